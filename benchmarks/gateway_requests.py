@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.models.loading import load_tokenizer
+from palestra.policy.base import Policy
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer
@@ -56,7 +57,7 @@ class Session:
 
 
 @dataclass
-class ReadyPolicy:
+class ReadyPolicy(Policy[Session]):
     """Says what it has to say at once."""
 
     texts: list[list[int]]

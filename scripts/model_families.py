@@ -33,11 +33,12 @@ from transformers import PreTrainedTokenizerFast
 
 from palestra.core.types import Message, Problem, SamplingParams, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY
-from palestra.models.chat.families import prepare
 from palestra.models.chat.grammars import GrammarText, grammar_compiler
 from palestra.models.chat.reasoning import closing_tag
+from palestra.models.chat.render import prepare
 from palestra.models.chat.roundtrip import check_tool_calls
 from palestra.models.chat.template import ChatFormat
+from palestra.policy.base import Policy
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.completer import Completer
@@ -225,7 +226,7 @@ class _Session:
 
 
 @dataclass
-class _StreamingPolicy:
+class _StreamingPolicy(Policy[_Session]):
     """Says one text, a few tokens at a time."""
 
     token_ids: list[int]

@@ -15,8 +15,8 @@ from palestra.agents.programs import command_agent
 from palestra.agents.tools.mcp_client import McpServer
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, did_you_mean, needs_extra
+from palestra.core.files import import_file
 from palestra.core.grpo_config import GRPOTrainingConfig
-from palestra.core.import_file import import_file
 from palestra.evals.suite import EvalSuite, hold_out
 
 DEMO = "palestra.demo"

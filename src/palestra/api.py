@@ -13,8 +13,8 @@ from palestra.agents.programs import ProgramAgent
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, explain_arguments, needs_extra
 from palestra.core.event_loop import outside_event_loop
+from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
-from palestra.core.import_file import refuse_in_import
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.base import Environment

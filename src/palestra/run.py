@@ -23,15 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.agent_source import AgentOptions
 from palestra.api import train_grpo
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError
-from palestra.core.launch import launch_ranks
 from palestra.core.process_end import run_process
-from palestra.core.ranks import RankFailed, RankVariables, is_first_rank
+from palestra.core.ranks import RankFailed, RankVariables, is_first_rank, launch_ranks
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.secrets import redact
 from palestra.core.show import visible
-from palestra.core.yaml_config import flatten
 from palestra.env_api import finish_wire, serve_env, train_env, train_wire
 from palestra.envs.load import env_class, find_env, load_env
 from palestra.envs.running import RunningEnv

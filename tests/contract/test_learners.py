@@ -26,7 +26,7 @@ from palestra.core.weights import Weights
 from palestra.learner.base import Batch, Learner
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
-from palestra.policy.load_weights import load_weights
+from palestra.policy.module import load_weights
 
 VOCABULARY = 64
 RATE = 1e-2

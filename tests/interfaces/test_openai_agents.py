@@ -11,7 +11,7 @@ import pytest
 
 from palestra.agents.tools.tool import as_tool
 from palestra.cli.main import run
-from palestra.core.import_file import import_file
+from palestra.core.files import import_file
 from palestra.servers.openai.openai_forms import tool_schema
 
 sdk = pytest.importorskip("agents", reason="pip install openai-agents")

@@ -17,8 +17,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
 from palestra.evals.report import Change, EvalReport, Mean, Rate
 from palestra.evals.run_report.charts import Marker, bar_panels_svg, curve, smooth
-from palestra.evals.run_report.page import render
-from palestra.evals.run_report.write import write_report
+from palestra.evals.run_report.write import render, write_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

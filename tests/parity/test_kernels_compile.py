@@ -30,11 +30,11 @@ def ptx_of(kernel: Any, **constants: Any) -> str:
 
 @pytest.fixture
 def kernels() -> Any:
-    from palestra.engine.cuda import few_rows_kernels
+    from palestra.engine.cuda import layer_kernels
 
-    if not hasattr(few_rows_kernels.embed, "arg_names"):
+    if not hasattr(layer_kernels.embed, "arg_names"):
         pytest.skip("Triton's interpreter is on (TRITON_INTERPRET)")
-    return few_rows_kernels
+    return layer_kernels
 
 
 TILE = {"BM": 64, "BN": 32, "BK": 128}

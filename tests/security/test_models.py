@@ -13,8 +13,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.models import adapters
 from palestra.models.chat import render as render_module
-from palestra.models.chat.families import prepare
-from palestra.models.chat.render import TemplateRefusal, render
+from palestra.models.chat.render import TemplateRefusal, prepare, render
 from palestra.models.loading import load_config, load_model, load_tokenizer
 
 TINY = Path(adapters.__file__).parent / "tiny"

@@ -27,7 +27,7 @@ from palestra.core.weights import Weights
 from palestra.learner.lora import add_lora
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, load_model
-from palestra.policy.token_logprobs import token_logprobs
+from palestra.policy.module import token_logprobs
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [

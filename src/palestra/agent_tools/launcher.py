@@ -17,10 +17,9 @@ from palestra.agent_tools.endpoints import choose_models
 from palestra.agent_tools.inference import InferenceTest
 from palestra.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, describe
 from palestra.core import children
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_regular, slug
-from palestra.core.yaml_config import flatten
 from palestra.dashboard.action_routes import Subject
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover

@@ -13,10 +13,9 @@ from typing import Any
 
 from palestra.agent_tools.answers import Refusal, short
 from palestra.agents.tools.run import find_mismatch
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import slug
-from palestra.core.yaml_config import flatten
 from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
 from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_keys_for_unknown_hosts

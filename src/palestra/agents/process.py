@@ -17,8 +17,8 @@ from typing import Literal
 
 from palestra.core.children import end_group
 from palestra.core.errors import RolloutError
-from palestra.core.program_result import ProgramResult
-from palestra.core.scratch import scratch_root
+from palestra.core.files import scratch_root
+from palestra.core.types import ProgramResult
 
 _SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 _END_S = 10.0  # for a supervisor to end what a program has started

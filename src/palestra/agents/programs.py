@@ -17,10 +17,10 @@ from palestra.agents.agent import Agent
 from palestra.agents.process import ForkServer, run_process, supervised
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.files import scratch_root
 from palestra.core.messages import read_json
-from palestra.core.program_result import ProgramResult
-from palestra.core.scratch import scratch_root
 from palestra.core.secrets import clean_environment
+from palestra.core.types import ProgramResult
 
 _NO_PROXY = "127.0.0.1,localhost"
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.transfer import to_device
+from palestra.core.machine import to_device
 from palestra.core.types import Sample
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.files import write_text
-from palestra.evals.run_report.page import fill_template
+from palestra.evals.run_report.write import fill_template
 
 _TEMPLATE = Path(__file__).with_name("process_page.html")
 

@@ -16,8 +16,7 @@ from palestra.cli.common import debug_option, json_line_option
 from palestra.cli.find_run import require_run, run_argument
 from palestra.cli.trust import code_for_tools, require_trust, trust_option
 from palestra.core.errors import PalestraError
-from palestra.core.files import read_jsonl
-from palestra.core.import_file import import_file
+from palestra.core.files import import_file, read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import visible
 from palestra.core.types import Problem

@@ -13,9 +13,8 @@ from typing import Any
 import click
 from pydantic.fields import FieldInfo
 
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config, translate
 from palestra.core.errors import PalestraError
-from palestra.core.yaml_config import flatten, load_yaml, read_yaml_config, translate
 
 PREFIXES = ("env", "openai")
 _META = "palestra.prefixed"

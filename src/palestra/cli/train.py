@@ -24,8 +24,7 @@ from palestra.cli.settings import EnvCommand, EnvSettings, layer, read_settings
 from palestra.cli.summary import print_outcome
 from palestra.cli.trust import code_of_run, require_trust, trust_option
 from palestra.core.errors import PalestraError
-from palestra.core.launch import launch_ranks
-from palestra.core.ranks import RankVariables, is_first_rank
+from palestra.core.ranks import RankVariables, is_first_rank, launch_ranks
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.show import show_path
 from palestra.runs.foreground import refuse_busy

@@ -1,22 +1,32 @@
-"""Files on disk: written atomically, JSON lines read as a stream, new folders with unique names, the cache folder."""
+"""Files: atomic writes, folders with a manifest, temporary folders that survive no process, and users' Python files."""
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import stat
+import sys
+import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from pydantic_core import to_json
 
 from palestra.core.errors import PalestraError
 
+MANIFEST = "manifest.json"  # the last file of a folder to be written: without it the folder is not complete
 _TAIL_BYTES = 64 * 1024
 _MAX_SAME_NAME = 1000
 MAX_TEXT_BYTES = 64 << 20  # of a file of settings, or of source code
@@ -199,3 +209,194 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
     with replacing(path) as partial, partial.open("wb") as file:
         file.writelines(lines)
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Make the folder of what `write` puts into the path that it is given; an older one is replaced."""
+    aside = partial_folder(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        files = sorted(p for p in aside.rglob("*") if p.is_file())
+        manifest = {str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in files}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in [*files, aside / MANIFEST, aside]:
+            _flush(path)
+        _replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where the folder is written before it is whole."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def verify_folder(folder: Path) -> None:
+    """Compare every file with the manifest; PalestraError names the first that is not as it was written."""
+    if not (folder / MANIFEST).is_file():
+        raise PalestraError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
+    try:
+        manifest = dict(json.loads((folder / MANIFEST).read_text()))
+        expected_files = {str(name): (int(row["bytes"]), str(row["sha256"])) for name, row in manifest.items()}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise PalestraError(f"{folder / MANIFEST} is corrupt") from None
+    for name, expected in expected_files.items():
+        path = folder / name
+        if not path.is_file():
+            raise PalestraError(f"the checkpoint {folder} lacks its file {name}")
+        if (path.stat().st_size, _digest(path)) != expected:
+            raise PalestraError(f"the checkpoint file {path} is corrupt (its checksum differs)")
+
+
+def _replace(aside: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is locked or removed for others
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX = "palestra-scratch-"
+_ATTEMPTS = 100
+_making = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Root:
+    path: Path
+    pid: int
+    lock: int  # an open file descriptor of the folder, which holds its lock
+
+
+_root: _Root | None = None
+
+
+def scratch_root() -> Path:
+    """This process's folder for temporary files: `tempfile.TemporaryDirectory(dir=scratch_root())`."""
+    global _root
+    with _making:
+        if _root is None or _root.pid != os.getpid() or not _root.path.is_dir():  # a forked process makes its own
+            remove_stale()
+            _root = _make()
+            atexit.register(_remove, _root)
+        return _root.path
+
+
+def remove_stale() -> list[Path]:
+    """Remove the folders of processes of this user that have ended without removing them. Returns their paths."""
+    removed: list[Path] = []
+    if fcntl is None:
+        return removed
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        number = _lock(path)
+        if number is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(number)
+            removed.append(path)
+    return removed
+
+
+def _make() -> _Root:
+    for _ in range(_ATTEMPTS):
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        path.chmod(0o711)  # programs that run as another user reach their own folder, and cannot list this one
+        if fcntl is None:
+            return _Root(path, os.getpid(), -1)
+        number = _lock(path)
+        if number is not None and path.is_dir():  # else another process took it for a stale one
+            return _Root(path, os.getpid(), number)
+    raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a folder of this user; None if another process holds it, or it is no such folder."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    found = os.fstat(number)
+    try:
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise PermissionError
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+def _remove(root: _Root) -> None:
+    if root.pid == os.getpid():
+        shutil.rmtree(root.path, ignore_errors=True)
+        with suppress(OSError):
+            os.close(root.lock)
+
+
+_importing: list[str] = []  # files that are being imported, as their users named them
+
+
+def refuse_in_import(what: str) -> None:
+    """Raise where a file that the command line reads would train or score by itself, too."""
+    if _importing:
+        raise PalestraError(
+            f"{what} is called while {_importing[-1]} is read. "
+            'Put the call below `if __name__ == "__main__":`, or run the file with python'
+        )
+
+
+def import_file(path: Path, label: str, expected: str) -> ModuleType:
+    """Import a file by its path. `label` is how the user named it; `expected` says what it should define."""
+    name = f"palestra_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PalestraError(f"{label} is not a Python file; give one that ends in .py. {expected}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # the file may import its neighbours
+    _importing.append(label)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise PalestraError(f"{label}{_line(error, path)}: {_reason(error)}") from error
+    finally:
+        _importing.pop()
+    return module
+
+
+def _line(error: Exception, path: Path) -> str:
+    """Where in the file itself it happened, even if the error came from code that the file called."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f", line {error.lineno}"
+    own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    return f", line {own[-1]}" if own else ""
+
+
+def _reason(error: Exception) -> str:
+    """Our errors speak for themselves; of others the kind is worth knowing."""
+    if isinstance(error, PalestraError):
+        return str(error)
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"

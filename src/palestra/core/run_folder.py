@@ -17,11 +17,10 @@ from typing import Any, Literal
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.files import new_folder, read_jsonl, read_regular, slug, write_json
+from palestra.core.files import MANIFEST, new_folder, read_jsonl, read_regular, slug, write_json
 
 FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
 STATE = "state.json"  # of a checkpoint: where the loop stands
-MANIFEST = "manifest.json"  # the last file of a checkpoint to be written: without it the checkpoint is not finished
 # how rollouts are made. agent: our agent loop; function: a user's rollout_func; program: an agent with its own program;
 # wire: environments over HTTP; prompts: StepTrainer; endpoint: a chat endpoint is scored; other: another trainer's run
 RunKind = Literal["agent", "function", "program", "wire", "prompts", "endpoint", "other"]
@@ -193,7 +192,7 @@ class RunFolder:
     def config(self) -> RunConfig:
         import yaml
 
-        from palestra.core.yaml_config import parse_yaml
+        from palestra.core.config import parse_yaml
 
         try:
             text = read_regular(self.config_file, MAX_CONFIG_BYTES).decode("utf-8")

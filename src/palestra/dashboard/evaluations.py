@@ -10,8 +10,7 @@ from typing import Any
 from palestra.core.run_folder import EvalName, RunFolder
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.series import by_step, columns
-from palestra.evals.paired import pair
-from palestra.evals.report import Rate
+from palestra.evals.report import Rate, pair
 from palestra.runs.compare import differing_keys, settings_of
 
 _MAX_PROBLEMS = 200

@@ -7,11 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError
 from palestra.core.files import folder_size, read_regular
 from palestra.core.run_folder import RunFolder, step_of
-from palestra.core.yaml_config import flatten
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.series import by_step, sparkline

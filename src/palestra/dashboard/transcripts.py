@@ -11,7 +11,7 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
-from palestra.evals.run_report.page import fill_template
+from palestra.evals.run_report.write import fill_template
 
 MAX_CHARS = 20_000  # of one message; the rest is read when somebody asks for it
 _AFTER_DIVERGENCE = 80

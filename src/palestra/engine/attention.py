@@ -96,6 +96,16 @@ class AttentionSwitch:
                 module.__dict__["training"] = mode
 
 
+@torch.inference_mode()
+def plain_forward(model: Any, input_ids: Tensor, **options: Any) -> Any:
+    """The output of the model's own forward in evaluation mode, with its own attention function, for ids [1, T].
+
+    Scoring and the self-check use it; the engine samples by other means.
+    """
+    with AttentionSwitch(model).use(model.config._attn_implementation or "sdpa", training=False):
+        return model(input_ids=input_ids, **options)
+
+
 def attend_part(
     q: Tensor,  # [B, H, Q, D]
     k: Tensor,  # [B, H, L, D]

@@ -12,17 +12,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from palestra.core.errors import UnsupportedModel
-from palestra.core.types import SamplingParams, Turn
-from palestra.engine.attention import REMEDY, AttentionSwitch
-from palestra.engine.probe import has_experts, text_config
-from palestra.engine.runner import Runner
-from palestra.engine.session import Session
+from palestra.core.types import SamplingParams
+from palestra.engine.attention import REMEDY, plain_forward
+from palestra.engine.supported import has_experts, text_config
 
 log = logging.getLogger(__name__)
 
@@ -34,28 +32,10 @@ MAX_WINDOW_FLOPS, MAX_WINDOW_FLOPS_CUDA = 2e11, 1e15  # a second or two; a windo
 HALF_FACTOR, FLOAT32_FACTOR, EXPERTS_FACTOR, FOUR_BIT_FACTOR = 2.0, 16.0, 4.0, 2.0  # see `tolerated_difference`
 
 
-class CheckedEngine(Protocol):
-    """What the check needs of an engine."""
-
-    runner: Runner
-
-    def open(self, prompt_ids: Sequence[int]) -> Session: ...
-
-    def fork(self, session: Session, n: int) -> list[Session]: ...
-
-    def branch(self, session: Session, length: int) -> Session: ...
-
-    def append(self, session: Session, token_ids: Sequence[int]) -> None: ...
-
-    def sample(self, sessions: Sequence[Session], params: Sequence[SamplingParams]) -> list[Turn]: ...
-
-    def close(self, session: Session) -> None: ...
-
-
-def check_logprobs(engine: CheckedEngine, model: Any, page_size: int, capacity: int) -> None:
+def check_logprobs(engine: Any, model: Any, page_size: int, capacity: int) -> None:
     """UnsupportedModel if the engine's logprobs differ from the model's own by more than rounding explains.
 
-    `capacity` is how many tokens a session may have.
+    `engine` is an Engine, which runs this at load; `capacity` is how many tokens a session may have.
     """
     config = text_config(model)
     generator = torch.Generator().manual_seed(0)
@@ -115,13 +95,11 @@ def prompt_length(model: Any, page_size: int, capacity: int) -> int:
     return max(1, min(length, capacity - MAX_GROWTH))
 
 
-@torch.inference_mode()
 def reference_logprobs(model: Any, token_ids: Sequence[int], places: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The logprobs [n] of the tokens at `places` by the model's own forward, and the logits [n, V] behind them."""
     ids = torch.tensor([token_ids], device=_device(model))
     before = torch.tensor(places, device=ids.device) - 1
-    with AttentionSwitch(model).use(model.config._attn_implementation or "sdpa", training=False):
-        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=before)
+    output = plain_forward(model, ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=before)
     logits = output.logits[0].float().cpu()
     return logits.log_softmax(-1).gather(1, ids[0, before + 1, None].cpu())[:, 0], logits
 

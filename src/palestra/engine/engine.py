@@ -21,14 +21,13 @@ from palestra.core.phases import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
 from palestra.engine.check import check_logprobs
-from palestra.engine.kv_shape import CacheTooLarge
+from palestra.engine.cpu.runner import CpuRunner
 from palestra.engine.pages import PagePool
-from palestra.engine.probe import kv_shape, text_config
-from palestra.engine.runner import GIB, Runner, build_runner, default_kv_bytes
-from palestra.engine.sampler import check_params
+from palestra.engine.runner import GIB, Runner, default_kv_bytes
+from palestra.engine.sampler import StopStrings, check_params
 from palestra.engine.scheduler import Scheduler
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session, nothing
-from palestra.engine.stops import StopStrings
+from palestra.engine.supported import CacheTooLarge, KVShape, kv_shape, text_config
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -44,6 +43,17 @@ class Step:
 
 def no_grammars(text: str) -> Grammar:
     raise PalestraError("this engine was built without a grammar compiler; leave SamplingParams.grammar out")
+
+
+def build_runner(
+    model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
+) -> Runner:
+    """The runner for the device that the model is on."""
+    if next(model.parameters()).device.type != "cuda":
+        return CpuRunner(model, shape, pages, page_size)
+    from palestra.engine.cuda.runner import CudaRunner
+
+    return CudaRunner(model, shape, pages, page_size, max_running, context)
 
 
 class Engine:

@@ -1,9 +1,19 @@
-"""Pages of KV memory with reference counts: take, share, release, fork. Pure Python."""
+"""KV pages with reference counts, which sessions hold which tokens, and which rows of a step share pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from palestra.engine.session import Session
+
+BLOCK_ROWS = 8  # rows that read a prefix together
+MIN_SAVED_BYTES = 96 << 20  # of a layer's KV: to read them, mostly from the L2 cache, takes longer than a kernel more
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +78,96 @@ class PagePool:
         shared = list(table[:full])
         self.share(shared)
         return Fork(shared + own, (table[full], own[0]) if rest else None)
+
+
+class PrefixIndex:
+    """Finds the session that begins with most of another one's pages.
+
+    >>> index = PrefixIndex(page_size=2)
+    >>> first = Session([1, 2, 3, 4, 5])
+    >>> index.add(first)
+    >>> list(index.find(Session([1, 2, 3, 4, 6, 7]))) == [(first, 4), (first, 2)]
+    True
+    >>> index.remove(first); list(index.find(Session([1, 2, 3])))
+    []
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._sessions: dict[int, Session] = {}  # by the hash of the tokens up to the end of a page
+        self._hashes: dict[Session, list[int]] = {}
+
+    def add(self, session: Session) -> None:
+        """Its prompt is computed, or will be in the next steps. Where two begin alike, the first one stays."""
+        if session in self._hashes:
+            return
+        self._hashes[session] = list(self._page_hashes(session))
+        for value in self._hashes[session]:
+            self._sessions.setdefault(value, session)
+
+    def remove(self, session: Session) -> None:
+        for value in self._hashes.pop(session, ()):
+            if self._sessions.get(value) is session:
+                del self._sessions[value]
+
+    def find(self, session: Session) -> Iterator[tuple[Session, int]]:
+        """Sessions that begin with the same tokens, and how many of these fill pages; the longest first."""
+        compared = None  # equal in more tokens, so equal in fewer
+        for pages, value in reversed(list(enumerate(self._page_hashes(session), 1))):
+            found, length = self._sessions.get(value), pages * self.page_size
+            if found is None:
+                continue
+            if found is compared or found.token_ids[:length] == session.token_ids[:length]:
+                compared = found
+                yield found, length
+
+    def holds(self, session: Session) -> bool:
+        """Whether another one begins with all its pages."""
+        pages = session.fill_target // self.page_size
+        return next((length for _, length in self.find(session)), 0) == pages * self.page_size
+
+    def _page_hashes(self, session: Session) -> Iterator[int]:
+        """Of the pages that are full before the last token, which is computed in any case to sample from it."""
+        value = 0
+        for end in range(self.page_size, session.fill_target + 1, self.page_size):
+            value = hash((value, *session.token_ids[end - self.page_size : end]))
+            yield value
+
+
+class SharedPrefixes(NamedTuple):
+    """On the device: how many leading tokens each row reads together with others, and who they are."""
+
+    tokens: Tensor  # [rows], whole pages; 0: it reads all its pages by itself
+    blocks: Tensor  # [blocks, BLOCK_ROWS] rows with the same prefix; -1: nobody
+
+
+class SharedArrays(NamedTuple):
+    """The same on the host, as int32."""
+
+    tokens: np.ndarray
+    blocks: np.ndarray
+
+    @classmethod
+    def of(cls, sessions: Sequence[Session], page_size: int, min_tokens: float) -> SharedArrays | None:
+        """None where fewer than `min_tokens` would be read less.
+
+        A page is shared together with all pages before it. So rows with the same last shared page share them all.
+        """
+        lengths = [session.shared_len // page_size for session in sessions]
+        if sum(lengths) * page_size < min_tokens:
+            return None
+        rows_of = defaultdict[int, list[int]](list)
+        for row, (session, pages) in enumerate(zip(sessions, lengths, strict=True)):
+            if pages:
+                rows_of[session.table[pages - 1]].append(row)
+        parts = (rows[i : i + BLOCK_ROWS] for rows in rows_of.values() for i in range(0, len(rows), BLOCK_ROWS))
+        blocks = [part for part in parts if len(part) > 1]
+        saved = sum((len(block) - 1) * lengths[block[0]] for block in blocks) * page_size
+        if not blocks or saved < min_tokens:
+            return None
+        tokens = np.zeros(len(sessions), np.int32)
+        padded = np.full((len(blocks), BLOCK_ROWS), -1, np.int32)
+        for place, block in enumerate(blocks):
+            padded[place, : len(block)] = block
+            tokens[block] = lengths[block[0]] * page_size
+        return cls(tokens, padded)

@@ -1,66 +1,66 @@
-"""What runs the engine's steps: one runner for each kind of device."""
+"""The interface of runners: they own the KV of one model on one kind of device, and run the engine's steps there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from palestra.core.machine import memory_gib
-from palestra.engine.cpu.runner import CpuRunner
-from palestra.engine.kv_shape import KVShape
-from palestra.engine.scheduler import KVMemory
-from palestra.engine.session import Chunk, Collect
+from palestra.engine.session import Chunk, Collect, Session
 
 GIB = 1 << 30
 
 
-class Runner(KVMemory, Protocol):
-    """Runs a step on one kind of device."""
+class Runner:
+    """Runs steps on one kind of device. The memory hooks do nothing where steps read and write pages in place."""
 
-    decode_steps: int
-    overlaps: bool  # a step that has begun goes on while the host does something else
-    path: str | None  # of `paths` the one to take wherever it can be; None: whichever is quicker
+    decode_steps: int = 1  # tokens that a session may sample before the scheduler plans again
+    overlaps: bool = False  # whether a launched step runs while the host does something else
+    path: str | None = None  # of `paths` the one to use wherever possible; None: the fastest
 
     @property
     def paths(self) -> Sequence[str]:
-        """Ways to compute a decode step; the self-check goes through all."""
-        ...
+        """Ways to compute a decode step; the self-check runs all of them."""
+        raise NotImplementedError
 
-    def weights_changed(self) -> None: ...
+    def enter(self, session: Session) -> None:
+        """Called before the first step of a turn."""
+
+    def leave(self, session: Session) -> None:
+        """Called after the last step of a turn."""
+
+    def drop(self, session: Session) -> None:
+        """Discard the session's KV, whether it runs or not."""
+
+    def store(self, session: Session) -> None:
+        """Write the session's KV to its pages, because another session will share them."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        raise NotImplementedError
+
+    def weights_changed(self) -> None:
+        """Update what was derived from the weights."""
 
     def release_memory(self) -> None:
-        """Give the KV memory back; no session has KV at this moment."""
-        ...
+        """Free the KV memory; no session has KV at this moment."""
+        raise NotImplementedError
 
     def reserve_memory(self, pages: int) -> None:
-        """Take it again, with so many pages; CacheTooLarge where there is not enough."""
-        ...
+        """Allocate KV memory of `pages` pages; CacheTooLarge if it does not fit."""
+        raise NotImplementedError
 
     def disable_fast_path(self) -> bool:
-        """Run the module's own layers from now on; False if that was so before."""
-        ...
+        """Run the module's own layers from now on; False if that is the case already."""
+        raise NotImplementedError
 
     def launch(self, chunks: Sequence[Chunk]) -> Collect:
-        """Begin a step; call what comes back to wait for it and have what each sampling chunk emitted."""
-        ...
-
-
-def build_runner(
-    model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
-) -> Runner:
-    """The runner for the device that the model is on."""
-    if next(model.parameters()).device.type != "cuda":
-        return CpuRunner(model, shape, pages, page_size)
-    from palestra.engine.cuda.runner import CudaRunner
-
-    return CudaRunner(model, shape, pages, page_size, max_running, context)
+        """Start a step; the returned function waits for it and returns what each sampling chunk emitted."""
+        raise NotImplementedError
 
 
 def default_kv_bytes(device: torch.device) -> float:
-    """Half of what the GPU has free; on a CPU a quarter of the machine's memory, at most 4 GiB (taken as it fills)."""
+    """Half of the GPU's free memory; on a CPU a quarter of the machine's memory, at most 4 GiB (allocated on use)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * 0.5
     return min(4 * GIB, memory_gib() * GIB / 4)

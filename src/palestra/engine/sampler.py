@@ -1,9 +1,9 @@
-"""Logits to tokens: temperature, truncation, a seed for each sequence, the chosen token's logprob."""
+"""Logits to tokens: temperature, truncation, a seed for each sequence, the chosen token's logprob; stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -158,3 +158,22 @@ def truncated(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     out[:, 0] = False
     ordered = ordered.masked_fill(out, float("-inf"))
     return torch.empty_like(logits).scatter_(1, order, ordered)
+
+
+class StopStrings:
+    """Decodes the tail of a turn and looks. A token has at least one byte, so a short tail is enough."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def usable(self) -> bool:
+        return self._tokenizer is not None
+
+    def found(self, turn_ids: Sequence[int], stop: Sequence[str]) -> bool:
+        """True when the turn's newest token completed a stop string."""
+        if self._tokenizer is None:
+            raise PalestraError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
+        longest = max(len(text.encode()) for text in stop)
+        tail = self._tokenizer.decode(list(turn_ids[-longest - 4 :]), skip_special_tokens=False)
+        return any(text in tail for text in stop)

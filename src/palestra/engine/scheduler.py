@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
-from palestra.engine.pages import PagePool
-from palestra.engine.prefixes import PrefixIndex
+from palestra.engine.pages import PagePool, PrefixIndex
+from palestra.engine.runner import Runner
 from palestra.engine.session import Chunk, Job, Session
 
 MAX_KEPT = 256  # closed sessions whose KV stays
 MIN_AWAITED_PREFIX = 64  # tokens; to compute fewer takes less time than the step that one would wait
 
 
-class KVMemory(Protocol):
-    """Where KV lives. `enter` before a turn's first step, `leave` after its last."""
-
-    def enter(self, session: Session) -> None: ...
-
-    def leave(self, session: Session) -> None: ...
-
-    def drop(self, session: Session) -> None:
-        """Its KV is needed no more, whether it runs or not."""
-        ...
-
-    def store(self, session: Session) -> None:
-        """See to it that what is computed of it is in its pages, since another one will share them."""
-        ...
-
-    def copy_page(self, source: int, target: int) -> None: ...
-
-
 class Scheduler:
     """Admits waiting jobs, cuts long prompts into chunks, and drops idle KV when pages run out."""
 
-    def __init__(self, pool: PagePool, memory: KVMemory, max_running: int, tokens_per_step: int, context: int) -> None:
+    def __init__(self, pool: PagePool, memory: Runner, max_running: int, tokens_per_step: int, context: int) -> None:
         self.pool = pool
         self.context = context
         self.memory = memory

@@ -1,16 +1,188 @@
-"""Which models the fast decoders can run (the shape of Llama), and whose decode steps a CUDA graph can hold."""
+"""Which models the engine can run, with which KV shape, and which of them the fast decoders know (LoRA included)."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.engine.lora import base_linear, base_model, is_linear
-from palestra.engine.probe import has_experts, text_config
+from palestra.core.errors import PalestraError, UnsupportedModel
+from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
+
+
+class CacheTooLarge(PalestraError):
+    """The GPU has no room for so much KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV of one token: layers, heads, key and value width, dtype."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+PEFT_LINEAR = ("peft.tuners.lora.layer", "Linear")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter of one linear layer: it adds `scaling * up @ down @ x`."""
+
+    down: Tensor  # [r, in]
+    up: Tensor  # [out, r]
+    scaling: float
+
+
+def base_model(model: Any) -> Any:
+    """The decoder inside of peft's wrapper; its linear layers are still the adapted ones."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def base_linear(linear: Any) -> Any:
+    return getattr(linear, "base_layer", linear)
+
+
+def is_linear(linear: Any) -> bool:
+    """An nn.Linear, bare or with one ordinary LoRA adapter: not merged, not quantised, no variant such as DoRA."""
+    if type(base_linear(linear)) is not nn.Linear:
+        return False
+    if linear is base_linear(linear):
+        return True
+    is_ordinary = any((t.__module__, t.__name__) == PEFT_LINEAR for t in type(linear).__mro__[:2])  # or the learner's
+    if not is_ordinary or linear.merged or linear.disable_adapters or len(linear.active_adapters) != 1:
+        return False
+    name = linear.active_adapters[0]
+    if name not in linear.lora_A:
+        return False
+    variant = getattr(linear, "lora_variant", {}).get(name) or getattr(linear, "use_dora", {}).get(name)
+    return not variant and not linear.fan_in_fan_out and linear.lora_B[name].bias is None
+
+
+def adapter_of(linear: Any) -> LowRank | None:
+    if linear is base_linear(linear):
+        return None
+    name = linear.active_adapters[0]
+    return LowRank(linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name])
+
+
+def merged_weight(linear: Any) -> Tensor:
+    """The weight [out, in] with the adapter added to it."""
+    weight: Tensor = base_linear(linear).weight
+    adapter = adapter_of(linear)
+    return weight if adapter is None else torch.addmm(weight, adapter.up, adapter.down, alpha=adapter.scaling)
+
+
+class FusedAdapter:
+    """The adapters of linear layers with one input as two small products, in the dtype of the layers.
+
+    Its buffers stay where they are, because captured graphs read them: `refresh` copies the adapters' weights anew.
+    """
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        self._adapters = [adapter_of(linear) for linear in linears]
+        self._outputs = [base_linear(linear).out_features for linear in linears]
+        ranks = sum(len(adapter.down) for adapter in self._adapters if adapter is not None)
+        weight = base_linear(linears[0]).weight
+        padded = -(-ranks // 8) * 8  # matrix products want rows of 16 bytes
+        self.down = torch.zeros(padded, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        self.up = torch.zeros(sum(self._outputs), padded, dtype=weight.dtype, device=weight.device)
+        self.refresh()
+
+    @classmethod
+    def of(cls, linears: Sequence[Any]) -> FusedAdapter | None:
+        return cls(linears) if any(adapter_of(linear) is not None for linear in linears) else None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        row = rank = 0
+        for adapter, outputs in zip(self._adapters, self._outputs, strict=True):
+            if adapter is not None:
+                r = len(adapter.down)
+                self.down[rank : rank + r].copy_(adapter.down)
+                self.up[row : row + outputs, rank : rank + r].copy_(adapter.up * adapter.scaling)
+                rank += r
+            row += outputs
+
+    def add(self, out: Tensor, x: Tensor) -> None:
+        """out += what the adapters make of x."""
+        out.addmm_(x @ self.down.T, self.up.T)
+
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(slots=True)
+class ShapeProbe:
+    """An attention plan that computes causal attention without a cache and notes the KV shape of each layer."""
+
+    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        self.layers[layer] = (k.shape[1], k.shape[3], v.shape[3])
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model inside, whatever wraps it."""
+    return model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
+
+
+def has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def kv_shape(model: Any) -> KVShape:
+    """Run two tokens through the model and read the shape of its KV; UnsupportedModel when it has another memory."""
+    config = text_config(model)
+    name = config.model_type
+    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
+    if foreign:
+        raise UnsupportedModel(
+            f"{name} has layers of type {', '.join(foreign)}; the paged engine knows attention only; {REMEDY}"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(
+            f"{name} does not attend through transformers' attention interface, which the paged engine needs; {REMEDY}"
+        )
+    probe = ShapeProbe()
+    device = next(model.parameters()).device
+    with torch.inference_mode(), AttentionSwitch(model).use(ENGINE_ATTENTION, training=False):
+        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+        model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, plan=probe)
+    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
+        raise UnsupportedModel(
+            f"{name} has {config.num_hidden_layers} layers and {len(probe.layers)} of them attend through the "
+            f"attention interface; the paged engine needs all; {REMEDY}"
+        )
+    shapes = set(probe.layers.values())
+    if len(shapes) > 1:
+        raise UnsupportedModel(f"{name} has layers of different KV shapes {sorted(shapes)}; {REMEDY}")
+    heads, key_dim, value_dim = shapes.pop()
+    return KVShape(config.num_hidden_layers, heads, key_dim, value_dim, model.dtype)
+
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # others change with the length

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from palestra.core.config import explain
 from palestra.core.errors import PalestraError, did_you_mean
-from palestra.core.import_file import import_file
+from palestra.core.files import import_file
 from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
 from palestra.envs.env import Env

@@ -14,8 +14,7 @@ from palestra.agents.tools.mcp_client import McpConnection, McpTools, close_conn
 from palestra.agents.tools.tool import Tool, shared_state, tools_by_name
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.messages import as_messages
-from palestra.core.program_result import ProgramResult
-from palestra.core.types import Message, Problem, Score, ToolResult
+from palestra.core.types import Message, Problem, ProgramResult, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
 from palestra.evals.suite import EvalSuite

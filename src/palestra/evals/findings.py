@@ -10,14 +10,22 @@ from collections.abc import Mapping, Sequence
 
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
-from palestra.evals.evidence import MIN_STEPS, Evidence, Finding, Row, RunFacts
-from palestra.evals.examples import Example, find_examples, recorded_examples
+from palestra.evals.evidence import (
+    MIN_STEPS,
+    Evidence,
+    Example,
+    Finding,
+    Row,
+    RunFacts,
+    find_examples,
+    recorded_examples,
+)
 from palestra.evals.rollout_rules import ROLLOUT_RULES
 from palestra.evals.rollout_stats import rollout_stats
 from palestra.evals.training_rules import SIGNAL_RULES, TREND_RULES
 
 WINDOW = 5  # newest steps, by which a run in progress is judged
-NO_MATTER_OF_LEARNING = ("measure_errors", "rollout_failures", "context_full")  # worth a warning before training, too
+ENVIRONMENT_PROBLEMS = ("measure_errors", "rollout_failures", "context_full")  # worth a warning before training, too
 NO_FACTS = RunFacts()
 
 

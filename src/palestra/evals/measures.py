@@ -9,8 +9,7 @@ from typing import Any, overload
 
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, did_you_mean
-from palestra.core.program_result import ProgramResult
-from palestra.core.types import Message, Problem, Score, ToolCall, ToolResult
+from palestra.core.types import Message, Problem, ProgramResult, Score, ToolCall, ToolResult
 
 _EXAMPLE = """
     @measure

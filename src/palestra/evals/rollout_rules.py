@@ -77,19 +77,13 @@ def _tools(e: Evidence) -> Iterator[Finding]:
         )
 
 
-_PROBLEM_WORDS: dict[CallProblem, str] = {
-    "rejected_format": "were written in another format than the model's own",
-    "malformed": "could not be parsed",
-    "unknown_tool": "named a tool that does not exist",
-    "invalid_arguments": "had arguments that do not fit the tool",
-    "raised": "raised an error in the tool",
-}
-_PROBLEM_KINDS: dict[CallProblem, str] = {
-    "rejected_format": "rejected_format",
-    "malformed": "malformed_calls",
-    "unknown_tool": "unknown_tools",
-    "invalid_arguments": "invalid_arguments",
-    "raised": "tool_errors",
+# of each problem: the kind of its finding, and its words
+_PROBLEMS: dict[CallProblem, tuple[str, str]] = {
+    "rejected_format": ("rejected_format", "were written in another format than the model's own"),
+    "malformed": ("malformed_calls", "could not be parsed"),
+    "unknown_tool": ("unknown_tools", "named a tool that does not exist"),
+    "invalid_arguments": ("invalid_arguments", "had arguments that do not fit the tool"),
+    "raised": ("tool_errors", "raised an error in the tool"),
 }
 
 
@@ -101,9 +95,9 @@ def _failed_calls(e: Evidence, called: Sequence[Row]) -> Iterator[Finding]:
     if failed < FAILED_CALLS or not shares[main]:
         return
     causes = sorted(((share, problem) for problem, share in shares.items() if share >= 0.05), reverse=True)
-    listed = ", ".join(f"{share:.0%} {_PROBLEM_WORDS[problem]}" for share, problem in causes)
+    listed = ", ".join(f"{share:.0%} {_PROBLEMS[problem][1]}" for share, problem in causes)
     yield e.finding(
-        _PROBLEM_KINDS[main],
+        _PROBLEMS[main][0],
         f"{failed:.0%} of the tool calls {e.when} failed: {listed}",
         *_call_remedies(e, main),
         example=main,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from palestra.core.transfer import ALIGNMENT, to_device
+from palestra.core.machine import ALIGNMENT, to_device
 
 BLOCK = 2048
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from palestra.algo.batching import MicroBatch
-from palestra.engine.lora import base_model
+from palestra.engine.supported import base_model
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import LossGradient, ScoringHead
 from palestra.learner.last_layer import last_mlp_at

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from palestra.core.capture import capture
+from palestra.core.machine import capture
 from palestra.learner.self_check import drops
 from palestra.learner.tree_attention import Layout
 from palestra.learner.tree_attention_cuda import HALF

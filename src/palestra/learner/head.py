@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.engine.lora import adapter_of, base_linear
+from palestra.engine.supported import adapter_of, base_linear
 from palestra.learner.logit_rule import LogitRule
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.

@@ -22,7 +22,7 @@ from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
-from palestra.engine.lora import base_model
+from palestra.engine.supported import base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import Batch, nothing
 from palestra.learner.forward import Scorer

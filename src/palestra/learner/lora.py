@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
-from palestra.engine.lora import adapter_of, base_linear, is_linear
+from palestra.engine.supported import adapter_of, base_linear, is_linear
 from palestra.learner.tree_attention_cuda import HALF
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batching import MicroBatch, nothing_scored, pack
-from palestra.core.transfer import to_device
+from palestra.core.machine import to_device
 from palestra.core.types import Array, Sample
 from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention import Layout

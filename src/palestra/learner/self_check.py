@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from palestra.algo.batching import MicroBatch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
-from palestra.engine.lora import is_linear
+from palestra.engine.supported import is_linear
 from palestra.learner.packed import PackedMicroBatch, pack_batch
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batching import Tree, ragged_arange
-from palestra.core.transfer import to_device
+from palestra.core.machine import to_device
 from palestra.core.types import Array
 from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
 

@@ -22,7 +22,7 @@ from palestra.core.http import HttpError, Request
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
 from palestra.models import adapters
-from palestra.models.chat.families import prepare
+from palestra.models.chat.render import prepare
 from palestra.models.chat.template import ChatFormat
 from palestra.models.gguf.read import SMOLLM2, cached_conversion, smollm2_file
 

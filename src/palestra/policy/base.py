@@ -1,97 +1,113 @@
-"""The Policy seam: open a conversation, sample, append, close."""
+"""The Policy seam: open a session, sample, append, close. And sessions that are only token lists, for servers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
+from palestra.core.errors import RolloutError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 
-
-class HoldsTokens(Protocol):
-    """All that a caller may look at in a session: the tokens that it holds."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
+Session = TypeVar("Session")  # callers read nothing of it but `token_ids`, the tokens that it holds
 
 
-Session = TypeVar("Session", bound=HoldsTokens)
-
-
-class Policy(Protocol[Session]):
-    """Something that continues token sequences. Sessions show their tokens and no more.
+class Policy(Generic[Session]):
+    """Continues token sequences. Implementations override what raises here, and the defaults where they can do more.
 
     >>> session = policy.open(prompt_ids)            # doctest: +SKIP
-    >>> first, second = policy.fork(session, 2)      # share the prompt, go on apart
+    >>> first, second = policy.fork(session, 2)      # share the prompt, then continue independently
     >>> turn = await policy.sample(first, SamplingParams(max_new_tokens=64))
     >>> policy.append(first, tool_result_ids)        # the sampled ids are already in the session
     >>> turn = await policy.sample(first, SamplingParams(max_new_tokens=64))
     >>> policy.close(first)
     """
 
+    context_tokens: int | None = None  # the model's context length where only the policy knows it (another machine)
+    can_branch: bool = False  # whether `branch` is implemented
+
     @property
     def version(self) -> int:
-        """The version of the weights that sample now."""
-        ...
+        """The version of the weights that are sampled now."""
+        raise NotImplementedError
 
-    def open(self, prompt_ids: Sequence[int]) -> Session: ...
+    def open(self, prompt_ids: Sequence[int]) -> Session:
+        raise NotImplementedError
 
     def fork(self, session: Session, n: int) -> list[Session]:
-        """n independent sessions that go on from here; the session itself is closed by this."""
-        ...
+        """n independent sessions that continue from here; closes the session itself."""
+        raise NotImplementedError
+
+    def branch(self, session: Session, length: int) -> Session:
+        """A session of the first `length` tokens that shares their KV cache. The session itself stays as it is, also
+        while it is being sampled. Callers open a new session of a policy that cannot: its server has a prefix cache."""
+        raise NotImplementedError
 
     async def sample(self, session: Session, params: SamplingParams) -> Turn:
         """Sample one turn; its ids become part of the session. Concurrent calls are batched."""
-        ...
+        raise NotImplementedError
 
     def append(self, session: Session, token_ids: Sequence[int]) -> None:
-        """Add tokens that the model did not make."""
-        ...
+        """Add tokens that the model did not sample."""
+        raise NotImplementedError
 
-    def close(self, session: Session) -> None: ...
+    def close(self, session: Session) -> None:
+        """Free what is held for a session."""
 
     def update(self, weights: Weights) -> None:
-        """Sample with these weights from now on; turns in progress go on with them."""
-        ...
+        """Sample with these weights from now on, turns in progress included."""
+        raise NotImplementedError
 
     def sleep(self) -> None:
-        """Give the KV cache's memory back until `wake`: sessions stay open, and nobody samples meanwhile."""
-        ...
+        """Free the KV cache's memory until `wake`. Sessions stay open; no turn is sampled in between."""
 
     def wake(self) -> None: ...
 
+    def skip_tool_barrier(self, session: Session) -> None:
+        """Do not hold back a step for this session: its caller will probably not continue it."""
 
-@runtime_checkable
-class KnowsContext(Protocol):
-    """A policy whose model is on another machine, so that only it knows how many tokens that can hold at once."""
-
-    context_tokens: int
-
-
-@runtime_checkable
-class Branches(Protocol):
-    """A policy that goes on from the middle of a session without computing its beginning again.
-
-    Of others a new session is opened: a server has a prefix cache of its own, or computes all of it anyway.
-    """
-
-    def branch(self, session: Any, length: int) -> Any:
-        """A session of the first `length` tokens. The session itself goes on, also where it is being sampled."""
-        ...
+    def release(self) -> None:
+        """Free what is held outside of this process (adapters at a server, actors) at the end of a run."""
 
 
-@runtime_checkable
-class Releases(Protocol):
-    """A policy that holds something outside of this process until the run ends: adapters at a server, actors."""
+@dataclass(slots=True)
+class TokenSession:
+    """The tokens of one conversation; every turn sends all of them."""
 
-    def release(self) -> None: ...
+    token_ids: list[int]
 
 
-@runtime_checkable
-class WaitsForTools(Protocol):
-    """A policy whose steps wait a moment for sessions between two turns, as long as these usually come back at once."""
+class TokenSessions(Policy[TokenSession]):
+    """A policy whose server keeps nothing between turns. Subclasses add `sample` and `update`."""
 
-    def away(self, session: Any) -> None:
-        """This one will hardly come back: nobody waits for it."""
-        ...
+    def open(self, prompt_ids: Sequence[int]) -> TokenSession:
+        return TokenSession([int(i) for i in prompt_ids])
+
+    def fork(self, session: TokenSession, n: int) -> list[TokenSession]:
+        return [TokenSession(list(session.token_ids)) for _ in range(n)]
+
+    def append(self, session: TokenSession, token_ids: Sequence[int]) -> None:
+        session.token_ids += [int(i) for i in token_ids]  # `list += array` would add number by number
+
+
+class BoundedSessions(TokenSessions):
+    """For a model with a context of `_context` tokens. Subclasses add `_sample` instead of `sample`."""
+
+    version: int = 0
+    _context: int
+
+    async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
+        ids = session.token_ids
+        if not ids:
+            raise RolloutError("the prompt is empty; it needs at least one token")
+        left = self._context - len(ids)
+        if left <= 0:
+            return Turn("model", (), (), self.version, "length")  # type: ignore[arg-type]
+        turn = await self._sample(ids, replace(params, max_new_tokens=min(params.max_new_tokens, left)))
+        ids += turn.token_ids.tolist()
+        return turn
+
+    async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
+        """A turn that continues these tokens."""
+        raise NotImplementedError

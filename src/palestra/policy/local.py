@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from torch import nn
@@ -15,8 +17,63 @@ from palestra.core.weights import Weights
 from palestra.engine.engine import Engine, Step
 from palestra.engine.session import Job, Session
 from palestra.models.chat.grammars import grammar_compiler
-from palestra.policy.load_weights import load_weights
-from palestra.policy.tool_barrier import ToolBarrier
+from palestra.policy.base import Policy
+from palestra.policy.module import load_weights
+
+_WINDOW = 8  # rounds of tool calls after which the median follows a change
+
+
+class ToolBarrier:
+    """Knows the sessions between two turns: their caller runs a tool, or is about to close them.
+
+    A step waits a moment for them while they usually come back at once. So a quick tool's answer joins the very
+    next step whatever the threads' timing: batches are fuller, and the same seed gives the same batches, hence the
+    same numbers to the last bit. Slow tools hold nobody up. With `enabled=False` no step ever waits.
+    """
+
+    def __init__(self, enabled: bool = True, quick_s: float = 0.05, patience_s: float = 1.0) -> None:
+        self._enabled = enabled
+        self._quick_s = quick_s
+        self._patience_s = patience_s
+        # Judged by the median: a busy machine makes a quick tool slow now and then, a slow tool is slow each time. One
+        # value for all that were away together: a pause of the garbage collector makes all of them slow at once.
+        self._recent_s: deque[float] = deque([0.0] * _WINDOW, maxlen=2 * _WINDOW - 1)
+        self._this_round_s: list[float] = []
+        self._left_at: dict[Session, float] = {}
+        self._awaited: set[Session] = set()
+        self._all_back = asyncio.Event()
+
+    def turn_ended(self, session: Session) -> None:
+        self._left_at[session] = time.perf_counter()
+        self._awaited.add(session)
+
+    def came_back(self, session: Session) -> None:
+        """Its next turn begins, or it is closed."""
+        left_at = self._left_at.get(session)
+        if left_at is not None:
+            self._this_round_s.append(time.perf_counter() - left_at)
+        self.forget(session)
+
+    def forget(self, session: Session) -> None:
+        """Nobody waits for this one any more."""
+        self._left_at.pop(session, None)
+        self._awaited.discard(session)
+        if not self._awaited:
+            self._all_back.set()
+
+    async def wait(self) -> None:
+        """Until all are back, or patience runs out; who is not back then is not waited for again."""
+        if self._enabled and self._awaited and median(self._recent_s) < self._quick_s:
+            self._all_back = asyncio.Event()  # belongs to the loop that waits
+            try:
+                await asyncio.wait_for(self._all_back.wait(), self._patience_s)
+            except TimeoutError:  # once is enough: nobody waits until as many have been quick again
+                self._recent_s.extend([self._patience_s] * _WINDOW)
+        self._awaited.clear()
+        if self._this_round_s:
+            self._recent_s.append(median(self._this_round_s))
+            self._this_round_s.clear()
+
 
 # Between two steps, which on a GPU decode many tokens: a request that came meanwhile takes a few rounds of the event
 # loop until its first turn is submitted, and each would otherwise be a step that it misses.
@@ -30,7 +87,7 @@ _ROUNDS = 32
 _TURNS_AT_ONCE = 128
 
 
-class LocalPolicy:
+class LocalPolicy(Policy[Session]):
     """The engine behind the Policy seam. Concurrent `sample` calls share its steps.
 
     The engine runs on the event loop's own thread, one step at a time, and yields in between: tools and
@@ -40,6 +97,8 @@ class LocalPolicy:
     On a GPU the next step begins before the turns that ended with the last one are delivered: their callers read them
     and run their tools while it computes, and join the step after it.
     """
+
+    can_branch = True
 
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, *, tool_barrier: bool = True, **engine_options: Any
@@ -77,7 +136,7 @@ class LocalPolicy:
         if job is not None:
             self._deliver([job])
 
-    def away(self, session: Session) -> None:
+    def skip_tool_barrier(self, session: Session) -> None:
         self._tool_barrier.forget(session)
 
     def update(self, weights: Weights) -> None:

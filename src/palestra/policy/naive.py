@@ -18,10 +18,10 @@ from torch import Tensor
 from palestra.core.errors import PalestraError
 from palestra.core.types import Finish, Matching, SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.engine.sampler import SamplingRow, check_params, sample
-from palestra.engine.stops import StopStrings
+from palestra.engine.sampler import SamplingRow, StopStrings, check_params, sample
 from palestra.models.chat.grammars import grammar_compiler
-from palestra.policy.load_weights import load_weights
+from palestra.policy.base import Policy
+from palestra.policy.module import load_weights
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class _KV(NamedTuple):
     version: int
 
 
-class NaivePolicy:
+class NaivePolicy(Policy[NaiveSession]):
     """A Policy that computes every turn from its first token on."""
 
     def __init__(self, model: Any, tokenizer: Any = None, max_batch: int = 256) -> None:
@@ -78,11 +78,6 @@ class NaivePolicy:
         with self._weights_lock:  # batches run in a thread
             load_weights(self._model, weights)
             self._version = weights.version
-
-    def sleep(self) -> None:
-        """No KV is cached between turns."""
-
-    def wake(self) -> None: ...
 
     def open(self, prompt_ids: Sequence[int]) -> NaiveSession:
         if not len(prompt_ids):

@@ -10,7 +10,7 @@ from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask, ask_async
 from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.token_sessions import TokenSession, TokenSessions
+from palestra.policy.base import TokenSession, TokenSessions
 
 _MAX_REPLY_BYTES = 2**30  # logprobs of a whole context
 
@@ -23,6 +23,8 @@ class RemotePolicy(TokenSessions):
     conversation fails that rollout. Whoever is cancelled hangs up, and the server stops sampling for it.
     """
 
+    version: int = 0  # as of the last answer
+
     def __init__(
         self,
         url: str,
@@ -34,7 +36,6 @@ class RemotePolicy(TokenSessions):
         weights_folder: Path | None = None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.version = 0  # as of the last answer
         self._token = token
         self._timeout_s = timeout_s
         self._retries = Retries(busy_s=give_up_s, unreachable_s=give_up_s)

@@ -11,7 +11,7 @@ from palestra.core.phases import phases
 from palestra.core.types import Finish, Message, SamplingParams, Turn
 from palestra.models.chat.template import PROMPT_END_TOKENS
 from palestra.models.chat.toolcalls import UnexpectedCalls
-from palestra.policy.base import HoldsTokens, Policy
+from palestra.policy.base import Policy
 
 NOT_FINITE = "the model gave log-probabilities that are not finite; its weights may be broken"
 
@@ -85,14 +85,14 @@ class TokenSpeaker:
         return self._session.token_ids[start : self._tokens]
 
 
-def check_record(session: HoldsTokens, start: int, turn: Turn) -> int:
+def check_record(session: Any, start: int, turn: Turn) -> int:
     """Where `turn`, which begins at `start`, ends: the session and the record that is trained hold the same tokens."""
     if not math.isfinite(sum(turn.logprobs.tolist())):  # as a list: numpy takes longer for the usual few dozen
         raise RolloutError(NOT_FINITE)
     return check_tokens(session, start, turn.token_ids.tolist())
 
 
-def check_tokens(session: HoldsTokens, start: int, token_ids: list[int]) -> int:
+def check_tokens(session: Any, start: int, token_ids: list[int]) -> int:
     end, held = start + len(token_ids), session.token_ids
     if len(held) < end or list(held[start:end]) != token_ids:
         raise RuntimeError(

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from palestra.core.config import flatten, load_yaml
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path
-from palestra.core.yaml_config import flatten, load_yaml
 from palestra.runs.database import id_of
 from palestra.runs.reader import Run
 

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from palestra.core.config import RunConfig, explain
+from palestra.core.config import RunConfig, explain, load_yaml
 from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError, did_you_mean
-from palestra.core.yaml_config import load_yaml
 from palestra.runs.agent_settings import AGENT_MAXIMUM, SETTING_CLASSES, SITE_SETTINGS
 
 SITE_VARIABLE = "PALESTRA_SITE"

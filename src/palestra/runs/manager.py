@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import new_folder, open_private
+from palestra.core.files import new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
-from palestra.core.scratch import remove_stale
 from palestra.runs import limits
 from palestra.runs.database import id_of, row_from_folder
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, TooManyRuns, palestra_home

@@ -16,7 +16,7 @@ from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
 from palestra.models.export.hf import save_downloaded, save_hf, write_beside
 from palestra.models.loading import LoadedModel
-from palestra.policy.base import KnowsContext, Policy, Releases
+from palestra.policy.base import Policy
 from palestra.train.setup import policy_for, samples_from_server, suited_to, with_adapter
 
 Record = Mapping[str, Any]  # of the run folder
@@ -38,7 +38,7 @@ class Backend:
     @property
     def context_tokens(self) -> int | None:
         """The model's context length; None if it is not known."""
-        if isinstance(self.policy, KnowsContext):
+        if self.policy.context_tokens is not None:
             return self.policy.context_tokens
         config = getattr(self.model, "config", None)
         return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -79,7 +79,7 @@ def backend_of(
         policy,
         lambda folder, record: write_beside(model, tokenizer, folder, record),
         lambda folder, record: save_hf(model, tokenizer, folder, record=record),
-        lambda good: policy.release() if isinstance(policy, Releases) else None,
+        lambda good: policy.release(),
     )
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: whole or not at all.
 
-`core/whole_folder.py` writes them, so that a crash or a full disk leaves the previous one whole.
+`core/files.py` writes them, so that a crash or a full disk leaves the previous one whole.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import partial_folder, verify_folder, write_folder
 from palestra.core.run_folder import (  # noqa: F401
     MANIFEST,
     STATE,
@@ -25,7 +26,6 @@ from palestra.core.run_folder import (  # noqa: F401
     step_folder,
     step_of,
 )
-from palestra.core.whole_folder import check_whole, folder_aside, write_whole
 from palestra.train.safety_net import UNTOUCHED, SafetyState
 
 FORMAT = 2
@@ -62,7 +62,7 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
         (aside / STATE).write_text(json.dumps({"format": FORMAT, **state.to_dict()}))
 
     try:
-        return write_whole(folder, write_all)
+        return write_folder(folder, write_all)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of these, by who was writing
         raise PalestraError(
             f"the checkpoint {folder} could not be written ({getattr(error, 'strerror', None) or error}); earlier "
@@ -72,13 +72,13 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
 
 def join_checkpoint(folder: Path, write: Callable[[Path], None]) -> Path:
     """A rank's part in a checkpoint that the first one saves."""
-    write(folder_aside(folder))
+    write(partial_folder(folder))
     return folder
 
 
 def read_checkpoint(folder: Path) -> TrainState:
     """Check every file against the manifest and give the loop's state."""
-    check_whole(folder)
+    verify_folder(folder)
     try:
         return _read_state(folder)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

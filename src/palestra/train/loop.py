@@ -22,8 +22,7 @@ from palestra.core.files import free_bytes
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Group
-from palestra.evals.evidence import RunFacts
-from palestra.evals.examples import Example, find_examples
+from palestra.evals.evidence import Example, RunFacts, find_examples
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, nothing
 from palestra.learner.memory import peak_memory_gib

@@ -23,7 +23,7 @@ from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group
 from palestra.evals.capability import Capability
 from palestra.evals.evidence import Finding, RunFacts
-from palestra.evals.findings import NO_MATTER_OF_LEARNING, broken_tool, evaluation_findings, outcome_findings
+from palestra.evals.findings import ENVIRONMENT_PROBLEMS, broken_tool, evaluation_findings, outcome_findings
 from palestra.evals.report import EvalReport
 from palestra.evals.run_report.write import write_report
 from palestra.learner.base import Learner
@@ -313,7 +313,7 @@ class Run:
                 "return the message as its result instead of raising"
             )
         for finding in evaluation_findings(before.rollouts, self.training.facts, "before"):
-            if finding.kind in NO_MATTER_OF_LEARNING:
+            if finding.kind in ENVIRONMENT_PROBLEMS:
                 self.training.watcher.warn(str(finding))
 
     def _report_capability(self, before: EvalReport | None, groups: Sequence[Group]) -> None:

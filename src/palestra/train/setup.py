@@ -23,7 +23,7 @@ from palestra.models.export.hf import save_base
 from palestra.models.loading import LoadedModel, device_named, dtype_named, load_config, load_model, load_tokenizer
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
-from palestra.policy.pinned import sampling_copy
+from palestra.policy.module import sampling_copy
 from palestra.policy.remote import RemotePolicy
 from palestra.runs.limits import count_gpus, require_gpus
 from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit, with_step_size

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from palestra.algo.advantage import advantages as normalise
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, read_yaml_config
 from palestra.core.config_sections import STEP_PROBLEMS
 from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
@@ -22,7 +22,6 @@ from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.ranks import refuse_ranks
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Problem, Rollout, Turn
-from palestra.core.yaml_config import read_yaml_config
 from palestra.learner.local import LocalLearner
 from palestra.learner.user_optimizer import UserOptimizer
 from palestra.models.export.hf import save_hf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from palestra.algo.batching import Tree, pack, split_minibatches
-from palestra.core.transfer import ALIGNMENT, to_device
+from palestra.core.machine import ALIGNMENT, to_device
 from palestra.core.types import Sample
 
 

@@ -1,9 +1,8 @@
 import pytest
 
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, load_yaml
 from palestra.core.errors import PalestraError
 from palestra.core.grpo_config import GRPOTrainingConfig
-from palestra.core.yaml_config import load_yaml
 
 
 def test_later_layers_win_and_leave_the_rest_alone() -> None:

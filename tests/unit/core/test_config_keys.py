@@ -15,11 +15,10 @@ from typing import Any, get_args
 import pytest
 
 from palestra.algo.losses import Objective
-from palestra.core.config import RunConfig
+from palestra.core.config import TRANSLATIONS, RunConfig, flatten, translate
 from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError
 from palestra.core.grpo_config import GRPOTrainingConfig
-from palestra.core.yaml_config import TRANSLATIONS, flatten, translate
 
 SOURCE = Path(__file__).parents[3] / "src" / "palestra"
 SECTIONS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core import launch
+from palestra.core import ranks as launch
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import RankVariables, is_first_rank, refuse_ranks
 
@@ -48,7 +48,7 @@ def test_ctrl_c_is_handed_on_to_every_rank() -> None:
     rank = (
         "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); os.write(1, b'ready '); time.sleep(9)"
     )
-    program = f"from palestra.core.launch import *; raise SystemExit(launch_ranks([sys.executable, '-c', {rank!r}], 2))"
+    program = f"from palestra.core.ranks import *; raise SystemExit(launch_ranks([sys.executable, '-c', {rank!r}], 2))"
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     assert launcher.stdout.read(12) == "ready ready "
@@ -80,7 +80,7 @@ def test_a_process_alone_is_the_first_and_only_rank(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_ranks_end_with_a_launcher_that_is_killed_while_they_start() -> None:
     rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
-    program = f"from palestra.core.launch import *; raise SystemExit(launch_ranks([sys.executable, '-c', {rank!r}], 2))"
+    program = f"from palestra.core.ranks import *; raise SystemExit(launch_ranks([sys.executable, '-c', {rank!r}], 2))"
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline()) for _ in range(2)]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core import scratch
+from palestra.core import files as scratch
 
 HOLDER = """
 import sys, tempfile, time
-from palestra.core.scratch import scratch_root
+from palestra.core.files import scratch_root
 print(tempfile.mkdtemp(prefix="palestra-attempt-", dir=scratch_root()), flush=True)
 sys.stdin.read()
 """

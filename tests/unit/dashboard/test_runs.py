@@ -14,7 +14,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.run_routes import RunRoutes, new_lines, recent_lines
 from palestra.dashboard.series import by_step, charts, columns, read_rows, sparkline
-from palestra.evals.paired import Paired, pair
+from palestra.evals.report import Paired, pair
 from palestra.runs.manager import RunManager
 
 

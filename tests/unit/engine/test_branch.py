@@ -125,7 +125,7 @@ def test_on_a_gpu_a_page_is_copied_after_the_copy_that_fills_it(model: Any) -> N
     """A branch of a branch, before any step: copies wait for the next step, where all are made at once."""
     pytest.importorskip("triton")
     from palestra.engine.cuda.runner import CudaRunner
-    from palestra.engine.probe import kv_shape
+    from palestra.engine.supported import kv_shape
 
     runner = CudaRunner(model, kv_shape(model), 4, PAGE, 4, 64)
     runner.keys[:, 0] = 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from palestra.core.config import RunConfig
-from palestra.engine.cuda.fuse import fuse
+from palestra.engine.cuda.decoder_layers import fuse
 from palestra.learner.local import LocalLearner
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import load_model

@@ -17,8 +17,8 @@ from palestra.core.types import SamplingParams
 from palestra.engine.cpu import plan
 from palestra.engine.cpu.kv_slots import KVSlots, Pages, SlotBuffer
 from palestra.engine.engine import Engine
-from palestra.engine.kv_shape import KVShape
 from palestra.engine.session import Session
+from palestra.engine.supported import KVShape
 
 VOCABULARY, ROWS = 64, 8  # rows of a buffer that has not grown
 PROMPTS = [[5, 9, 33, 21, 60, 2, 8, 14, 7, 30], [7, 3, 12, 40, 41, 42]]

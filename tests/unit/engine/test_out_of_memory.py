@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.engine.engine import Engine
-from palestra.engine.kv_shape import CacheTooLarge
+from palestra.engine.supported import CacheTooLarge
 
 
 @pytest.fixture(scope="module")

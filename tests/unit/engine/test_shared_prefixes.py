@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedArrays
-from palestra.engine.pages import PagePool
+from palestra.engine.pages import BLOCK_ROWS, PagePool, SharedArrays
 from palestra.engine.session import Session
 
 

@@ -15,8 +15,7 @@ from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Message, Rollout, Score, StopReason, ToolCall, ToolResult, Turn
 from palestra.evals import rollout_rules, training_rules
-from palestra.evals.evidence import Finding, RunFacts
-from palestra.evals.examples import Example, find_examples, recorded_examples
+from palestra.evals.evidence import Example, Finding, RunFacts, find_examples, recorded_examples
 from palestra.evals.findings import broken_tool, evaluation_findings, outcome_findings, recorded_findings, run_findings
 from palestra.evals.rollout_stats import loops, rollout_stats
 
@@ -176,7 +175,7 @@ def test_every_kind_of_finding_has_a_case_in_which_it_appears_and_one_in_which_i
     calls = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     made = [call.args[0] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "finding"]
     named = {node.value for arg in made for node in ast.walk(arg) if isinstance(node, ast.Constant)}
-    named |= set(rollout_rules._PROBLEM_KINDS.values())
+    named |= set((kind for kind, _ in rollout_rules._PROBLEMS.values()))
     assert {name for name in named if name} == set(CASES) | set(LATER) | ELSEWHERE - {"ended_early"}
     assert all(no for _, no in (*CASES.values(), *LATER.values()))
 
@@ -404,9 +403,9 @@ def test_the_newest_rollouts_on_disk_are_the_examples(tmp_path: Path, monkeypatc
     folder.rollouts_file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 3}]))
     assert (recorded_examples(folder)["no_call"].step, recorded_examples(folder)["no_call"].index) == (2, 0)
     whole = folder.rollouts_file.stat().st_size
-    monkeypatch.setattr("palestra.evals.examples._TAIL_BYTES", whole - 10)
+    monkeypatch.setattr("palestra.evals.evidence._TAIL_BYTES", whole - 10)
     assert recorded_examples(folder)["no_call"].step == 2, "step 1 is not whole in the tail"
-    monkeypatch.setattr("palestra.evals.examples._TAIL_BYTES", 100)
+    monkeypatch.setattr("palestra.evals.evidence._TAIL_BYTES", 100)
     assert recorded_examples(folder) == {}
 
 

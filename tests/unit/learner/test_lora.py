@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
-from palestra.engine.lora import is_linear
+from palestra.engine.supported import is_linear
 from palestra.learner.forward import _what_to_keep
 from palestra.learner.lora import add_lora, build_peft_config, compute_in_model_dtype, quantization_config
 from palestra.train import setup

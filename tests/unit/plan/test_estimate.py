@@ -10,7 +10,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, MIN_SAVED_BYTES
+from palestra.engine.pages import BLOCK_ROWS, MIN_SAVED_BYTES
 from palestra.plan import estimate as step_time
 from palestra.plan.device import DEVICES, GIB, Device, cpu
 from palestra.plan.estimate import RunEstimate, estimate

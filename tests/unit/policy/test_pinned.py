@@ -12,7 +12,7 @@ from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
-from palestra.policy.pinned import sampling_copy
+from palestra.policy.module import sampling_copy
 
 PROMPT = [5, 9, 33, 21, 60, 2, 7, 44]
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from palestra.engine.session import Session
-from palestra.policy import tool_barrier
-from palestra.policy.tool_barrier import ToolBarrier
+from palestra.policy import local
+from palestra.policy.local import ToolBarrier
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The barrier's clock, which stands still unless a test moves it."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(tool_barrier, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(local, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 

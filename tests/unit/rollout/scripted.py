@@ -4,66 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra import function_tool
-from palestra.core.errors import PalestraError
-from palestra.core.types import Message, Problem, SamplingParams, Score, ToolResult, Turn
+from builders import ANSWER_TEXT as ANSWER
+from builders import CALL_TEXT as CALL
+from builders import ScriptedPolicy, ScriptedSession, add
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
-ANSWER = "It is 5.<|im_end|>"
+from palestra.core.types import Message, Problem, Score, ToolResult
 
-
-@function_tool
-def add(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: One.
-        b: Other.
-    """
-    return a + b
-
-
-@dataclass(eq=False)
-class ScriptedSession:
-    token_ids: list[int]
-    left: list[str]
-
-
-@dataclass
-class ScriptedPolicy:
-    """Samples the texts of the script, turn by turn, in every session. Longer prompts than `context` are refused."""
-
-    tokenizer: Any
-    script: list[str]
-    version: int = 3
-    context: int = 10_000
-    closed: int = 0
-    opened: int = 0
-    params: list[SamplingParams] = field(default_factory=list)
-
-    def open(self, prompt_ids: Sequence[int]) -> ScriptedSession:
-        if len(prompt_ids) > self.context:
-            raise PalestraError(f"the prompt has {len(prompt_ids)} tokens; the model's context holds {self.context}")
-        self.opened += 1
-        return ScriptedSession(list(prompt_ids), list(self.script))
-
-    def fork(self, session: ScriptedSession, n: int) -> list[ScriptedSession]:
-        self.opened += n - 1  # the forked one is closed
-        return [ScriptedSession(list(session.token_ids), list(session.left)) for _ in range(n)]
-
-    def append(self, session: ScriptedSession, token_ids: Sequence[int]) -> None:
-        session.token_ids += token_ids
-
-    def close(self, session: ScriptedSession) -> None:
-        self.closed += 1
-
-    async def sample(self, session: ScriptedSession, params: SamplingParams) -> Turn:
-        self.params.append(params)
-        ids = self.tokenizer.encode(session.left.pop(0), add_special_tokens=False)
-        finish = "length" if len(ids) > params.max_new_tokens else "stop"
-        ids = ids[: params.max_new_tokens]
-        session.token_ids += ids
-        return Turn("model", ids, [-0.1] * len(ids), self.version, finish)
+__all__ = ["ANSWER", "CALL", "ScriptedEnvironment", "ScriptedEpisode", "ScriptedPolicy", "ScriptedSession", "add"]
 
 
 @dataclass

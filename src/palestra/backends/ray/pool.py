@@ -21,8 +21,7 @@ from palestra.core.errors import PalestraError, text_of
 from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
-from palestra.policy.base import Policy, Releases
-from palestra.policy.token_sessions import TokenSessions
+from palestra.policy.base import Policy, TokenSessions
 from palestra.rollout.collect import OnRollout
 from palestra.rollout.evaluate import CollectsGroups
 
@@ -398,7 +397,7 @@ class PoolPolicy(TokenSessions):
 
     def release(self) -> None:
         self.pool.close()
-        if isinstance(self._server, Releases):
+        if self._server is not None:
             self._server.release()
 
     async def sample(self, session: Any, params: Any) -> Any:

@@ -10,7 +10,7 @@ from palestra.backends.tinker.model import Sampler, TinkerModel
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.token_sessions import BoundedSessions
+from palestra.policy.base import BoundedSessions
 
 
 class TinkerPolicy(BoundedSessions):

@@ -11,13 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.backends.vllm.adapters import AdapterFolders, rank_limit
-from palestra.backends.vllm.forms import PROBE_TEXT, PROBE_TOKENS, check_agreement, sampling_fields, turn_of
+from palestra.backends.vllm.common import (
+    PROBE_TEXT,
+    PROBE_TOKENS,
+    AdapterFolders,
+    check_agreement,
+    rank_limit,
+    sampling_fields,
+    turn_of,
+)
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.phases import phases
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.token_sessions import BoundedSessions
+from palestra.policy.base import BoundedSessions
 
 log = logging.getLogger("palestra")
 WORKER = "palestra.backends.vllm.worker.PalestraWorker"

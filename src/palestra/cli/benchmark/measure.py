@@ -21,7 +21,7 @@ import torch
 from palestra.cli.benchmark.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload, check_least
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
-from palestra.engine.probe import text_config
+from palestra.engine.supported import text_config
 from palestra.models.loading import load_model
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy

@@ -16,9 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.engine.attention import AttentionPlan
-from palestra.engine.lora import base_linear, base_model, merged_weight
-from palestra.engine.probe import text_config
-from palestra.engine.supported import is_llama_like, norm_epsilon, sliding_window
+from palestra.engine.supported import (
+    base_linear,
+    base_model,
+    is_llama_like,
+    merged_weight,
+    norm_epsilon,
+    sliding_window,
+    text_config,
+)
 
 MAX_WEIGHT_BYTES = 2 << 30  # beyond this a second copy of the weights takes too much memory
 

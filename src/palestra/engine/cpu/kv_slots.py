@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.engine.kv_shape import KVShape
 from palestra.engine.session import Session
+from palestra.engine.supported import KVShape
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
-"""One step on the CPU: chunks of many sessions through one forward, logits where a token is sampled."""
+"""A step on a CPU."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,20 +13,40 @@ from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cpu.fast_decoder import CpuFastDecoder
 from palestra.engine.cpu.kv_slots import KVSlots, Pages
-from palestra.engine.cpu.memory import give_freed_memory_back, keep_freed_memory
 from palestra.engine.cpu.plan import PrefillChunk, SharedPrefixes, SlotPlan, SlotRows, batches
-from palestra.engine.kv_shape import KVShape
+from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Session
+from palestra.engine.supported import KVShape
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_RETAINED_BYTES, _MAX_POOLED_BYTES = 1 << 30, 1 << 25  # glibc takes at most 32 MiB for the second
 
 
-class CpuRunner:
+def keep_freed_memory() -> bool:
+    """Tell glibc to reuse freed activations instead of giving them back and faulting them in again.
+
+    Holds for the whole process, the learner's activations too. False where there is no glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MAX_POOLED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _RETAINED_BYTES))
+
+
+def give_freed_memory_back() -> bool:
+    """Return what is free at the moment to the operating system; False where there is no glibc."""
+    try:
+        return bool(ctypes.CDLL("libc.so.6").malloc_trim(0))
+    except (OSError, AttributeError):
+        return False
+
+
+class CpuRunner(Runner):
     """Owns the KV of one model on the CPU and runs its steps."""
 
-    overlaps = False
-    paths: Sequence[str] = ("slots",)
-    path: str | None = None
-    decode_steps = 1  # tokens a session may sample before the scheduler looks again
+    paths = ("slots",)
 
     def __init__(self, model: nn.Module, shape: KVShape, pages: int, page_size: int) -> None:
         keep_freed_memory()

@@ -1,17 +1,46 @@
-"""A decoder's layers as their weights, laid out for few kernels: products with one input are one."""
+"""A decoder's layers as their weights, laid out for few kernels: linear layers with one input are one product."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.engine.cuda.fuse import fuse
 from palestra.engine.cuda.paged_ops import RopeAndNorm
-from palestra.engine.lora import FusedAdapter, base_linear
-from palestra.engine.supported import norm_epsilon, sliding_window
+from palestra.engine.supported import FusedAdapter, base_linear, norm_epsilon, sliding_window
+
+
+def fuse(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight [sum of outputs, inputs] and bias [sum of outputs] of the layers, one below the other.
+
+    Layers that lie in one buffer already stay there, so all engines on one module share it.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # the parameters are trained later
+        weight = _in_one_buffer([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return weight, _in_one_buffer(biases) if biases else None
+
+
+def _in_one_buffer(parts: Sequence[Tensor]) -> Tensor:
+    first, sizes = parts[0], [len(part) for part in parts]
+    if _are_adjacent(parts):
+        shape = (sum(sizes), *first.shape[1:])
+        return first.data.as_strided(shape, first.stride(), first.storage_offset())
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.split(sizes), strict=True):
+        part.data = view
+    return whole
+
+
+def _are_adjacent(parts: Sequence[Tensor]) -> bool:
+    same_storage = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    contiguous = all(part.is_contiguous() for part in parts)
+    return same_storage and contiguous and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from palestra.engine.cuda.decoder_layers import Layer, Product, layer_of
 from palestra.engine.cuda.drafts import DraftPlan
 from palestra.engine.cuda.few_rows import FewRows
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, rope_and_store
-from palestra.engine.lora import base_model
-from palestra.engine.supported import norm_epsilon
+from palestra.engine.supported import base_model, norm_epsilon
 
 
 class CudaFastDecoder:

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from palestra.engine.cuda import few_rows_kernels
+from palestra.engine.cuda import layer_kernels
 from palestra.engine.cuda.decoder_layers import Layer
 from palestra.engine.cuda.paged_ops import overlap
 from palestra.engine.supported import norm_epsilon
@@ -79,7 +79,7 @@ class FewRows:
         y = torch.empty_like(x)
         parts = width // tile_for("added", rows, width).columns
         squares = x.new_empty(rows, parts, dtype=torch.float32)
-        few_rows_kernels.embed[(rows,)](
+        layer_kernels.embed[(rows,)](
             ids, self._embedding, layers[0].attention_norm.weight, x, y, squares, WIDTH=width,
             BLOCK=triton.next_power_of_2(width), PARTS=parts, PADDED=triton.next_power_of_2(parts), num_warps=4,
         )  # fmt: skip
@@ -98,7 +98,7 @@ class FewRows:
         (rows, depth), gated = y.shape, kind == "gated"
         width = weight.shape[0] // (2 if gated else 1)
         tile, out = tile_for(kind, rows, depth), y.new_empty(rows, width)
-        few_rows_kernels.normed_product[(width // tile.columns, -(-rows // tile.rows))](
+        layer_kernels.normed_product[(width // tile.columns, -(-rows // tile.rows))](
             y, squares, weight, out, rows, width, norm_epsilon(norm), DEPTH=depth, BM=tile.rows, BN=tile.columns,
             BK=tile.depth, PARTS=squares.shape[1], PADDED=triton.next_power_of_2(squares.shape[1]), GATED=gated,
             num_warps=tile.warps, num_stages=tile.stages, **overlap(self.overlaps),
@@ -112,7 +112,7 @@ class FewRows:
         splits = splits_for(tile, width, depth)
         blocks = -(-rows // tile.rows)
         sums = x.new_empty(blocks * tile.rows * width * splits if splits > 1 else 0, dtype=torch.float32)
-        few_rows_kernels.added_product[(width // tile.columns, blocks, splits)](
+        layer_kernels.added_product[(width // tile.columns, blocks, splits)](
             a, weight, x, norm.weight, y, squares, sums, self._arrived, rows, width, DEPTH=depth, BM=tile.rows,
             BN=tile.columns, BK=tile.depth, SPLITS=splits, num_warps=tile.warps, num_stages=tile.stages,
             **overlap(self.overlaps),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.engine.cuda import kernels, layer_kernels
-from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedPrefixes
+from palestra.engine.pages import BLOCK_ROWS, SharedPrefixes
 
 DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
 MAX_SPLITS, MAX_SHARED_SPLITS = 8, 64

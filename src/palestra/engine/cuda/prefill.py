@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.transfer import to_device
+from palestra.core.machine import to_device
 from palestra.engine.cuda.paged_ops import PrefillPlan, padded_tables
 from palestra.engine.session import Session
 

@@ -18,20 +18,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from palestra.core.capture import capture
 from palestra.core.errors import UnsupportedModel
+from palestra.core.machine import capture
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
 from palestra.engine.cuda.drafts import STEP_TOKENS, DraftPlan, Speculation
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
-from palestra.engine.cuda.shared_prefixes import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.cuda.state import DecodeState
-from palestra.engine.kv_shape import CacheTooLarge, KVShape
+from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
+from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session, nothing
-from palestra.engine.supported import can_capture, is_llama_like
+from palestra.engine.supported import CacheTooLarge, KVShape, can_capture, is_llama_like
 
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
@@ -54,13 +54,12 @@ class Graph:
     logits: Tensor | None = None
 
 
-class CudaRunner:
+class CudaRunner(Runner):
     """Owns the KV pages of one model on a GPU and runs its steps."""
 
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
     look_every = 4  # steps after which the host looks whether a row has ended
-    path: str | None = None  # a DecodePath; None: the one that is quicker
 
     def __init__(
         self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
@@ -91,15 +90,6 @@ class CudaRunner:
     @property
     def paths(self) -> Sequence[DecodePath]:
         return ["apart", "together"] if self.fast_decoder is None else ["apart", "together", "drafts"]
-
-    def enter(self, session: Session) -> None:
-        """Pages are read in place."""
-
-    def leave(self, session: Session) -> None: ...
-
-    def drop(self, session: Session) -> None: ...
-
-    def store(self, session: Session) -> None: ...
 
     def copy_page(self, source: int, target: int) -> None:
         """With the next step, together: a group of 512 has as many copies, and a launch each would take longer than the

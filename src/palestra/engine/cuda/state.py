@@ -1,4 +1,4 @@
-"""What decode steps read and write on the device: rows, draws, stops, chosen tokens."""
+"""The state of a decode batch on the GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.transfer import put
+from palestra.core.machine import put
 from palestra.engine.cuda import sampling_kernels
 from palestra.engine.cuda.drafts import STEP_TOKENS, DraftBuffers
 from palestra.engine.cuda.paged_ops import padded_tables
-from palestra.engine.cuda.shared_prefixes import BLOCK_ROWS, SharedArrays, SharedPrefixes
+from palestra.engine.pages import BLOCK_ROWS, SharedArrays, SharedPrefixes
 from palestra.engine.sampler import SamplingRow, uniforms
 from palestra.engine.session import Chunk, Job
 

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from palestra.core.scratch import scratch_root
+from palestra.core.files import scratch_root
 from palestra.core.types import Score
 from palestra.envs.env import Env
 from palestra.envs.library._numbers import is_number

@@ -2,20 +2,147 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from palestra.core.config import flatten
 from palestra.core.files import write_json, write_text
 from palestra.core.machine import installed_version
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import Rollout
+from palestra.core.show import show_call
+from palestra.core.types import Rollout, ToolCall
 from palestra.evals.evidence import Finding
 from palestra.evals.report import Change, EvalReport, compare, compare_means, pick_transcripts
-from palestra.evals.run_report.page import render
+from palestra.evals.run_report.charts import Bar, Marker, Point, bars, curve
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The page for the data of a report.json."""
+    from markupsafe import Markup
+
+    changes = _shown(report["changes"])
+    means = [_with_range(change) for change in report.get("mean_changes", ())]  # reports of 0.1 have none
+    steps = [row for row in report["metrics"] if "reward_mean" in row]
+    evaluations = {when: report[when] for when in ("before", "after") if report[when] is not None}
+    # reports of Palestra 0.1 do not say which cases were scored
+    on_training = any(evaluation.get("split") == "train" for evaluation in evaluations.values())
+    scored = "training" if on_training else "held-out"
+    markers = _evaluations(report, steps, scored)
+    values = dict(
+        report=report,
+        overall=report["changes"][-1] if report["changes"] else None,
+        evaluations=evaluations,
+        scored=scored,
+        changes=changes,
+        mean_changes=means,
+        graded=means[0] if means and _is_flat(report["changes"][-1]) else None,
+        capability=(report.get("capability") or {}).get("text"),
+        findings=report.get("findings", ()),
+        steps=len(steps),
+        bars=Markup(bars([(c["name"], _pair(c)) for c in changes], title="Pass rates before and after training")),
+        pass_curve=Markup(curve(_points(steps, "pass_rate"), percent=True, markers=markers, title="Pass rate by step")),
+        reward_curve=Markup(curve(_points(steps, "reward_mean"), percent=False, title="Reward by step")),
+        settings=[(key, as_text(value)) for key, value in flatten(report["config"]).items()],
+    )
+    filters: dict[str, Callable[..., Any]] = {
+        "percent": _percent,
+        "call": _call,
+        "minutes": _minutes,
+        "opening": _opening,
+    }
+    return fill_template(_TEMPLATE, filters, values)
+
+
+def fill_template(template: Path, filters: Mapping[str, Callable[..., Any]], values: Mapping[str, Any]) -> str:
+    """A page of HTML: values are escaped, and a name that is missing is an error. Every page has the filter as_text."""
+    return _compiled(template, tuple(filters.items())).render(values)
+
+
+@cache
+def _compiled(template: Path, filters: tuple[tuple[str, Callable[..., Any]], ...]) -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters |= {"as_text": as_text, **dict(filters)}
+    return page.from_string(template.read_text(encoding="utf-8"))
+
+
+def _shown(changes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """With a single measure, the row for all measures is the same again."""
+    return changes if len(changes) > 2 else changes[:1]
+
+
+def _with_range(change: Mapping[str, Any]) -> dict[str, Any]:
+    """The change of a mean with the lowest and the highest value seen, so that its scale is known."""
+    sides = (change["before"], change["after"])
+    return {**change, "lowest": min(s["lowest"] for s in sides), "highest": max(s["highest"] for s in sides)}
+
+
+def _is_flat(change: Mapping[str, Any]) -> bool:
+    """Whether pass rates say nothing: the same before and after."""
+    return bool(change["before"]["rate"] == change["after"]["rate"])
+
+
+def _pair(change: Mapping[str, Any]) -> list[Bar]:
+    return [Bar(kind, *(change[kind][key] for key in ("rate", "low", "high"))) for kind in ("before", "after")]
+
+
+def _points(steps: Sequence[Mapping[str, float]], key: str) -> list[Point]:
+    return [(row["step"], row[key]) for row in steps if key in row]
+
+
+def _evaluations(report: Mapping[str, Any], steps: Sequence[Mapping[str, float]], scored: str) -> list[Marker]:
+    """The evaluations before, during and after training, each at its step."""
+    markers = [
+        _marker(row["step"], f"{scored} cases at step {row['step']}", row["eval/pass_rate"])
+        for row in report["metrics"]
+        if "eval/pass_rate" in row
+    ]
+    last_step = max((row["step"] for row in steps), default=0)
+    for when, step in (("before", 0), ("after", last_step)):
+        if report[when] is not None:
+            rate = report[when]["pass_rate"]
+            markers.append(_marker(step, f"{scored} cases {when}", rate["rate"], rate["low"], rate["high"]))
+    return markers
+
+
+def _marker(step: float, name: str, rate: float, low: float | None = None, high: float | None = None) -> Marker:
+    label = f"{name}: {_percent(rate)}"
+    return Marker(step, rate, rate if low is None else low, rate if high is None else high, label)
+
+
+def as_text(value: Any) -> str:
+    """Text as it is; all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many messages came before the model's first word."""
+    return next((i for i, m in enumerate(messages) if m["role"] not in ("system", "user")), len(messages))
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    return show_call(ToolCall("", call["name"], call["arguments"], call.get("error")))
+
 
 Metrics = Sequence[Mapping[str, float]]
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.models.chat.calls_json import Calls, Found, Schemas, dumps, read_json
-from palestra.models.chat.calls_python import Unreadable, read_calls, write_call
+from palestra.models.chat.calls_json import Calls, Found, Schemas, Unreadable, dumps, read_calls, read_json, write_call
 from palestra.models.chat.calls_xml import blocks, schema_of, typed
 
 LFM_OPEN, LFM_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"

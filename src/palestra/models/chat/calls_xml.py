@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from palestra.models.chat.calls_json import Calls, Found, Schemas, dumps
-from palestra.models.chat.calls_python import Unreadable
+from palestra.models.chat.calls_json import TOOL_CALL, TOOL_CALL_END, Calls, Found, Schemas, Unreadable, dumps
 
 _QWEN_CALL = re.compile(r"<function=(?P<name>[^>\n]*)>(?P<body>.*?)(?:</function>|\Z)", re.DOTALL)
 _QWEN_ARGUMENT = re.compile(r"<parameter=(?P<key>[^>\n]*)>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
@@ -91,21 +90,23 @@ def blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
         found.append(body)
 
 
+def _find_calls(text: str, opening: str, closing: str, read: Callable[[str], list[Any]], missing: str) -> Found:
+    """What all formats here share: `read` gives the calls of the text between two tags; none is an error."""
+    outside, bodies = blocks(text, opening, closing)
+    return outside, [call for body in bodies for call in read(body) or [Unreadable(missing)]]
+
+
 def find_qwen(text: str, schemas: Schemas, opening: str, closing: str) -> Found:
-    outside, found = blocks(text, opening, closing)
-    calls: list[Any] = []
-    for block in found:
-        matches = list(_QWEN_CALL.finditer(block))
-        if not matches:
-            calls.append(Unreadable(f"{opening} holds no <function=name>…</function>"))
-        for match in matches:
-            name = match["name"].strip()
-            arguments = {
-                (key := argument["key"].strip()): typed(_unwrap(argument["value"]), schema_of(schemas, name, key))
-                for argument in _QWEN_ARGUMENT.finditer(match["body"])
-            }
-            calls.append({"name": name, "arguments": arguments})
-    return outside, calls
+    """`<function=name><parameter=key>value</parameter></function>` between two tags."""
+
+    def call_of(name: str, body: str) -> dict[str, Any]:
+        pairs = [(each["key"].strip(), _unwrap(each["value"])) for each in _QWEN_ARGUMENT.finditer(body)]
+        return {"name": name, "arguments": {key: typed(value, schema_of(schemas, name, key)) for key, value in pairs}}
+
+    def read(body: str) -> list[Any]:
+        return [call_of(call["name"].strip(), call["body"]) for call in _QWEN_CALL.finditer(body)]
+
+    return _find_calls(text, opening, closing, read, f"{opening} holds no <function=name>…</function>")
 
 
 def write_qwen(calls: Calls, opening: str, closing: str, line: str = "\n") -> str:
@@ -121,19 +122,16 @@ def write_qwen(calls: Calls, opening: str, closing: str, line: str = "\n") -> st
 
 
 def find_glm(text: str, schemas: Schemas) -> Found:
-    outside, found = blocks(text, "<tool_call>", "</tool_call>")
-    calls: list[Any] = []
-    for block in found:
-        name = block.partition("<arg_key>")[0].strip()
+    """A name, then `<arg_key>key</arg_key><arg_value>value</arg_value>`, between two tags."""
+
+    def read(body: str) -> list[Any]:
+        name = body.partition("<arg_key>")[0].strip()
         if not re.fullmatch(r"[\w.:-]+", name):
-            calls.append(Unreadable("<tool_call> is not followed by the name of a tool"))
-            continue
-        arguments = {
-            match["key"]: typed(match["value"], schema_of(schemas, name, match["key"]))
-            for match in _GLM_ARGUMENT.finditer(block)
-        }
-        calls.append({"name": name, "arguments": arguments})
-    return outside, calls
+            return []
+        pairs = [(each["key"], each["value"]) for each in _GLM_ARGUMENT.finditer(body)]
+        return [{"name": name, "arguments": {key: typed(value, schema_of(schemas, name, key)) for key, value in pairs}}]
+
+    return _find_calls(text, TOOL_CALL, TOOL_CALL_END, read, "<tool_call> is not followed by the name of a tool")
 
 
 def write_glm(calls: Calls) -> str:
@@ -148,21 +146,18 @@ def write_glm(calls: Calls) -> str:
 
 def find_invoke(text: str, schemas: Schemas, opening: str, closing: str) -> Found:
     """`<invoke name="f"><parameter name="k">v</parameter></invoke>` with any prefix of the tags (MiniMax, DeepSeek)."""
-    outside, found = blocks(text, opening, closing)
-    calls: list[Any] = []
-    for block in found:
-        matches = list(_INVOKE.finditer(block))
-        if not matches:
-            calls.append(Unreadable(f'{opening} holds no <invoke name="…">'))
-        for match in matches:
-            arguments = {}
-            for argument in _INVOKE_ARGUMENT.finditer(match["body"]):
-                schema = schema_of(schemas, match["name"], argument["key"])
-                if argument["is_text"] is not None:
-                    schema = {"type": "string" if argument["is_text"] == "true" else "object"}
-                arguments[argument["key"]] = typed(_unwrap(argument["value"]), schema)
-            calls.append({"name": match["name"], "arguments": arguments})
-    return outside, calls
+
+    def value_of(name: str, argument: re.Match[str]) -> Any:
+        schema = schema_of(schemas, name, argument["key"])
+        if argument["is_text"] is not None:
+            schema = {"type": "string" if argument["is_text"] == "true" else "object"}
+        return typed(_unwrap(argument["value"]), schema)
+
+    def read(body: str) -> list[Any]:
+        calls = [(call["name"], _INVOKE_ARGUMENT.finditer(call["body"])) for call in _INVOKE.finditer(body)]
+        return [{"name": name, "arguments": {a["key"]: value_of(name, a) for a in found}} for name, found in calls]
+
+    return _find_calls(text, opening, closing, read, f'{opening} holds no <invoke name="…">')
 
 
 def write_invoke(calls: Calls, opening: str, closing: str, prefix: str = "", marks_text: bool = False) -> str:

@@ -1,23 +1,306 @@
-"""The text of a grammar -> what a sampler follows, on the side that samples.
+"""Grammars that a sampler follows, compiled from text: calls in free text, or a turn of calls or of a JSON answer.
 
-The text is JSON, so that it can travel to a policy in another process: a list of tools' schemas for calls in free text,
+The text is JSON, so that it can be sent to a policy in another process: a list of tool schemas for calls in free text,
 or an object for the other kinds (`GrammarText`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from palestra.core.errors import PalestraError
 from palestra.core.types import Grammar
 from palestra.models.chat.callformats import CallFormat, format_of
-from palestra.models.chat.callgrammar import CallGrammars
-from palestra.models.chat.turngrammar import TurnGrammars
+from palestra.models.chat.callrules import json_rule, rules_of, trigger_of
+from palestra.models.chat.reasoning import is_inside
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_NOTHING_YET = (b"", b"<|python_tag|>")  # before a call that must begin its message
+_KEPT_PLACES = 4096  # a mask each, of a bit for every token
 _KEPT = 256  # grammars; environments may make up tools for every problem
+# formats with all calls in one block, or with one call in a message
+_ONE_BLOCK = ("granite", "phi4", "nemotron_v2", "tool_calls", "mistral", "lfm", "llama", "harmony", "minimax", "kimi",
+              "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4")  # fmt: skip
+_SETTING = "an answer by a JSON schema, or a required tool call,"
+A_NOTE = "Unknown format"  # a warning that can be passed over: a format may be a mere note
+
+
+class CallGrammars:
+    """Makes the grammars of tools, for one tokenizer and its call format."""
+
+    def __init__(self, tokenizer: Any, format: CallFormat) -> None:
+        self._format = format
+        self.trigger = trigger_of(format).encode()
+        self.at_start = self.trigger == b"{"
+        self.tokens = guidance_tokens(tokenizer, "rollout.constrain_tool_calls")
+        self.pieces = [self.tokens.decode_bytes([i]) for i in range(self.tokens.vocab_size)]
+        self.crossing = _crossing(self.pieces, self.trigger, self.at_start)
+        self._literal = Literals(tokenizer, self.tokens)
+
+    def of(self, tools: Sequence[dict[str, Any]], end_after_call: Sequence[int] = ()) -> CallGrammar:
+        """The grammar of these tools, given as their schemas. After a call, only tokens of `end_after_call` may come,
+        if there are any."""
+        return CallGrammar(self, self._matcher(tools), bits(end_after_call, len(self.pieces)))
+
+    def _matcher(self, tools: Sequence[dict[str, Any]]) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        rules = rules_of(self._format, tools, self._literal)
+        matcher = LLMatcher(self.tokens, "\n".join([f"start: {rules.body}", *rules.rules]), log_level=0)
+        said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+        unkept = [text for text in said if not text.startswith(A_NOTE)]
+        if not unkept:
+            return matcher
+        for tool in tools if len(tools) > 1 else ():
+            self._matcher([tool])  # raises for the one that is to blame
+        reason = why_not(unkept[0])
+        raise PalestraError(
+            f"rollout.constrain_tool_calls cannot keep to the schema of {tools[0]['function']['name']!r}: {reason}. "
+            "Leave the setting off, or write the schema without it"
+        )
+
+
+@dataclass(slots=True)
+class _Place:
+    """A place in a call, by the tokens that lead there. Siblings say mostly the same, and a mask takes 20 to 100 us."""
+
+    mask: bytes | None = None  # once it was asked for
+    after: dict[int, _Place] = field(default_factory=dict)
+
+
+class CallGrammar:
+    """What may be said when these tools are at hand. It never changes; each turn follows it with a `start()`."""
+
+    def __init__(self, grammars: CallGrammars, matcher: LLMatcher, after_call: bytes | None = None) -> None:
+        self.pieces = grammars.pieces
+        self.after_call = after_call
+        self.trigger, self.at_start = grammars.trigger, grammars.at_start
+        self._grammars = grammars
+        self._matcher = matcher
+        self._openings: dict[int, bytes | None] = {}
+        self._places: dict[bytes, _Place] = {}  # behind what is there when a call opens
+        self._masks = 0
+
+    def start(self) -> CallMatching:
+        return CallMatching(self)
+
+    def opened(self, said: bytes) -> LLMatcher:
+        """A matcher for one call, of which `said` is there already."""
+        matcher = self._matcher.deep_copy()
+        matcher.consume_tokens(self._grammars.tokens.tokenize_bytes(said))
+        return matcher
+
+    def place(self, said: bytes) -> _Place:
+        """Where a call is that begins so."""
+        return self._places.setdefault(said, _Place())
+
+    def mask_at(self, place: _Place, matcher: LLMatcher) -> bytes:
+        """What may follow; `matcher` is there."""
+        if place.mask is None:
+            if self._masks >= _KEPT_PLACES:  # calls in progress go on in the places that they have
+                self._places, self._masks = {}, 0
+            mask = matcher.compute_bitmask()
+            if mask.count(0) == len(mask):
+                raise PalestraError(f"the tokenizer cannot write the call that was begun; {matcher.get_error()}")
+            place.mask, self._masks = mask, self._masks + 1
+        return place.mask
+
+    def openings(self, begun: int) -> bytes | None:
+        """Outside of calls, behind the first `begun` bytes of a tag: everything but a wrong opening of a call."""
+        if begun not in self._openings:
+            wrong = [i for i, said in self._grammars.crossing[begun] if self.opened(said).is_error()]
+            mask = bytearray(b"\xff" * -(-len(self.pieces) // 8))
+            for token_id in wrong:
+                mask[token_id >> 3] &= ~(1 << (token_id & 7))
+            self._openings[begun] = bytes(mask) if wrong else None
+        return self._openings[begun]
+
+
+class CallMatching:
+    """Follows one turn. Text is free, and so is thinking at the start, where a call is text, not executed."""
+
+    def __init__(self, grammar: CallGrammar) -> None:
+        self._grammar = grammar
+        self._text = bytearray()  # outside of calls
+        self._begun = 0  # bytes of an opening tag at its end
+        self._call: LLMatcher | None = None
+        self._place = _Place()  # in the call
+        self._has_called = False
+
+    def allowed(self) -> bytes | None:
+        if self._has_called and self._grammar.after_call is not None:
+            return self._grammar.after_call
+        if self._call is None:
+            is_late = self._grammar.at_start and self._text.strip() not in _NOTHING_YET
+            return None if is_late else self._grammar.openings(self._begun)
+        return self._grammar.mask_at(self._place, self._call)
+
+    def accept(self, token_id: int) -> None:
+        if self._call is not None:
+            if not self._call.consume_token(token_id):
+                raise PalestraError(f"a tool call left its grammar: {self._call.get_error()}")
+            if self._call.is_accepting():
+                self._call, self._has_called = None, True
+            else:
+                self._place = self._place.after.setdefault(token_id, _Place())
+            return
+        piece = self._grammar.pieces[token_id] if token_id < len(self._grammar.pieces) else b""
+        text, trigger = self._text, self._grammar.trigger
+        unseen = max(0, len(text) - len(trigger) + 1)  # where a trigger that is new would begin
+        text += piece
+        at = text.find(trigger, unseen)
+        if self._grammar.at_start and text[: max(at, 0)].strip() not in _NOTHING_YET:
+            at = -1
+        self._begun = next((n for n in range(len(trigger) - 1, 0, -1) if text.endswith(trigger[:n])), 0)
+        if (at >= 0 or self._begun) and is_inside(text.decode(errors="replace")):
+            self._begun = 0
+        elif at >= 0:
+            said = bytes(text[at + len(trigger) :])
+            self._call, self._place = self._grammar.opened(said), self._grammar.place(said)
+
+
+def _crossing(pieces: Sequence[bytes], trigger: bytes, at_start: bool) -> list[list[tuple[int, bytes]]]:
+    """List, by the length of the trigger's written part, the tokens that complete it and the bytes behind it."""
+    found: list[list[tuple[int, bytes]]] = [[] for _ in trigger]
+    for token_id, piece in enumerate(pieces):
+        if trigger[-1:] in piece[:-1]:
+            for begun, rows in enumerate(found):
+                before, tag, said = (trigger[:begun] + piece).partition(trigger)
+                if tag and said and not (at_start and before.strip()):
+                    rows.append((token_id, said))
+    return found
+
+
+def guidance_tokens(tokenizer: Any, setting: str) -> LLTokenizer:
+    """The tokenizer as llguidance knows it; `setting` asks for it."""
+    try:
+        from llguidance import hf
+    except ModuleNotFoundError:
+        raise PalestraError(f"{setting} needs llguidance; pip install 'palestra[constrain]'") from None
+    try:
+        return hf.from_tokenizer(tokenizer)
+    except ValueError as error:
+        raise PalestraError(f"{setting} cannot read {type(tokenizer).__name__}: {error}. Leave it off") from None
+
+
+class Literals:
+    """Text in llguidance's dialect of Lark, which keeps special tokens, and added ones in <…>, apart from text."""
+
+    def __init__(self, tokenizer: Any, tokens: LLTokenizer) -> None:
+        added = {str(token.content): int(i) for i, token in tokenizer.added_tokens_decoder.items()}
+        self._apart = {text: i for text, i in added.items() if text and tokens.is_special_token(i)}
+        longest_first = sorted(self._apart, key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+    def __call__(self, text: str) -> str:
+        parts = [part for part in self._cut.split(text) if part] if self._cut is not None else [text]
+        rules = [f"<[{self._apart[part]}]>" if part in self._apart else _quoted(part) for part in parts]
+        return " ".join(rules) or '""'
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def why_not(message: str) -> str:
+    """llguidance's reason, without what surrounds it."""
+    return message.partition("\n")[0].rpartition("JSON schema: ")[2]
+
+
+def bits(token_ids: Sequence[int], vocabulary: int) -> bytes | None:
+    """A mask that allows these tokens alone; None for none."""
+    if not token_ids:
+        return None
+    mask = bytearray(-(-vocabulary // 8))
+    for token_id in token_ids:
+        mask[token_id >> 3] |= 1 << (token_id & 7)
+    return bytes(mask)
+
+
+class TurnGrammars:
+    """Makes such grammars for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, format: CallFormat) -> None:
+        self._format = format
+        self._tokens = guidance_tokens(tokenizer, _SETTING)
+        self._literal = Literals(tokenizer, self._tokens)
+
+    def of(
+        self,
+        tools: Sequence[dict[str, Any]],
+        answer: dict[str, Any] | None,
+        stop_token_ids: Sequence[int],
+        one_call: bool = False,
+        close_reasoning: str = "",
+    ) -> TurnGrammar:
+        """Calls of `tools`, one or more, or an answer by the schema; a stop token ends it.
+
+        `close_reasoning` is the tag that ends the reasoning which the prompt has opened.
+        """
+        from llguidance import LLMatcher
+
+        written = rules_of(self._format, tools, self._literal, one_call)
+        rules = list(written.rules)
+        if tools:
+            more = "" if one_call or self._format.name in _ONE_BLOCK else "(WS? call)*"
+            rules += [f"calls: {written.lead} call {more}", f"call: {written.call}"]
+        if answer is not None:
+            rules.append(f"answer: {written.answer_lead} {json_rule(answer)}")
+        start = " | ".join([*(["calls"] if tools else []), *(["answer"] if answer is not None else [])])
+        if close_reasoning:
+            closing = self._literal(close_reasoning)
+            ends_text = not closing.startswith("<[")
+            rules.append(f"reasoning[suffix={closing}]: /(?s:.*)/" if ends_text else f"reasoning: /(?s:.*)/ {closing}")
+            start = f"reasoning WS? ({start})"
+        matcher = LLMatcher(self._tokens, "\n".join([f"start: {start}", *rules]), log_level=0)
+        said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+        if unkept := [text for text in said if not text.startswith(A_NOTE)]:
+            raise PalestraError(f"the model cannot be kept to the JSON schema: {why_not(unkept[0])}; change the schema")
+        stops = bits(stop_token_ids, self._tokens.vocab_size)
+        return TurnGrammar(matcher, frozenset(stop_token_ids), stops or b"")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnGrammar:
+    """Never changes; each turn follows it with a `start()`."""
+
+    matcher: LLMatcher
+    stop_token_ids: frozenset[int]
+    stops: bytes  # the same as a mask
+
+    def start(self) -> TurnMatching:
+        return TurnMatching(self, self.matcher.deep_copy())
+
+
+class TurnMatching:
+    """Follows one turn."""
+
+    def __init__(self, grammar: TurnGrammar, matcher: LLMatcher) -> None:
+        self._grammar = grammar
+        self._matcher = matcher
+
+    def allowed(self) -> bytes | None:
+        if self._matcher.is_stopped():
+            return self._grammar.stops
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_accepting():
+            mask = bytes(a | b for a, b in zip(mask, self._grammar.stops.ljust(len(mask), b"\0"), strict=False))
+        if mask.count(0) == len(mask):
+            raise PalestraError(f"the tokenizer cannot write what was begun; {self._matcher.get_error()}")
+        return mask
+
+    def accept(self, token_id: int) -> None:
+        if token_id in self._grammar.stop_token_ids or self._matcher.is_stopped():
+            return
+        if not self._matcher.consume_token(token_id):
+            raise PalestraError(f"a turn left its grammar: {self._matcher.get_error()}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,13 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of
 from palestra.models.chat.calls_tokens import find_harmony
-from palestra.models.chat.pieces import (
+from palestra.models.chat.encode import (
     Piece,
+    PieceTokenizer,
+    ReplyTemplate,
+    SegmentTokenizer,
     at_marks,
+    cached,
     cut_into_pieces,
     mark,
     not_append_only,
@@ -27,13 +31,9 @@ from palestra.models.chat.pieces import (
     with_texts,
 )
 from palestra.models.chat.reasoning import closing_tag, ends_open, split_reasoning, strip_reasoning
-from palestra.models.chat.remembered import remembered
-from palestra.models.chat.render import PROBE, TemplateRefusal, TemplateRenderer
-from palestra.models.chat.segments import PieceTokenizer, SegmentTokenizer
+from palestra.models.chat.render import PLAIN, PROBE, ReadTrackingStr, TemplateRefusal, TemplateRenderer
 from palestra.models.chat.streaming import StreamedReply
-from palestra.models.chat.surroundings import Surroundings
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
-from palestra.models.chat.watched import PLAIN, WatchedText
 
 # GLM, Gemma 4 and FunctionGemma end a call with the token that begins its result.
 _BEGINS_RESULT = ("<|observation|>", "<|tool_response>", "<start_function_response>")
@@ -53,7 +53,7 @@ _END_OF_TURN = (
     "<|endoftext|>",
     "<|end_of_text|>",
 )
-MAX_REMEMBERED_CHARS = 4096
+MAX_CACHED_CHARS = 4096
 MAX_OPENINGS = 8
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
@@ -91,7 +91,7 @@ class ChatFormat:
         self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self._openings: dict[Any, str] = {}
         self._continuations: dict[Any, tuple[Turn, ...]] = {}
-        self._surroundings: dict[Any, Surroundings] = {}
+        self._reply_templates: dict[Any, ReplyTemplate] = {}
         self._prompts: list[_Opening] = []
         self._segments = SegmentTokenizer(tokenizer)
         self._pieces = PieceTokenizer(self._segments, self._special)
@@ -128,7 +128,7 @@ class ChatFormat:
         *before, last = messages
         known = next((o for o in self._prompts if (o.before, o.name, o.tools) == (before, last.name, [*tools])), None)
         if known is None:
-            text = WatchedText(_LAST)
+            text = ReadTrackingStr(_LAST)
             pieces = self._prompt_pieces([*before, replace(last, text=text)], tools, {})
             once = sum(piece.text.count(_LAST) for piece in pieces) == 1
             known = _Opening(before, last.name, [*tools], pieces if once and not text.was_read else None)
@@ -185,9 +185,9 @@ class ChatFormat:
             last_token = None
         make = partial(self._continuation, replies, variables or {}, after_stop_token, last_token)
         unusual = variables or not after_stop_token or last_token is not None or any(r.tool_calls for r in replies)
-        if unusual or sum(len(r.text) for r in replies) > MAX_REMEMBERED_CHARS:
+        if unusual or sum(len(r.text) for r in replies) > MAX_CACHED_CHARS:
             return make()
-        return remembered(self._continuations, tuple(replies), make)
+        return cached(self._continuations, tuple(replies), make)
 
     def _continuation(
         self,
@@ -205,8 +205,8 @@ class ChatFormat:
         bodies = [reply.text for reply in replies]
         is_plain = len(bodies) == 1 and PLAIN.fullmatch(bodies[0]) and not self._pieces.has_special(bodies[0])
         if is_plain and after_stop_token:
-            make = partial(Surroundings, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
-            if turns := remembered(self._surroundings, (stop, scaffold), make).turns(bodies[0]):
+            make = partial(ReplyTemplate, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
+            if turns := cached(self._reply_templates, (stop, scaffold), make).turns(bodies[0]):
                 return turns
         if all(PLAIN.fullmatch(body) for body in bodies):
             # most results are a number or a plain sentence: a template writes those as it wrote the marks
@@ -315,7 +315,7 @@ class ChatFormat:
 
         if variables or any(reply.tool_calls for reply in replies):
             return make()
-        return remembered(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
+        return cached(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
 
     def _delta(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, str]:
         """The stop token's text and what follows it, from two renderings of a small conversation."""
@@ -335,7 +335,7 @@ class ChatFormat:
             key = (system, tuple((call.id, call.name) for call in tool_calls))
             try:
                 write = partial(self.render, opening, self._probe_tools, **variables)
-                before = write() if variables else remembered(self._openings, key, write)
+                before = write() if variables else cached(self._openings, key, write)
                 after = self.render([*opening, *replies], self._probe_tools, add_generation_prompt=True, **variables)
             except PalestraError as error:
                 refusal = error

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from palestra.core.types import ToolCall
 from palestra.models.chat.callformats import FORMATS, HERMES, JSON, CallFormat
-from palestra.models.chat.calls_json import Schemas, find_embedded, find_fenced, name_of, why_not_json
-from palestra.models.chat.calls_python import Unreadable
+from palestra.models.chat.calls_json import Schemas, Unreadable, find_embedded, find_fenced, name_of, why_not_json
 from palestra.models.chat.reasoning import split_reasoning
 
 log = logging.getLogger("palestra")

@@ -11,9 +11,9 @@ from typing import Any
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from palestra.core.config import flatten
 from palestra.core.files import write_text
 from palestra.core.run_folder import RunFolder
-from palestra.core.yaml_config import flatten
 
 MAX_PARAMETER_CHARS = 6000  # MLflow's own limit
 

@@ -27,7 +27,6 @@ from palestra.models.chat.reasoning import strip_reasoning
 from palestra.models.chat.streaming import StreamedReply
 from palestra.models.chat.template import PROMPT_END_TOKENS
 from palestra.models.chat.toolcalls import Reply
-from palestra.policy.base import WaitsForTools
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.servers.gateway.conversation_tree import Continuation, ConversationTree, Prompt, TurnNode
@@ -84,7 +83,6 @@ class Attempt:
         self._client_sampling = client_sampling
         self._under_way: set[asyncio.Task[Any] | None] = set()  # the tasks that sample
         self._nobody_samples = asyncio.Event()
-        self._waits_for_tools = model.policy if isinstance(model.policy, WaitsForTools) else None
         self._began = time.perf_counter()
         self._on_end = on_end
 
@@ -285,8 +283,8 @@ class Attempt:
         has_stop_token = isinstance(completion.matched, int)
         self.tree.add(place.prompt, reply, sampled, turn.session, ids, has_stop_token)
         turn.recorded = True
-        if not calls and self._waits_for_tools is not None:
-            self._waits_for_tools.away(turn.session)
+        if not calls:
+            self._model.policy.skip_tool_barrier(turn.session)
         shown = reply
         if calls:
             shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))

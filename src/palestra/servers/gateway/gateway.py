@@ -19,7 +19,7 @@ from pathlib import Path
 
 from starlette.routing import BaseRoute
 
-from palestra.core.scratch import scratch_root
+from palestra.core.files import scratch_root
 from palestra.core.types import Problem, SamplingParams
 from palestra.rollout.collect import seed_of
 from palestra.servers.gateway.app import gateway_app

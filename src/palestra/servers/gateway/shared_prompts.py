@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from palestra.core.types import Message, Turn
-from palestra.policy.base import Branches, Policy
+from palestra.policy.base import Policy
 
 _WORTH_SHARING = 16  # tokens; the first few of a template are the same in every conversation
 
@@ -20,7 +20,6 @@ class SharedPrompts:
 
     def __init__(self, policy: Policy[Any], siblings: int) -> None:
         self._policy = policy
-        self._branches = policy if isinstance(policy, Branches) else None
         self._siblings = siblings
         self._forks: dict[tuple[int, ...], list[Any]] = {}
         self._open: dict[int, Any] = {}  # handed out and not closed yet, by their id()
@@ -54,10 +53,10 @@ class SharedPrompts:
     def branch(self, token_ids: Sequence[int]) -> tuple[Any, int]:
         """A session with these tokens, and how many of them it shares with another one."""
         source, shared = self._most_alike(token_ids)
-        if self._branches is None or source is None:
+        if source is None:
             session, shared = self._policy.open(token_ids), 0
         else:
-            session = self._branches.branch(source, shared)
+            session = self._policy.branch(source, shared)
             self._policy.append(session, token_ids[shared:])
         self._note(session)
         return session, shared
@@ -81,7 +80,7 @@ class SharedPrompts:
         self._forks.clear()
 
     def _note(self, session: Any) -> None:
-        if self._branches is not None:
+        if self._policy.can_branch:
             self._open[id(session)] = session
 
     def _most_alike(self, token_ids: Sequence[int]) -> tuple[Any, int]:

@@ -19,7 +19,7 @@ from palestra.models.chat.streaming import certain
 from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
 from palestra.policy.base import Policy
-from palestra.policy.token_logprobs import TokenLogprobs
+from palestra.policy.module import TokenLogprobs
 from palestra.servers.openai.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import folder_size, write_json
-from palestra.core.run_folder import MANIFEST, RunFolder
+from palestra.core.files import MANIFEST, folder_size, verify_folder, write_folder, write_json
+from palestra.core.run_folder import RunFolder
 from palestra.core.weights import saved_tensors
-from palestra.core.whole_folder import check_whole, write_whole
 from palestra.servers.tinker.base_model import AdapterSpec
 from palestra.servers.tinker.futures import NotFound
 
@@ -125,7 +124,7 @@ class Checkpoints:
 
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(folder, write_all)
+            write_folder(folder, write_all)
         except OSError as error:
             raise PalestraError(f"{path} could not be written ({error.strerror}); earlier ones are whole") from error
 
@@ -137,7 +136,7 @@ class Checkpoints:
             more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
             raise NotFound(f"there is no {path}; the run has {', '.join(known[:_NAMED]) or 'none'}{more}")
         if check:
-            check_whole(folder)
+            verify_folder(folder)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         spec = AdapterSpec(**about["spec"])
         base, created = str(about["base_model"]), float(about["created"])
@@ -176,7 +175,7 @@ def _real(manifest: Path) -> bool:
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The trained tensors by the names that they have in a module with one adapter."""
-    check_whole(checkpoint.folder)
+    verify_folder(checkpoint.folder)
     tensors = saved_tensors(checkpoint.folder)
     if not tensors:
         raise PalestraError(f"{checkpoint.path} has no weights")

@@ -25,9 +25,10 @@ import torch
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array, SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.engine.attention import plain_forward
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
-from palestra.policy.token_logprobs import token_logprobs
+from palestra.policy.module import token_logprobs
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.messages import EMPTY_LOGPROB, SampleResponse, Tensor, TopK
 
@@ -218,12 +219,8 @@ class Sampler:
             raise PalestraError(
                 f"target_prompt_logprobs has the shape {list(targets.shape)}; expected [{len(prompt) - 1}, K]"
             )
-        from palestra.engine.attention import AttentionSwitch
-
         ids = torch.tensor([prompt], device=self._base.device)
-        switch = AttentionSwitch(self._module)
-        with torch.inference_mode(), switch.use(self._module.config._attn_implementation or "sdpa", training=False):
-            logits = self._module(input_ids=ids[:, :-1], use_cache=False).logits[0]
+        logits = plain_forward(self._module, ids[:, :-1], use_cache=False).logits[0]
         logprobs = logits.float().log_softmax(-1)
         rows = torch.from_numpy(targets.places // targets.shape[1]).to(ids.device)
         target_ids = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from palestra.core.files import verify_folder
 from palestra.core.types import SamplingParams
-from palestra.core.whole_folder import check_whole
 from palestra.engine.runner import GIB, default_kv_bytes
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
@@ -229,7 +229,7 @@ class Service:
         def work() -> Result:
             trainee, _ = model.ready
             found = self._checkpoint(parsed, model.base)
-            check_whole(found.folder)
+            verify_folder(found.folder)
             if found.spec != model.spec:
                 raise NotFound(f"{path} has {found.spec}, and {model_id!r} was made with {model.spec}; they must agree")
             if optimizer and parsed.kind != "weights":

@@ -11,8 +11,7 @@ from typing import Any
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
-from palestra.core.program_result import ProgramResult
-from palestra.core.types import Group, Problem, Rollout, SamplingParams, Score
+from palestra.core.types import Group, Problem, ProgramResult, Rollout, SamplingParams, Score
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.rollout.agent_loop import from_outside
 from palestra.rollout.collect import OnRollout, all_groups

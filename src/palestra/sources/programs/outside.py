@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
-from palestra.core.program_result import ProgramResult
+from palestra.core.types import ProgramResult
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.http_errors import refuse
 from palestra.servers.web import while_connected

@@ -19,7 +19,7 @@ from palestra.core.files import read_from
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Group
 from palestra.models.loading import LoadedModel
-from palestra.policy.base import KnowsContext, Policy
+from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.servers.openai.completer import Completer, SamplingRequest
 from palestra.servers.openai.inference import inference_app
@@ -241,13 +241,12 @@ class WireTask:
         )
 
     def _served(self, policy: Policy[Any]) -> tuple[ModelLimits, Completer]:
-        match policy:
-            case LocalPolicy():
-                limits = ModelLimits(policy.engine.vocabulary, self.loaded.context_tokens)
-                return limits, completer_of(self.loaded, policy)
-            case KnowsContext():
-                limits = ModelLimits(len(self.loaded.tokenizer), policy.context_tokens)
-                return limits, completer_of(self.loaded, policy, policy.context_tokens)
+        if isinstance(policy, LocalPolicy):
+            limits = ModelLimits(policy.engine.vocabulary, self.loaded.context_tokens)
+            return limits, completer_of(self.loaded, policy)
+        if policy.context_tokens is not None:
+            limits = ModelLimits(len(self.loaded.tokenizer), policy.context_tokens)
+            return limits, completer_of(self.loaded, policy, policy.context_tokens)
         raise PalestraError(
             "serving a model while it is trained needs the paged engine in this process; "
             "set model.engine to auto or paged, backend to local, and use a model that it supports"

@@ -18,7 +18,7 @@ from served import served
 from test_vllm_server import small_model, turn
 
 from palestra.backends.ray.pool import GroupSampler, PackedWeights, PoolPolicy
-from palestra.backends.vllm.adapters import Adapter, AdapterFolders
+from palestra.backends.vllm.common import Adapter, AdapterFolders
 from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import LoraSection
 from palestra.core.errors import PalestraError
@@ -163,7 +163,7 @@ def test_a_folder_that_the_server_cannot_read_is_told(
 ) -> None:
     model = adapted(0)
     monkeypatch.setattr(
-        "palestra.backends.vllm.sync.AdapterFolders.write", lambda *_: Adapter("a", 1, tmp_path / "away")
+        "palestra.backends.vllm.server.AdapterFolders.write", lambda *_: Adapter("a", 1, tmp_path / "away")
     )
     with pytest.raises(PalestraError, match=r"No adapter found.*rollout\.weights_folder must be a folder that"):
         policy(url, tiny_tokenizer, tmp_path).update(weights_of(model, 0))

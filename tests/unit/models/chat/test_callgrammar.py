@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from palestra import function_tool
 from palestra.core.errors import PalestraError
-from palestra.models.chat import callgrammar
+from palestra.models.chat import grammars as grammars_module
 from palestra.models.chat.callformats import HERMES
-from palestra.models.chat.callgrammar import CallGrammars, CallMatching
-from palestra.models.chat.grammars import grammar_compiler
+from palestra.models.chat.grammars import CallGrammars, CallMatching, grammar_compiler
 
 
 @function_tool
@@ -158,7 +157,7 @@ def test_turns_of_one_grammar_do_not_meet(tiny_tokenizer: Any) -> None:
 def test_calls_that_begin_alike_share_their_masks_and_others_do_not(
     grammars: CallGrammars, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    monkeypatch.setattr(callgrammar, "_KEPT_PLACES", kept)
+    monkeypatch.setattr(grammars_module, "_KEPT_PLACES", kept)
     grammar = grammars.of(SCHEMAS)
     first, second, other = (grammar.start() for _ in range(3))
     begun = '<tool_call>{"name": "%s", "arguments": {"'

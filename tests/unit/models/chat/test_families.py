@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
-from palestra.models.chat.families import family_of, prepare
-from palestra.models.chat.surroundings import Surroundings
+from palestra.models.chat.encode import ReplyTemplate
+from palestra.models.chat.render import PLAIN, family_of, prepare
 from palestra.models.chat.template import ChatFormat
-from palestra.models.chat.watched import PLAIN
 
 SPECIALS = {
     "chatml": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
@@ -192,7 +191,7 @@ def test_a_plain_reply_between_known_tokens_equals_the_whole_text_tokenised(name
     replies = [tool(body) if by_tool else Message("user", body)]
     found = [chat._continuation(replies, {}, True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Surroundings, "turns", lambda self, reply: None)
+        patch.setattr(ReplyTemplate, "turns", lambda self, reply: None)
         found.append(chat._continuation(replies, {}, True))
     assert found[0] == found[1]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from palestra.core.types import Message, ToolCall
-from palestra.models.chat.segments import SegmentTokenizer
+from palestra.models.chat.encode import SegmentTokenizer
 from palestra.models.chat.template import ChatFormat
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}

@@ -15,7 +15,7 @@ import palestra.models
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
-from palestra.models.chat import segments
+from palestra.models.chat import encode as encode_module
 from palestra.models.chat.roundtrip import tool_call_problem
 from palestra.models.chat.template import ChatFormat
 
@@ -193,19 +193,19 @@ def test_long_results_are_tokenised_like_short_ones(monkeypatch, tiny_tokenizer,
     for tokenizer in (make_tokenizer(), tiny_tokenizer):
         long = ChatFormat(tokenizer).continuation(replies)
         with monkeypatch.context() as patch:
-            patch.setattr(segments, "MAX_CHARS_WITH_GIL", 10**9)
+            patch.setattr(encode_module, "MAX_CHARS_WITH_GIL", 10**9)
             assert ChatFormat(tokenizer).continuation(replies) == long
 
 
 def test_the_offsets_of_long_results_are_looked_up_at_their_edges_alone(monkeypatch, tiny_tokenizer):
-    longest, encode = [0], segments.SegmentTokenizer.encode
+    longest, encode = [0], encode_module.SegmentTokenizer.encode
 
     def noted(self, text, split_special_tokens=False):
         longest[0] = max(longest[0], len(text))
         return encode(self, text, split_special_tokens)
 
     chat = ChatFormat(tiny_tokenizer)
-    monkeypatch.setattr(segments.SegmentTokenizer, "encode", noted)
+    monkeypatch.setattr(encode_module.SegmentTokenizer, "encode", noted)
     for text in ("The quick brown fox. ", "plain words "):
         chat.continuation([tool(text * 3000 + "7")])
         chat.prompt([Message("user", text * 3000)])

@@ -106,7 +106,7 @@ def make_byte_level(
 
 def make_for_family(family: str) -> Any:
     """A tokenizer that is known as the family's by its marks, with the template that training would give it."""
-    from palestra.models.chat.families import prepare
+    from palestra.models.chat.render import prepare
 
     tokenizer = make_byte_level(marks=MARKS[family])
     tokenizer.chat_template = None

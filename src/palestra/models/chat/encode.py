@@ -1,15 +1,127 @@
-"""Tokenising the texts of conversations, most of which begin alike."""
+"""Rendered text to tokens: bodies and scaffold, cached segments, and who made each token."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+from palestra.core.errors import PalestraError
 from palestra.core.messages import encodable
-from palestra.models.chat.pieces import Piece, TokenRuns
+from palestra.core.types import Maker, Message, Turn
+
+MAX_CACHED = 1024
+Value = TypeVar("Value")
+
+
+def cached(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
+    """What `make` gave for this key before, or gives now."""
+    if key not in known:
+        if len(known) >= MAX_CACHED:
+            known.clear()
+        known[key] = make()
+    return known[key]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of rendered text: a message's body, or the template's scaffold around it."""
+
+    text: str
+    is_body: bool
+
+
+def mark(index: int) -> str:
+    return f"PALESTRABODY{index}END"
+
+
+def split_at_marks(text: str, count: int) -> tuple[str, ...]:
+    scaffold = []
+    for index in range(count):
+        head, found, text = text.partition(mark(index))
+        if not found:
+            raise not_append_only("it leaves out a message, or puts messages in another order")
+        scaffold.append(head)
+    return (*scaffold, text)
+
+
+def at_marks(text: str) -> tuple[list[str], list[int]]:
+    """What stands between marks, and which these are: a template may leave some out, or write them in another order."""
+    parts = re.split(r"PALESTRABODY(\d+)END", text)
+    return parts[::2], [int(index) for index in parts[1::2]]
+
+
+def with_texts(message: Message, change: Callable[[str], str]) -> Message:
+    """With each text of a message changed: its content, its name, and those in its calls."""
+    calls = tuple(
+        replace(call, name=change(call.name), arguments=_with_strings(call.arguments, change))
+        for call in message.tool_calls
+    )
+    name = None if message.name is None else change(message.name)
+    return replace(message, text=change(message.text), tool_calls=calls, name=name)
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(str(key)): _with_strings(each, change) for key, each in value.items()}
+    return [_with_strings(each, change) for each in value] if isinstance(value, list) else value
+
+
+_BODY_FORMS: tuple[Callable[[str], str], ...] = (
+    str,
+    str.strip,
+    str.lstrip,
+    str.rstrip,
+    lambda body: json.dumps(body)[1:-1],
+    lambda body: json.dumps(body, ensure_ascii=False)[1:-1],
+)
+
+
+def cut_into_pieces(text: str, scaffold: Sequence[str], bodies: Sequence[str]) -> list[Piece]:
+    """Cut a rendered text into scaffold and bodies; a body may come trimmed, or escaped as JSON."""
+    pieces = [Piece(scaffold[0], False)]
+    position = len(scaffold[0])
+    for body, behind in zip(bodies, scaffold[1:], strict=True):
+        written = next((f for form in _BODY_FORMS if text.startswith((f := form(body)) + behind, position)), None)
+        if written is None:
+            break
+        pieces += [Piece(written, True), Piece(behind, False)]
+        position += len(written) + len(behind)
+    if "".join(piece.text for piece in pieces) != text:
+        raise not_append_only("the text of a message changes what is written around it")
+    return pieces
+
+
+@dataclass(slots=True)
+class TokenRuns:
+    """Token ids by their makers: neighbours of one maker are one run."""
+
+    runs: list[tuple[Maker, list[int]]] = field(default_factory=list)
+
+    def add(self, maker: Maker, token_ids: Iterable[int]) -> None:
+        if self.runs and self.runs[-1][0] == maker:
+            self.runs[-1][1].extend(token_ids)
+        else:
+            self.runs.append((maker, list(token_ids)))
+
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(Turn(maker, np.array(ids, np.int32)) for maker, ids in self.runs if ids)
+
+
+def not_append_only(reason: str) -> PalestraError:
+    return PalestraError(
+        f"the chat template cannot be extended message by message: {reason}. Train with a template that only "
+        "appends (ChatML templates do): set tokenizer.chat_template."
+    )
+
 
 MAX_SEGMENTS, MAX_SEGMENT_CHARS = 4096, 32_768
 MAX_PROBES = 32
@@ -160,3 +272,48 @@ class PieceTokenizer:
         inside = [start < end and _IN_SCAFFOLD not in places[start:end] for start, end in encoded.offsets]
         for is_body, run in groupby(zip(inside, encoded.ids, strict=True), itemgetter(0)):
             runs.add("environment" if is_body else "template", [token_id for _, token_id in run])
+
+
+_PLAIN = "7"  # stands for any plain reply: it makes no added token with what is around it
+
+
+class ReplyTemplate:
+    """What a template writes before and behind one reply.
+
+    A text is tokenised between its added tokens; the reply shares such a segment with what stands next to it, and only
+    this segment is tokenised anew.
+    """
+
+    def __init__(self, segments: SegmentTokenizer, before: str, behind: str, *, without_first: bool) -> None:
+        """`without_first`: the first token before the reply is there already."""
+        *opening, left = segments.segments(before + _PLAIN)
+        right, *ending = segments.segments(_PLAIN + behind)
+        self._segments = segments
+        self._left, self._right = left.removesuffix(_PLAIN), right.removeprefix(_PLAIN)
+        self._before = [i for segment in opening for i in segments.known(segment)]
+        self._behind = [i for segment in ending for i in segments.known(segment)]
+        self._fits = bool(self._before) or not without_first  # else the first token is one of the reply's segment
+        if without_first:
+            del self._before[:1]
+        self._made: dict[tuple[int, ...], Turn] = {}
+
+    def turns(self, reply: str) -> tuple[Turn, ...] | None:
+        """The reply as an `environment` turn between two of the template; None where it is not so simple."""
+        if len(reply) > MAX_CHARS_WITH_GIL:
+            return None
+        encoded = self._segments.encode(self._left + reply + self._right)
+        first, end = len(self._left), len(self._left) + len(reply)
+        inside = [first <= a < b <= end for a, b in encoded.offsets]
+        count = sum(inside)
+        if not self._fits or not count:
+            return None
+        at, ids = inside.index(True), encoded.ids
+        if not all(inside[at : at + count]):
+            return None
+        before, behind = (*self._before, *ids[:at]), (*ids[at + count :], *self._behind)
+        own = Turn("environment", np.array(ids[at : at + count], np.int32))
+        return tuple(turn for turn in (self._turn(before), own, self._turn(behind)) if len(turn.token_ids))
+
+    def _turn(self, ids: tuple[int, ...]) -> Turn:
+        """Nearly always the same as for the reply before."""
+        return cached(self._made, ids, lambda: Turn("template", np.array(ids, np.int32)))

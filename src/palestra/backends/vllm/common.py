@@ -1,0 +1,141 @@
+"""What both vLLM policies share: request fields, adapter folders, and the check of vLLM's log-probabilities.
+
+Every version of a LoRA adapter is another adapter in vLLM, with its own name and folder. vLLM's prefix cache is keyed
+by the adapter's name, so no version reads another's KV, and a request keeps the adapter that it started with: all
+tokens of a turn have one version.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.types import Finish, SamplingParams, Turn
+from palestra.core.weights import Weights
+from palestra.policy.module import token_logprobs
+
+PROBE_TEXT = 'What do 3 red lamps cost? Ask, look it up: {"name": "price"} — then compute 12 + 7.\n'
+PROBE_TOKENS = 16
+MAX_MEAN_GAP = 0.25  # nats; float32 agrees to 1e-5, bfloat16 to a few hundredths, other weights by whole nats
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """By the names of vLLM's SamplingParams. Only our stop tokens end a turn, not those of the model's own config."""
+    if params.grammar is not None:
+        raise PalestraError("vLLM samples without our grammars; leave rollout.constrain_tool_calls out")
+    return {
+        "max_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,  # 0 is all
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "stop_token_ids": list(params.stop_token_ids),
+        "stop": list(params.stop),
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "seed": params.seed,
+        "logprobs": 0,  # of the sampled token alone
+    }
+
+
+def turn_of(token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish: str | None) -> Turn:
+    """`version` is that at the request: a turn that new weights have overtaken counts as older than its last tokens
+    are, and its logprobs are what its tokens were sampled with in any case."""
+    if finish not in ("stop", "length") or not len(token_ids) or len(token_ids) != len(logprobs):
+        raise RolloutError(
+            f"vLLM ended a turn with {finish!r} after {len(token_ids)} tokens with {len(logprobs)} logprobs; "
+            "expected stop or length, and one for each"
+        )
+    return Turn("model", token_ids, logprobs, version, cast(Finish, finish))  # type: ignore[arg-type]
+
+
+def check_agreement(
+    turn: Turn, prompt_ids: Sequence[int], weights: Weights, temperature: float, who: str, remedy: str
+) -> float:
+    """The mean gap between the sampler's logprobs of a turn and those of the learner's module; PalestraError where
+    they are not of the same model. 0 where the module is in another process: training measures it then."""
+    if weights.module is None:
+        return 0.0
+    ids = [*prompt_ids, *turn.token_ids.tolist()]
+    pieces = token_logprobs(weights.module, ids, len(prompt_ids), temperature=temperature)
+    own = [value for piece in pieces for value in piece.logprobs]
+    gap = float(np.abs(np.asarray(own) - turn.logprobs).mean())
+    if not gap <= MAX_MEAN_GAP:  # NaN, too
+        raise PalestraError(
+            f"{who} gives other log-probabilities than the learner: {gap:.3g} nats a token apart after version "
+            f"{weights.version} of the weights was loaded, expected at most {MAX_MEAN_GAP}. {remedy}"
+        )
+    return gap
+
+
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as --max-lora-rank
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    name: str  # of no other adapter, in this run or in another
+    number: int  # from 1 on
+    folder: Path  # in PEFT's format
+
+    def delete(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class AdapterFolders:
+    """The adapters of the last versions on disk.
+
+    vLLM reads an adapter again where another has taken its slot, and fails as a whole if it is gone. So its files stay
+    as long as requests for it may be under way: for `max_staleness` versions, and one more, as a request that was
+    given up ends a moment later.
+    """
+
+    def __init__(self, parent: Path, max_staleness: int = 0) -> None:
+        self._run = f"palestra-{uuid.uuid4().hex[:8]}"
+        self._root = parent.resolve() / self._run
+        self._kept = max_staleness + 2
+        self._numbers = itertools.count(1)
+        self._written: deque[Adapter] = deque()
+        weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+
+    def write(self, weights: Weights) -> Adapter:
+        if not hasattr(weights.module, "peft_config"):
+            raise PalestraError("the learner has no LoRA adapter in this process; set lora.r to 0 to train all weights")
+        number = next(self._numbers)
+        adapter = Adapter(f"{self._run}-{number}-v{weights.version}", number, self._root / str(number))
+        adapter.folder.mkdir(parents=True)
+        # "auto" would ask the hub for the vocabulary of the base model
+        weights.module.save_pretrained(adapter.folder, save_embedding_layers=False)
+        # by the umask, as other files: safetensors makes its own private, and the server may be another user's
+        shutil.copymode(adapter.folder / "adapter_config.json", adapter.folder / "adapter_model.safetensors")
+        self._written.append(adapter)
+        return adapter
+
+    def take_outdated(self) -> list[Adapter]:
+        """Those that no request can be under way for; the caller deletes them."""
+        return [self._written.popleft() for _ in range(len(self._written) - self._kept)]
+
+    def take_all(self) -> list[Adapter]:
+        return [self._written.popleft() for _ in range(len(self._written))]
+
+
+def rank_limit(rank: int) -> int:
+    """The least --max-lora-rank of vLLM that is enough.
+
+    >>> rank_limit(20)
+    32
+    """
+    fitting = [limit for limit in MAX_LORA_RANKS if limit >= rank]
+    if not fitting:
+        raise PalestraError(f"vLLM takes adapters of rank {MAX_LORA_RANKS[-1]} at most, and lora.r is {rank}; lower it")
+    return fitting[0]
