@@ -41,8 +41,8 @@ MAY_IMPORT = {
     "__init__": "evals agents envs api suite",
     "demo": "__init__",
     "agent_tools": "core evals agents envs runs servers dashboard sources",
-    "cli": "core algo plan models engine evals agents policy envs runs rollout learner servers train dashboard sources "
-    "result api env_api agent_source run agent_tools",
+    "cli": "core plan models engine evals agents policy envs runs rollout servers train dashboard sources "
+    "api env_api agent_source run agent_tools",
     "__main__": "cli",
 }
 
