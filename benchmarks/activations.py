@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from palestra.algo.batch import Batch
 from palestra.core.config_sections import LoraSection
 from palestra.core.types import Sample
 from palestra.learner import forward, tree_attention, tree_attention_cuda
@@ -50,7 +51,9 @@ def kept_by(model: Any) -> list[Tensor]:
     scorer = Scorer(model, compile_layers=True)
     mask = [True] * (TOKENS + 1)
     row: Any = ([1] * len(mask), mask, [False] * len(mask), [0.0] * len(mask), 1.0)
-    packed = pack_batch([Sample(*row)], max_tokens=999, share_prefix=True, echo=False, device=torch.device("cpu"))
+    packed = pack_batch(
+        Batch.of([Sample(*row)]), max_tokens=999, share_prefix=True, echo=False, device=torch.device("cpu")
+    )
     seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: list[Tensor] = []
 

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.ranks import RankVariables
 from palestra.core.types import Sample
-from palestra.learner.base import Batch, Learner
+from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
@@ -70,12 +71,12 @@ def measure(make: Callable[[], Learner], samples: list[Sample], device: torch.de
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     learner = make()
-    loss = StepLoss.of(samples, Objective(), max_completion_length=len(samples[0].token_ids))
+    loss = StepLoss.of(Batch.of(samples), Objective(), max_completion_length=len(samples[0].token_ids))
     found: dict[str, float] = {}
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
             began = _now(device)
-        outputs = learner.forward_backward(Batch(samples), loss)
+        outputs = learner.forward_backward(Batch.of(samples), loss)
         norm = learner.optim_step(1e-5, max_grad_norm=1.0)
         if step == 1:
             found |= {"loss": outputs.metrics()["loss"], "norm": norm, "entropy": outputs.metrics()["entropy"]}

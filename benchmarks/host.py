@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from palestra.algo.batch import Batch
 from palestra.algo.batching import pack
 from palestra.algo.step_loss import StepLoss
 from palestra.core import phases as phases_module
@@ -43,7 +44,7 @@ from palestra.engine.sampler import SamplingRow
 from palestra.engine.session import Chunk, Job
 from palestra.envs.library.calculator import Calculator, CalculatorConfig
 from palestra.envs.running import RunningEnv
-from palestra.learner.base import Batch, nothing
+from palestra.learner.base import nothing
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.tracking.jsonl import JsonlTracker
@@ -178,10 +179,10 @@ class Zeros:
     """What a learner found that computed nothing."""
 
     def __init__(self, batch: Batch) -> None:
-        self._samples = batch.samples
+        self._tokens = len(batch.token_ids)
 
-    def logprobs(self) -> list[np.ndarray]:
-        return [np.zeros(len(sample.token_ids), np.float32) for sample in self._samples]
+    def logprobs(self) -> np.ndarray:
+        return np.zeros(self._tokens, np.float32)
 
     entropies = logprobs
 
@@ -197,7 +198,7 @@ class PackingLearner:
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> Zeros:
         with phases("packing"):
-            pack(batch.samples, max_tokens=16384, echo=loss.echo_coefficient > 0)
+            pack(batch, max_tokens=16384, echo=loss.echo_coefficient > 0)
         return Zeros(batch)
 
     def optim_step(

@@ -27,6 +27,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
 from palestra.core.config import RunConfig
@@ -130,7 +131,7 @@ def learner_for(
 
 def step_of(learner: LocalLearner, samples: Sequence[Sample], config: RunConfig) -> dict[str, float]:
     """A training step's update, as the loop does it."""
-    return update(learner, samples, config, coefficients_at(0, config, None, 0.0), version=0)
+    return update(learner, Batch.of(samples), config, coefficients_at(0, config, None, 0.0), version=0)
 
 
 def on_cpu(repeats: int) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from learner import SETTINGS, SHAPES, build, learner_for
 
+from palestra.algo.batch import Batch
 from palestra.core.config_sections import LoraSection
 from palestra.core.types import Sample
-from palestra.learner.base import Batch
 from palestra.learner.lora import add_lora
 from palestra.train.schedule import coefficients_at
 from palestra.train.update import update
@@ -75,7 +75,7 @@ def main() -> None:
 
     def logprobs(samples: list[Sample], *, captured: bool) -> torch.Tensor:
         learner._shapes = shapes if captured else None
-        [micro] = learner._pack(Batch(samples), echo=False).micro_batches
+        [micro] = learner._pack(Batch.of(samples), echo=False).micro_batches
         with learner._mode(training=True), learner._scorer.session():
             return learner._scorer(micro)[0].detach()
 
@@ -97,7 +97,7 @@ def main() -> None:
                 times[way].append(seconds)
             norms.append(abs(pair[0][1] / pair[1][1] - 1))
         apart = (logprobs(batches[1], captured=True) - logprobs(batches[1], captured=False)).abs()
-        tokens = len(learner._pack(Batch(batches[1]), echo=False).micro_batches[0].batch.token_ids)
+        tokens = len(learner._pack(Batch.of(batches[1]), echo=False).micro_batches[0].batch.token_ids)
         captured, launched = (statistics.median(times[way]) * 1e3 for way in (True, False))
         print(
             f"| {tokens} | {captured:.1f} | {launched:.1f} | {noted} | {float(apart.max()):.3f}, mean "

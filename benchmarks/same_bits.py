@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from learner import build, make_samples
 
+from palestra.algo.batch import Batch
 from palestra.learner import tree_attention_cuda, tree_kernels
 from palestra.learner.forward import Scorer
 from palestra.learner.packed import pack_batch
@@ -55,7 +56,7 @@ def wrong_merges(merge: Merge, tokens: int, heads: int, size: int) -> int:
 def differing_passes(merge: Merge, scorer: Any, groups: int) -> str:
     samples = make_samples(groups, 8, 220, 45, 49152)
     device = torch.device("cuda")
-    packed = pack_batch(samples, max_tokens=100_000, share_prefix=True, echo=False, device=device)
+    packed = pack_batch(Batch.of(samples), max_tokens=100_000, share_prefix=True, echo=False, device=device)
     [micro] = packed.micro_batches
     used, tree_attention_cuda._merge = tree_attention_cuda._merge, lambda _: merge  # type: ignore[assignment]
     try:

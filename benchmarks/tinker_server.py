@@ -31,13 +31,13 @@ import torch
 from learner import build
 from tinker_client import rows
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
 from palestra.faces.cli.tinker import SWITCH_S
-from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import LoadedModel, load_model
 from palestra.serve.web import Server, open_port, url_of
@@ -85,10 +85,10 @@ def direct_training(base: BaseModel, data: list[np.ndarray], repeats: int) -> fl
     learner = LocalLearner(base.module(AdapterSpec(RANK)).train(), config=config)
     size = len(data[0])
     samples = [Sample(ids, np.arange(size) > 0, np.zeros(size, bool), np.full(size, -8.0), 0.5) for ids in data]
-    loss = StepLoss.of(samples, Objective(loss="dapo"), max_completion_length=size - 1)
+    loss = StepLoss.of(Batch.of(samples), Objective(loss="dapo"), max_completion_length=size - 1)
 
     def train() -> None:
-        learner.forward_backward(Batch(samples), loss)
+        learner.forward_backward(Batch.of(samples), loss)
         learner.optim_step(1e-5, max_grad_norm=1.0)
 
     return best(train, repeats)
@@ -153,8 +153,9 @@ def watch_server() -> Spans:
     spans.watch(Sampler, "_load", "load")
     spans.watch(Sampler, "_answer", "answer")
     spans.watch(Engine, "submit", "submit")
-    for name in ("snapshot", "check", "_pack", "forward_backward", "optim_step"):
+    for name in ("snapshot", "check", "forward_backward", "optim_step"):
         spans.watch(Trainee, name, name)
+    spans.watch(LocalLearner, "_pack", "pack")
     return spans
 
 
@@ -170,11 +171,11 @@ def sampling_parts(spans: dict[str, list[tuple[float, float]]], began: float, en
 
 
 def training_parts(spans: dict[str, list[tuple[float, float]]], began: float, ended: float) -> dict[str, float]:
-    sums = {label: total(spans.get(label, [])) for label in ("parse", "check", "_pack", "write")}
+    sums = {label: total(spans.get(label, [])) for label in ("parse", "check", "pack", "write")}
     compute = total(spans["forward_backward"]) + total(spans["optim_step"])
     return {
-        "parse_s": sums["parse"], "check_s": sums["check"], "pack_s": sums["_pack"],
-        "compute_s": compute - sums["check"] - sums["_pack"], "write_s": sums["write"],
+        "parse_s": sums["parse"], "check_s": sums["check"], "pack_s": sums["pack"],
+        "compute_s": compute - sums["check"] - sums["pack"], "write_s": sums["write"],
         "queue_and_wire_s": ended - began - compute - sums["parse"] - sums["write"],
     }  # fmt: skip
 

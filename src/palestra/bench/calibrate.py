@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.bench.workload import Workload
 from palestra.core.config import RunConfig
 from palestra.core.phases import phases
 from palestra.core.types import Sample
-from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 from palestra.plan.calibration import MeasuredStep, calibrated
 from palestra.plan.device import Device, Efficiency, default_efficiency
@@ -55,12 +55,12 @@ def plan_of(shape: ModelShape, device: Device, work: Workload, weight_bytes: int
 def learning_seconds(model: Any, shape: ModelShape, work: Workload) -> float:
     """One optimizer step on all rollouts, after one that compiles; the weights stay as they are."""
     learner = LocalLearner(model, config=RunConfig.build({"rollout.temperature": 1.0}))
-    samples = random_samples(work, shape.vocabulary)
-    loss = StepLoss.of(samples, Objective(), max_completion_length=work.new_tokens)
+    batch = Batch.of(random_samples(work, shape.vocabulary))
+    loss = StepLoss.of(batch, Objective(), max_completion_length=work.new_tokens)
     seconds = 0.0
     for _ in range(2):
         began = time.perf_counter()
-        learner.forward_backward(Batch(samples), loss)
+        learner.forward_backward(batch, loss)
         learner.optim_step(0.0, max_grad_norm=1.0)
         if model.device.type == "cuda":
             torch.cuda.synchronize()

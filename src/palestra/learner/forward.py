@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from palestra.algo.batching import MicroBatch
+from palestra.algo.step_loss import LossGradient
 from palestra.engine.lora import base_model
 from palestra.learner.graphs import Graphs, can_be_captured
-from palestra.learner.head import LossGradient, ScoringHead
+from palestra.learner.head import ScoringHead
 from palestra.learner.last_layer import last_mlp_at
 from palestra.learner.layers import decoder_layers
 from palestra.learner.logit_rule import logit_rule
@@ -132,7 +133,9 @@ class Scorer(nn.Module):
         """The same from the model's own whole logits."""
         ids, mask = self._pad(batch)
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
-        temperature = torch.where(batch.echo_mask, 1.0, self.head.rule.temperature)[:, None]
+        temperature: Tensor | float = self.head.rule.temperature
+        if temperature != 1.0:
+            temperature = torch.where(batch.echo_mask, 1.0, temperature)[:, None]
         logp = torch.log_softmax(logits.index_select(0, batch.source).float() / temperature, dim=-1)
         return -nn.functional.nll_loss(logp, batch.target, reduction="none"), -(logp.exp() * logp).sum(-1)
 

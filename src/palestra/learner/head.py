@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.algo.step_loss import LossGradient
 from palestra.engine.lora import adapter_of, base_linear
 from palestra.learner.logit_rule import LogitRule
 
@@ -23,9 +24,6 @@ from palestra.learner.logit_rule import LogitRule
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
 # Logits kept for the backward pass. The CPU's statistics overwrite float32 logits, so none are kept there.
 KEPT_BYTES = {"cuda": 2**31}
-
-# (log-probabilities, entropies, which tokens) -> the gradient of the loss by each of both
-LossGradient = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
 
 
 def score_tokens(

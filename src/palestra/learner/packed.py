@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.algo.batch import Batch
 from palestra.algo.batching import MicroBatch, nothing_scored, pack
 from palestra.core.transfer import to_device
-from palestra.core.types import Array, Sample
+from palestra.core.types import Array
 from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention import Layout
 
@@ -25,8 +25,6 @@ class PackedMicroBatch:
     policy: Tensor  # indices of the scored tokens that count in the policy loss
     echo: Tensor  # indices of those that count in the ECHO term
     layout: Layout
-    row: Array  # [N] on the host, as `place`
-    place: Array  # [N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +40,10 @@ class PackedBatch:
 
 
 def pack_batch(
-    samples: Sequence[Sample],
+    batch: Batch,
     *,
     max_tokens: int,
+    max_rows: int | None = None,
     share_prefix: bool,
     echo: bool,
     device: torch.device,
@@ -52,53 +51,45 @@ def pack_batch(
     at_least: int = 1,
     shapes: Shapes | None = None,
 ) -> PackedBatch:
-    """Pack on the host, then copy to the device, so that no pass waits for it later; `rows`: of these rows alone.
+    """Pack on the host, then copy to the device, so that no pass waits for it later; see `algo.batching.pack`.
 
-    `at_least` so many micro-batches, where there are enough groups. Those that fit one of `shapes` are padded to it.
+    Micro-batches that fit one of `shapes` are padded to it.
     """
-    evenly = device.type == "cuda" or at_least > 1  # where the largest one needs the memory, or is waited for
+    evenly = device.type == "cuda" or at_least > 1  # the largest one determines memory or time
     batches = pack(
-        samples,
+        batch,
         max_tokens=max_tokens,
+        max_rows=max_rows,
         share_prefix=share_prefix,
         echo=echo,
         rows=rows,
         evenly=evenly,
         at_least=at_least,
     )
-    lengths = to_device((_row_lengths(batches, len(samples), name) for name in ("policy_mask", "echo_mask")), device)
-    return PackedBatch([_to_device(batch, echo, device, shapes) for batch in batches], *lengths)
+    lengths = to_device((_row_lengths(batches, batch.rows, name) for name in ("policy_mask", "echo_mask")), device)
+    return PackedBatch([_to_device(micro, echo, device, shapes) for micro in batches], *lengths)
 
 
-def rows_to_tokens(rows: Sequence[Array], micro: PackedMicroBatch, device: torch.device) -> Tensor:
-    """[N] the values of one array a row at the micro-batch's scored tokens."""
-    ends = np.cumsum([0, *map(len, rows)])
-    values = np.concatenate([np.zeros(0), *rows])[ends[micro.row] + micro.place]
-    return torch.from_numpy(values.astype(np.float32)).to(device)
+def column_to_tokens(column: Array, micro: PackedMicroBatch, device: torch.device) -> Tensor:
+    """[N] float32 the values of a column at the micro-batch's tokens."""
+    return torch.from_numpy(column[micro.batch.at].astype(np.float32)).to(device)
 
 
-def tokens_to_rows(parts: Sequence[tuple[PackedMicroBatch, Tensor]], samples: Sequence[Sample]) -> list[Array]:
-    """The reverse: [T] an array for each sample, NaN where no token was scored."""
-    ends = np.cumsum([0, *(len(sample.token_ids) for sample in samples)])
-    whole = np.full(ends[-1], np.nan, dtype=np.float32)
+def tokens_to_column(parts: Sequence[tuple[PackedMicroBatch, Tensor]], batch: Batch) -> Array:
+    """The reverse: a column of the batch's tokens (or targets), NaN where none was scored."""
+    size = len(batch.token_ids) if batch.targets is None else len(batch.targets.ids)
+    column = np.full(size, np.nan, dtype=np.float32)
     for micro, values in parts:
-        whole[ends[micro.row] + micro.place] = values.detach().float().cpu().numpy()
-    return [whole[start:end] for start, end in pairwise(ends.tolist())]
+        column[micro.batch.at] = values.detach().float().cpu().numpy()
+    return column
 
 
 def _to_device(batch: MicroBatch, echo: bool, device: torch.device, shapes: Shapes | None = None) -> PackedMicroBatch:
-    # Found before the copy: a GPU would have to be waited for.
+    # On the host, before the copy: on a GPU this would wait.
     policy = np.flatnonzero(batch.policy_mask.numpy())
     observed = np.flatnonzero(batch.echo_mask.numpy()) if echo else policy[:0]
     policy_on, observed_on = to_device(map(torch.from_numpy, (policy, observed)), device)
-    return PackedMicroBatch(
-        batch.to(device),
-        policy_on,
-        observed_on,
-        Layout(batch.trees, device, shapes),
-        batch.row.numpy(),
-        batch.place.numpy(),
-    )
+    return PackedMicroBatch(batch.to(device), policy_on, observed_on, Layout(batch.trees, device, shapes))
 
 
 def _row_lengths(batches: list[MicroBatch], rows: int, mask: str) -> Tensor:

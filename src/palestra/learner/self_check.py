@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from palestra.algo.batch import Batch
 from palestra.algo.batching import MicroBatch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
@@ -141,7 +142,8 @@ def _probe(model: Any, share_prefix: bool, size: int = 0) -> PackedMicroBatch:
         samples.append(_row(ids[:9] + ids[first:last], last - first, group=0, prompt_length=9))
     for group in range(1, 1 + min(4096, size // embeddings.shape[1]) // 128):
         samples.append(_row((ids * 10)[:129], 1, group=group, prompt_length=0))
-    packed = pack_batch(samples, max_tokens=8192, share_prefix=share_prefix, echo=False, device=embeddings.device)
+    batch, device = Batch.of(samples), embeddings.device
+    packed = pack_batch(batch, max_tokens=8192, share_prefix=share_prefix, echo=False, device=device)
     return packed.micro_batches[0]
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from palestra.algo.tinker_losses import check_loss
 from palestra.core.types import SamplingParams
 from palestra.core.whole_folder import check_whole
 from palestra.engine.runner import GIB, default_kv_bytes
 from palestra.tinker.base_model import AdapterSpec, BaseModel
 from palestra.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
 from palestra.tinker.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
-from palestra.tinker.losses import check_loss
 from palestra.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
 from palestra.tinker.sampler import PinnedWeights, Sampler, SampleRequest
 from palestra.tinker.sessions import Model, SamplingSession, Session

@@ -9,7 +9,7 @@ import numpy as np
 
 from palestra.core.types import Group, Rollout, oldest_version
 from palestra.evals.rollout_stats import called_successfully, is_judged, rollout_stats
-from palestra.train.samples import has_signal
+from palestra.train.batch import has_signal
 
 
 def rollout_metrics(
