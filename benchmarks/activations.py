@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from palestra.algo.batch import Batch
 from palestra.core.config_sections import LoraSection
 from palestra.core.types import Sample
-from palestra.learner import forward, tree_attention, tree_attention_cuda
+from palestra.learner import forward, patches, tree_attention, tree_attention_cuda
 from palestra.learner.forward import Scorer
 from palestra.learner.lora import add_lora
-from palestra.learner.packed import pack_batch
+from palestra.learner.micro_batches import pack_batch
 from palestra.plan.memory import layer_activations
 from palestra.plan.shape import shape_of
 from palestra.plan.work import StepWork
@@ -42,8 +42,8 @@ def without_a_gpu() -> None:
     tree_attention.flash_fits = lambda q, v: True
     tree_attention_cuda._half = half
     forward.choose_mode = lambda scorer: None
-    forward.MAX_RECOMPUTED_COLUMNS = 8  # the model is narrow
-    forward._compiled = compiled
+    patches.MAX_RECOMPUTED_COLUMNS = 8  # the model is narrow
+    patches._compiled = compiled
 
 
 def kept_by(model: Any) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Does the learner's forward pass on a GPU give the same numbers each time?
 
-    python benchmarks/same_bits.py [--kernels FILE]    beside `learner/tree_kernels.py` another version of it
+    python benchmarks/same_bits.py [--kernels FILE]    beside `learner/kernels.py` another version of it
 
 Counts, over many runs of each: (token, head) pairs of which the merge of tree attention's halves is wrong, and tokens
 of SmolLM2's shape whose log-probability is not the same in every pass.
@@ -18,9 +18,9 @@ import torch
 from learner import build, make_samples
 
 from palestra.algo.batch import Batch
-from palestra.learner import tree_attention_cuda, tree_kernels
+from palestra.learner import kernels, tree_attention_cuda
 from palestra.learner.forward import Scorer
-from palestra.learner.packed import pack_batch
+from palestra.learner.micro_batches import pack_batch
 
 SHAPES = [(2400, 9, 64), (8600, 9, 64), (36000, 9, 64), (16000, 16, 128)]  # tokens, heads, their size
 MERGES, PASSES = 2000, 30
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", type=Path)
     file = parser.parse_args().kernels
-    merges = {"as it is": tree_kernels.merge} | ({} if file is None else {str(file): merge_of(file)})
+    merges = {"as it is": kernels.merge} | ({} if file is None else {str(file): merge_of(file)})
     for shape in SHAPES:
         for name, merge in merges.items():
             print("{} tokens, {} heads of {}:".format(*shape), wrong_merges(merge, *shape), f"wrong ({name})")

@@ -216,7 +216,6 @@ def test_algo_knows_no_config() -> None:
 # All that the loop may know of whoever samples and learns: protocols, and functions that take them.
 LOOP_KNOWS = {
     "palestra.learner.base",
-    "palestra.learner.memory",
     "palestra.policy.base",
 }
 

@@ -25,7 +25,7 @@ from palestra.dashboard.catalog import Catalog
 from palestra.faces.cli.runs_compare import compare_runs, compare_table
 from palestra.faces.cli.runs_tables import print_run, runs_table
 from palestra.faces.cli.trust import code_of_run
-from palestra.learner.sharded_state import read_metadata
+from palestra.learner.sharding import read_metadata
 from palestra.runs.manager import RunManager
 from palestra.runs.reader import results
 

@@ -12,7 +12,7 @@ from palestra.algo.batch import Batch
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
 from palestra.learner.forward import Scorer
-from palestra.learner.packed import pack_batch
+from palestra.learner.micro_batches import pack_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_families import tiny_model

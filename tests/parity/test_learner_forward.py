@@ -13,7 +13,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.batching import pack
 from palestra.core.types import Sample
 from palestra.learner.forward import Scorer
-from palestra.learner.packed import PackedMicroBatch, pack_batch
+from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
 
 VOCABULARY = 96
 COMMON = {

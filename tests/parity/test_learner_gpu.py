@@ -14,7 +14,7 @@ from palestra.core.types import Sample
 from palestra.learner import head
 from palestra.learner.forward import Scorer
 from palestra.learner.lora import add_lora
-from palestra.learner.packed import pack_batch
+from palestra.learner.micro_batches import pack_batch
 from palestra.learner.shapes import Shapes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

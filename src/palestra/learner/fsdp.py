@@ -26,8 +26,8 @@ from palestra.core.weights import Weights
 from palestra.learner import state as learner_state
 from palestra.learner.base import nothing
 from palestra.learner.local import LocalLearner
-from palestra.learner.outputs import LocalOutputs
-from palestra.learner.sharded_state import is_sharded, load_sharded, load_whole, save_sharded
+from palestra.learner.micro_batches import LocalOutputs
+from palestra.learner.sharding import is_sharded, load_sharded, load_whole, save_sharded
 
 
 def share_of_rows(batch: Batch, ranks: Ranks) -> tuple[int, int]:

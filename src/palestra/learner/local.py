@@ -27,15 +27,24 @@ from palestra.engine.lora import base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import nothing
 from palestra.learner.forward import Scorer
-from palestra.learner.micro_batch import captured_tokens, micro_batch_tokens
+from palestra.learner.micro_batches import (
+    LocalOutputs,
+    MicroBatchLimit,
+    MicroOutputs,
+    PackedBatch,
+    PackedMicroBatch,
+    captured_tokens,
+    column_to_tokens,
+    explain_not_finite,
+    micro_batch_tokens,
+    pack_batch,
+    tokens_to_column,
+    unless_out_of_memory,
+)
 from palestra.learner.optimizer import Optimizer
-from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
-from palestra.learner.outputs import LocalOutputs, MicroOutputs, explain_not_finite
-from palestra.learner.packed import PackedBatch, PackedMicroBatch, column_to_tokens, pack_batch, tokens_to_column
 from palestra.learner.replicas import Replicas, can_be_replicated
 from palestra.learner.shapes import Shapes
-from palestra.learner.shard import shard
-from palestra.learner.sharded_state import is_sharded, load_sharded
+from palestra.learner.sharding import is_sharded, load_sharded, shard
 
 
 class LocalLearner:
@@ -122,7 +131,7 @@ class LocalLearner:
         scorer = self._reference if reference and self._reference is not None else self._scorer
         parts: list[tuple[PackedMicroBatch, Tensor]] = []
         waiting = deque(self._pack(batch, echo=False).micro_batches)
-        with self._mode(training=False), scorer.session(), self._adapter_off(reference and self._has_adapter):
+        with scorer.session(training=False), self._adapter_off(reference and self._has_adapter):
             while waiting:
                 micro = waiting.popleft()
                 scored = unless_out_of_memory(partial(scorer, micro))
@@ -135,7 +144,7 @@ class LocalLearner:
 
     def forward_backward(self, batch: Batch, loss: Loss) -> LocalOutputs:
         try:
-            with self._mode(training=True), self._scorer.session():
+            with self._scorer.session(training=True):
                 outputs = self._accumulate(batch, loss)
         except BaseException:  # part of a gradient is of no use
             self.discard_gradients()
@@ -323,17 +332,6 @@ class LocalLearner:
         logprobs, entropy = scorer(micro, entropy_gradient=loss.entropy_gradient, loss_gradient=loss.gradient(tokens))
         logprobs, entropy = _of_each(micro, logprobs), _of_each(micro, entropy)
         return MicroOutputs(loss(tokens, logprobs, entropy), logprobs.detach(), entropy.detach())
-
-    @contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
-        before = self.model.training
-        if before != training:  # setting it on every module costs milliseconds
-            self.model.train(training)
-        try:
-            yield
-        finally:
-            if before != training:
-                self.model.train(before)
 
     @contextmanager
     def _adapter_off(self, off: bool) -> Iterator[None]:

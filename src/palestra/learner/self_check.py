@@ -20,7 +20,8 @@ from palestra.algo.batching import MicroBatch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
 from palestra.engine.lora import is_linear
-from palestra.learner.packed import PackedMicroBatch, pack_batch
+from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
+from palestra.learner.patches import ModulePatches
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,10 @@ class CheckedScorer(Protocol):
 def choose_mode(scorer: CheckedScorer) -> None:
     """Set the scorer's mode to the first that gives the model's own numbers; say so when it is not the fast one."""
     model = scorer.model
-    training = model.training
-    # As the learner will call it, so that what is compiled here serves there: one that learns nothing is a reference.
-    model.train(any(p.requires_grad for p in model.parameters()) and not drops(model))
-    try:
+    with ModulePatches() as patches:
+        # As the learner will call it, so that programs compiled here are used there; a model without trainable weights
+        # is a reference.
+        patches.set_training(model, any(p.requires_grad for p in model.parameters()) and not has_dropout(model))
         shared, apart = (_probe(model, share_prefix) for share_prefix in (True, False))
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
         compiled, scorer.compiled = scorer.compiled, False
@@ -69,11 +70,9 @@ def choose_mode(scorer: CheckedScorer) -> None:
             if reason := _mismatch(scorer, shared, expected):
                 scorer.compiled = False
                 log.warning("the learner runs uncompiled, which is slower: %s", reason)
-    finally:
-        model.train(training)
 
 
-def drops(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Whether training differs from evaluation by chance."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
         return True

@@ -26,7 +26,6 @@ from palestra.evals.evidence import RunFacts
 from palestra.evals.examples import Example, find_examples
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, nothing
-from palestra.learner.memory import peak_memory_gib
 from palestra.policy.base import Policy
 from palestra.tracking.base import Tracker
 from palestra.train.batch import has_signal, trainable_batch
@@ -41,7 +40,7 @@ from palestra.train.checkpoint import (
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
-from palestra.train.metrics import rollout_metrics
+from palestra.train.metrics import peak_memory_gib, rollout_metrics
 from palestra.train.safety_net import Snapshots, collapse_reason
 from palestra.train.schedule import Coefficients, coefficients_at, next_entropy, update_scale
 from palestra.train.token_record import TokenRecord

@@ -27,7 +27,7 @@ from palestra.evals.findings import NO_MATTER_OF_LEARNING, broken_tool, evaluati
 from palestra.evals.report import EvalReport
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
-from palestra.learner.user_optimizer import UserOptimizer
+from palestra.learner.optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.report.write import write_report

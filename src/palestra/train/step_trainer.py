@@ -25,7 +25,7 @@ from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.core.yaml_config import read_yaml_config
 from palestra.export.hf import save_hf
 from palestra.learner.local import LocalLearner
-from palestra.learner.user_optimizer import UserOptimizer
+from palestra.learner.optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel, use_softcaps
 from palestra.policy.build import build_policy
 from palestra.rollout.collect import Collector, require_one_good
