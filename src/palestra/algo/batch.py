@@ -65,14 +65,16 @@ class Batch:
     def of(cls, samples: Sequence[Sample], **columns: Sequence[Array] | None) -> Batch:
         """From single rows; more columns (`old_logprobs`, `ref_logprobs`) as an array for each row."""
         kinds = (np.int32, np.bool_, np.bool_, np.float32, np.float32, np.int32)
-        tokens: list[Any] = [
-            np.concatenate([np.zeros(0, kind), *(getattr(sample, name) for sample in samples)])
+        tokens: dict[str, Any] = {
+            name: np.concatenate([np.zeros(0, kind), *(getattr(sample, name) for sample in samples)])
             for name, kind in zip(TOKEN_COLUMNS, kinds, strict=True)
-        ]
+        }
         groups, prompts = (np.array([getattr(s, name) for s in samples], int) for name in ("group", "prompt_length"))
         offsets = np.cumsum([0, *(len(sample.token_ids) for sample in samples)])
-        more: dict[str, Any] = {name: np.concatenate(list(rows)) for name, rows in columns.items() if rows is not None}
-        return cls(*tokens, offsets, groups, prompts, np.arange(len(samples)), **more)
+        tokens |= {name: np.concatenate(list(rows)) for name, rows in columns.items() if rows is not None}
+        return cls(
+            offsets=offsets, groups=groups, prompt_lengths=prompts, conversations=np.arange(len(samples)), **tokens
+        )
 
     @classmethod
     def of_targets(cls, rows: Sequence[Array], targets: Targets, groups: Array, prompt_lengths: Array) -> Batch:
