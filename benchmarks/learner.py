@@ -27,11 +27,12 @@ import torch._inductor.config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
-from palestra.learner import forward
+from palestra.learner import patches
 from palestra.learner.local import LocalLearner
 from palestra.train.schedule import coefficients_at
 from palestra.train.update import update
@@ -130,7 +131,7 @@ def learner_for(
 
 def step_of(learner: LocalLearner, samples: Sequence[Sample], config: RunConfig) -> dict[str, float]:
     """A training step's update, as the loop does it."""
-    return update(learner, samples, config, coefficients_at(0, config, None, 0.0), version=0)
+    return update(learner, Batch.of(samples), config, coefficients_at(0, config, None, 0.0), version=0)
 
 
 def on_cpu(repeats: int) -> None:
@@ -192,7 +193,7 @@ def on_gpu(tiny: bool, repeats: int) -> None:
 
 def keep_all_but(columns: int) -> None:
     """Layers do not keep products that have so many columns: less memory for more time."""
-    keep = forward._what_to_keep
+    keep = patches._what_to_keep
 
     def what_to_keep(context: object, operation: object, *args: Tensor, **kwargs: object) -> object:
         is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -200,7 +201,7 @@ def keep_all_but(columns: int) -> None:
             return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
         return keep(context, operation, *args, **kwargs)
 
-    forward._what_to_keep = what_to_keep
+    patches._what_to_keep = what_to_keep
     torch._inductor.config.force_disable_caches = True  # the policy is no part of their keys
 
 
@@ -359,8 +360,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
     arguments = parser.parse_args()
     if arguments.inductor:
-        options = forward._compiler_options() | dict.fromkeys(arguments.inductor, True)
-        forward._compiler_options = lambda: options
+        options = patches._compiler_options() | dict.fromkeys(arguments.inductor, True)
+        patches._compiler_options = lambda: options
     if arguments.recompute:
         keep_all_but(arguments.recompute)
     global ONLY, PROFILE

@@ -187,7 +187,7 @@ def warm_up(run: Any) -> None:
 
 
 def planned_for(model: Any, config: Any, prompt_tokens: int) -> RunEstimate:
-    from palestra.learner.micro_batch import device_of
+    from palestra.learner.micro_batches import device_of
 
     device, shape = device_of(model.device), shape_of(model.config)
     assert device is not None

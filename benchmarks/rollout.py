@@ -246,7 +246,7 @@ def run_ours(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
     from palestra.learner.local import LocalLearner
     from palestra.models.chat.template import ChatFormat
     from palestra.policy.local import LocalPolicy
-    from palestra.train.samples import group_advantages, to_samples
+    from palestra.train.batch import group_advantages, to_batch
     from palestra.train.schedule import coefficients_at
     from palestra.train.tasks import agent_collector
     from palestra.train.update import update
@@ -269,8 +269,8 @@ def run_ours(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
             groups = runner.run(collector.collect(batch, scenario["group"], keys))
             sampling = time.process_time() - cpu
             advantages = group_advantages(groups, config.train, world.reward_weights)
-            samples = to_samples(groups, advantages, mask_truncated=False)
-            update(learner, samples, config, coefficients_at(step, config, None, entropy=0.0), version=step)
+            batch = to_batch(groups, advantages, mask_truncated=False)
+            update(learner, batch, config, coefficients_at(step, config, None, entropy=0.0), version=step)
             policy.update(learner.weights(step + 1))
             sampled = sum(r.sampled_tokens for g in groups for r in g.rollouts)
             record = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}

@@ -1,6 +1,6 @@
 """Does the learner's forward pass on a GPU give the same numbers each time?
 
-    python benchmarks/same_bits.py [--kernels FILE]    beside `learner/tree_kernels.py` another version of it
+    python benchmarks/same_bits.py [--kernels FILE]    beside `learner/kernels.py` another version of it
 
 Counts, over many runs of each: (token, head) pairs of which the merge of tree attention's halves is wrong, and tokens
 of SmolLM2's shape whose log-probability is not the same in every pass.
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from learner import build, make_samples
 
-from palestra.learner import tree_attention_cuda, tree_kernels
+from palestra.algo.batch import Batch
+from palestra.learner import kernels, tree_attention_cuda
 from palestra.learner.forward import Scorer
-from palestra.learner.packed import pack_batch
+from palestra.learner.micro_batches import pack_batch
 
 SHAPES = [(2400, 9, 64), (8600, 9, 64), (36000, 9, 64), (16000, 16, 128)]  # tokens, heads, their size
 MERGES, PASSES = 2000, 30
@@ -55,7 +56,7 @@ def wrong_merges(merge: Merge, tokens: int, heads: int, size: int) -> int:
 def differing_passes(merge: Merge, scorer: Any, groups: int) -> str:
     samples = make_samples(groups, 8, 220, 45, 49152)
     device = torch.device("cuda")
-    packed = pack_batch(samples, max_tokens=100_000, share_prefix=True, echo=False, device=device)
+    packed = pack_batch(Batch.of(samples), max_tokens=100_000, share_prefix=True, echo=False, device=device)
     [micro] = packed.micro_batches
     used, tree_attention_cuda._merge = tree_attention_cuda._merge, lambda _: merge  # type: ignore[assignment]
     try:
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", type=Path)
     file = parser.parse_args().kernels
-    merges = {"as it is": tree_kernels.merge} | ({} if file is None else {str(file): merge_of(file)})
+    merges = {"as it is": kernels.merge} | ({} if file is None else {str(file): merge_of(file)})
     for shape in SHAPES:
         for name, merge in merges.items():
             print("{} tokens, {} heads of {}:".format(*shape), wrong_merges(merge, *shape), f"wrong ({name})")

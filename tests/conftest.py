@@ -40,7 +40,7 @@ LONG = (
 )
 IMPORTED = ["transformers.models.auto.modeling_auto", "palestra.api", "palestra.servers.openai.loading"]
 if find_spec("triton"):
-    IMPORTED += ["palestra.engine.cuda.runner", "palestra.learner.head_kernels"]
+    IMPORTED += ["palestra.engine.cuda.runner", "palestra.learner.kernels"]
 SHARED = pytest.StashKey[Forkserver]()
 
 

@@ -217,7 +217,6 @@ def test_algo_knows_no_config() -> None:
 # The loop knows the protocols of policy and learner, and functions that take them.
 LOOP_KNOWS = {
     "palestra.learner.base",
-    "palestra.learner.memory",
     "palestra.policy.base",
 }
 

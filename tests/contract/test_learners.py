@@ -17,13 +17,14 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array, Sample
 from palestra.core.weights import Weights
-from palestra.learner.base import Batch, Learner
+from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.policy.module import load_weights
@@ -153,7 +154,7 @@ def rows(count: int = 8, seed: int = 0) -> list[Sample]:
 
 
 def loss_of(samples: Sequence[Sample], loss: str = "dapo", **options: Any) -> StepLoss:
-    return StepLoss.of(samples, Objective(loss=loss), max_completion_length=16, **options)  # type: ignore[arg-type]
+    return StepLoss.of(Batch.of(samples), Objective(loss=loss), max_completion_length=16, **options)  # type: ignore[arg-type]
 
 
 def step(learner: Learner, batches: Sequence[Batch], loss: StepLoss) -> tuple[float, list[dict[str, float]]]:
@@ -165,7 +166,7 @@ def step(learner: Learner, batches: Sequence[Batch], loss: StepLoss) -> tuple[fl
 
 def steps(learner: Learner, seeds: Sequence[int]) -> list[float]:
     """One step for each seed; the norms."""
-    return [step(learner, [Batch(samples)], loss_of(samples))[0] for samples in (rows(4, seed) for seed in seeds)]
+    return [step(learner, [Batch.of(samples)], loss_of(samples))[0] for samples in (rows(4, seed) for seed in seeds)]
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -185,8 +186,8 @@ def assert_same_update(one: Learner, other: Learner, before: dict[str, torch.Ten
 
 
 @torch.no_grad()
-def own_logprobs(model: nn.Module, samples: Sequence[Sample], temperature: float) -> list[Array]:
-    """[T] for each sample, from the model's own logits, row by row; NaN where no loss reads."""
+def own_logprobs(model: nn.Module, samples: Sequence[Sample], temperature: float) -> Array:
+    """[T] from the model's own logits, row by row; NaN where no loss reads."""
     found = []
     for sample in samples:
         ids = torch.tensor([sample.token_ids.tolist()])
@@ -194,12 +195,11 @@ def own_logprobs(model: nn.Module, samples: Sequence[Sample], temperature: float
         row = np.full(len(sample.token_ids), np.nan, dtype=np.float32)
         row[1:] = logp.gather(-1, ids[0, 1:, None]).squeeze(-1).numpy()
         found.append(np.where(sample.policy_mask, row, np.nan))
-    return found
+    return np.concatenate(found)
 
 
-def assert_close(one: Sequence[Array], other: Sequence[Array], tolerance: float = 2e-5) -> None:
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_allclose(a, b, atol=tolerance, rtol=0, equal_nan=True)
+def assert_close(one: Array, other: Array, tolerance: float = 2e-5) -> None:
+    np.testing.assert_allclose(one, other, atol=tolerance, rtol=0, equal_nan=True)
 
 
 SPLITS = {"halves": [slice(0, 4), slice(4, 8)], "across groups": [slice(0, 8, 2), slice(1, 8, 2)]}
@@ -215,8 +215,8 @@ def test_the_gradient_of_eight_rows_is_that_of_two_times_four(case: Case, loss: 
     terms = loss_of(
         samples, loss, echo_coefficient=0.1, entropy_coefficient=entropy, echo_normalization="sequence_mean"
     )
-    norm, [metrics] = step(whole, [Batch(samples)], terms)
-    half_norm, halves = step(parts, [Batch(samples[part]) for part in SPLITS[split]], terms)
+    norm, [metrics] = step(whole, [Batch.of(samples)], terms)
+    half_norm, halves = step(parts, [Batch.of(samples[part]) for part in SPLITS[split]], terms)
     assert norm > 0
     assert half_norm == pytest.approx(norm, rel=1e-4)
     for name in ("loss", "policy_loss", "echo_loss"):  # shares of one loss
@@ -234,7 +234,7 @@ def test_an_optimizer_step_without_gradients_changes_nothing(case: Case) -> None
     assert not same(before, moved)
     assert learner.optim_step(RATE, max_grad_norm=1.0) == 0.0  # the gradient was forgotten
     masked = [replace(s, policy_mask=np.zeros(len(s.token_ids), dtype=bool)) for s in rows(4)]
-    assert step(learner, [Batch(masked)], loss_of(masked))[0] == 0.0
+    assert step(learner, [Batch.of(masked)], loss_of(masked))[0] == 0.0
     assert same(moved, weights(learner))
 
 
@@ -253,9 +253,9 @@ def test_a_loss_that_is_not_finite_raises_names_its_group_and_leaves_the_weights
     before, good = weights(learner), rows(8)
     bad = [*good[:5], replace(good[5], advantages=advantage), *good[6:]]  # type: ignore[arg-type]
     terms = loss_of(bad, "luspo")
-    learner.forward_backward(Batch(bad[:4]), terms)
+    learner.forward_backward(Batch.of(bad[:4]), terms)
     with pytest.raises(PalestraError, match=words):  # at the latest by the step
-        step(learner, [Batch(bad[4:])], terms)
+        step(learner, [Batch.of(bad[4:])], terms)
     assert same(before, weights(learner))
     assert steps(learner, [1, 2]) == steps(untouched, [1, 2])  # and nothing of it is left
     assert same(weights(untouched), weights(learner))
@@ -268,7 +268,7 @@ def test_a_batch_that_cannot_be_computed_leaves_no_gradient_behind(case: Case) -
     ids[2] = VOCABULARY  # in the second micro-batch; the first has its gradient by then
     bad = [*good[:7], replace(good[7], token_ids=ids, prompt_length=0)]
     with pytest.raises((IndexError, PalestraError)):  # at the latest by the step
-        step(learner, [Batch(bad)], loss_of(bad))
+        step(learner, [Batch.of(bad)], loss_of(bad))
     assert learner.optim_step(RATE, max_grad_norm=1.0) == 0.0
     assert steps(learner, [1, 2]) == steps(untouched, [1, 2])
     assert same(weights(untouched), weights(learner))
@@ -277,38 +277,38 @@ def test_a_batch_that_cannot_be_computed_leaves_no_gradient_behind(case: Case) -
 def test_forward_gives_the_logprobs_that_forward_backward_found_and_the_models_own(case: Case) -> None:
     learner, samples = case.learner(), rows(8)
     steps(learner, [3])
-    expected = learner.forward(Batch(samples))
+    expected = learner.forward(Batch.of(samples))
     copy = case.model()
     load_weights(copy, learner.weights(1))
     assert_close(expected, own_logprobs(copy, samples, case.temperature))
-    outputs = learner.forward_backward(Batch(samples), loss_of(samples))
+    outputs = learner.forward_backward(Batch.of(samples), loss_of(samples))
     learner.optim_step(RATE, max_grad_norm=1.0)
     assert_close(outputs.logprobs(), expected)  # those of before the step, asked for after it
-    moved = learner.forward(Batch(samples))
-    assert max(np.nanmax(np.abs(a - b)) for a, b in zip(moved, expected, strict=True)) > 1e-3
+    moved = learner.forward(Batch.of(samples))
+    assert np.nanmax(np.abs(moved - expected)) > 1e-3
 
 
 def test_logprobs_of_tool_results_come_with_the_echo_term(case: Case) -> None:
     learner, samples = case.learner(), rows(4)
-    found = learner.forward_backward(Batch(samples), loss_of(samples, echo_coefficient=0.1)).logprobs()
-    for sample, row in zip(samples, found, strict=True):
-        assert (np.isfinite(row) == (sample.policy_mask | sample.echo_mask)).all()
+    found = learner.forward_backward(Batch.of(samples), loss_of(samples, echo_coefficient=0.1)).logprobs()
+    batch = Batch.of(samples)
+    assert (np.isfinite(found) == (batch.policy_mask | batch.echo_mask)).all()
 
 
 def test_reference_logprobs_stay_those_of_the_beginning(case: Case) -> None:
     learner, samples = case.learner(train={"beta": 0.1}), rows(8)
-    first = learner.forward(Batch(samples), reference=True)
+    first = learner.forward(Batch.of(samples), reference=True)
     assert_close(first, own_logprobs(case.model(), samples, case.temperature))
-    assert_close(first, learner.forward(Batch(samples)))
+    assert_close(first, learner.forward(Batch.of(samples)))
     steps(learner, [1, 2])
-    assert_close(learner.forward(Batch(samples), reference=True), first, tolerance=0.0)
-    now = learner.forward(Batch(samples))
-    assert max(np.nanmax(np.abs(a - b)) for a, b in zip(now, first, strict=True)) > 1e-3
+    assert_close(learner.forward(Batch.of(samples), reference=True), first, tolerance=0.0)
+    now = learner.forward(Batch.of(samples))
+    assert np.nanmax(np.abs(now - first)) > 1e-3
 
 
 def test_a_reference_that_was_not_asked_for_is_refused(case: Case) -> None:
     with pytest.raises(PalestraError, match=r"train\.beta > 0"):
-        case.learner().forward(Batch(rows(4)), reference=True)
+        case.learner().forward(Batch.of(rows(4)), reference=True)
 
 
 def test_weights_make_a_second_model_the_same(case: Case, tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_weights_make_a_second_model_the_same(case: Case, tmp_path: Path) -> Non
     steps(learner, [1, 2])
     given = learner.weights(7)
     assert given.version == 7
-    expected = learner.forward(Batch(samples))
+    expected = learner.forward(Batch.of(samples))
     for name, carried in {
         "tensors": Weights(7, given.tensors),
         "file": Weights.load(given.save(tmp_path / "weights.safetensors")),
@@ -324,7 +324,7 @@ def test_weights_make_a_second_model_the_same(case: Case, tmp_path: Path) -> Non
         assert carried.version == 7
         copy = case.model()
         if name == "tensors":  # there was something to load
-            assert np.nanmax(np.abs(own_logprobs(copy, samples, case.temperature)[0] - expected[0])) > 1e-3
+            assert np.nanmax(np.abs(own_logprobs(copy, samples, case.temperature) - expected)) > 1e-3
         load_weights(copy, carried)
         assert_close(own_logprobs(copy, samples, case.temperature), expected)
 
@@ -349,7 +349,7 @@ def test_what_is_exported_is_loaded_by_others(case: Case, tmp_path: Path) -> Non
     learner, samples = case.learner(), rows(4)
     steps(learner, [1, 2])
     folder = learner.export(tmp_path / "out")
-    assert_close(own_logprobs(case.exported(folder), samples, case.temperature), learner.forward(Batch(samples)))
+    assert_close(own_logprobs(case.exported(folder), samples, case.temperature), learner.forward(Batch.of(samples)))
     assert not (folder / "learner.pt").exists()
 
 
@@ -361,8 +361,8 @@ def test_old_logprobs_that_are_not_known_are_the_current_policys_own(case: Case)
     samples = rows(4)
     one, other = case.learner(), case.learner()
     before, terms = weights(one), loss_of(samples)
-    norm, [metrics] = step(one, [Batch(samples)], terms)
-    unknown_norm, [unknown] = step(other, [Batch(samples, old_logprobs=nan_like(samples))], terms)
+    norm, [metrics] = step(one, [Batch.of(samples)], terms)
+    unknown_norm, [unknown] = step(other, [Batch.of(samples, old_logprobs=nan_like(samples))], terms)
     assert unknown_norm == pytest.approx(norm, rel=1e-6)
     assert unknown["loss"] == pytest.approx(metrics["loss"], abs=1e-7)
     assert metrics["ratio_max"] == unknown["ratio_max"] == 1.0
@@ -372,19 +372,19 @@ def test_old_logprobs_that_are_not_known_are_the_current_policys_own(case: Case)
 def test_old_logprobs_are_known_token_by_token(case: Case) -> None:
     samples = rows(4)
     learner = case.learner()
-    own = learner.forward(Batch(samples))
-    known = [row - 0.1 for row in own]  # a behaviour policy that was less sure: the ratio is e^0.1
-    half = [np.where(np.arange(len(row)) % 2 == 0, row, np.nan).astype(np.float32) for row in known]
-    _, [metrics] = step(learner, [Batch(samples, old_logprobs=half)], loss_of(samples))
-    tokens = [(row.size, place) for row in own for place in np.flatnonzero(np.isfinite(row))]
-    share = sum(place % 2 == 0 for _, place in tokens) / len(tokens)
+    own = learner.forward(Batch.of(samples))
+    even = np.arange(len(own)) % 2 == 0
+    batch = Batch.of(samples)
+    batch.old_logprobs = np.where(even, own - 0.1, np.nan)  # a behaviour policy that was less sure: the ratio is e^0.1
+    _, [metrics] = step(learner, [batch], loss_of(samples))
+    share = even[np.isfinite(own)].mean()
     assert metrics["ratio_max"] == pytest.approx(np.exp(0.1), rel=1e-4)
     assert metrics["ratio_mean"] == pytest.approx(1.0 + share * (np.exp(0.1) - 1.0), rel=1e-4)
 
 
 def test_sampler_logprobs_that_are_not_known_are_the_current_policys_own(case: Case) -> None:
     samples = [replace(s, logprobs=np.where(s.policy_mask, np.nan, 0.0)) for s in rows(4)]
-    _, [metrics] = step(case.learner(), [Batch(samples)], loss_of(samples))
+    _, [metrics] = step(case.learner(), [Batch.of(samples)], loss_of(samples))
     assert metrics["kl_sampler"] == metrics["sampler_gap_max"] == 0.0
     assert np.isfinite(metrics["loss"])
 
@@ -400,9 +400,9 @@ def test_a_row_with_several_advantages_has_the_gradient_of_the_sum_of_its_parts(
     terms = loss_of([row], loss)
     one, other, uniform = case.learner(), case.learner(), case.learner()
     before = weights(one)
-    norm, [metrics] = step(one, [Batch([both])], terms)
-    parts_norm, parts = step(other, [Batch([replace(row, advantages=part)]) for part in (early, late)], terms)
+    norm, [metrics] = step(one, [Batch.of([both])], terms)
+    parts_norm, parts = step(other, [Batch.of([replace(row, advantages=part)]) for part in (early, late)], terms)
     assert parts_norm == pytest.approx(norm, rel=1e-4)
     assert sum(part["policy_loss"] for part in parts) == pytest.approx(metrics["policy_loss"], rel=1e-4)
     assert_same_update(one, other, before)
-    assert step(uniform, [Batch([row])], terms)[0] != pytest.approx(norm, rel=1e-2)
+    assert step(uniform, [Batch.of([row])], terms)[0] != pytest.approx(norm, rel=1e-2)

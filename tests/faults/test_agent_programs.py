@@ -16,7 +16,7 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.loading import load_completer
 from palestra.sources.programs.collector import ProgramCollector
-from palestra.train.samples import to_samples
+from palestra.train.batch import to_batch
 
 # Standard library alone, so that it starts in milliseconds. What goes wrong is named by the case.
 PROGRAM = """
@@ -117,7 +117,7 @@ def test_each_fault_is_recorded_on_its_rollout_and_trains_nothing(groups, fault,
         assert rollout.stop == "failed"
         assert words in rollout.error
         assert rollout.scores == {}
-    assert to_samples([group], [[1.0, 1.0]], mask_truncated=True) == []
+    assert to_batch([group], [[1.0, 1.0]], mask_truncated=True).rows == 0
 
 
 def test_what_was_said_before_the_death_is_kept(groups):

@@ -19,17 +19,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 from test_learners import LEARNERS, RATE, Case, loss_of, model_of, rows
 
+from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import Ranks
 from palestra.core.types import Group, Problem, Rollout
-from palestra.learner.base import Batch, Learner
+from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner, share_of_rows
 from palestra.learner.local import LocalLearner
 from palestra.rollout.shared import SharedCollector
@@ -42,13 +44,13 @@ Weights = dict[str, torch.Tensor]
 def batch_of(step: int) -> Batch:
     """Rows of an older policy, so that ratios count and some are clipped; in the first step fewer rows than ranks."""
     samples = rows(6 if step else 1, step)
-    return Batch(samples, old_logprobs=[sample.logprobs for sample in samples])
+    return Batch.of(samples, old_logprobs=[sample.logprobs for sample in samples])
 
 
 def take_step(learner: Learner, step: int) -> tuple[dict[str, float], float]:
     batch = batch_of(step)
     options = {"echo_coefficient": 0.3, "entropy_coefficient": 0.01}
-    outputs = learner.forward_backward(batch, loss_of(batch.samples, **options))
+    outputs = learner.forward_backward(batch, loss_of(list(batch.samples()), **options))
     norm = learner.optim_step(RATE / 10, max_grad_norm=1.0)
     return outputs.metrics(), norm
 
@@ -86,10 +88,9 @@ def parity(kind: str, ranks: TorchRanks, folder: Path) -> dict[str, Any]:
     """Five steps beside a learner of one process; then a checkpoint, and the weights after one more step; then the same
     from the checkpoint of one process."""
     one, many = local(kind), sharded(kind, ranks)
-    batch, loss = batch_of(1), loss_of(batch_of(1).samples)
-    found: dict[str, Any] = {"rows": len(batch_of(1).samples[share_of_rows(batch.samples, ranks)])}
-    forward = zip(one.forward(batch_of(1)), many.forward(batch_of(1)), strict=True)
-    found["logprobs"] = max(float(abs(torch.tensor(a - b).nan_to_num()).max()) for a, b in forward)
+    batch, loss = batch_of(1), loss_of(list(batch_of(1).samples()))
+    found: dict[str, Any] = {"rows": batch.part(*share_of_rows(batch, ranks)).rows}
+    found["logprobs"] = float(np.nanmax(np.abs(one.forward(batch_of(1)) - many.forward(batch_of(1)))))
     losses = [learner.forward_backward(batch_of(1), loss).metrics() for learner in (one, many)]
     found["loss"] = abs(losses[0]["loss"] - losses[1]["loss"])
     found["gradient"] = apart(gradients(one), gradients(many))

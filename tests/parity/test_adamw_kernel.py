@@ -12,10 +12,10 @@ SCRIPT = """
 import torch
 from torch import nn
 from palestra.core.config_sections import TrainSection
-from palestra.learner import adamw_kernel
+from palestra.learner import kernels
 from palestra.learner.optimizer import Optimizer
 
-adamw_kernel.BLOCK = 64
+kernels.BLOCK = 64
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 def close(a, b, rtol=1e-5):

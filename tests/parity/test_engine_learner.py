@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from palestra.algo.batch import Batch
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
 from palestra.learner.forward import Scorer
-from palestra.learner.packed import pack_batch
+from palestra.learner.micro_batches import pack_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_families import tiny_model
@@ -46,9 +47,9 @@ def test_engine_and_learner_agree_on_every_logprob(family: str, temperature: flo
     ]
     scorer = Scorer(model, temperature=temperature)
     packed = pack_batch(
-        samples, max_tokens=4096, share_prefix=scorer.shares_prefix, echo=False, device=torch.device("cpu")
+        Batch.of(samples), max_tokens=4096, share_prefix=scorer.shares_prefix, echo=False, device=torch.device("cpu")
     )
     for micro in packed.micro_batches:
         with torch.no_grad(), scorer.session():
             learned, _ = scorer(micro)
-        assert (learned - micro.batch.sampler_logprobs)[micro.policy].abs().max() <= 1e-5
+        assert (learned - micro.batch.inputs["logprobs"])[micro.policy].abs().max() <= 1e-5

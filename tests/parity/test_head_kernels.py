@@ -10,24 +10,24 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import torch
-from palestra.learner import head, head_kernels
+from palestra.learner import head, kernels
 from palestra.learner.head import LogitRule
 
-head_kernels.BLOCK = 64
+kernels.BLOCK = 64
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 for rule in (LogitRule(), LogitRule(0.5, 3.0, 0.7), LogitRule(2.0, None, 1.3)):
     logits = torch.randn(5, 150, device=device) * 4
     target = torch.randint(0, 150, (5,), device=device)
     expected = head._statistics(logits.clone(), target, rule)
-    found = head_kernels.statistics(logits.clone(), target, rule)
+    found = kernels.statistics(logits.clone(), target, rule)
     for a, b in zip(expected, found):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     _, lse, entropy = expected
     grads = torch.randn(2, 5, device=device)
     for more in ((None, None), (entropy, grads[1])):
         a = head._logit_gradient(logits.clone(), target, lse, grads[0], *more, rule)
-        b = head_kernels.logit_gradient(logits.clone(), target, lse, grads[0], *more, rule)
+        b = kernels.logit_gradient(logits.clone(), target, lse, grads[0], *more, rule)
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 print("SAME")
 """

@@ -60,11 +60,11 @@ def test_the_embedding_compiles(kernels: Any) -> None:
 
 
 def test_merged_halves_are_written_only_when_every_warp_has_read_what_they_overwrite() -> None:
-    from palestra.learner import tree_kernels
+    from palestra.learner import kernels
 
-    if not hasattr(tree_kernels._merge, "arg_names"):
+    if not hasattr(kernels._merge, "arg_names"):
         pytest.skip("Triton's interpreter is on (TRITON_INTERPRET)")
-    ptx = ptx_of(tree_kernels._merge, ROWS=32, SIZE=64)
+    ptx = ptx_of(kernels._merge, ROWS=32, SIZE=64)
     log_sum_exps = [at for at in range(len(ptx)) if ptx.startswith("ld.global.b32", at)]
     assert len(log_sum_exps) >= 2
     assert max(log_sum_exps) < ptx.index("bar.sync") < ptx.index("st.global")

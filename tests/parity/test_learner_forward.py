@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from palestra.algo.batch import Batch
 from palestra.algo.batching import pack
 from palestra.core.types import Sample
 from palestra.learner.forward import Scorer
-from palestra.learner.packed import PackedMicroBatch, pack_batch
+from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
 
 VOCABULARY = 96
 COMMON = {
@@ -79,7 +80,7 @@ def groups() -> list[Sample]:
 
 def packed(samples: list[Sample], max_tokens: int, share_prefix: bool = True) -> list[PackedMicroBatch]:
     device = torch.device("cpu")
-    whole = pack_batch(samples, max_tokens=max_tokens, share_prefix=share_prefix, echo=True, device=device)
+    whole = pack_batch(Batch.of(samples), max_tokens=max_tokens, share_prefix=share_prefix, echo=True, device=device)
     return whole.micro_batches
 
 
@@ -125,8 +126,8 @@ def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tok
 
 def test_the_shared_prompt_is_computed_once() -> None:
     samples = groups()[:3]
-    [shared] = pack(samples, max_tokens=1000)
-    apart = pack(samples, max_tokens=1000, share_prefix=False)
+    [shared] = pack(Batch.of(samples), max_tokens=1000)
+    apart = pack(Batch.of(samples), max_tokens=1000, share_prefix=False)
     assert len(shared.token_ids) == 11 + (6 + 0 + 11)
     assert sum(len(b.token_ids) for b in apart) == 3 * 11 + (6 + 0 + 11)
 

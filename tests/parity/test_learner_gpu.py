@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from palestra.algo.batch import Batch
 from palestra.core.config_sections import LoraSection
 from palestra.core.types import Sample
 from palestra.learner import head
 from palestra.learner.forward import Scorer
 from palestra.learner.lora import add_lora
-from palestra.learner.packed import pack_batch
+from palestra.learner.micro_batches import pack_batch
 from palestra.learner.shapes import Shapes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -54,7 +55,7 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
     assert (scorer.mode, scorer.compiled) == ("trees", compiled)
     for samples in (group(70, (40, 9, 33), 0) + group(20, (50,), 1), group(33, (8,) * 4, 2)):
         device = torch.device("cuda")
-        whole = pack_batch(samples, max_tokens=10_000, share_prefix=True, echo=False, device=device)
+        whole = pack_batch(Batch.of(samples), max_tokens=10_000, share_prefix=True, echo=False, device=device)
         [batch] = whole.micro_batches
         with scorer.session():
             logprobs = scorer(batch)[0]
@@ -80,7 +81,9 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
 def test_the_same_pass_gives_the_same_bits_each_time() -> None:
     scorer = Scorer(build().to("cuda", torch.bfloat16), compile_layers=False)
     samples = [sample for number in range(64) for sample in group(100, (40,) * 8, number)]
-    whole = pack_batch(samples, max_tokens=100_000, share_prefix=True, echo=False, device=torch.device("cuda"))
+    whole = pack_batch(
+        Batch.of(samples), max_tokens=100_000, share_prefix=True, echo=False, device=torch.device("cuda")
+    )
     [batch] = whole.micro_batches
     with scorer.session(), torch.no_grad():
         first, *others = (scorer(batch)[0] for _ in range(20))
@@ -107,7 +110,12 @@ def test_captured_passes_give_the_numbers_of_plain_ones(lora: bool) -> None:
         results = []
         for some in (shapes, None):
             packed = pack_batch(
-                samples, max_tokens=200, share_prefix=True, echo=False, device=torch.device("cuda"), shapes=some
+                Batch.of(samples),
+                max_tokens=200,
+                share_prefix=True,
+                echo=False,
+                device=torch.device("cuda"),
+                shapes=some,
             )
             assert len(packed.micro_batches) == 2
             model.zero_grad()

@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("bitsandbytes")
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample, SamplingParams
 from palestra.learner import lora
-from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
 from palestra.policy.build import build_policy
@@ -56,13 +56,14 @@ def test_sampler_and_learner_agree_on_a_4_bit_base_and_a_step_makes_what_was_goo
     ]
 
     def learned() -> list[Any]:
-        return [row[len(PROMPT) :] for row in learner.forward(Batch(samples))]
+        batch = Batch.of(samples)
+        return [row[len(PROMPT) :] for row in batch.split(learner.forward(batch))]
 
     before = learned()
     for own, turn in zip(before, turns, strict=True):
         assert abs(own - turn.logprobs).mean() < 0.1  # of bfloat16
     outputs = learner.forward_backward(
-        Batch(samples), StepLoss.of(samples, Objective(loss="dapo"), max_completion_length=12)
+        Batch.of(samples), StepLoss.of(Batch.of(samples), Objective(loss="dapo"), max_completion_length=12)
     )
     assert outputs.metrics()["loss"] == pytest.approx(0.0, abs=0.2)
     assert learner.optim_step(3e-3, max_grad_norm=1.0) > 0

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import torch
-from palestra.learner import tree_attention_cuda, tree_kernels
+from palestra.learner import tree_attention_cuda, kernels
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
@@ -19,7 +19,7 @@ for dtype, size in ((torch.float32, 8), (torch.bfloat16, 24)):
     whole_lse = torch.randn(3, 50, device=device) * 5
     half, half_lse = torch.randn(37, 3, size, device=device).to(dtype), torch.randn(3, 37, device=device) * 5
     results = []
-    for merge in (tree_attention_cuda.merge, tree_kernels.merge):
+    for merge in (tree_attention_cuda.merge, kernels.merge):
         out, lse = whole.clone(), whole_lse.clone()
         merge(out[6:43], lse[:, 6:43], half, half_lse)
         results.append((out, lse))

@@ -14,6 +14,7 @@ import torch
 from forkserver import Forkserver
 
 from palestra import demo
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.api import train_grpo
@@ -21,7 +22,6 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Sample, SamplingParams
 from palestra.core.weights import Weights
-from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
 from palestra.policy.remote import RemotePolicy
@@ -72,16 +72,16 @@ def test_sampling_goes_on_from_version_v_while_gradients_for_the_next_accumulate
     mask = [False] * 4 + [True] * 4
     sample = Sample([*prompt[:4], 7, 8, 9, 10], mask, [False] * 8, [0.0] * 8, 1.0)  # type: ignore[arg-type]
     rows = [sample, replace(sample, advantages=-0.5)]  # type: ignore[arg-type]
-    loss = StepLoss.of(rows, Objective(), max_completion_length=16)
+    loss = StepLoss.of(Batch.of(rows), Objective(), max_completion_length=16)
 
     async def turn() -> tuple[list[int], list[int]]:
         found = await policy.sample(policy.open(prompt), params)
         return found.token_ids.tolist(), found.versions.tolist()
 
     first = asyncio.run(turn())
-    learner.forward_backward(Batch(rows[:1]), loss)
+    learner.forward_backward(Batch.of(rows[:1]), loss)
     assert asyncio.run(turn()) == first  # gradients gather, the policy samples what it sampled
-    learner.forward_backward(Batch(rows[1:]), loss)
+    learner.forward_backward(Batch.of(rows[1:]), loss)
     learner.optim_step(0.05, max_grad_norm=1.0)
     assert asyncio.run(turn()) == first  # the learner has moved on, the policy is still at its version
     assert set(first[1]) == {3}

@@ -20,7 +20,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.token_view import token_texts
-from palestra.learner.sharded_state import read_metadata
+from palestra.learner.sharding import read_metadata
 from palestra.runs.manager import RunManager
 
 HOSTILE = """
@@ -208,7 +208,7 @@ def test_shards_do_not_lead_out_of_their_folder(shards) -> None:
 
 
 def test_a_hostile_checkpoint_of_ranks_is_refused_in_one_sentence(shards, marker) -> None:
-    from palestra.learner.sharded_state import load_sharded
+    from palestra.learner.sharding import load_sharded
 
     (shards / ".metadata").write_bytes(pickle.dumps(Hostile(marker)))
     with pytest.raises(PalestraError, match="use another checkpoint"):

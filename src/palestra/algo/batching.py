@@ -1,12 +1,13 @@
-"""Samples -> packed micro-batches: no padding, and a group's prompt once for all its siblings.
+"""Batch -> packed micro-batches: no padding, and a group's prompt once for all its siblings.
 
-A micro-batch is one flat run of tokens, made of trees: a prompt, then one completion after the
-other, whose positions all go on from the prompt's end.
+A micro-batch is one flat run of tokens, made of trees: a prompt, then one completion after the other. The positions of
+every completion continue from the end of the prompt.
 
+    >>> from palestra.core.types import Sample
     >>> mask = (False, False, True, True)
     >>> a = Sample((1, 2, 7, 8), mask, (False,) * 4, (0.0, 0.0, -0.1, -0.2), advantages=1.0, prompt_length=2)
     >>> b = Sample((1, 2, 9, 9), mask, (False,) * 4, (0.0, 0.0, -0.3, -0.4), advantages=-1.0, prompt_length=2)
-    >>> [batch] = pack([a, b], max_tokens=64)
+    >>> [batch] = pack(Batch.of([a, b]), max_tokens=64)
     >>> batch.token_ids.tolist(), batch.position_ids.tolist()
     ([1, 2, 7, 9], [0, 1, 2, 2])
     >>> batch.source.tolist(), batch.target.tolist(), batch.row.tolist()
@@ -17,17 +18,16 @@ The last token of a row is only ever predicted, so it is not fed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import pairwise
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.algo.batch import Batch
 from palestra.core.machine import to_device
-from palestra.core.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,105 +50,116 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward and backward: T packed tokens, of which N scored ones are predicted."""
+    """One forward and backward: T packed tokens, of which S are scored, for a loss over N tokens.
+
+    S is N, unless the same target is scored for several rows that share a prompt (`each`).
+    """
 
     token_ids: Tensor  # [T]
     position_ids: Tensor  # [T]
     trees: tuple[Tree, ...]
-    source: Tensor  # [N] the packed place whose hidden state predicts the scored token
-    target: Tensor  # [N] the scored token
-    row: Tensor  # [N] which sample it belongs to, as an index into what was packed
-    place: Tensor  # [N] where it stands in that sample
+    source: Tensor  # [S] the packed place whose hidden state predicts the scored token
+    target: Tensor  # [S] the scored token
+    each: Tensor | None  # [N] which of the scored tokens each token of the loss is; None: the same
+    row: Tensor  # [N] the row of the batch
     policy_mask: Tensor  # [N] bool: counts in the policy loss
     echo_mask: Tensor  # [N] bool: counts in the ECHO term
-    sampler_logprobs: Tensor  # [N] float32
-    advantages: Tensor  # [N] float32
+    inputs: dict[str, Tensor]  # [N] float32: the columns that a loss reads, by name
+    at: np.ndarray  # [N] on the host: where each token stands in the batch's columns (or among its targets)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same, with its tensors on a device."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "trees"}
-        return MicroBatch(trees=self.trees, **dict(zip(tensors, to_device(tensors.values(), device), strict=True)))
+        """The same, with its tensors on a device, in one transfer."""
+        on_host = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: value for name, value in on_host.items() if isinstance(value, Tensor)} | self.inputs
+        moved: dict[str, Any] = dict(zip(tensors, to_device(tensors.values(), device), strict=True))
+        inputs = {name: moved.pop(name) for name in self.inputs}
+        return replace(self, inputs=inputs, **moved)
 
 
-class _Rows:
-    """All samples in one run of tokens, with those that are predicted: numpy's calls cost more than what they do."""
+class _Scored:
+    """The tokens of a batch that are scored, row after row, and what must be computed for them."""
 
-    def __init__(self, samples: Sequence[Sample], echo: bool) -> None:
-        self.samples = samples
-        lengths = np.array([len(sample.token_ids) for sample in samples])
-        self.starts = np.cumsum(lengths) - lengths  # [R] where each sample begins
-        masks = self.column("policy_mask") | self.column("echo_mask") if echo else self.column("policy_mask").copy()
-        masks[self.starts[lengths > 0]] = False  # nothing predicts the first token
-        self.scored = masks.nonzero()[0]  # [M] places in the run
-        ends = np.searchsorted(self.scored, self.starts + lengths)
-        self.counts = np.diff(ends, prepend=0)  # [R] scored tokens of each sample
+    def __init__(self, batch: Batch, echo: bool) -> None:
+        self.batch = batch
+        self.starts = batch.offsets[:-1]
+        if batch.targets is None:
+            mask = batch.policy_mask | batch.echo_mask if echo else batch.policy_mask
+            self.at = batch.predicted(mask).nonzero()[0]  # [M] places in the columns
+            ends = np.searchsorted(self.at, batch.offsets[1:])
+            self.counts = np.diff(ends, prepend=0)  # [R] scored tokens of each row
+            self.place = self.at - np.repeat(self.starts, self.counts)  # [M] places in the row
+            self.target = batch.token_ids[self.at]
+            last = self.place[np.maximum(ends, 1) - 1] if len(self.at) else ends
+        else:
+            targets = batch.targets
+            self.at, self.place, self.target = np.arange(len(targets.ids)), targets.places, targets.ids
+            self.counts, ends = np.diff(targets.offsets), targets.offsets[1:]
+            last = np.array([max(part, default=0) for part in np.split(targets.places, ends[:-1])], dtype=int)
         self.first = ends - self.counts  # [R] where they begin among all
-        last = self.scored[np.maximum(ends, 1) - 1] if len(self.scored) else ends
         # [R] tokens that must be computed: all before the last scored one
-        self.fed: list[int] = np.where(self.counts > 0, last - self.starts, 0).tolist()
-
-    def column(self, name: str) -> np.ndarray:
-        return np.concatenate([getattr(sample, name) for sample in self.samples])
+        self.fed: list[int] = np.where(self.counts > 0, last, 0).tolist()
 
 
 _Trees = list[tuple[int, list[int]]]  # (prompt length, rows) of each
 
 
 def pack(
-    samples: Sequence[Sample],
+    batch: Batch,
     *,
     max_tokens: int,
+    max_rows: int | None = None,
     share_prefix: bool = True,
     echo: bool = False,
     rows: Collection[int] | None = None,
     evenly: bool = False,
     at_least: int = 1,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens each (a longer row gets one of its own).
+    """Micro-batches of at most `max_tokens` packed tokens (a longer row gets its own) and `max_rows` rows.
 
-    Rows without a scored token are left out, and those that are not among `rows`, if these are given. A group too big
-    for one micro-batch is split, with its prompt computed again in each part. `evenly`: as many micro-batches, but of
-    nearly the same size, since the largest one needs the memory; and `at_least` so many, where there are enough groups.
+    Rows without a scored token are left out; `rows` selects from the others. A group too large for one micro-batch is
+    split, and its prompt computed again in each part. `evenly` keeps the number of micro-batches and makes their sizes
+    nearly equal, since the largest one determines the memory; `at_least` asks for more of them.
     """
-    if not samples:
+    if not batch.rows:
         return []
-    every = _Rows(samples, echo)
-    families = list(_families(every, share_prefix, rows))
+    scored = _Scored(batch, echo)
+    families = list(_families(scored, share_prefix, rows))
     if evenly:
-        max_tokens = _even_limit([_tokens(every, *family) for family in families], max_tokens, at_least)
-    return _assemble(every, _divide(every, families, max_tokens))
+        max_tokens = _even_limit([_tokens(scored, *family) for family in families], max_tokens, at_least)
+    return [_micro_batch(scored, trees) for trees in _divide(scored, families, max_tokens, max_rows or batch.rows)]
 
 
-def _divide(every: _Rows, families: _Trees, max_tokens: int) -> list[_Trees]:
+def _divide(scored: _Scored, families: _Trees, max_tokens: int, max_rows: int) -> list[_Trees]:
     """The trees of each micro-batch."""
     batches: list[_Trees] = [[]]
-    used = 0
+    used = count = 0
 
     def close() -> None:
-        nonlocal used
+        nonlocal used, count
         batches.append([])
-        used = 0
+        used = count = 0
 
     for prompt_length, family in families:
-        whole = _tokens(every, prompt_length, family)
+        whole = _tokens(scored, prompt_length, family)
         if used + whole > max_tokens >= whole:
             close()
         tree: list[int] = []
         for row in family:
-            new = every.fed[row] if not tree else every.fed[row] - prompt_length
-            if used and used + new > max_tokens:
+            new = scored.fed[row] if not tree else scored.fed[row] - prompt_length
+            if used and (used + new > max_tokens or count == max_rows):
                 if tree:
                     batches[-1].append((prompt_length, tree))
                 close()
-                tree, new = [], every.fed[row]
+                tree, new = [], scored.fed[row]
             tree.append(row)
             used += new
+            count += 1
         batches[-1].append((prompt_length, tree))
     return [trees for trees in batches if trees]
 
 
-def _tokens(every: _Rows, prompt_length: int, family: list[int]) -> int:
-    return prompt_length + sum(every.fed[row] - prompt_length for row in family)
+def _tokens(scored: _Scored, prompt_length: int, family: list[int]) -> int:
+    return prompt_length + sum(scored.fed[row] - prompt_length for row in family)
 
 
 def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
@@ -186,43 +197,31 @@ def nothing_scored() -> MicroBatch:
         trees=(Tree(0, 0, (2,)),),
         source=none,
         target=none,
+        each=None,
         row=none,
-        place=none,
         policy_mask=none.bool(),
         echo_mask=none.bool(),
-        sampler_logprobs=none.float(),
-        advantages=none.float(),
+        inputs={"logprobs": none.float(), "advantages": none.float()},
+        at=none.numpy(),
     )
 
 
-def split_minibatches(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """The samples in `parts` runs of nearly equal size, in order; fewer where there are fewer samples."""
-    parts = min(parts, len(samples))
-    bounds = [round(i * len(samples) / parts) for i in range(parts + 1)]
-    return [list(samples[a:b]) for a, b in pairwise(bounds)]
-
-
-def _families(every: _Rows, share_prefix: bool, rows: Collection[int] | None) -> Iterator[tuple[int, list[int]]]:
+def _families(scored: _Scored, share_prefix: bool, rows: Collection[int] | None) -> Iterator[tuple[int, list[int]]]:
     """(prompt length, rows) of each set of rows that may share a prompt, in order of first appearance."""
     families: dict[object, tuple[int, list[int]]] = {}
-    for index, (sample, fed) in enumerate(zip(every.samples, every.fed, strict=True)):
+    batch = scored.batch
+    columns = zip(scored.fed, batch.groups.tolist(), batch.prompt_lengths.tolist(), scored.starts.tolist(), strict=True)
+    for index, (fed, group, length, start) in enumerate(columns):
         if not fed or (rows is not None and index not in rows):
             continue
-        prompt = sample.token_ids[: sample.prompt_length]
         # The prompt itself is in the key: rows that claim a shared prompt but differ stay apart.
-        shared = share_prefix and 0 < len(prompt) <= fed
-        key: object = (sample.group, prompt.tobytes()) if shared else index
-        families.setdefault(key, (len(prompt) if shared else 0, []))[1].append(index)
+        shared = share_prefix and 0 < length <= fed
+        key: object = (group, batch.token_ids[start : start + length].tobytes()) if shared else index
+        families.setdefault(key, (length if shared else 0, []))[1].append(index)
     yield from families.values()
 
 
-def _assemble(every: _Rows, batches: Sequence[_Trees]) -> list[MicroBatch]:
-    names = ("token_ids", "policy_mask", "echo_mask", "logprobs", "advantages")
-    columns = {name: every.column(name) for name in names}
-    return [_micro_batch(every, columns, trees) for trees in batches]
-
-
-def _micro_batch(every: _Rows, columns: Mapping[str, np.ndarray], groups: _Trees) -> MicroBatch:
+def _micro_batch(scored: _Scored, groups: _Trees) -> MicroBatch:
     trees: list[Tree] = []
     runs: list[tuple[int, int, int]] = []  # what is computed: a row, and from where to where in it
     places: list[tuple[int, int, int]] = []  # of each row: start of its tree, shared tokens, start of its own
@@ -230,40 +229,58 @@ def _micro_batch(every: _Rows, columns: Mapping[str, np.ndarray], groups: _Trees
     for prompt_length, rows in groups:
         shared = prompt_length if len(rows) > 1 else 0  # a lone row is one causal run
         runs.append((rows[0], 0, shared))
-        at = start + shared
+        own_start = start + shared
         for row in rows:
-            runs.append((row, shared, every.fed[row]))
-            places.append((start, shared, at))
-            at += every.fed[row] - shared
-        own = (every.fed[row] - shared for row in rows)
+            runs.append((row, shared, scored.fed[row]))
+            places.append((start, shared, own_start))
+            own_start += scored.fed[row] - shared
+        own = (scored.fed[row] - shared for row in rows)
         trees.append(Tree(start, shared, tuple(length for length in own if length)))
-        start = at
+        start = own_start
     row_of_run, first, last = np.array(runs).T
     positions = ragged_arange(first, last - first)
-    ids = columns["token_ids"][positions + np.repeat(every.starts[row_of_run], last - first)]
+    ids = scored.batch.token_ids[positions + np.repeat(scored.starts[row_of_run], last - first)]
     index = np.array([row for _, rows in groups for row in rows])
-    counts = every.counts[index]
-    scored = every.scored[ragged_arange(every.first[index], counts)]
-    place = scored - np.repeat(every.starts[index], counts)
-    tree_start, shared_tokens, own_start = np.repeat(np.array(places).T, counts, axis=1)
-    before = place - 1
-
-    def column(name: str, dtype: Any) -> Tensor:
-        return torch.from_numpy(columns[name][scored].astype(dtype, copy=False))
-
+    counts = scored.counts[index]
+    chosen = ragged_arange(scored.first[index], counts)
+    tree_start, shared_tokens, own_starts = np.repeat(np.array(places).T, counts, axis=1)
+    before = scored.place[chosen] - 1
+    source = np.where(before < shared_tokens, tree_start, own_starts - shared_tokens) + before
+    target, at = scored.target[chosen].astype(np.int64), scored.at[chosen]
     return MicroBatch(
         token_ids=torch.from_numpy(ids.astype(np.int64)),
         position_ids=torch.from_numpy(positions),
         trees=tuple(trees),
-        source=torch.from_numpy(np.where(before < shared_tokens, tree_start, own_start - shared_tokens) + before),
-        target=column("token_ids", np.int64),
         row=torch.from_numpy(np.repeat(index, counts)),
-        place=torch.from_numpy(place),
-        policy_mask=column("policy_mask", np.bool_),
-        echo_mask=column("echo_mask", np.bool_),
-        sampler_logprobs=column("logprobs", np.float32),
-        advantages=column("advantages", np.float32),
+        at=at,
+        **_scored_tokens(scored.batch, source, target, at, in_prompt=before < shared_tokens - 1),
     )
+
+
+def _scored_tokens(
+    batch: Batch, source: np.ndarray, target: np.ndarray, at: np.ndarray, in_prompt: np.ndarray
+) -> dict[str, Any]:
+    """The columns of a micro-batch's scored tokens. A target inside of a shared prompt is scored for one row alone."""
+    each = None
+    if batch.targets is None:
+        inputs = {"logprobs": batch.logprobs, "advantages": batch.advantages}
+        policy, echo = batch.policy_mask[at], batch.echo_mask[at]
+    else:
+        inputs = dict(batch.targets.inputs)
+        policy, echo = np.ones(len(at), np.bool_), np.zeros(len(at), np.bool_)
+        if in_prompt.any():
+            numbers = np.arange(len(at))
+            keys = np.where(in_prompt, source * (int(target.max()) + 1) + target, -1 - numbers)
+            _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+            kept = np.sort(first)  # in the order of the rows
+            each = np.searchsorted(kept, first)[inverse]
+            source, target = source[kept], target[kept]
+    columns = {name: torch.from_numpy(column[at].astype(np.float32, copy=False)) for name, column in inputs.items()}
+    tensors = {"source": source, "target": target, "policy_mask": policy, "echo_mask": echo}
+    return {name: torch.from_numpy(value) for name, value in tensors.items()} | {
+        "inputs": columns,
+        "each": None if each is None else torch.from_numpy(each),
+    }
 
 
 def ragged_arange(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:

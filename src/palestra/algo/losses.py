@@ -30,7 +30,7 @@ from torch import Tensor
 
 from palestra.core.errors import PalestraError, did_you_mean
 
-Loss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
 Ratio = Literal["token", "sequence"]
 ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -45,7 +45,7 @@ VESPO_LOG_FLOOR = math.log(1e-8)
 class Objective:
     """Which formula, and its constants. `gspo` is `grpo` with the sequence ratio."""
 
-    loss: Loss = "dapo"
+    loss: LossName = "dapo"
     ratio: Ratio = "token"
     epsilon: float = 0.2
     epsilon_high: float | None = None  # see `upper`
@@ -59,7 +59,7 @@ class Objective:
     off_policy_mask_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("loss", self.loss, get_args(Loss))
+        _one_of("loss", self.loss, get_args(LossName))
         _one_of("ratio", self.ratio, get_args(Ratio))
         _one_of("importance_correction", self.importance_correction, get_args(ImportanceCorrection))
         if self.loss == "vespo" and self.importance_correction.startswith("sequence"):
@@ -160,7 +160,7 @@ def policy_loss(
 
 
 def token_weights(
-    loss: Loss,
+    loss: LossName,
     row: Tensor,  # [N]
     row_lengths: Tensor,  # [R] trained tokens of each row of this micro-batch
     *,
@@ -184,7 +184,7 @@ def token_weights(
             return ones / (max(rows_total, 1) * max_completion_length)
         case "bnpo" | "dapo" | "cispo" | "vespo":
             return ones / max(tokens_total, 1.0)
-    raise PalestraError(f"unknown loss {loss!r}.{did_you_mean(str(loss), get_args(Loss))}")
+    raise PalestraError(f"unknown loss {loss!r}.{did_you_mean(str(loss), get_args(LossName))}")
 
 
 def importance_weights(objective: Objective, old: Tensor, sampler: Tensor, row: Tensor, rows: int) -> Tensor:

@@ -1,29 +1,107 @@
-"""The loss of one optimizer step as numbers: formula, coefficients and normalisers.
+"""A loss as a function of scored tokens, and the loss of one optimizer step: formula, coefficients and normalisers.
 
 Whoever computes gradients needs no more than this and some of the step's rows: the shares of all parts add up to
 the same loss and the same gradient, however the rows are split over calls, micro-batches or processes.
 
     >>> mask = (False, True, True)
     >>> rows = [Sample((1, 2, 3), mask, (False,) * 3, (0.0, -0.1, -0.2), advantages=1.0) for _ in range(4)]
-    >>> loss = StepLoss.of(rows, Objective(loss="dapo"), max_completion_length=8)
+    >>> loss = StepLoss.of(Batch.of(rows), Objective(loss="dapo"), max_completion_length=8)
     >>> loss.rows, loss.policy_tokens
     (4, 8)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from palestra.algo.echo import Normalization
-from palestra.algo.losses import Objective
-from palestra.core.types import Sample
+from palestra.algo.batch import Batch
+from palestra.algo.echo import Normalization, world_model_loss
+from palestra.algo.entropy import entropy_bonus
+from palestra.algo.losses import Objective, TokenStats, policy_loss, token_weights
+from palestra.core.types import Array
+
+# (log-probabilities, entropies, which tokens) -> the gradient of the loss by each of both
+LossGradient = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class StepLoss:
+class LossTokens:
+    """What a loss reads of N scored tokens, apart from the model's log-probabilities and entropies of them."""
+
+    rows: int  # of the batch
+    row: Tensor  # [N] int64
+    inputs: Mapping[str, Tensor]  # [N] columns of the batch, by name
+    policy: Tensor | None = None  # indices of the tokens that count in the policy loss; None: all
+    echo: Tensor | None = None  # indices of the tokens that count in the ECHO term
+    policy_lengths: Tensor | None = None  # [rows] policy tokens of each row
+    echo_lengths: Tensor | None = None  # [rows]
+
+    @classmethod
+    def whole(cls, batch: Batch, *, echo: bool) -> tuple[LossTokens, Array]:
+        """All scored tokens of a batch on the host, in float64, and [N] their places in its columns."""
+        policy = batch.predicted(batch.policy_mask)
+        observed = batch.predicted(batch.echo_mask) if echo else np.zeros_like(policy)
+        at = np.flatnonzero(policy | observed)
+        names = ("logprobs", "advantages", "old_logprobs", "ref_logprobs")
+        columns = {name: getattr(batch, name) for name in names}
+        tokens = cls(
+            rows=batch.rows,
+            row=torch.from_numpy(batch.row_of(at)),
+            inputs={n: torch.from_numpy(x[at].astype(np.float64)) for n, x in columns.items() if x is not None},
+            policy=torch.from_numpy(np.flatnonzero(policy[at])),
+            echo=torch.from_numpy(np.flatnonzero(observed[at])),
+            policy_lengths=torch.from_numpy(batch.count(policy)),
+            echo_lengths=torch.from_numpy(batch.count(observed)),
+        )
+        return tokens, at
+
+    def select(self, tokens: Tensor | slice) -> LossTokens:
+        inputs = {name: column[tokens] for name, column in self.inputs.items()}
+        return replace(self, row=self.row[tokens], inputs=inputs, policy=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """The loss of some tokens, as terms that are weighed by `Loss.weights` and added."""
+
+    terms: Tensor  # [K], with their gradient
+    token_losses: Tensor  # [n] detached
+    row: Tensor  # [n] the row of each
+    stats: TokenStats
+
+
+class Loss:
+    """A sum over tokens or rows that `Learner.forward_backward` takes. Subclasses are frozen dataclasses."""
+
+    weights: tuple[float, ...] = (1.0,)  # of the terms
+    scores_echo: bool = False  # whether the tokens of `echo_mask` are scored, too
+    entropy_gradient: bool = False
+
+    def __call__(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        """The share of these tokens in the loss; `entropy` is None where it is unknown."""
+        raise NotImplementedError
+
+    def gradient(self, tokens: LossTokens) -> LossGradient | None:
+        """The gradient of the loss by parts of the tokens, where it is a sum over tokens."""
+        return None
+
+    def has_gradient(self, batch: Batch, at: Array) -> bool:
+        """False if the gradient of the tokens at these places is known to be 0, so that no backward pass is needed."""
+        return True
+
+    def metrics(self, terms: Tensor, stats: TokenStats) -> dict[str, float]:
+        values = terms.tolist()
+        return {"loss": sum(w * value for w, value in zip(self.weights, values, strict=True))} | stats.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss(Loss):
     """policy loss + echo_coefficient · cross-entropy on tool results − entropy_coefficient · mean entropy."""
 
     objective: Objective
@@ -41,7 +119,7 @@ class StepLoss:
     @classmethod
     def of(
         cls,
-        samples: Sequence[Sample],
+        batch: Batch,
         objective: Objective,
         *,
         max_completion_length: int,
@@ -49,19 +127,113 @@ class StepLoss:
         echo_coefficient: float = 0.0,
         echo_normalization: Normalization = "selected_tokens",
     ) -> StepLoss:
-        """The loss of a step on these samples."""
-        policy_tokens = sum(int(np.count_nonzero(s.policy_mask[1:])) for s in samples)
-        echo = [int(np.count_nonzero(s.echo_mask[1:])) for s in samples] if echo_coefficient else []
+        """The loss of a step on these rows."""
+        policy_tokens = int(np.count_nonzero(batch.predicted(batch.policy_mask)))
+        echo = batch.count(batch.predicted(batch.echo_mask)) if echo_coefficient else np.zeros(0, int)
+        has_policy, has_echo = batch.count(batch.policy_mask) > 0, batch.count(batch.echo_mask) > 0
         return cls(
             objective=objective,
-            rows=sum(bool(s.policy_mask.any() or not s.echo_mask.any()) for s in samples),
+            rows=int(np.count_nonzero(has_policy | ~has_echo)),
             policy_tokens=policy_tokens,
             tokens_total=policy_tokens,
             max_completion_length=max_completion_length,
             entropy_coefficient=entropy_coefficient,
             echo_coefficient=echo_coefficient,
             echo_normalization=echo_normalization,
-            echo_tokens=sum(echo),
-            echo_rows=sum(n > 0 for n in echo),
-            longest_row=max((len(s.token_ids) for s in samples), default=0),
+            echo_tokens=int(echo.sum()),
+            echo_rows=int(np.count_nonzero(echo)),
+            longest_row=int(batch.lengths.max(initial=0)),
         )
+
+    @property
+    def weights(self) -> tuple[float, ...]:  # type: ignore[override]
+        """Of policy loss, cross-entropy on tool results and entropy bonus."""
+        return 1.0, self.echo_coefficient, 1.0
+
+    @property
+    def scores_echo(self) -> bool:  # type: ignore[override]
+        return self.echo_coefficient > 0
+
+    @property
+    def entropy_gradient(self) -> bool:  # type: ignore[override]
+        return self.entropy_coefficient != 0.0
+
+    def __call__(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        policy, own, spread = tokens, logprobs, entropy
+        if tokens.policy is not None:
+            policy, own = tokens.select(tokens.policy), logprobs[tokens.policy]
+            spread = None if entropy is None else entropy[tokens.policy]
+        (policy_term, bonus), losses, stats = self.policy_terms(policy, own, spread)
+        echo = self.echo_term(tokens, logprobs) if self.echo_tokens else torch.zeros_like(bonus)
+        return LossTerms(torch.stack([policy_term, echo, bonus]), losses, policy.row, stats)
+
+    def policy_terms(
+        self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor, TokenStats]:
+        """([2] loss and bonus, [N] loss of each token, what to report); unknown logprobs count as the policy's own."""
+        objective, inputs = self.objective, tokens.inputs
+        sampler, old = (
+            None if x is None else torch.where(x.isnan(), logprobs.detach(), x)
+            for x in (inputs["logprobs"], inputs.get("old_logprobs"))
+        )
+        token_loss, stats = policy_loss(
+            objective,
+            logprobs,
+            old,
+            tokens.row,
+            inputs["advantages"],
+            rows=tokens.rows,
+            sampler_logprobs=sampler,
+            ref_logprobs=inputs.get("ref_logprobs") if objective.beta > 0 else None,
+            entropy=entropy,
+        )
+        policy = (token_loss * self.token_weights(tokens).to(token_loss.dtype)).sum()
+        bonus = torch.zeros_like(policy)
+        if self.entropy_coefficient and entropy is not None:
+            bonus = entropy_bonus(entropy, self.entropy_coefficient, tokens_total=self.policy_tokens)
+        return torch.stack([policy, bonus]), token_loss.detach(), stats
+
+    def token_weights(self, tokens: LossTokens) -> Tensor:
+        """[N] float64: what each policy token counts in the step's loss."""
+        assert tokens.policy_lengths is not None
+        return token_weights(
+            self.objective.loss,
+            tokens.row,
+            tokens.policy_lengths,
+            rows_total=self.rows,
+            tokens_total=self.tokens_total,
+            max_completion_length=self.max_completion_length,
+        )
+
+    def echo_term(self, tokens: LossTokens, logprobs: Tensor) -> Tensor:
+        """The share of these tokens in the cross-entropy on tool results, before its coefficient."""
+        assert tokens.echo is not None
+        assert tokens.echo_lengths is not None
+        return world_model_loss(
+            logprobs[tokens.echo],
+            tokens.row[tokens.echo],
+            tokens.echo_lengths,
+            normalization=self.echo_normalization,
+            tokens_total=self.echo_tokens,
+            rows_total=self.echo_rows,
+            max_sequence_length=self.longest_row,
+        )
+
+    def gradient(self, tokens: LossTokens) -> LossGradient | None:
+        if tokens.policy is not None or not self.objective.is_sum_over_tokens:
+            return None
+        return partial(self._gradient, tokens)
+
+    def _gradient(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            own, spread = (x.detach().requires_grad_() for x in (logprobs, entropy))
+            total = self.policy_terms(tokens.select(part), own, spread)[0].sum()
+            by_own, by_spread = torch.autograd.grad(total, (own, spread), allow_unused=True, materialize_grads=True)
+        return by_own, by_spread
+
+    def metrics(self, terms: Tensor, stats: TokenStats) -> dict[str, float]:
+        policy, echo, bonus = terms.tolist()
+        metrics = {"loss": policy + self.echo_coefficient * echo + bonus, "policy_loss": policy}
+        if self.echo_tokens:
+            metrics["echo_loss"] = echo
+        return metrics | stats.finish()

@@ -5,35 +5,25 @@ What is learned when (schedules, minibatches, iterations, coefficients) is the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from palestra.algo.step_loss import StepLoss
-from palestra.core.types import Array, Sample
+from palestra.algo.batch import Batch
+from palestra.algo.step_loss import Loss
+from palestra.core.types import Array
 from palestra.core.weights import Weights
 
 
-@dataclass(slots=True)
-class Batch:
-    """Rows to compute together. The logprobs have an array [T] for each sample, NaN where a token has none."""
-
-    samples: Sequence[Sample]
-    old_logprobs: Sequence[Array] | None = None  # the behaviour policy's; None or NaN: the current policy's own
-    ref_logprobs: Sequence[Array] | None = None
-    packed: Any = field(default=None, repr=False)  # the learner's own form of the samples, kept between passes
-
-
 class Outputs(Protocol):
-    """What a forward_backward found. All may wait for the device, so ask after `optim_step`."""
+    """The results of a forward_backward. All may wait for the device, so ask after `optim_step`."""
 
-    def logprobs(self) -> list[Array]:
-        """[T] for each sample, before any step; NaN at tokens that no loss reads."""
+    def logprobs(self) -> Array:
+        """[T] of the batch's tokens (or targets), before any step; NaN at tokens that no loss reads."""
         ...
 
-    def entropies(self) -> list[Array]:
-        """The same for the entropy of the distribution at each token; all NaN where it is not known."""
+    def entropies(self) -> Array:
+        """[T] the entropy of the distribution at each token; all NaN where it is unknown."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -48,14 +38,14 @@ def nothing() -> None:
 class Learner(Protocol):
     """Something that improves a model. It may live in another process, or in many."""
 
-    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
-        """[T] log-probabilities for each sample under the current weights, or under those at the beginning."""
+    def forward(self, batch: Batch, *, reference: bool = False) -> Array:
+        """[T] log-probabilities of the batch's tokens under the current or the initial weights."""
         ...
 
-    def forward_backward(self, batch: Batch, loss: StepLoss) -> Outputs:
+    def forward_backward(self, batch: Batch, loss: Loss) -> Outputs:
         """Add the gradient of this batch's share of the loss to those accumulated since the last `optim_step`.
 
-        A batch that raises leaves no gradient behind, nor what had gathered before.
+        A batch that raises discards its gradient and those accumulated before it.
         """
         ...
 

@@ -4,55 +4,58 @@ whole step, so that loss, gradient and update are those of one process."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.algo.batch import Batch
+from palestra.algo.step_loss import Loss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import Ranks
-from palestra.core.types import Array, Sample
+from palestra.core.types import Array
 from palestra.core.weights import Weights
 from palestra.learner import state as learner_state
-from palestra.learner.base import Batch, nothing
+from palestra.learner.base import nothing
 from palestra.learner.local import LocalLearner
-from palestra.learner.outputs import LocalOutputs, loss_metrics
-from palestra.learner.sharded_state import is_sharded, load_sharded, load_whole, save_sharded
+from palestra.learner.micro_batches import LocalOutputs
+from palestra.learner.sharding import is_sharded, load_sharded, load_whole, save_sharded
 
 
-def share_of_rows(samples: Sequence[Sample], ranks: Ranks) -> slice:
-    """The rows of this rank: a run of them, so that siblings stay together, with about as many tokens as the others."""
-    lengths = np.array([len(sample.token_ids) for sample in samples])
+def share_of_rows(batch: Batch, ranks: Ranks) -> tuple[int, int]:
+    """The first of this rank's rows and of the next rank's: runs of rows with about as many tokens each."""
+    lengths = batch.lengths
     middles = lengths.cumsum() - lengths / 2
     bounds = [int(np.searchsorted(middles, lengths.sum() * r / ranks.size)) for r in range(ranks.size)]
-    return slice(bounds[ranks.rank], [*bounds, len(samples)][ranks.rank + 1])
+    return bounds[ranks.rank], [*bounds, batch.rows][ranks.rank + 1]
 
 
 @dataclass(slots=True)
 class GatheredOutputs:
-    """What all ranks found for their rows. Every rank asks for it."""
+    """The results of all ranks for their rows. Every rank asks for them."""
 
     own: LocalOutputs
     ranks: Ranks
     _all: list[Any] = field(default_factory=list)
 
-    def logprobs(self) -> list[Array]:
-        return [row for found in self._gathered() for row in found["logprobs"]]
+    def logprobs(self) -> Array:
+        return np.concatenate([found["logprobs"] for found in self._gathered()])
 
-    def entropies(self) -> list[Array]:
-        return [row for found in self._gathered() for row in found["entropies"]]
+    def entropies(self) -> Array:
+        return np.concatenate([found["entropies"] for found in self._gathered()])
 
     def metrics(self) -> dict[str, float]:
         found = self._gathered()
-        parts, stats = (reduce(add, (f[name] for f in found)) for name in ("parts", "stats"))
-        metrics = loss_metrics(self.own.loss, parts, stats)
+        terms, stats = (reduce(add, (f[name] for f in found)) for name in ("terms", "stats"))
+        metrics = self.own.loss.metrics(terms, stats)
         metrics["tokens_computed"] = sum(f["tokens_computed"] for f in found)
         if peaks := [f["peak_memory_gib"] for f in found if "peak_memory_gib" in f]:
             metrics["peak_memory_gib"] = max(peaks)
@@ -61,7 +64,7 @@ class GatheredOutputs:
     def _gathered(self) -> list[Any]:
         if not self._all:
             own = self.own
-            found = {"parts": own.parts.cpu(), "stats": own.stats.cpu(), **own.costs()}
+            found = {"terms": own.terms.cpu(), "stats": own.stats.cpu(), **own.costs()}
             self._all = self.ranks.gather(found | {"logprobs": own.logprobs(), "entropies": own.entropies()})
         return self._all
 
@@ -83,13 +86,14 @@ class FsdpLearner:
                 f"the ranks have loaded different weights (their sums are {', '.join(map(str, sums))}); give all "
                 "machines the same model folder, and the same versions of torch and transformers"
             )
+        self._parts: WeakKeyDictionary[Batch, Batch] = WeakKeyDictionary()
         self._local = LocalLearner(trained, config=config, pad_token_id=pad_token_id, ranks=ranks)
 
-    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
-        rows = self._local.forward(self._own_rows(batch), reference=reference)
-        return [row for found in self._ranks.gather(rows) for row in found]
+    def forward(self, batch: Batch, *, reference: bool = False) -> Array:
+        own = self._local.forward(self._own_rows(batch), reference=reference)
+        return np.concatenate(self._ranks.gather(own))
 
-    def forward_backward(self, batch: Batch, loss: Any) -> GatheredOutputs:
+    def forward_backward(self, batch: Batch, loss: Loss) -> GatheredOutputs:
         return GatheredOutputs(self._local.forward_backward(self._own_rows(batch), loss), self._ranks)
 
     def optim_step(
@@ -143,11 +147,8 @@ class FsdpLearner:
         return folder
 
     def _own_rows(self, batch: Batch) -> Batch:
-        """This rank's part, kept with the batch between passes."""
-        mine = share_of_rows(batch.samples, self._ranks)
-        if batch.packed is None:
-            batch.packed = Batch(batch.samples[mine])
-        own: Batch = batch.packed
-        own.old_logprobs = None if batch.old_logprobs is None else batch.old_logprobs[mine]
-        own.ref_logprobs = None if batch.ref_logprobs is None else batch.ref_logprobs[mine]
+        """This rank's part of a batch; kept between passes, since the learner packs it once."""
+        part = batch.part(*share_of_rows(batch, self._ranks))
+        own = self._parts.setdefault(batch, part)
+        own.old_logprobs, own.ref_logprobs = part.old_logprobs, part.ref_logprobs
         return own

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.core.machine import capture
-from palestra.learner.self_check import drops
+from palestra.learner.self_check import has_dropout
 from palestra.learner.tree_attention import Layout
 from palestra.learner.tree_attention_cuda import HALF
 
@@ -37,7 +37,7 @@ def can_be_captured(model: Any) -> bool:
         model.device.type == "cuda"
         and not model.is_gradient_checkpointing
         and all(weight.dtype in HALF or "lora_" in name for name, weight in model.named_parameters())
-        and not drops(model)
+        and not has_dropout(model)
         and getattr(config, "sliding_window", None) is None
         and not any(name in vars(config) for name in NOT_CAPTURED)
     )

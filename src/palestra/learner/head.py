@@ -2,13 +2,13 @@
 
 Logits exist for one chunk of tokens at a time, forward and backward. What does not fit a fixed budget is computed again
 in the backward pass, unless the loss is a sum over tokens and its gradient can be asked for: then the backward pass of
-a chunk follows its forward pass at once.
+a chunk directly follows its forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,16 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.algo.step_loss import LossGradient
 from palestra.engine.supported import adapter_of, base_linear
-from palestra.learner.logit_rule import LogitRule
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
 # Logits kept for the backward pass. The CPU's statistics overwrite float32 logits, so none are kept there.
 KEPT_BYTES = {"cuda": 2**31}
-
-# (log-probabilities, entropies, which tokens) -> the gradient of the loss by each of both
-LossGradient = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
 
 
 def score_tokens(
@@ -211,9 +208,9 @@ def _kernels(device: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The two passes over a chunk of logits, which may overwrite it: by Triton on a GPU."""
     if device != "cuda":
         return _statistics, _logit_gradient
-    from palestra.learner import head_kernels
+    from palestra.learner import kernels
 
-    return head_kernels.statistics, head_kernels.logit_gradient
+    return kernels.statistics, kernels.logit_gradient
 
 
 def _final(logits: Tensor, rule: LogitRule) -> Tensor:
@@ -272,3 +269,23 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         torch.addmm(total, gradient.T, hidden, out_dtype=total.dtype, out=total)
     else:
         total += gradient.T @ hidden
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """How a model makes its final logits: softcap(multiplier · (W h + b)), then divided by the temperature."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+def logit_rule(model: Any, temperature: float) -> LogitRule:
+    """What the model does to its logits after the output layer; temperature 0 trains at 1."""
+    config = model.config
+    multiplier = 1.0
+    if scaling := getattr(config, "logits_scaling", None):
+        multiplier = 1.0 / scaling
+    elif scale := getattr(config, "logit_scale", None):
+        multiplier = float(scale)
+    return LogitRule(multiplier, getattr(config, "final_logit_softcapping", None), temperature or 1.0)

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from palestra.algo.echo import world_model_loss
-from palestra.algo.step_loss import StepLoss
+from palestra.algo.batch import Batch
+from palestra.algo.step_loss import Loss, LossTokens
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError
 from palestra.core.phases import phases
@@ -24,18 +25,26 @@ from palestra.core.types import Array
 from palestra.core.weights import Weights
 from palestra.engine.supported import base_model
 from palestra.learner import state as learner_state
-from palestra.learner.base import Batch, nothing
+from palestra.learner.base import nothing
 from palestra.learner.forward import Scorer
-from palestra.learner.micro_batch import captured_tokens, micro_batch_tokens
+from palestra.learner.micro_batches import (
+    LocalOutputs,
+    MicroBatchLimit,
+    MicroOutputs,
+    PackedBatch,
+    PackedMicroBatch,
+    captured_tokens,
+    column_to_tokens,
+    explain_not_finite,
+    micro_batch_tokens,
+    pack_batch,
+    tokens_to_column,
+    unless_out_of_memory,
+)
 from palestra.learner.optimizer import Optimizer
-from palestra.learner.out_of_memory import MicroBatchLimit, unless_out_of_memory
-from palestra.learner.outputs import LocalOutputs, MicroOutputs, explain_not_finite
-from palestra.learner.packed import PackedBatch, PackedMicroBatch, pack_batch, rows_to_tokens, tokens_to_rows
 from palestra.learner.replicas import Replicas, can_be_replicated
 from palestra.learner.shapes import Shapes
-from palestra.learner.shard import shard
-from palestra.learner.sharded_state import is_sharded, load_sharded
-from palestra.learner.token_loss import TokenLoss
+from palestra.learner.sharding import is_sharded, load_sharded, shard
 
 
 class LocalLearner:
@@ -45,7 +54,7 @@ class LocalLearner:
     its shard of the model and computes its own rows; all of them call the same methods (`FsdpLearner` sees to it).
 
     >>> learner = LocalLearner(model, config=config)                        # doctest: +SKIP
-    >>> outputs = learner.forward_backward(Batch(samples), StepLoss.of(samples, objective, max_completion_length=256))
+    >>> outputs = learner.forward_backward(batch, StepLoss.of(batch, objective, max_completion_length=256))
     >>> learner.optim_step(1e-5, max_grad_norm=1.0)
     >>> policy.update(learner.weights(version=1))
     """
@@ -58,7 +67,11 @@ class LocalLearner:
         pad_token_id: int = 0,
         optimizer: Optimizer | None = None,
         ranks: Ranks = ONE_PROCESS,
+        max_rows: int | None = None,
+        shares_device: bool = False,
     ) -> None:
+        """`max_rows` limits the rows of a micro-batch. `shares_device`: other threads compute there, too, so that no
+        CUDA graphs are captured, and gradients are added strictly in the order of the rows."""
         self.model = model
         self._ranks = ranks
         self._has_adapter = hasattr(model, "disable_adapter")
@@ -75,7 +88,9 @@ class LocalLearner:
         self._scorer = Scorer(model, **options)
         whole_logits = self._scorer.mode == "reference"
         tokens = micro_batch_tokens(config, base_model(model).config, self.device, whole_logits=whole_logits)
-        self._limit = MicroBatchLimit(tokens)
+        self._limit, self._max_rows = MicroBatchLimit(tokens), max_rows
+        if shares_device:
+            self._scorer.graphs = None
         graphs = self._scorer.graphs
         limit = 0 if graphs is None else captured_tokens(config, base_model(model).config, self.device)
         self._shapes = Shapes(limit) if limit else None
@@ -91,18 +106,24 @@ class LocalLearner:
                 shard(scorer, master_weights=config.model.master_weights)
         self._replicas = (
             Replicas(model, self._scorer, config.model.threads, **options)
-            if can_be_replicated(model, self._scorer)
+            if not shares_device and can_be_replicated(model, self._scorer)
             else None
         )
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
         self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
+        self._packings: WeakKeyDictionary[Batch, tuple[bool, PackedBatch]] = WeakKeyDictionary()
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether a forward_backward waits for an optim_step."""
+        return bool(self._pending)
+
     @torch.no_grad()
-    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
+    def forward(self, batch: Batch, *, reference: bool = False) -> Array:
         if reference and self._reference is None:
             raise PalestraError(
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
@@ -110,43 +131,46 @@ class LocalLearner:
         scorer = self._reference if reference and self._reference is not None else self._scorer
         parts: list[tuple[PackedMicroBatch, Tensor]] = []
         waiting = deque(self._pack(batch, echo=False).micro_batches)
-        with self._mode(training=False), scorer.session(), self._adapter_off(reference and self._has_adapter):
+        with scorer.session(training=False), self._adapter_off(reference and self._has_adapter):
             while waiting:
                 micro = waiting.popleft()
                 scored = unless_out_of_memory(partial(scorer, micro))
                 if scored is None:
                     waiting = self._smaller(batch, [micro, *waiting], echo=False)
                 else:
-                    parts.append((micro, scored[0]))
+                    parts.append((micro, _of_each(micro, scored[0])))
         self._limit.log_reduction()
-        return tokens_to_rows(parts, batch.samples)
+        return tokens_to_column(parts, batch)
 
-    def forward_backward(self, batch: Batch, loss: StepLoss) -> LocalOutputs:
+    def forward_backward(self, batch: Batch, loss: Loss) -> LocalOutputs:
         try:
-            with self._mode(training=True), self._scorer.session():
-                found = self._accumulate(batch, loss)
-        except BaseException:  # half a gradient is none
-            self._forget_gradients()
+            with self._scorer.session(training=True):
+                outputs = self._accumulate(batch, loss)
+        except BaseException:  # part of a gradient is of no use
+            self.discard_gradients()
             raise
         self._limit.log_reduction()
-        self._pending.append(found)
-        return found
+        self._pending.append(outputs)
+        return outputs
 
-    def _accumulate(self, batch: Batch, loss: StepLoss) -> LocalOutputs:
-        """The gradient of all micro-batches. One that does not fit in memory, and those after it, are made smaller."""
-        echo = loss.echo_coefficient > 0
+    def _accumulate(self, batch: Batch, loss: Loss) -> LocalOutputs:
+        """The gradient of all micro-batches. If one does not fit in memory, it and those after it are made smaller."""
+        echo = loss.scores_echo
         packed = self._pack(batch, echo=echo)
-        found = LocalOutputs.empty(batch, loss, self.device)
-        scale = torch.tensor([1.0, loss.echo_coefficient, 1.0], device=self.device)
+        outputs = LocalOutputs.empty(batch, loss, self.device)
+        weights = torch.tensor(loss.weights, device=self.device)
         if self._replicas is not None and (parts := self._parts_of(batch)) > 1:
-            self._accumulate_side_by_side(self._replicas, min(parts, len(packed.micro_batches)), packed, found, scale)
-            return found
+            parts = min(parts, len(packed.micro_batches))
+            self._accumulate_side_by_side(self._replicas, parts, packed, outputs, weights)
+            return outputs
         waiting = deque(packed.micro_batches)
         while waiting:
             micro = waiting.popleft()
             self.optimizer.gather()
             before = self.optimizer.gradient_marks()
-            if unless_out_of_memory(partial(self._backward, micro, packed, found, scale)):
+            found = unless_out_of_memory(partial(self._gradient, self._scorer, micro, packed, outputs, weights))
+            if found is not None:
+                outputs.add(micro, found)
                 continue
             left = [micro, *waiting]
             partly = before != self.optimizer.gradient_marks()  # some weights have their part of the failed one
@@ -154,68 +178,73 @@ class LocalLearner:
                 if self._pending:
                     raise torch.OutOfMemoryError("CUDA out of memory in the backward pass of a step's later batch")
                 self.optimizer.clear()
-                found, left = LocalOutputs.empty(batch, loss, self.device), packed.micro_batches
+                outputs, left = LocalOutputs.empty(batch, loss, self.device), packed.micro_batches
             waiting = self._smaller(batch, left, echo=echo)
-        return found
+        return outputs
 
     def _accumulate_side_by_side(
-        self, replicas: Replicas, parts: int, packed: PackedBatch, found: LocalOutputs, scale: Tensor
+        self, replicas: Replicas, parts: int, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
     ) -> None:
         micros = packed.micro_batches
 
         def work(scorer: Scorer, part: int) -> list[MicroOutputs]:
-            return [self._gradient(scorer, micro, packed, found, scale) for micro in micros[part::parts]]
+            return [self._gradient(scorer, micro, packed, outputs, weights) for micro in micros[part::parts]]
 
-        outputs = replicas.run(work, parts) if parts else []
+        found = replicas.run(work, parts) if parts else []
         for i, micro in enumerate(micros):
-            found.add(micro, outputs[i % parts][i // parts])
-
-    def _backward(self, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs, scale: Tensor) -> bool:
-        found.add(micro, self._gradient(self._scorer, micro, packed, found, scale))
-        return True
+            outputs.add(micro, found[i % parts][i // parts])
 
     def _gradient(
-        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs, scale: Tensor
+        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
     ) -> MicroOutputs:
-        out = self._forward(scorer, micro, packed, found)
-        (out.parts * scale).sum().backward()
-        return out
+        """Compute a micro-batch, and add the gradient of its loss to those of the weights."""
+        trains = outputs.loss.has_gradient(outputs.batch, micro.batch.at)
+        with torch.set_grad_enabled(trains):
+            found = self._forward(scorer, micro, packed, outputs)
+        if trains:
+            (found.loss.terms * weights).sum().backward()
+        return found
 
     def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> deque[PackedMicroBatch]:
-        """The rows of these micro-batches, of which the first did not fit, in smaller ones."""
+        """Repack the rows of these micro-batches, of which the first did not fit, into smaller ones."""
         failed, graphs = micros[0], self._scorer.graphs
         if graphs is not None and graphs.captured:
             graphs.forget()  # its memory may be enough
         else:
-            self._limit.halve(len(failed.batch.token_ids), len(set(failed.row.tolist())))
-        batch.packed = None  # the next pass packs it as is found to fit
-        rows = {row for micro in micros for row in micro.row.tolist()}
+            self._limit.halve(len(failed.batch.token_ids), len(failed.batch.row.unique()))
+        self._packings.pop(batch, None)  # the next pass packs it by the new limit
+        rows = {row for micro in micros for row in micro.batch.row.tolist()}
         return deque(self._packed(batch, echo=echo, rows=rows).micro_batches)
 
     def optim_step(
         self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
     ) -> float:
         pending, self._pending = self._pending, []
-        if not any(found.token_logprobs for found in pending):
+        if not any(outputs.token_logprobs for outputs in pending):
             return 0.0
         norm = self.optimizer.clip(max_grad_norm)
-        checks = torch.stack([torch.stack([found.parts.sum() for found in pending]).sum(), norm.double()])
+        checks = torch.stack([torch.stack([outputs.terms.sum() for outputs in pending]).sum(), norm.double()])
         ahead = self.optimizer.can_skip  # then the update is launched before the host waits for the numbers
         if ahead:
             self.optimizer.step(learning_rate, finite=checks.isfinite().all())
         try:
             meanwhile()
         except BaseException:
-            self._forget_gradients()
+            self.discard_gradients()
             raise
         own_loss, grad_norm = checks.tolist()
         loss = sum(self._ranks.gather(own_loss))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._forget_gradients()
+            self.discard_gradients()
             raise NotFiniteError(explain_not_finite(pending, loss, grad_norm, self._ranks))
         if not ahead:
             self.optimizer.step(learning_rate)
         return grad_norm
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients accumulated since the last `optim_step`."""
+        self.optimizer.clear()
+        self._pending = []
 
     def weights(self, version: int) -> Weights:
         def trained() -> dict[str, Tensor]:
@@ -255,28 +284,27 @@ class LocalLearner:
         learner_state.save_model(folder, self.model)
         return folder
 
-    def _forget_gradients(self) -> None:
-        self.optimizer.clear()
-        self._pending = []
-
     def _pack(self, batch: Batch, *, echo: bool) -> PackedBatch:
-        if batch.packed is None or batch.packed[0] != echo:
-            packed = self._packed(batch, echo=echo)
-            packed.pad_passes(max(self._ranks.gather(len(packed.micro_batches))), self.device)
-            batch.packed = (echo, packed)
-        found: PackedBatch = batch.packed[1]
-        return found
+        """The batch's micro-batches, kept between passes over it."""
+        known = self._packings.get(batch)
+        if known is not None and known[0] == echo:
+            return known[1]
+        packed = self._packed(batch, echo=echo)
+        packed.pad_passes(max(self._ranks.gather(len(packed.micro_batches))), self.device)
+        self._packings[batch] = echo, packed
+        return packed
 
     def _parts_of(self, batch: Batch) -> int:
-        """Into how many a batch is divided that are computed side by side."""
-        return 1 if self._replicas is None else self._replicas.parts_of(batch.samples)
+        """Number of parts of a batch that are computed in parallel."""
+        return 1 if self._replicas is None else self._replicas.parts_of(batch)
 
     def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> PackedBatch:
         graphs = self._scorer.graphs
         with phases("packing"):
             return pack_batch(
-                batch.samples,
+                batch,
                 max_tokens=self._limit.tokens,
+                max_rows=self._max_rows,
                 share_prefix=self._share_prefix,
                 echo=echo,
                 device=self.device,
@@ -286,53 +314,24 @@ class LocalLearner:
             )
 
     def _forward(
-        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, found: LocalOutputs
+        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs
     ) -> MicroOutputs:
-        """This micro-batch's share of policy loss, cross-entropy on tool results and entropy bonus."""
-        batch, loss, policy = micro.batch, found.loss, micro.policy
-        all_policy = len(policy) == len(batch.target)
-
-        def chosen(tokens: Tensor) -> Tensor:
-            return tokens if all_policy else tokens[policy]
-
-        old, reference = (
-            None if rows is None else chosen(rows_to_tokens(rows, micro, self.device))
-            for rows in (found.batch.old_logprobs, found.batch.ref_logprobs)
+        """Score a micro-batch, and compute its share of the loss."""
+        batch, loss, policy = micro.batch, outputs.loss, micro.policy
+        columns = {"old_logprobs": outputs.batch.old_logprobs, "ref_logprobs": outputs.batch.ref_logprobs}
+        more = {n: column_to_tokens(column, micro, self.device) for n, column in columns.items() if column is not None}
+        tokens = LossTokens(
+            rows=outputs.batch.rows,
+            row=batch.row,
+            inputs=batch.inputs | more,
+            policy=None if len(policy) == len(batch.row) else policy,
+            echo=micro.echo,
+            policy_lengths=packed.policy_lengths,
+            echo_lengths=packed.echo_lengths,
         )
-        row, sampler, advantages = map(chosen, (batch.row, batch.sampler_logprobs, batch.advantages))
-        rows, lengths = len(found.batch.samples), packed.policy_lengths
-        token_loss = TokenLoss(loss, rows, row, lengths, advantages, sampler, old, reference)
-        logprobs, entropy = scorer(
-            micro,
-            entropy_gradient=loss.entropy_coefficient != 0.0,
-            loss_gradient=token_loss.gradient if all_policy and loss.objective.is_sum_over_tokens else None,
-        )
-        (policy_part, bonus), losses, stats = token_loss(chosen(logprobs), chosen(entropy))
-        echo = self._echo_part(micro, packed, loss, logprobs) if loss.echo_tokens else torch.zeros_like(bonus)
-        parts = torch.stack([policy_part, echo, bonus])
-        return MicroOutputs(parts, stats, losses, row, logprobs.detach(), entropy.detach())
-
-    def _echo_part(self, micro: PackedMicroBatch, packed: PackedBatch, loss: StepLoss, logprobs: Tensor) -> Tensor:
-        return world_model_loss(
-            logprobs[micro.echo],
-            micro.batch.row[micro.echo],
-            packed.echo_lengths,
-            normalization=loss.echo_normalization,
-            tokens_total=loss.echo_tokens,
-            rows_total=loss.echo_rows,
-            max_sequence_length=loss.longest_row,
-        )
-
-    @contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
-        before = self.model.training
-        if before != training:  # setting it on every module costs milliseconds
-            self.model.train(training)
-        try:
-            yield
-        finally:
-            if before != training:
-                self.model.train(before)
+        logprobs, entropy = scorer(micro, entropy_gradient=loss.entropy_gradient, loss_gradient=loss.gradient(tokens))
+        logprobs, entropy = _of_each(micro, logprobs), _of_each(micro, entropy)
+        return MicroOutputs(loss(tokens, logprobs, entropy), logprobs.detach(), entropy.detach())
 
     @contextmanager
     def _adapter_off(self, off: bool) -> Iterator[None]:
@@ -341,3 +340,9 @@ class LocalLearner:
             return
         with self.model.disable_adapter():
             yield
+
+
+def _of_each(micro: PackedMicroBatch, values: Tensor) -> Tensor:
+    """[S] values of the scored tokens -> [N] of the tokens of the loss."""
+    each = micro.batch.each
+    return values if each is None else values.index_select(0, each)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
-from palestra.engine.supported import adapter_of, base_linear, is_linear
 from palestra.learner.tree_attention_cuda import HALF
 
 if TYPE_CHECKING:
@@ -28,11 +27,13 @@ def build_peft_config(lora: LoraSection) -> LoraConfig:
     return LoraConfig(**lora.peft_arguments())
 
 
-def add_lora(model: nn.Module, lora: LoraSection) -> nn.Module:
-    """The model with fresh adapters, its own weights frozen; float32 adapters on low-precision weights.
+def add_lora(model: Any, lora: LoraSection, *, in_model_dtype: bool | None = None) -> nn.Module:
+    """The model with new adapters and its own weights frozen; float32 adapters on low-precision weights.
 
-    What is not in 4 bits (embedding, norms, head) keeps the dtype that the 4-bit layers compute in. peft's own
-    preparation makes it float32: then attention, KV cache and logits are float32, too, of numbers that are not.
+    With `in_model_dtype` (default: on a GPU), adapters of half-precision layers compute in the layer's dtype, as the
+    sampler does, instead of turning its input and output into float32. Their weights stay in float32.
+    Layers that are not in 4 bits (embedding, norms, head) keep the dtype that the 4-bit layers compute in. peft's own
+    preparation makes them float32, and with them attention, KV cache and logits.
     """
     config = build_peft_config(lora)
     from peft import get_peft_model
@@ -41,19 +42,13 @@ def add_lora(model: nn.Module, lora: LoraSection) -> nn.Module:
         raise PalestraError(
             "lora.load_in_4bit needs a model loaded in 4 bits; pass quantization_config() to its loader"
         )
+    by_default = model.device.type == "cuda" and not getattr(model, "is_loaded_in_4bit", False)
+    if (by_default if in_model_dtype is None else in_model_dtype) and model.dtype in HALF:
+        config._register_custom_module({nn.Linear: _half_precision_linear()})
     try:
         return get_peft_model(model, config)
     except ValueError as error:
         raise PalestraError(f"lora.target_modules={lora.target_modules} cannot be adapted: {error}") from error
-
-
-def compute_in_model_dtype(model: nn.Module) -> None:
-    """Let ordinary adapters of a half-precision model compute in its dtype, as the sampler does; their weights, and so
-    the sums of their updates, stay in float32. peft turns the layer's input into float32 instead, and so its output.
-    """
-    for module in model.modules():
-        if is_linear(module) and adapter_of(module) is not None and base_linear(module).weight.dtype in HALF:
-            module.__class__ = _half_precision_linear()
 
 
 @cache

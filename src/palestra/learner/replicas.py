@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from palestra.algo.batch import Batch
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
-from palestra.core.types import Sample
 from palestra.learner.forward import Scorer
 
 PARTS = 4  # of a batch
@@ -73,11 +73,11 @@ class Replicas:
         self._at_once = min(PARTS, max(1, allowed // used))
         self._threads: ThreadPoolExecutor | None = None
 
-    def parts_of(self, samples: Sequence[Sample]) -> int:
+    def parts_of(self, batch: Batch) -> int:
         """How many a batch has: one where somebody waits for the gradient of the model's own weights."""
         if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._model.parameters()):
             return 1
-        return max(1, min(PARTS, sum(len(sample.token_ids) for sample in samples) // WORTH_A_PART))
+        return max(1, min(PARTS, len(batch.token_ids) // WORTH_A_PART))
 
     def run(self, work: Work[T], parts: int) -> list[T]:
         """`work` with the scorer and the number of each part, with gradients at the model's weights in the end.

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from palestra.algo.batch import Batch
 from palestra.algo.batching import MicroBatch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
 from palestra.engine.supported import is_linear
-from palestra.learner.packed import PackedMicroBatch, pack_batch
+from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
+from palestra.learner.patches import ModulePatches
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,10 @@ class CheckedScorer(Protocol):
 def choose_mode(scorer: CheckedScorer) -> None:
     """Set the scorer's mode to the first that gives the model's own numbers; say so when it is not the fast one."""
     model = scorer.model
-    training = model.training
-    # As the learner will call it, so that what is compiled here serves there: one that learns nothing is a reference.
-    model.train(any(p.requires_grad for p in model.parameters()) and not drops(model))
-    try:
+    with ModulePatches() as patches:
+        # As the learner will call it, so that programs compiled here are used there; a model without trainable weights
+        # is a reference.
+        patches.set_training(model, any(p.requires_grad for p in model.parameters()) and not has_dropout(model))
         shared, apart = (_probe(model, share_prefix) for share_prefix in (True, False))
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
         compiled, scorer.compiled = scorer.compiled, False
@@ -68,11 +70,9 @@ def choose_mode(scorer: CheckedScorer) -> None:
             if reason := _mismatch(scorer, shared, expected):
                 scorer.compiled = False
                 log.warning("the learner runs uncompiled, which is slower: %s", reason)
-    finally:
-        model.train(training)
 
 
-def drops(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Whether training differs from evaluation by chance."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
         return True
@@ -141,7 +141,8 @@ def _probe(model: Any, share_prefix: bool, size: int = 0) -> PackedMicroBatch:
         samples.append(_row(ids[:9] + ids[first:last], last - first, group=0, prompt_length=9))
     for group in range(1, 1 + min(4096, size // embeddings.shape[1]) // 128):
         samples.append(_row((ids * 10)[:129], 1, group=group, prompt_length=0))
-    packed = pack_batch(samples, max_tokens=8192, share_prefix=share_prefix, echo=False, device=embeddings.device)
+    batch, device = Batch.of(samples), embeddings.device
+    packed = pack_batch(batch, max_tokens=8192, share_prefix=share_prefix, echo=False, device=device)
     return packed.micro_batches[0]
 
 

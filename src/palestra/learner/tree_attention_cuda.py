@@ -225,9 +225,9 @@ def _merge(device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """Adds the second half to the first: by Triton on a GPU."""
     if device != "cuda":
         return merge
-    from palestra.learner import tree_kernels
+    from palestra.learner import kernels
 
-    return tree_kernels.merge
+    return kernels.merge
 
 
 def merge(out: Tensor, lse: Tensor, half: Tensor, half_lse: Tensor) -> None:

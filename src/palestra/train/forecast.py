@@ -9,7 +9,7 @@ import torch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import RankVariables
-from palestra.learner.micro_batch import data_sheet, device_of
+from palestra.learner.micro_batches import data_sheet, device_of
 from palestra.plan.device import GIB
 from palestra.plan.estimate import RunEstimate, estimate, least
 from palestra.plan.memory import USABLE

@@ -18,7 +18,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, oldest_version
 from palestra.rollout.collect import OnRollout, any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
-from palestra.train.samples import group_advantages, has_signal
+from palestra.train.batch import group_advantages, has_signal
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
 
@@ -152,9 +152,10 @@ class NoMoreGroups:
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """The groups of one step, how many were left out for their age, and how long they took."""
+    """The groups of one step with their advantages, the number of stale ones dropped, and the time it took."""
 
     groups: Sequence[Group]
+    advantages: Sequence[Sequence[float]]  # of every rollout, by group
     dropped: int
     seconds: float
     signal_rate: float = 1.0  # the share of the groups whose rewards differ
@@ -173,6 +174,8 @@ async def gather(
     budget = count * (1 + train.refill_limit) if train.filter_equal_groups else count
     needed = math.ceil(train.signal_share * count)
     groups: list[Group] = []
+    fresh: list[Group] = []
+    advantages: list[list[float]] = []
     drawn = dropped = good = 0
     while (good < needed or len(groups) < count) and (
         drawn < budget or (drawn < DRAWS_UNTIL_ONE_IS_GOOD * count and not any_good(groups))
@@ -185,18 +188,20 @@ async def gather(
         dropped += len(found) - len(fresh)
         advantages = group_advantages(fresh, train, source.reward_weights)
         signals = [has_signal(group, row) for group, row in zip(fresh, advantages, strict=True)]
+        used = len(fresh)
         if source.gives_back and asked > least and sum(signals) > missing:
-            used = max(least, 1 + [i for i, signal in enumerate(signals) if signal][missing - 1])
+            used = asked = max(least, 1 + [i for i, signal in enumerate(signals) if signal][missing - 1])
             source.give_back(len(fresh) - used)
-            asked, fresh, signals = used, fresh[:used], signals[:used]
         drawn += asked
-        good += sum(signals)
-        groups += fresh
+        good += sum(signals[:used])
+        groups += fresh[:used]
         signal_rate = good / max(1, len(groups))
         if not source.refills:
             break
     require_one_good(groups)
-    return StepRollouts(groups, dropped, time.perf_counter() - began, signal_rate)
+    if fresh != groups:  # there were several draws, or some groups were given back
+        advantages = group_advantages(groups, train, source.reward_weights)
+    return StepRollouts(groups, advantages, dropped, time.perf_counter() - began, signal_rate)
 
 
 def draw_size(missing: int, signal_rate: float, least: int, most: int) -> int:

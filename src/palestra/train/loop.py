@@ -1,4 +1,4 @@
-"""THE loop: groups -> advantages -> samples -> one update -> new weights -> again."""
+"""The training loop: groups -> advantages -> batch -> one update -> new weights -> again."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from palestra.core.types import Group
 from palestra.evals.evidence import Example, RunFacts, find_examples
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, nothing
-from palestra.learner.memory import peak_memory_gib
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker
+from palestra.train.batch import has_signal, trainable_batch
 from palestra.train.checkpoint import (
     TrainState,
     join_checkpoint,
@@ -39,9 +39,8 @@ from palestra.train.checkpoint import (
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
-from palestra.train.metrics import rollout_metrics
+from palestra.train.metrics import peak_memory_gib, rollout_metrics
 from palestra.train.safety_net import Snapshots, collapse_reason
-from palestra.train.samples import group_advantages, has_signal, trainable_samples
 from palestra.train.schedule import Coefficients, coefficients_at, next_entropy, update_scale
 from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
@@ -188,15 +187,14 @@ class Training:
     def learn(self, rollouts: StepRollouts, times: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Learn from the groups, publish the weights, record the step; `times` is where its sampling's went."""
         began, state, config = time.perf_counter(), self.state, self.config
-        groups = rollouts.groups
-        advantages = group_advantages(groups, config.train, self.source.reward_weights)
+        groups, advantages = rollouts.groups, rollouts.advantages
         coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
         scale = self._update_scale(groups, advantages, coefficients)
         rate = coefficients.learning_rate * scale * state.safety.rate_factor
         coefficients = replace(coefficients, learning_rate=rate)
-        samples = trainable_samples(groups, advantages, config.train, echo=coefficients.echo > 0)
+        batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
         version = state.policy_version
-        record = TokenRecord() if config.track.records_tokens(state.step + 1) else None
+        record = TokenRecord(batch) if config.track.records_tokens(state.step + 1) else None
         metrics: dict[str, float] = {}
         learned: dict[str, float] = {}
 
@@ -208,10 +206,10 @@ class Training:
                 with phases("records"):
                     self.tracker.rollouts(state.step + 1, groups)
 
-        if any(s.policy_mask.any() or s.echo_mask.any() for s in samples):
+        if batch.policy_mask.any() or batch.echo_mask.any():
             with self._policy_asleep(), phases("learner"):
                 meanwhile = beside if self.learner_thread is None else nothing
-                learn = partial(update, self.learner, samples, config, coefficients, version, record, meanwhile)
+                learn = partial(update, self.learner, batch, config, coefficients, version, record, meanwhile)
                 learned = self._compute(learn)
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
@@ -231,7 +229,7 @@ class Training:
         metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
         if record is not None:
             with phases("records"):
-                self.tracker.tokens(after.step, partial(record.table, groups, advantages, samples))
+                self.tracker.tokens(after.step, partial(record.table, groups, advantages))
         spent = Counter(times)  # with groups ahead, the engine decodes while this step samples and while it learns
         spent.update(phases.take())
         metrics |= {f"{name}_seconds": seconds for name, seconds in spent.items()}

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from palestra.core.types import Group, Rollout, oldest_version
 from palestra.evals.rollout_stats import called_successfully, is_judged, rollout_stats
-from palestra.train.samples import has_signal
+from palestra.train.batch import has_signal
+
+
+def peak_memory_gib() -> float:
+    """The most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)
 
 
 def rollout_metrics(

@@ -28,7 +28,7 @@ from palestra.evals.report import EvalReport
 from palestra.evals.run_report.write import write_report
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
-from palestra.learner.user_optimizer import UserOptimizer
+from palestra.learner.optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.runs.foreground import listed, mark_failed, refuse_busy

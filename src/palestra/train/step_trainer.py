@@ -23,12 +23,13 @@ from palestra.core.ranks import refuse_ranks
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.learner.local import LocalLearner
-from palestra.learner.user_optimizer import UserOptimizer
+from palestra.learner.optimizer import UserOptimizer
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, use_softcaps
 from palestra.policy.build import build_policy
 from palestra.rollout.collect import Collector, require_one_good
 from palestra.runs.tracking.base import Trackers
+from palestra.train.batch import group_advantages
 from palestra.train.checkpoint import TrainState
 from palestra.train.group_source import ProblemSource, StepRollouts
 from palestra.train.loop import Training
@@ -45,7 +46,6 @@ from palestra.train.prompts import (
     stop_token_ids,
 )
 from palestra.train.run import Run
-from palestra.train.samples import group_advantages
 from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, suited_to, with_adapter
 
@@ -170,9 +170,9 @@ class StepTrainer:
         training = Training(
             self.config, source, self._policy, self._learner, Trackers(()), total_steps=None, state=self._state
         )
-        metrics = training.learn(StepRollouts(groups, 0, time.perf_counter() - began))
-        self._state = training.state
         advantages = group_advantages(groups, self.config.train, {})
+        metrics = training.learn(StepRollouts(groups, advantages, 0, time.perf_counter() - began))
+        self._state = training.state
         return self._report(metrics) | {
             "rewards": [reward for group in groups for reward in group.rewards],
             "advantages": [advantage for row in advantages for advantage in row],

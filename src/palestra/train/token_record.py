@@ -1,6 +1,6 @@
-"""What a step found for each token, for the records: tokens/step-000050.npy of a run folder.
+"""The per-token results of a step, for the records: tokens/step-000050.npy of a run folder.
 
-One row for each token of the step's rollouts, in the order of rollouts.jsonl, each rollout's turns laid end to end
+One row for each token of the step's rollouts, in the order of rollouts.jsonl, each rollout's turns end to end
 (those of its other conversations after its own). A structured array, so that the rows of one rollout are one read:
 
     >>> table = np.load("runs/…/tokens/step-000050.npy", mmap_mode="r")            # doctest: +SKIP
@@ -10,13 +10,15 @@ One row for each token of the step's rollouts, in the order of rollouts.jsonl, e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from palestra.core.types import Array, Group, Rollout, Sample
-from palestra.learner.base import Batch, Outputs
-from palestra.train.samples import TurnColumns
+from palestra.algo.batch import Batch
+from palestra.core.types import Array, Group
+from palestra.learner.base import Outputs
+from palestra.train.batch import TurnColumns, conversations_of
+
+LEARNED = ("learner_logprob", "ratio", "entropy")
 
 TOKEN_COLUMNS = np.dtype(
     [
@@ -30,68 +32,38 @@ TOKEN_COLUMNS = np.dtype(
 )
 
 
-@dataclass(slots=True)
 class TokenRecord:
-    """Gathers the learner's per-token results of one step, by sample."""
+    """Collects the learner's per-token results of one step."""
 
-    columns: dict[int, dict[str, Array]] = field(default_factory=dict)  # by id of the sample
-    samples: list[Sample] = field(default_factory=list)  # kept, so that the ids stay theirs
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._columns = {name: np.full(len(batch.token_ids), np.nan, np.float32) for name in LEARNED}
+        self._added: set[int] = set()
 
-    def add(self, batch: Batch, outputs: Outputs) -> None:
-        """The results of one forward_backward; of several passes over a sample, the last one's ratio counts."""
-        own = outputs.logprobs()
-        now, before = np.concatenate(own), np.concatenate(batch.old_logprobs or own)
-        ratios = np.exp(now - np.where(np.isnan(before), now, before))
-        ends = np.cumsum([len(row) for row in own])
-        found = zip(batch.samples, own, outputs.entropies(), np.split(ratios, ends[:-1]), strict=True)
-        for sample, logprob, entropy, ratio in found:
-            if id(sample) not in self.columns:
-                self.samples.append(sample)
-                self.columns[id(sample)] = {"learner_logprob": logprob, "entropy": entropy}
-            self.columns[id(sample)]["ratio"] = ratio
+    def add(self, first_row: int, batch: Batch, outputs: Outputs) -> None:
+        """The results of one forward_backward on rows from `first_row` on; of several passes, the last ratio counts."""
+        start = int(self._batch.offsets[first_row])
+        tokens = slice(start, start + len(batch.token_ids))
+        now = outputs.logprobs()
+        before = now if batch.old_logprobs is None else batch.old_logprobs
+        self._columns["ratio"][tokens] = np.exp(now - np.where(np.isnan(before), now, before))
+        if start not in self._added:
+            self._added.add(start)
+            self._columns["learner_logprob"][tokens] = now
+            self._columns["entropy"][tokens] = outputs.entropies()
 
-    def table(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], samples: Sequence[Sample]) -> Array:
+    def table(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Array:
         """[T] `TOKEN_COLUMNS` of all tokens of the step, trained or not."""
-        rows = [
-            (g, rollout.error is None, conversation, advantage)
-            for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
-            for rollout, advantage in zip(group.rollouts, row, strict=True)
-            for conversation in rollout.conversations
-            if conversation.turns
-        ]
-        if not rows:
-            return np.zeros(0, TOKEN_COLUMNS)
-        columns = TurnColumns.of([row[2] for row in rows], [row[3] for row in rows])
-        lengths, worth = columns.lengths, columns.advantages.copy()
+        conversations = conversations_of(groups, advantages)
+        columns = TurnColumns.of(conversations)
         table = np.zeros(len(columns.token_ids), TOKEN_COLUMNS)
-        for name in ("learner_logprob", "ratio", "entropy"):
-            table[name] = np.nan
-        is_sample, left, start = [], list(reversed(samples)), 0
-        for (g, is_good, conversation, _), length in zip(rows, lengths, strict=True):
-            part = slice(start, start + length)
-            if isinstance(conversation, Rollout) and conversation.advantages is not None:
-                worth[part] = conversation.advantages
-            is_sample.append(bool(left) and is_good and _is_sample_of(left[-1], g, columns.token_ids[part]))
-            if is_sample[-1]:
-                left.pop()
-            start += length
         table["logprob"] = np.where(columns.by_model, columns.logprobs, np.nan)
-        table["advantage"] = np.where(columns.by_model, worth, np.nan)
-        self._fill(table, np.repeat(np.array(is_sample), lengths), samples[: sum(is_sample)])
+        table["advantage"] = np.where(columns.by_model, columns.advantages, np.nan)
+        is_row = np.zeros(len(conversations), np.bool_)
+        is_row[self._batch.conversations] = True
+        places, mask = np.repeat(is_row, columns.lengths), self._batch.policy_mask
+        table["policy_mask"][places] = mask
+        for name in LEARNED:
+            table[name] = np.nan
+            table[name][places] = np.where(mask, self._columns[name], np.nan)
         return table
-
-    def _fill(self, table: Array, places: Array, samples: Sequence[Sample]) -> None:
-        """What was learned of the samples, whose tokens stand at these places."""
-        if not samples:
-            return
-        policy_mask = np.concatenate([sample.policy_mask for sample in samples])
-        table["policy_mask"][places] = policy_mask
-        for name in ("learner_logprob", "ratio", "entropy"):
-            known = (self.columns.get(id(sample), {}).get(name) for sample in samples)
-            found = [np.full(len(s.token_ids), np.nan) if x is None else x for s, x in zip(samples, known, strict=True)]
-            table[name][places] = np.where(policy_mask, np.concatenate(found), np.nan)
-
-
-def _is_sample_of(sample: Sample, group: int, token_ids: Array) -> bool:
-    """Samples come in the order of the conversations; those that train nothing are left out."""
-    return sample.group == group and np.array_equal(sample.token_ids, token_ids)

@@ -9,13 +9,13 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from palestra.algo.batching import split_minibatches
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Array, Sample
-from palestra.learner.base import Batch, Learner, nothing
+from palestra.core.types import Array
+from palestra.learner.base import Learner, nothing
 from palestra.train.schedule import Coefficients
 from palestra.train.token_record import TokenRecord
 
@@ -26,7 +26,7 @@ SAMPLER_METRICS = ("kl_sampler", "sampler_gap_mean", "sampler_gap_max")
 
 def update(
     learner: Learner,
-    samples: Sequence[Sample],
+    batch: Batch,
     config: RunConfig,
     coefficients: Coefficients,
     version: int,
@@ -35,23 +35,24 @@ def update(
 ) -> dict[str, float]:
     """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights.
 
-    `record` takes down what is found for each token; `meanwhile` is called once, while the first step is computed.
+    `record` collects the results for each token; `meanwhile` is called once, while the first step is computed.
     """
     started, train = time.perf_counter(), config.train
-    check_samples(samples)
-    batches = [Batch(part) for part in split_minibatches(samples, train.minibatches)]
-    losses = step_losses(batches, config, coefficients)
+    check_batch(batch)
+    parts = batch.minibatches(train.minibatches)
+    first_rows = np.cumsum([0, *(part.rows for part in parts)])
+    losses = step_losses(parts, config, coefficients)
     if train.beta > 0:
-        for batch in batches:
-            batch.ref_logprobs = learner.forward(batch, reference=True)
-    for batch in batches:
-        batch.old_logprobs = behaviour_logprobs(learner, batch, version, several=len(batches) > 1)
+        for part in parts:
+            part.ref_logprobs = learner.forward(part, reference=True)
+    for part in parts:
+        part.old_logprobs = behaviour_logprobs(learner, part, version, several=len(parts) > 1)
     updates: list[dict[str, float]] = []
     for _ in range(train.iterations):
-        for batch, loss in zip(batches, losses, strict=True):
+        for part, first_row, loss in zip(parts, first_rows, losses, strict=False):
             if not loss.policy_tokens and not loss.echo_tokens:
                 continue
-            outputs = learner.forward_backward(batch, loss)
+            outputs = learner.forward_backward(part, loss)
             norm = learner.optim_step(
                 coefficients.learning_rate,
                 max_grad_norm=train.max_grad_norm,
@@ -60,12 +61,12 @@ def update(
             known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
             updates.append(outputs.metrics() | known)
             if record is not None:
-                record.add(batch, outputs)
-            if train.iterations > 1 and len(updates) <= len(batches):
-                batch.old_logprobs = filled(batch.old_logprobs, outputs.logprobs())
+                record.add(first_row, part, outputs)
+            if train.iterations > 1 and len(updates) <= len(parts):
+                part.old_logprobs = filled(part.old_logprobs, outputs.logprobs())
     seconds = time.perf_counter() - started
     metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
-    if not any_logprobs(samples):  # then these compare the policy with itself
+    if not any_logprobs(batch):  # then these compare the policy with itself
         metrics = {name: value for name, value in metrics.items() if name not in SAMPLER_METRICS}
     computed = metrics.get("tokens_computed", 0.0)
     return metrics | {
@@ -80,7 +81,7 @@ def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coeff
     """The loss of each optimizer step."""
     losses = [
         StepLoss.of(
-            batch.samples,
+            batch,
             objective_of(config),
             max_completion_length=config.rollout.max_new_tokens,
             entropy_coefficient=coefficients.entropy,
@@ -95,41 +96,37 @@ def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coeff
     return [replace(loss, tokens_total=mean) for loss in losses]
 
 
-def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several: bool) -> list[Array] | None:
-    """[T] for each sample: the sampler's where an older policy made the token, else the current policy's own.
+def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several: bool) -> Array | None:
+    """[T] the sampler's where an older policy sampled the token, else the current policy's own.
 
     The current policy's are computed only where an update of this step would change them before they are read.
     """
-    columns = ([getattr(s, name) for s in batch.samples] for name in ("policy_mask", "versions", "logprobs"))
-    policy_mask, versions, logprobs = map(np.concatenate, columns)
-    stale = policy_mask & (versions != version) & ~np.isnan(logprobs)
+    stale = batch.policy_mask & (batch.versions != version) & ~np.isnan(batch.logprobs)
     if several:
-        own = np.concatenate(learner.forward(batch))
+        own = learner.forward(batch)
     elif stale.any():
         own = np.full(len(stale), np.nan, dtype=np.float32)
     else:
         return None
-    ends = np.cumsum([len(s.token_ids) for s in batch.samples])
-    return np.split(np.where(stale, logprobs, own), ends[:-1])
+    return np.where(stale, batch.logprobs, own)
 
 
-def filled(old: Sequence[Array] | None, own: Sequence[Array]) -> list[Array]:
-    """Old logprobs for the next pass: what was not known is what the first pass found."""
-    if old is None:
-        return list(own)
-    return [np.where(np.isnan(a), b, a) for a, b in zip(old, own, strict=True)]
+def filled(old: Array | None, own: Array) -> Array:
+    """Old logprobs for the next pass: unknown ones are those of the first pass."""
+    return own if old is None else np.where(np.isnan(old), own, old)
 
 
-def check_samples(samples: Sequence[Sample]) -> None:
-    if not samples:
-        raise PalestraError("there are no samples to learn from; give the learner at least one group")
-    if not np.isfinite(np.concatenate([s.advantages for s in samples])).all():
-        group = next(s.group for s in samples if not np.isfinite(s.advantages).all())
+def check_batch(batch: Batch) -> None:
+    if not batch.rows:
+        raise PalestraError("the batch has no rows; give the learner at least one group")
+    bad = np.flatnonzero(~np.isfinite(batch.advantages))
+    if len(bad):
+        group = batch.groups[batch.row_of(bad[0])]
         raise PalestraError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
 
 
-def any_logprobs(samples: Sequence[Sample]) -> bool:
-    return any(bool(np.isfinite(s.logprobs[s.policy_mask]).any()) for s in samples)
+def any_logprobs(batch: Batch) -> bool:
+    return bool(np.isfinite(batch.logprobs[batch.policy_mask]).any())
 
 
 def objective_of(config: RunConfig) -> Objective:

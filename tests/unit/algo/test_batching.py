@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from palestra.algo.batching import Tree, pack, split_minibatches
+from palestra.algo.batch import Batch, Targets
+from palestra.algo.batching import Tree, pack
 from palestra.core.machine import ALIGNMENT, to_device
 from palestra.core.types import Sample
 
@@ -18,18 +20,18 @@ def row(prompt: list[int], completion: list[int], group: int = 0, trained: bool 
 
 
 def test_siblings_share_one_prompt_and_restart_positions_after_it() -> None:
-    [batch] = pack([row([1, 2, 3], [4, 5, 6]), row([1, 2, 3], [7, 8])], max_tokens=100)
+    [batch] = pack(Batch.of([row([1, 2, 3], [4, 5, 6]), row([1, 2, 3], [7, 8])]), max_tokens=100)
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 7]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
     assert batch.trees == (Tree(0, 3, (2, 1)),)
     assert batch.source.tolist() == [2, 3, 4, 2, 5]
     assert batch.target.tolist() == [4, 5, 6, 7, 8]
     assert batch.row.tolist() == [0, 0, 0, 1, 1]
-    torch.testing.assert_close(batch.sampler_logprobs, torch.tensor([-0.1, -0.2, -0.3, -0.1, -0.2]))
+    torch.testing.assert_close(batch.inputs["logprobs"], torch.tensor([-0.1, -0.2, -0.3, -0.1, -0.2]))
 
 
 def test_rows_that_claim_a_group_but_differ_in_the_prompt_stay_apart() -> None:
-    [batch] = pack([row([1, 2], [4, 5]), row([1, 9], [4, 5])], max_tokens=100)
+    [batch] = pack(Batch.of([row([1, 2], [4, 5]), row([1, 9], [4, 5])]), max_tokens=100)
     assert [tree.prompt_length for tree in batch.trees] == [0, 0]
     assert batch.token_ids.tolist() == [1, 2, 4, 1, 9, 4]
 
@@ -37,7 +39,7 @@ def test_rows_that_claim_a_group_but_differ_in_the_prompt_stay_apart() -> None:
 def test_no_micro_batch_exceeds_the_budget_unless_one_row_does() -> None:
     samples = [row(list(range(1, 11)), [20 + i] * (3 + i), group=i // 4) for i in range(12)]
     for budget in (12, 20, 30, 64):
-        batches = pack(samples, max_tokens=budget)
+        batches = pack(Batch.of(samples), max_tokens=budget)
         for batch in batches:
             lone = len({int(r) for r in batch.row}) == 1
             assert len(batch.token_ids) <= budget or lone
@@ -48,33 +50,33 @@ def test_no_micro_batch_exceeds_the_budget_unless_one_row_does() -> None:
 def test_even_micro_batches_are_as_many_with_the_same_rows_and_the_largest_is_smaller() -> None:
     samples = [row([1, 2, 3, g], [5] * (6 + (g + i) % 3), group=g) for g in range(10) for i in range(2)]
     for budget in (20, 50, 100, 150, 1000):
-        greedy, even = (pack(samples, max_tokens=budget, evenly=evenly) for evenly in (False, True))
+        greedy, even = (pack(Batch.of(samples), max_tokens=budget, evenly=evenly) for evenly in (False, True))
         largest = [max(len(batch.token_ids) for batch in batches) for batches in (greedy, even)]
         assert len(even) <= len(greedy)
         assert largest[1] <= largest[0]
         assert torch.equal(*(torch.cat([batch.row for batch in batches]) for batches in (greedy, even)))
     assert largest[1] == largest[0]  # all in one
-    sizes = [len(batch.token_ids) for batch in pack(samples, max_tokens=150, evenly=True)]
+    sizes = [len(batch.token_ids) for batch in pack(Batch.of(samples), max_tokens=150, evenly=True)]
     assert max(sizes) - min(sizes) <= 20  # tokens of a group
 
 
 def test_a_group_that_fits_whole_is_not_split_over_two_micro_batches() -> None:
     samples = [row([1, 2, 3, 4], [5, 6, 7], group=g) for g in (0, 0, 1, 1)]
-    assert [batch.trees for batch in pack(samples, max_tokens=12)] == [(Tree(0, 4, (2, 2)),)] * 2
+    assert [batch.trees for batch in pack(Batch.of(samples), max_tokens=12)] == [(Tree(0, 4, (2, 2)),)] * 2
 
 
 def test_a_row_without_a_scored_token_is_left_out() -> None:
-    [batch] = pack([row([1, 2], [3], trained=False), row([1, 2], [4])], max_tokens=100)
+    [batch] = pack(Batch.of([row([1, 2], [3], trained=False), row([1, 2], [4])]), max_tokens=100)
     assert batch.row.tolist() == [1]
-    assert pack([row([1, 2], [3], trained=False)], max_tokens=100) == []
+    assert pack(Batch.of([row([1, 2], [3], trained=False)]), max_tokens=100) == []
 
 
 def test_observed_tokens_are_scored_only_when_asked_for() -> None:
     sample = Sample(
         (1, 2, 3, 4), (False, False, True, False), (False, False, False, True), (0.0, 0.0, -1.0, 0.0), 1.0, 0, 2
     )
-    [without] = pack([sample], max_tokens=100)
-    [with_observed] = pack([sample], max_tokens=100, echo=True)
+    [without] = pack(Batch.of([sample]), max_tokens=100)
+    [with_observed] = pack(Batch.of([sample]), max_tokens=100, echo=True)
     assert without.target.tolist() == [3]
     assert with_observed.target.tolist() == [3, 4]
     assert with_observed.policy_mask.tolist() == [True, False]
@@ -82,11 +84,36 @@ def test_observed_tokens_are_scored_only_when_asked_for() -> None:
 
 
 def test_minibatches_keep_order_and_lose_nothing() -> None:
-    samples = [row([1], [2], group=i) for i in range(7)]
-    parts = split_minibatches(samples, 3)
-    assert [len(part) for part in parts] == [2, 3, 2]
-    assert [s.group for part in parts for s in part] == list(range(7))
-    assert len(split_minibatches(samples[:2], 5)) == 2
+    batch = Batch.of([row([1], [2] * (1 + i), group=i) for i in range(7)])
+    parts = batch.minibatches(3)
+    assert [part.rows for part in parts] == [2, 3, 2]
+    assert [group for part in parts for group in part.groups] == list(range(7))
+    assert np.concatenate([part.token_ids for part in parts]).tolist() == batch.token_ids.tolist()
+    assert [part.offsets[0] for part in parts] == [0, 0, 0]
+    assert len(batch.part(0, 2).minibatches(5)) == 2
+
+
+def test_a_batch_gives_the_rows_that_it_was_made_of() -> None:
+    samples = [row([1, 2], [3] * i, group=i) for i in range(3)]
+    batch = Batch.of(samples, old_logprobs=[sample.logprobs - 1 for sample in samples])
+    assert list(batch.samples()) == samples
+    assert batch.count(batch.predicted(np.ones(9, bool))).tolist() == [1, 2, 3]
+    assert batch.row_of([0, 1, 2, 4, 8]).tolist() == [0, 0, 1, 1, 2]
+    assert [part.tolist() for part in batch.split(batch.token_ids)] == [[1, 2], [1, 2, 3], [1, 2, 3, 3]]
+    assert batch.part(1, 3).old_logprobs.tolist() == batch.old_logprobs[2:].tolist()
+    assert Batch.of([]).rows == 0
+
+
+def test_targets_may_be_several_for_a_place_and_are_scored_once_in_a_shared_prompt() -> None:
+    ids, places = np.array([5, 6, 7, 5, 6, 9]), np.array([1, 2, 3, 1, 2, 3])
+    targets = Targets(ids, places, np.array([0, 3, 6]), {"weights": np.arange(6, dtype=np.float32)})
+    rows = [np.array([1, 2, 3]), np.array([1, 2, 4])]
+    [micro] = pack(Batch.of_targets(rows, targets, np.zeros(2, int), np.full(2, 2)), max_tokens=64)
+    assert micro.token_ids.tolist() == [1, 2, 3, 4]
+    assert (micro.source.tolist(), micro.target.tolist()) == ([0, 1, 2, 1, 3], [5, 6, 7, 6, 9])
+    assert micro.each.tolist() == [0, 1, 2, 0, 3, 4]
+    assert micro.inputs["weights"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert len(pack(Batch.of_targets(rows, targets, np.zeros(2, int), np.full(2, 2)), max_tokens=64, max_rows=1)) == 2
 
 
 def test_tensors_move_to_a_device_together_and_aligned() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from palestra.learner import forward, self_check
+from palestra.learner import patches, self_check
 from palestra.learner.forward import Scorer
 
 
@@ -27,10 +27,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
         return run
 
-    forward._compiled_layer.cache_clear()
-    monkeypatch.setattr(forward, "_compiled", uncompiled)
+    patches._compiled_layer.cache_clear()
+    monkeypatch.setattr(patches, "_compiled", uncompiled)
     yield calls
-    forward._compiled_layer.cache_clear()
+    patches._compiled_layer.cache_clear()
 
 
 def model() -> Any:
@@ -72,16 +72,16 @@ def test_traced_layers_are_remembered_on_disk_until_what_they_hold_changes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rule = tmp_path / "rule.py"
-    monkeypatch.setattr(forward, "TRACED_FILES", [rule])
+    monkeypatch.setattr(patches, "TRACED_FILES", [rule])
     hashes = []
     for text in ("keep products", "keep products", "keep nothing"):
         rule.write_text(text)
-        hashes.append(forward._checkpoint_contexts().cache_hash)
+        hashes.append(patches._checkpoint_contexts().cache_hash)
     assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_the_files_of_traced_layers_are_there() -> None:
-    assert all(path.is_file() for path in forward.TRACED_FILES)
+    assert all(path.is_file() for path in patches.TRACED_FILES)
 
 
 def test_a_larger_check_begins_with_the_same_rows() -> None:

@@ -11,12 +11,12 @@ import torch
 from small_learner import build, make_samples, settings
 from torch import nn
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Sample
-from palestra.learner.base import Batch
 from palestra.learner.graphs import Graphs
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
@@ -43,7 +43,7 @@ class Steps:
 
     def step(self, samples: list[Sample]) -> dict[str, float]:
         coefficients = coefficients_at(self.steps, self.config, self.config.train.max_steps, self.entropy)
-        metrics = update(self.learner, samples, self.config, coefficients, self.version)
+        metrics = update(self.learner, Batch.of(samples), self.config, coefficients, self.version)
         self.steps += 1
         self.entropy = next_entropy(self.entropy, metrics, self.config.train)
         return metrics
@@ -110,7 +110,7 @@ def test_micro_batches_are_padded_only_while_their_passes_may_be_captured() -> N
     learner._scorer.graphs = Graphs(learner.model, learner._scorer._layers)
     shapes = []
     for _ in range(2):
-        packed = learner._packed(Batch(make_samples()), echo=False)
+        packed = learner._packed(Batch.of(make_samples()), echo=False)
         shapes += [micro.layout.bounds.shape for micro in packed.micro_batches]
         learner._scorer.graphs.forget()
     assert [shape is None for shape in shapes] == [False, True]
@@ -224,7 +224,7 @@ def test_an_infinite_loss_names_its_group_and_changes_no_weight() -> None:
 def test_other_work_is_done_once_a_step_is_on_its_way() -> None:
     learner, samples, seen = LocalLearner(build(), config=settings()), make_samples(), list[bool]()
     before = weights(learner.model)
-    learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+    learner.forward_backward(Batch.of(samples), StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16))
     learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: seen.append(same(before, weights(learner.model))))
     assert seen == [True]  # a CPU has nothing to wait for: the update comes after it
     assert not same(before, weights(learner.model))
@@ -235,7 +235,7 @@ def test_other_work_is_done_once_a_step_is_on_its_way() -> None:
 def test_other_work_that_fails_leaves_no_gradient_behind() -> None:
     learner, samples = LocalLearner(build(), config=settings()), make_samples()
     before = weights(learner.model)
-    learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+    learner.forward_backward(Batch.of(samples), StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16))
 
     def fail() -> None:
         raise OSError(28, "No space left on device")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -16,8 +15,8 @@ from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.engine.supported import is_linear
-from palestra.learner.forward import _what_to_keep
-from palestra.learner.lora import add_lora, build_peft_config, compute_in_model_dtype, quantization_config
+from palestra.learner.lora import add_lora, build_peft_config, quantization_config
+from palestra.learner.patches import _what_to_keep
 from palestra.train import setup
 
 
@@ -97,10 +96,10 @@ def test_compiled_layers_keep_the_products_of_weights_but_not_of_adapters(
     assert (found == CheckpointPolicy.MUST_SAVE) is kept
 
 
-def adapted(**lora: Any) -> Any:
+def adapted(in_model_dtype: bool = True, **lora: Any) -> Any:
     """A bfloat16 model whose adapters are not zero."""
     torch.manual_seed(0)
-    model = add_lora(build().to(torch.bfloat16), LoraSection(r=4, **lora))
+    model = add_lora(build().to(torch.bfloat16), LoraSection(r=4, **lora), in_model_dtype=in_model_dtype)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
@@ -119,10 +118,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_adapters_of_a_half_precision_model_compute_in_its_dtype_and_give_the_numbers_of_peft() -> None:
-    model = adapted()
-    exact, exact_gradients = logits_and_gradients(copy.deepcopy(model).float())
-    expected, gradients = logits_and_gradients(model)
-    compute_in_model_dtype(model)
+    plain, model = adapted(in_model_dtype=False), adapted()
+    exact, exact_gradients = logits_and_gradients(copy.deepcopy(plain).float())
+    expected, gradients = logits_and_gradients(plain)
     linears = [m for m in model.modules() if type(m).__name__ == "HalfPrecisionLinear"]
     assert len(linears) == 7 * model.config.num_hidden_layers
     assert all(is_linear(linear) for linear in linears), "the sampler still knows them"
@@ -139,7 +137,6 @@ def test_an_adapter_that_is_switched_off_or_merged_adds_nothing() -> None:
     model = adapted()
     with model.disable_adapter(), torch.no_grad():
         expected = model(torch.arange(1, 25)[None]).logits
-    compute_in_model_dtype(model)
     with torch.no_grad():
         with model.disable_adapter():
             assert torch.equal(model(torch.arange(1, 25)[None]).logits, expected)
@@ -151,7 +148,6 @@ def test_an_adapter_that_is_switched_off_or_merged_adds_nothing() -> None:
 
 def test_adapters_drop_out_as_they_are_told() -> None:
     model = adapted(dropout=0.5)
-    compute_in_model_dtype(model)
     with torch.no_grad():
         one, other = (model.train()(torch.arange(1, 25)[None]).logits for _ in range(2))
         assert not torch.equal(one, other)
@@ -159,10 +155,9 @@ def test_adapters_drop_out_as_they_are_told() -> None:
         assert torch.equal(one, other)
 
 
-def test_adapters_of_a_float32_model_and_other_kinds_stay_as_peft_made_them() -> None:
-    dora = get_peft_model(build().to(torch.bfloat16), LoraConfig(r=4, target_modules="all-linear", use_dora=True))
-    for model in (add_lora(build(), LoraSection(r=4)), dora):
-        compute_in_model_dtype(model)
+def test_adapters_of_a_float32_model_and_on_a_cpu_are_those_of_peft() -> None:
+    half = build().to(torch.bfloat16)
+    for model in (add_lora(build(), LoraSection(r=4), in_model_dtype=True), add_lora(half, LoraSection(r=4))):
         assert not any(type(m).__name__ == "HalfPrecisionLinear" for m in model.modules())
 
 
@@ -174,7 +169,6 @@ def test_weights_in_4_bits_are_counted_two_in_a_byte() -> None:
 
 def test_a_model_with_half_precision_adapters_can_be_saved_and_loaded_whole(tmp_path: Any) -> None:
     model = adapted()
-    compute_in_model_dtype(model)
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -10,18 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from palestra.algo.losses import ImportanceCorrection, Loss, Objective
-from palestra.algo.step_loss import StepLoss
+from palestra.algo.batch import Batch
+from palestra.algo.losses import ImportanceCorrection, LossName, Objective
+from palestra.algo.step_loss import LossTokens, StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
 from palestra.learner import head
-from palestra.learner.base import Batch
 from palestra.learner.head import LogitRule, score_tokens
 from palestra.learner.local import LocalLearner
-from palestra.learner.token_loss import TokenLoss
 
 OBJECTIVES = [
-    *(Objective(loss=loss) for loss in get_args(Loss)),
+    *(Objective(loss=loss) for loss in get_args(LossName)),
     *(Objective(importance_correction=how) for how in get_args(ImportanceCorrection)),
     Objective(ratio="sequence"),
     Objective(beta=0.1, kl_bias_correction=True),
@@ -37,10 +37,13 @@ def test_gradients_of_parts_are_those_of_the_whole_if_the_loss_is_a_sum_over_tok
     sampler, old, reference = (logprobs + 0.3 * torch.randn(3, 20)).unbind()
     sampler, old = (torch.where(torch.rand(20) < 0.2, torch.nan, x) for x in (sampler, old))
     step = StepLoss(objective, 5, 20, 20.0, 8, entropy_coefficient=0.01)
-    loss = TokenLoss(step, 5, row, torch.full((5,), 4), -torch.rand(20), sampler, old, reference)
-    whole = loss.gradient(logprobs, entropy, slice(0, 20))
+    inputs = {"logprobs": sampler, "advantages": -torch.rand(20), "old_logprobs": old, "ref_logprobs": reference}
+    tokens = LossTokens(5, row, inputs, policy_lengths=torch.full((5,), 4))
+    assert (step.gradient(tokens) is None) == (not objective.is_sum_over_tokens)
+    gradient = partial(step._gradient, tokens)
+    whole = gradient(logprobs, entropy, slice(0, 20))
     slices = [slice(a, b) for a, b in pairwise((0, 3, 6, 7, 9, 14, 17, 20))]  # which divide rows
-    parts = zip(*(loss.gradient(logprobs[part], entropy[part], part) for part in slices), strict=True)
+    parts = zip(*(gradient(logprobs[part], entropy[part], part) for part in slices), strict=True)
     same = all(torch.allclose(a, torch.cat(b), atol=1e-6) for a, b in zip(whole, parts, strict=True))
     assert same == objective.is_sum_over_tokens
 
@@ -94,7 +97,8 @@ def test_logits_are_computed_twice_only_if_a_tokens_loss_depends_on_others(
         learner = LocalLearner(model, config=settings)
         calls.clear()
         objective = Objective(loss=loss)  # type: ignore[arg-type]
-        learner.forward_backward(Batch(samples), StepLoss.of(samples, objective, max_completion_length=16))
+        batch = Batch.of(samples)
+        learner.forward_backward(batch, StepLoss.of(batch, objective, max_completion_length=16))
         gradients.append([p.grad for p in model.parameters()])
     assert len(calls) == (1 if loss == "dapo" else 2)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

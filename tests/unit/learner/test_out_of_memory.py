@@ -12,11 +12,11 @@ import pytest
 import torch
 from small_learner import VOCABULARY, build
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
-from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 
 
@@ -40,7 +40,7 @@ def rows(groups: int = 4, siblings: int = 4, prompt: int = 8, new: int = 10) -> 
 
 
 def loss_of(samples: list[Sample]) -> StepLoss:
-    return StepLoss.of(samples, Objective(), max_completion_length=16)
+    return StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16)
 
 
 @contextmanager
@@ -81,12 +81,12 @@ def test_a_micro_batch_four_times_too_large_gives_the_same_gradient_and_one_warn
 ) -> None:
     samples = rows()
     expected, learner = make_learner(), make_learner()
-    reference = expected.forward_backward(Batch(samples), loss_of(samples))
+    reference = expected.forward_backward(Batch.of(samples), loss_of(samples))
     with caplog.at_level(logging.WARNING, "palestra"), memory_for(learner, 52, where) as tried:
         for _ in range(2):
             learner.optimizer.clear()
             learner._pending.clear()
-            found = learner.forward_backward(Batch(samples), loss_of(samples))
+            found = learner.forward_backward(Batch.of(samples), loss_of(samples))
     assert max(tried) > 4 * 48
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(learner), gradients(expected), strict=True))
     metrics, wanted = found.metrics(), reference.metrics()
@@ -103,11 +103,11 @@ def test_a_micro_batch_four_times_too_large_gives_the_same_gradient_and_one_warn
 def test_what_is_accumulated_is_kept_and_only_the_rest_is_computed_again() -> None:
     samples = [*rows(2, 2), *rows(1, 8, new=20)]  # the last group is larger than those before it
     learner = make_learner(tokens=200)
-    packed = learner._pack(Batch(samples), echo=False)
+    packed = learner._pack(Batch.of(samples), echo=False)
     sizes = [len(micro.batch.token_ids) for micro in packed.micro_batches]
     assert len(sizes) == 2
     with memory_for(learner, sizes[0] + 50, "forward") as tried:
-        learner.forward_backward(Batch(samples), loss_of(samples))
+        learner.forward_backward(Batch.of(samples), loss_of(samples))
     assert tried[:2] == sizes
     assert sizes[0] not in tried[2:]
     assert sum(tried[2:]) < sizes[1] + 3 * 8  # the prompt once more for each part
@@ -116,20 +116,20 @@ def test_what_is_accumulated_is_kept_and_only_the_rest_is_computed_again() -> No
 def test_the_smaller_micro_batch_stays_for_the_steps_that_follow() -> None:
     samples, learner = rows(), make_learner()
     with memory_for(learner, 52, "forward") as tried:
-        learner.forward_backward(Batch(samples), loss_of(samples))
+        learner.forward_backward(Batch.of(samples), loss_of(samples))
         learner.optim_step(1e-3, max_grad_norm=1.0)
         failed = sum(size > 52 for size in tried)
         tried.clear()
-        learner.forward_backward(Batch(samples), loss_of(samples))
+        learner.forward_backward(Batch.of(samples), loss_of(samples))
     assert failed == 2
     assert max(tried) <= 52
 
 
 def test_forward_alone_is_computed_in_parts_too() -> None:
     samples, learner = rows(), make_learner()
-    expected = make_learner().forward(Batch(samples))
+    expected = make_learner().forward(Batch.of(samples))
     with memory_for(learner, 52, "forward"):
-        found = learner.forward(Batch(samples))
+        found = learner.forward(Batch.of(samples))
     for a, b in zip(found, expected, strict=True):
         assert a == pytest.approx(b, abs=1e-5, nan_ok=True)
 
@@ -142,13 +142,13 @@ def test_with_master_weights_a_failed_gradient_is_forgotten_and_those_before_it_
         learners.append(LocalLearner(build(torch.bfloat16), config=RunConfig.build({"rollout": {"temperature": 1.0}})))
     expected, learner = learners
     learner._limit.tokens = expected._limit.tokens = 60
-    learner.forward_backward(Batch(first), loss_of(samples))
+    learner.forward_backward(Batch.of(first), loss_of(samples))
     learner._limit.tokens = 512
     with memory_for(learner, 60, "backward") as tried:
-        learner.forward_backward(Batch(rest), loss_of(samples))
+        learner.forward_backward(Batch.of(rest), loss_of(samples))
     assert max(tried) > 60
     for part in (first, rest):
-        expected.forward_backward(Batch(part), loss_of(samples))
+        expected.forward_backward(Batch.of(part), loss_of(samples))
     for one in learners:
         one.optimizer.gather()
     pairs = zip(learner.optimizer.masters, expected.optimizer.masters, strict=True)
@@ -158,7 +158,7 @@ def test_with_master_weights_a_failed_gradient_is_forgotten_and_those_before_it_
 def test_one_row_that_does_not_fit_is_an_error_and_leaves_no_gradient() -> None:
     samples, learner = rows(), make_learner()
     with memory_for(learner, 3, "forward"), pytest.raises(torch.OutOfMemoryError, match="cannot be divided"):
-        learner.forward_backward(Batch(samples), loss_of(samples))
+        learner.forward_backward(Batch.of(samples), loss_of(samples))
     assert gradients(learner) == []
 
 
@@ -166,7 +166,7 @@ def test_a_gradient_that_waits_from_an_earlier_batch_is_never_mixed_with_half_of
     samples, learner = rows(), make_learner()
     first, rest = samples[:4], samples[4:]
     with memory_for(learner, 60, "backward"):
-        learner.forward_backward(Batch(first), loss_of(samples))
+        learner.forward_backward(Batch.of(first), loss_of(samples))
         with pytest.raises(torch.OutOfMemoryError, match="later batch"):
-            learner.forward_backward(Batch(rest), loss_of(samples))
+            learner.forward_backward(Batch.of(rest), loss_of(samples))
     assert gradients(learner) == []

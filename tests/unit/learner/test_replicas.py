@@ -10,11 +10,11 @@ import torch
 from small_learner import build, make_samples, settings
 from torch import nn
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.types import Sample
 from palestra.learner import replicas as replicas_module
-from palestra.learner.base import Batch
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.learner.replicas import Replicas, can_be_replicated
@@ -28,7 +28,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loss_of(samples: list[Sample], **options: Any) -> StepLoss:
-    return StepLoss.of(samples, Objective(), max_completion_length=16, **options)
+    return StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16, **options)
 
 
 def learner(module: nn.Module | None = None, at_once: int = 1, **sections: dict[str, Any]) -> LocalLearner:
@@ -53,7 +53,7 @@ def gradients(of: LocalLearner) -> dict[str, torch.Tensor]:
 def test_the_gradient_the_metrics_and_each_tokens_results_are_those_of_one_pass(at_once: int, echo: float) -> None:
     loss = loss_of(SAMPLES, echo_coefficient=echo, entropy_coefficient=0.01)
     parts, whole = learner(at_once=at_once), in_one_pass()
-    found, expected = (one.forward_backward(Batch(SAMPLES), loss) for one in (parts, whole))
+    found, expected = (one.forward_backward(Batch.of(SAMPLES), loss) for one in (parts, whole))
     assert (len(found.token_logprobs), len(expected.token_logprobs)) == (4, 1)
     ours, theirs = gradients(parts), gradients(whole)
     assert ours.keys() == theirs.keys()
@@ -69,8 +69,8 @@ def test_training_gives_the_same_bits_however_many_parts_run_at_once() -> None:
     for at_once in (1, 2, 4):
         one = learner(at_once=at_once)
         for _ in range(3):
-            one.forward_backward(Batch(SAMPLES), loss_of(SAMPLES))
-            one.forward_backward(Batch(SAMPLES[:8]), loss_of(SAMPLES))
+            one.forward_backward(Batch.of(SAMPLES), loss_of(SAMPLES))
+            one.forward_backward(Batch.of(SAMPLES[:8]), loss_of(SAMPLES))
             one.optim_step(1e-2, max_grad_norm=1.0)
         trained.append(one.model.state_dict())
     for other in trained[1:]:
@@ -101,7 +101,7 @@ def test_adapters_are_trained_side_by_side_too() -> None:
         models.append(model)
     parts, whole = learner(models[0], lora={"r": 4, "dropout": 0.0}), in_one_pass(models[1], lora={"r": 4})
     for one in (parts, whole):
-        one.forward_backward(Batch(SAMPLES), loss_of(SAMPLES))
+        one.forward_backward(Batch.of(SAMPLES), loss_of(SAMPLES))
     theirs = gradients(whole)
     assert any("lora_A" in name for name in theirs)
     for name, gradient in gradients(parts).items():
@@ -110,8 +110,8 @@ def test_adapters_are_trained_side_by_side_too() -> None:
 
 def test_a_part_that_fails_fails_the_batch_and_leaves_no_gradient() -> None:
     one = learner(at_once=2)
-    one.forward_backward(Batch(SAMPLES), loss_of(SAMPLES))
-    one._forget_gradients()
+    one.forward_backward(Batch.of(SAMPLES), loss_of(SAMPLES))
+    one.discard_gradients()
     assert one._replicas is not None
 
     def broken(*args: Any, **options: Any) -> Any:
@@ -119,20 +119,20 @@ def test_a_part_that_fails_fails_the_batch_and_leaves_no_gradient() -> None:
 
     one._replicas._made[1].scorer.forward = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no luck"):
-        one.forward_backward(Batch(SAMPLES), loss_of(SAMPLES))
+        one.forward_backward(Batch.of(SAMPLES), loss_of(SAMPLES))
     assert not gradients(one)
     assert all(own.grad is None for replica in one._replicas._made for _, own in replica._pairs)
 
 
 def test_weights_that_were_exchanged_or_frozen_are_seen() -> None:
     parts, whole = learner(), in_one_pass()
-    parts.forward_backward(Batch(SAMPLES), loss_of(SAMPLES))
-    parts._forget_gradients()
+    parts.forward_backward(Batch.of(SAMPLES), loss_of(SAMPLES))
+    parts.discard_gradients()
     for one in (parts, whole):
         other = {name: value * 1.1 for name, value in build().state_dict().items()}
         one.model.load_state_dict(other, assign=True)
         one.model.model.embed_tokens.requires_grad_(False)
-        one.forward_backward(Batch(SAMPLES), loss_of(SAMPLES))
+        one.forward_backward(Batch.of(SAMPLES), loss_of(SAMPLES))
     theirs = gradients(whole)
     assert "model.embed_tokens.weight" not in theirs
     assert gradients(parts).keys() == theirs.keys()
@@ -144,7 +144,7 @@ def test_a_hook_at_a_weight_sees_the_whole_gradient() -> None:
     one, seen = learner(), []
     weight = next(one.model.parameters())
     weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    one.forward_backward(Batch(SAMPLES), loss_of(SAMPLES))
+    one.forward_backward(Batch.of(SAMPLES), loss_of(SAMPLES))
     assert len(seen) == 1
     assert torch.equal(seen[0], weight.grad)
 
@@ -171,5 +171,5 @@ def test_who_gives_a_number_of_threads_gets_no_more(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_small_batch_is_one_part() -> None:
-    found = learner().forward_backward(Batch(SAMPLES[:3]), loss_of(SAMPLES[:3]))
+    found = learner().forward_backward(Batch.of(SAMPLES[:3]), loss_of(SAMPLES[:3]))
     assert len(found.token_logprobs) == 1

@@ -15,7 +15,7 @@ from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
 from palestra.learner import tree_attention
 from palestra.learner.forward import Scorer
-from palestra.learner.packed import PackedMicroBatch
+from palestra.learner.micro_batches import PackedMicroBatch
 from palestra.learner.tree_attention import Layout
 
 SHAPE = {

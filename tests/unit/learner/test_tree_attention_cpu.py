@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from palestra.algo.batching import Tree
-from palestra.learner.last_layer import last_mlp_at
-from palestra.learner.norms import FastNorms
-from palestra.learner.tree_attention import Layout, masked_trees
-from palestra.learner.tree_attention_cpu import cpu_trees
+from palestra.learner.patches import FastNorms, ModulePatches, last_mlp_at
+from palestra.learner.tree_attention import Layout, cpu_trees, masked_trees
 
 TREES = (Tree(0, 5, (3, 3, 4, 1)), Tree(16, 0, (6,)), Tree(22, 4, (2, 2)), Tree(30, 3, ()))
 
@@ -44,7 +44,8 @@ def test_norm_with_its_gradient_written_out_equals_the_formula() -> None:
     norm = PlainRMSNorm(16)
     x, weight = torch.randn(2, 7, 3, 16, requires_grad=True), torch.randn(2, 7, 3, 16)
     expected = norm(x)
-    with FastNorms(norm).use():
+    with ModulePatches() as patches:
+        FastNorms(norm).use(patches)
         found = norm(x)
         assert type(found.grad_fn).__name__ == "_RmsNormBackward"
     torch.testing.assert_close(found, expected)
@@ -68,8 +69,28 @@ def test_last_mlp_gives_what_is_read_and_its_gradient() -> None:
     weight = torch.randn(4, 4)
     results = []
     for rows in (source, torch.arange(10)):
-        with last_mlp_at([layer], rows, 10):
+        with ModulePatches() as patches:
+            last_mlp_at([layer], rows, 10, patches)
             read = layer(x)[0].index_select(0, source)
         results.append((read, *torch.autograd.grad((read * weight).sum(), (x, *layer.parameters()))))
     torch.testing.assert_close(*results)
     assert "forward" not in layer.mlp.__dict__
+
+
+def test_patches_are_undone_in_reverse_also_after_an_error() -> None:
+    layer = Layer()
+    layer.mlp.eval()
+    flags = [module.training for module in layer.modules()]
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    patches = ModulePatches()
+    patches.set(config, "_attn_implementation", "trees")
+    for scale in (2.0, 3.0):
+        patches.set(layer.mlp, "forward", lambda x, scale=scale: x * scale)
+    patches.set_training(layer, False)
+    assert layer.mlp(torch.ones(1)).item() == 3.0
+    assert not any(module.training for module in layer.modules())
+    with pytest.raises(RuntimeError), patches:
+        raise RuntimeError
+    assert "forward" not in layer.mlp.__dict__
+    assert config._attn_implementation == "sdpa"
+    assert [module.training for module in layer.modules()] == flags

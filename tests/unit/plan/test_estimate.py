@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.engine.pages import BLOCK_ROWS, MIN_SAVED_BYTES
@@ -76,7 +77,7 @@ def test_packing_counts_micro_batches_and_prompts_as_the_learner_does() -> None:
             for g in range(problems)
             for _ in range(rows)
         ]
-        batches = pack(samples, max_tokens=limit, evenly=True)
+        batches = pack(Batch.of(samples), max_tokens=limit, evenly=True)
         # the last token of a row is only predicted, so one token less is fed
         work = StepWork(problems, rows, prompt, new - 1, tokens_per_micro_batch=limit).packed
         assert work.micro_batches == len(batches)

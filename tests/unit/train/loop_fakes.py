@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from palestra.algo.batch import Batch
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Array, Group, Problem, Rollout, Score, Turn
 from palestra.core.weights import Weights
-from palestra.learner.base import Batch, nothing
+from palestra.learner.base import nothing
 from palestra.train.group_source import GroupSource, ProblemSource
 from palestra.train.loop import Training
 
@@ -30,11 +31,11 @@ class FakeOutputs:
     batch: Batch
     entropy: float
 
-    def logprobs(self) -> list[Array]:
-        return [np.full(len(s.token_ids), -1.0, dtype=np.float32) for s in self.batch.samples]
+    def logprobs(self) -> Array:
+        return np.full(len(self.batch.token_ids), -1.0, dtype=np.float32)
 
-    def entropies(self) -> list[Array]:
-        return [np.full(len(s.token_ids), self.entropy, dtype=np.float32) for s in self.batch.samples]
+    def entropies(self) -> Array:
+        return np.full(len(self.batch.token_ids), self.entropy, dtype=np.float32)
 
     def metrics(self) -> dict[str, float]:
         return {"loss": 0.5, "entropy": self.entropy, "tokens_computed": 8.0}
@@ -51,9 +52,9 @@ class FakeLearner:
     rates: list[float] = field(default_factory=list)
     on_step: Callable[[int], None] = lambda weight: None  # called before the weight changes
 
-    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
+    def forward(self, batch: Batch, *, reference: bool = False) -> Array:
         self.calls.append("forward reference" if reference else "forward")
-        return [np.full(len(s.token_ids), -2.0, dtype=np.float32) for s in batch.samples]
+        return np.full(len(batch.token_ids), -2.0, dtype=np.float32)
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> FakeOutputs:
         self.calls.append("forward_backward")

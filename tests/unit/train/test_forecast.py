@@ -14,7 +14,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Rollout, Turn
 from palestra.evals.report import EvalReport
-from palestra.learner.micro_batch import device_of, micro_batch_tokens
+from palestra.learner.micro_batches import device_of, micro_batch_tokens
 from palestra.plan.device import GIB
 from palestra.plan.of_config import STEP_SIZES
 from palestra.train.forecast import forecast, kv_memory_for, refuse_what_cannot_fit, with_step_size

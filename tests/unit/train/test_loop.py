@@ -646,7 +646,7 @@ def test_a_nan_reward_stops_the_run_and_names_where(tmp_path: Path) -> None:
 
 def test_the_time_of_a_phase_is_that_while_sampling_and_that_while_learning() -> None:
     loop = make_loop(steps=1)
-    sampled = StepRollouts([Group("p", tuple(differ(0, "p")))], 0, 1.0)
+    sampled = StepRollouts([Group("p", tuple(differ(0, "p")))], [[-1.0, 1.0]], 0, 1.0)
     metrics = loop.training.learn(sampled, {"learner": 100.0, "decode": 2.0})  # a phase of the step's second half, too
     assert metrics["learner_seconds"] > 100.0
     assert metrics["decode_seconds"] == 2.0

@@ -86,5 +86,5 @@ def test_echo_makes_full_updates_also_where_no_group_has_signal() -> None:
 def test_a_step_taken_by_hand_is_a_full_one_when_its_own_groups_have_signal() -> None:
     loop = make_loop(EIGHT, steps=None)
     group = Group("p", (attempt("p", 0.0), attempt("p", 1.0)))
-    loop.training.learn(StepRollouts([group], 0, 0.0))
+    loop.training.learn(StepRollouts([group], [[-1.0, 1.0]], 0, 0.0))
     assert loop.learner.rates == [1.0]

@@ -6,8 +6,8 @@ import pytest
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Lineage, Rollout, Score, ToolCall, ToolResult, Turn
+from palestra.train.batch import group_advantages, has_signal, to_batch, trainable_batch
 from palestra.train.metrics import rollout_metrics
-from palestra.train.samples import group_advantages, has_signal, to_samples, trainable_samples
 
 TURNS = (
     Turn("template", (1, 2, 3)),
@@ -26,7 +26,8 @@ def rollout(reward: float, **changes: object) -> Rollout:
 
 def test_a_sample_holds_the_very_tokens_of_its_rollout_in_order() -> None:
     groups = [Group("p", (rollout(1.0),))] * 4
-    (sample,) = to_samples(groups, [[0.5]] * 4, True, chosen=[3])
+    trained = [False, False, False, True]
+    (sample,) = to_batch(groups, [[0.5]] * 4, mask_truncated=True, trained=trained).samples()
     assert sample.token_ids.tolist() == list(range(1, 11))
     assert sample.prompt_length == 3
     assert sample.group == 3
@@ -34,7 +35,7 @@ def test_a_sample_holds_the_very_tokens_of_its_rollout_in_order() -> None:
 
 
 def test_only_model_made_tokens_are_trained_and_only_tool_bodies_observed() -> None:
-    (sample,) = to_samples([Group("p", (rollout(1.0),))], [[0.5]], True)
+    (sample,) = to_batch([Group("p", (rollout(1.0),))], [[0.5]], mask_truncated=True).samples()
     assert [i for i, t in zip(sample.token_ids, sample.policy_mask, strict=True) if t] == [4, 5, 10]
     assert [i for i, t in zip(sample.token_ids, sample.echo_mask, strict=True) if t] == [7, 8]
     assert [lp for lp, t in zip(sample.logprobs, sample.policy_mask, strict=True) if t] == [-0.5, -0.25, -1.0]
@@ -44,25 +45,25 @@ def test_a_truncated_rollout_stays_in_the_baseline_but_trains_nothing() -> None:
     group = Group("p", (rollout(1.0), rollout(0.0, stop="truncated")))
     advantages = group_advantages([group], TrainSection(), {"right": 1.0})
     assert advantages[0][0] > 0 > advantages[0][1]
-    first, second = to_samples([group], advantages, mask_truncated=True)
+    first, second = to_batch([group], advantages, mask_truncated=True).samples()
     assert any(first.policy_mask)
     assert not any(second.policy_mask)
     assert not any(second.echo_mask)
-    assert any(to_samples([group], advantages, mask_truncated=False)[1].policy_mask)
+    assert any(list(to_batch([group], advantages, mask_truncated=False).samples())[1].policy_mask)
 
 
 def test_a_failed_rollout_is_in_no_baseline_and_no_batch() -> None:
     group = Group("p", (rollout(1.0), rollout(0.0), rollout(0.0, error="tool server gone", stop="failed")))
     advantages = group_advantages([group], TrainSection(advantage_scale="none"), {"right": 1.0})
     assert advantages == [[0.5, -0.5, 0.0]]
-    assert len(to_samples([group], advantages, mask_truncated=True)) == 2
+    assert to_batch([group], advantages, mask_truncated=True).rows == 2
 
 
 def test_equal_rewards_train_no_policy_but_echo_learns_their_tool_results() -> None:
     groups = [Group("equal", (rollout(1.0), rollout(1.0))), Group("mixed", (rollout(1.0), rollout(0.0)))]
     advantages = group_advantages(groups, TrainSection(), {})
-    assert [s.group for s in trainable_samples(groups, advantages, TrainSection())] == [1, 1]
-    both = trainable_samples(groups, advantages, TrainSection(), echo=True)
+    assert trainable_batch(groups, advantages, TrainSection()).groups.tolist() == [1, 1]
+    both = trainable_batch(groups, advantages, TrainSection(), echo=True).samples()
     assert [(s.group, bool(s.policy_mask.any()), int(s.echo_mask.sum())) for s in both] == [
         (0, False, 2),
         (0, False, 2),
@@ -150,7 +151,7 @@ def test_each_conversation_of_an_attempt_is_a_row_with_its_advantage_and_the_att
     group = Group("p", (rollout(1.0, lineages=(helper, cut)), rollout(0.0)))
     advantages = group_advantages([group], TrainSection(advantage_scale="none"), {"right": 1.0})
     assert advantages == [[0.5, -0.5]]
-    rows = to_samples([group], advantages, mask_truncated=True)
+    rows = list(to_batch([group], advantages, mask_truncated=True).samples())
     assert [row.token_ids.tolist()[0] for row in rows] == [1, 20, 20, 1]
     assert [float(row.advantages[0]) for row in rows] == [0.5, 0.5, 0.5, -0.5]
     assert [bool(row.policy_mask.any()) for row in rows] == [True, True, False, True]

@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from loop_fakes import FakeOutputs, attempt, make_loop
 
 from palestra.core.types import Group, Lineage, Turn
-from palestra.learner.base import Batch
-from palestra.train.samples import to_samples
+from palestra.train.batch import to_batch
 from palestra.train.token_record import TokenRecord
 
 
@@ -23,10 +22,11 @@ def test_values_lie_beside_their_tokens_and_failed_rollouts_keep_their_place() -
     other = Lineage((Turn("template", (1, 2)), Turn("model", (9,), (-3.0,), 0)), (), "answered")
     several = replace(attempt("0", 0.0), lineages=(other,))
     groups, advantages = [Group("0", (failed, good, several))], [[0.0, 0.5, -0.5]]
-    samples = to_samples(groups, advantages, mask_truncated=True)
-    record = TokenRecord()
-    record.add(Batch(samples), FakeOutputs(Batch(samples), entropy=0.25))
-    table = record.table(groups, advantages, samples)
+    batch = to_batch(groups, advantages, mask_truncated=True)
+    record = TokenRecord(batch)
+    for first, part in zip((0, 2), batch.minibatches(2), strict=True):
+        record.add(first, part, FakeOutputs(part, entropy=0.25))
+    table = record.table(groups, advantages)
 
     length = sum(len(turn.token_ids) for turn in good.turns)
     assert len(table) == 3 * length + 3
@@ -47,12 +47,12 @@ def test_values_lie_beside_their_tokens_and_failed_rollouts_keep_their_place() -
 
 def test_of_several_passes_the_last_ratio_counts() -> None:
     groups = [Group("0", (attempt("0", 1.0),))]
-    samples = to_samples(groups, [[1.0]], mask_truncated=True)
-    record = TokenRecord()
-    record.add(Batch(samples), FakeOutputs(Batch(samples), 0.1))
-    moved = Batch(samples, old_logprobs=[np.full(len(samples[0].token_ids), -2.0)])
-    record.add(moved, FakeOutputs(moved, 0.9))
-    table = record.table(groups, [[1.0]], samples)
+    batch = to_batch(groups, [[1.0]], mask_truncated=True)
+    record = TokenRecord(batch)
+    record.add(0, batch, FakeOutputs(batch, 0.1))
+    batch.old_logprobs = np.full(len(batch.token_ids), -2.0)
+    record.add(0, batch, FakeOutputs(batch, 0.9))
+    table = record.table(groups, [[1.0]])
     assert np.allclose(table["ratio"][table["policy_mask"]], np.e)
     assert np.allclose(table["entropy"][table["policy_mask"]], 0.1)
 

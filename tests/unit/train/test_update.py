@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from loop_fakes import SMALL, FakeLearner, FakeOutputs
 
+from palestra.algo.batch import Batch
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
-from palestra.learner.base import Batch
 from palestra.train.schedule import Coefficients
 from palestra.train.update import behaviour_logprobs, combine, update
 
@@ -39,15 +39,15 @@ class Recorded(FakeLearner):
         self.batches: list[tuple[list[float], Any]] = []
 
     def forward_backward(self, batch: Batch, loss: StepLoss) -> FakeOutputs:
-        old = None if batch.old_logprobs is None else [row.tolist() for row in batch.old_logprobs]
-        self.batches.append(([float(s.advantages[0]) for s in batch.samples], old))
+        old = None if batch.old_logprobs is None else [row.tolist() for row in batch.split(batch.old_logprobs)]
+        self.batches.append(([float(s.advantages[0]) for s in batch.samples()], old))
         return super().forward_backward(batch, loss)
 
 
 def run(samples: Sequence[Sample], **train: Any) -> tuple[Recorded, dict[str, float]]:
     learner = Recorded()
     config = RunConfig.build(SMALL, {"train": train})
-    metrics = update(learner, samples, config, Coefficients(0.1, echo=0.0, entropy=0.0), NOW)
+    metrics = update(learner, Batch.of(samples), config, Coefficients(0.1, echo=0.0, entropy=0.0), NOW)
     return learner, metrics
 
 
@@ -75,9 +75,10 @@ def test_the_behaviour_policy_is_the_sampler_where_it_was_older_token_by_token()
     [(_, old)] = learner.batches
     assert old == [[nan] * 4, [nan, nan, -0.5, -0.25], [nan, nan, -0.5, nan], [nan] * 4]
     assert "forward" not in learner.calls
-    own = behaviour_logprobs(learner, Batch([SAMPLE, MIXED]), NOW, several=True)
+    both = Batch.of([SAMPLE, MIXED])
+    own = behaviour_logprobs(learner, both, NOW, several=True)
     assert own is not None
-    assert [row.tolist() for row in own] == [[-2.0] * 4, [-2.0, -2.0, -0.5, -2.0]]
+    assert [row.tolist() for row in both.split(own)] == [[-2.0] * 4, [-2.0, -2.0, -0.5, -2.0]]
 
 
 def test_the_reference_is_asked_once_a_batch_and_only_for_a_kl_term() -> None:
@@ -112,8 +113,11 @@ def test_a_sampler_whose_logprobs_are_not_known_is_not_compared_with_the_policy(
             return Compared(batch, 1.0)
 
     config, coefficients = RunConfig.build(SMALL), Coefficients(0.1, 0.0, 0.0)
-    assert update(Comparing(), [SAMPLE, UNKNOWN], config, coefficients, NOW)["kl_sampler"] == 0.1
-    assert not {"kl_sampler", "sampler_gap_max"} & update(Comparing(), [UNKNOWN], config, coefficients, NOW).keys()
+    assert update(Comparing(), Batch.of([SAMPLE, UNKNOWN]), config, coefficients, NOW)["kl_sampler"] == 0.1
+    assert (
+        not {"kl_sampler", "sampler_gap_max"}
+        & update(Comparing(), Batch.of([UNKNOWN]), config, coefficients, NOW).keys()
+    )
 
 
 def test_combined_metrics_are_means_maxima_and_sums_over_a_pass() -> None:
@@ -127,7 +131,9 @@ def test_what_can_be_done_meanwhile_is_done_once_in_the_first_optimizer_step() -
     learner = Recorded()
     config = RunConfig.build(SMALL, {"train": {"minibatches": 2, "iterations": 2}})
     coefficients = Coefficients(0.1, echo=0.0, entropy=0.0)
-    update(learner, numbered(4), config, coefficients, NOW, meanwhile=lambda: learner.calls.append("meanwhile"))
+    update(
+        learner, Batch.of(numbered(4)), config, coefficients, NOW, meanwhile=lambda: learner.calls.append("meanwhile")
+    )
     assert [call for call in learner.calls if call != "forward"][:4] == [
         "forward_backward", "optim_step", "meanwhile", "forward_backward",
     ]  # fmt: skip

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import numpy as np
 from tinker import types
 
-from palestra.algo.step_loss import StepLoss
+from palestra.algo.batch import Batch
+from palestra.algo.step_loss import Loss, StepLoss
 from palestra.backends.tinker.losses import (
     StepTerms,
-    echo_gradients,
+    echo_gradient,
     needs_forward,
     server_loss,
     step_terms,
@@ -28,9 +29,9 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
-from palestra.core.types import Array, Sample
+from palestra.core.types import Array
 from palestra.core.weights import Weights, saved_tensors
-from palestra.learner.base import Batch, nothing
+from palestra.learner.base import nothing
 
 CHECKPOINT = "tinker.json"
 _ADAM_EPS = 1e-8  # as the local optimizer
@@ -52,21 +53,21 @@ class TinkerOutputs:
     batch: Batch
     loss: StepLoss
     answer: Callable[[ModelChange], Any]
-    sent: list[int]  # which samples
+    sent: list[int]  # which rows
     changes: list[ModelChange]  # the first has the logprobs of all
-    found: list[Array] | None = None
+    found: Array | None = None
     computed: StepTerms | None = None
 
-    def logprobs(self) -> list[Array]:
+    def logprobs(self) -> Array:
         if self.found is None:
             answers = [self.answer(change) for change in self.changes]
             rows = answers[0].loss_fn_outputs if answers else []
-            self.found = read_logprobs(rows, self.batch.samples, self.sent, echo=self.loss.echo_tokens > 0)
+            self.found = read_logprobs(rows, self.batch, self.sent, echo=self.loss.echo_tokens > 0)
         return self.found
 
-    def entropies(self) -> list[Array]:
+    def entropies(self) -> Array:
         """The service does not report them."""
-        return [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in self.batch.samples]
+        return np.full(len(self.batch.token_ids), np.nan, dtype=np.float32)
 
     @property
     def terms(self) -> StepTerms:
@@ -75,12 +76,7 @@ class TinkerOutputs:
         return self.computed
 
     def metrics(self) -> dict[str, float]:
-        policy, echo = self.terms.policy, self.terms.echo
-        metrics = {"loss": policy + self.loss.echo_coefficient * echo, "policy_loss": policy}
-        if self.loss.echo_tokens:
-            metrics["echo_loss"] = echo
-        metrics["tokens_computed"] = float(sum(len(self.batch.samples[i].token_ids) for i in self.sent))
-        return metrics | self.terms.stats.finish()
+        return self.terms.metrics | {"tokens_computed": float(self.batch.lengths[self.sent].sum())}
 
 
 class TinkerLearner:
@@ -97,24 +93,24 @@ class TinkerLearner:
         self._pending: list[TinkerOutputs] = []
         self._saved: dict[str, str] = {}  # the tinker:// path of each checkpoint of this learner, by its folder
 
-    def forward(self, batch: Batch, *, reference: bool = False) -> list[Array]:
+    def forward(self, batch: Batch, *, reference: bool = False) -> Array:
         if reference:
             return self._reference_logprobs(batch)
-        sent = trained_rows(batch.samples, echo=False)
+        sent = trained_rows(batch, echo=False)
         if not sent:
-            return read_logprobs([], batch.samples, sent, echo=False)
-        zeros = [np.zeros(len(s.token_ids)) for s in batch.samples]
-        data = datums(batch.samples, sent, {"weights": zeros})
+            return read_logprobs([], batch, sent, echo=False)
+        data = datums(batch, sent, {"weights": np.zeros(len(batch.token_ids))})
         answer = self.model.call(lambda client: client.forward(data, "cross_entropy"))
-        return read_logprobs(answer.loss_fn_outputs, batch.samples, sent, echo=False)
+        return read_logprobs(answer.loss_fn_outputs, batch, sent, echo=False)
 
-    def forward_backward(self, batch: Batch, loss: StepLoss) -> TinkerOutputs:
+    def forward_backward(self, batch: Batch, loss: Loss) -> TinkerOutputs:
+        assert isinstance(loss, StepLoss)
         if loss.entropy_coefficient:
             raise PalestraError(
                 f"entropy_coefficient = {loss.entropy_coefficient}: a Tinker server gives the logprobs of tokens, not "
                 "the entropy of their distributions; set train.entropy_coefficient to 0"
             )
-        found = TinkerOutputs(batch, loss, self.model.answer, trained_rows(batch.samples, loss.echo_tokens > 0), [])
+        found = TinkerOutputs(batch, loss, self.model.answer, trained_rows(batch, loss.echo_tokens > 0), [])
         try:
             if found.sent:
                 found.changes = [self._send(data, name, clip) for name, clip, data in self._passes(batch, loss, found)]
@@ -187,22 +183,21 @@ class TinkerLearner:
         self, batch: Batch, loss: StepLoss, found: TinkerOutputs
     ) -> list[tuple[LossName, Mapping[str, float], list[types.Datum]]]:
         """What to send: one pass of the server's own loss and one for ECHO, or one pass with the whole gradient."""
-        samples, sent = batch.samples, found.sent
+        sent = found.sent
         if native := server_loss(loss.objective, batch):
             assert batch.old_logprobs is not None
-            advantages = _require_finite(weighted_advantages(loss, samples), samples)
-            inputs = {"advantages": advantages, "logprobs": [np.nan_to_num(old) for old in batch.old_logprobs]}
-            passes: list[Any] = [(native.name, native.config, datums(samples, sent, inputs))]
+            advantages = _require_finite(weighted_advantages(loss, batch), batch)
+            inputs = {"advantages": advantages, "logprobs": np.nan_to_num(batch.old_logprobs)}
+            passes: list[Any] = [(native.name, native.config, datums(batch, sent, inputs))]
             if loss.echo_tokens:
-                weights = [-row for row in echo_gradients(loss, samples)]
-                passes.append(("cross_entropy", {}, datums(samples, sent, {"weights": weights})))
+                passes.append(("cross_entropy", {}, datums(batch, sent, {"weights": -echo_gradient(loss, batch)})))
             return passes
         if needs_forward(loss.objective, batch):
             logprobs = self.forward(batch)
         else:  # the gradient is the same whatever they are
-            logprobs = [np.zeros(len(s.token_ids), dtype=np.float32) for s in samples]
-        weights = [-row for row in _require_finite(step_terms(batch, loss, logprobs).gradients, samples)]
-        return [("cross_entropy", {}, datums(samples, sent, {"weights": weights}))]
+            logprobs = np.zeros(len(batch.token_ids), dtype=np.float32)
+        weights = -_require_finite(step_terms(batch, loss, logprobs).gradient, batch)
+        return [("cross_entropy", {}, datums(batch, sent, {"weights": weights}))]
 
     def _send(self, data: list[types.Datum], name: LossName, config: Mapping[str, float]) -> ModelChange:
         return self.model.change(lambda client: client.forward_backward(data, name, dict(config) or None))
@@ -214,14 +209,14 @@ class TinkerLearner:
         if changes:
             self.model.undo(changes)
 
-    def _reference_logprobs(self, batch: Batch) -> list[Array]:
+    def _reference_logprobs(self, batch: Batch) -> Array:
         """Under the base model, by its sampler: the adapter of the beginning changes nothing."""
         if not self._train.beta:
             raise PalestraError(
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
-        sent = trained_rows(batch.samples, echo=False)
-        prompts = [types.ModelInput.from_ints(batch.samples[i].token_ids.tolist()) for i in sent]
+        sent, ids = trained_rows(batch, echo=False), batch.split(batch.token_ids)
+        prompts = [types.ModelInput.from_ints(ids[i].tolist()) for i in sent]
         base = self.model.reference(self._base_model)
 
         def ask(prompt: types.ModelInput) -> Callable[[], Any]:
@@ -230,41 +225,46 @@ class TinkerLearner:
         async def score() -> list[list[float | None]]:
             return await asyncio.gather(*(self.model.call_async(ask(prompt)) for prompt in prompts))
 
-        rows = [np.full(len(s.token_ids), np.nan, dtype=np.float32) for s in batch.samples]
+        column = np.full(len(batch.token_ids), np.nan, dtype=np.float32)
+        rows = batch.split(column)
         for i, found in zip(sent, outside_event_loop(lambda: asyncio.run(score())), strict=True):
-            rows[i] = np.where(batch.samples[i].policy_mask, np.array(found, dtype=np.float32), np.nan)
-        return rows
+            rows[i][:] = np.array(found, dtype=np.float32)
+        column[~batch.policy_mask] = np.nan
+        return column
 
     def _read_tensors(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             return saved_tensors(self.model.download(Path(folder)))
 
 
-def trained_rows(samples: Sequence[Sample], echo: bool) -> list[int]:
-    """The samples that some loss reads."""
-    return [i for i, s in enumerate(samples) if s.policy_mask[1:].any() or (echo and s.echo_mask[1:].any())]
+def trained_rows(batch: Batch, echo: bool) -> list[int]:
+    """The rows that some loss reads."""
+    read = batch.policy_mask | batch.echo_mask if echo else batch.policy_mask
+    return np.flatnonzero(batch.count(batch.predicted(read))).tolist()
 
 
-def datums(samples: Sequence[Sample], rows: Sequence[int], inputs: Mapping[str, Sequence[Array]]) -> list[types.Datum]:
+def datums(batch: Batch, rows: Sequence[int], inputs: Mapping[str, Array]) -> list[types.Datum]:
     """Token i predicts token i + 1, so that every input is shifted by one."""
+    ids = batch.split(batch.token_ids)
+    columns = {name: batch.split(column) for name, column in inputs.items()}
     return [
         types.Datum(
-            model_input=types.ModelInput.from_ints(samples[i].token_ids[:-1].tolist()),
-            loss_fn_inputs={"target_tokens": samples[i].token_ids[1:].astype(np.int64)}
-            | {name: values[i][1:].astype(np.float32) for name, values in inputs.items()},
+            model_input=types.ModelInput.from_ints(ids[i][:-1].tolist()),
+            loss_fn_inputs={"target_tokens": ids[i][1:].astype(np.int64)}
+            | {name: values[i][1:].astype(np.float32) for name, values in columns.items()},
         )
         for i in rows
     ]
 
 
-def read_logprobs(outputs: Sequence[Any], samples: Sequence[Sample], rows: Sequence[int], *, echo: bool) -> list[Array]:
-    """[T] for each sample; NaN at tokens that no loss reads."""
-    found = [np.full(len(s.token_ids), np.nan, dtype=np.float32) for s in samples]
+def read_logprobs(outputs: Sequence[Any], batch: Batch, rows: Sequence[int], *, echo: bool) -> Array:
+    """[T] the logprobs of these rows; NaN at tokens that no loss reads."""
+    column = np.full(len(batch.token_ids), np.nan, dtype=np.float32)
+    values = batch.split(column)
     for i, output in zip(rows, outputs, strict=True):
-        values = np.asarray(output["logprobs"].data, dtype=np.float32)
-        read = samples[i].policy_mask | samples[i].echo_mask if echo else samples[i].policy_mask
-        found[i][1:] = np.where(read[1:], values, np.nan)
-    return found
+        values[i][1:] = np.asarray(output["logprobs"].data, dtype=np.float32)
+    column[~(batch.policy_mask | batch.echo_mask if echo else batch.policy_mask)] = np.nan
+    return column
 
 
 def gradient_norm(metrics: Mapping[str, float]) -> float:
@@ -283,19 +283,19 @@ def read_state(folder: Path) -> str:
         ) from None
 
 
-def _require_finite(rows: list[Array], samples: Sequence[Sample]) -> list[Array]:
-    bad = sorted({s.group for s, row in zip(samples, rows, strict=True) if not np.isfinite(row).all()})
-    if bad:
-        raise PalestraError(_sentence(bad, "the loss is nan"))
-    return rows
+def _require_finite(column: Array, batch: Batch) -> Array:
+    bad = np.flatnonzero(~np.isfinite(column))
+    if len(bad):
+        raise PalestraError(_sentence(sorted(set(batch.groups[batch.row_of(bad)].tolist())), "the loss is nan"))
+    return column
 
 
 def _not_finite(pending: Sequence[TinkerOutputs], what: str) -> PalestraError:
-    """Names the groups whose loss is no number, or the one with the largest."""
+    """Names the groups whose loss is not finite, or the one with the largest loss."""
     losses = [
-        (abs(float(value)), sample.group)
+        (abs(float(value)), group)
         for found in pending
-        for sample, value in zip(found.batch.samples, found.terms.row_losses, strict=True)
+        for group, value in zip(found.batch.groups.tolist(), found.terms.row_losses, strict=True)
     ]
     groups = {group for value, group in losses if not math.isfinite(value)}
     return PalestraError(_sentence(sorted(groups or {max(losses)[1]}), what))

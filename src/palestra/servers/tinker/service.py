@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from palestra.algo.tinker_losses import check_loss
 from palestra.core.files import verify_folder
 from palestra.core.types import SamplingParams
 from palestra.engine.runner import GIB, default_kv_bytes
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
 from palestra.servers.tinker.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
-from palestra.servers.tinker.losses import check_loss
 from palestra.servers.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
 from palestra.servers.tinker.sampler import PinnedWeights, Sampler, SampleRequest
 from palestra.servers.tinker.sessions import Model, SamplingSession, Session

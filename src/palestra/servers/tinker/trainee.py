@@ -12,21 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import MicroBatch, Tree
+from palestra.algo.batch import Batch, Targets
+from palestra.algo.step_loss import LossTokens
+from palestra.algo.tinker_losses import INPUTS, TinkerLoss
+from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFiniteError, PalestraError
 from palestra.core.types import Array
 from palestra.learner import state as learner_state
-from palestra.learner.forward import Scorer
+from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import Optimizer
-from palestra.learner.packed import PackedMicroBatch
-from palestra.learner.tree_attention import Layout
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
-from palestra.servers.tinker.losses import INPUTS, SCALED_BY, token_losses
 from palestra.servers.tinker.messages import Datum
 
-# No more on a large GPU, as the learner has: models and samplers share it, and a pass that is too large for its memory
-# is not repeated in parts.
+# Not more on a large GPU, unlike a training that has it to itself: models and samplers share its memory.
 TOKENS_PER_PASS = 16384
 MAX_CELLS = 1 << 24  # of one row's targets; a sparse matrix may claim any size
 WORTH_SHARING = 8  # tokens of a common beginning
@@ -50,16 +49,6 @@ class Outputs:
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """Rows that are computed together."""
-
-    micro: PackedMicroBatch
-    each: Tensor  # [N] which of the micro-batch's scored tokens a target is
-    row: Tensor  # [N] which row it belongs to
-    inputs: dict[str, Tensor]  # [N] each: what the loss reads
-
-
 class Trainee:
     """A base model with one adapter (or a whole copy of it), and its optimizer. One thread calls it at a time.
 
@@ -71,10 +60,17 @@ class Trainee:
         self.base = base
         self.spec = spec
         self.version = 0  # grows with each change of the weights
-        self._rows_per_pass = rows_per_pass
         self._model: Any = base.module(spec, seed).train()
-        self._scorer = Scorer(self._model, pad_token_id=base.tokenizer.pad_token_id or 0)
-        self._optimizer = Optimizer(self._model, TrainSection(), master_weights=not spec.rank)
+        settings = {"rollout.temperature": 1.0, "train.tokens_per_micro_batch": TOKENS_PER_PASS}
+        self._learner = LocalLearner(
+            self._model,
+            config=RunConfig.build(settings),
+            pad_token_id=base.tokenizer.pad_token_id or 0,
+            optimizer=Optimizer(self._model, TrainSection(), master_weights=not spec.rank),
+            max_rows=rows_per_pass,
+            shares_device=True,
+        )
+        self._optimizer = self._learner.optimizer
         self._failure = ""  # why gradients of this step were lost
 
     def check(self, data: Sequence[Datum], loss_fn: str) -> None:
@@ -116,49 +112,35 @@ class Trainee:
     ) -> Outputs:
         """The loss of these rows; its gradient is accumulated, unless only the forward pass was asked for."""
         self.check(data, loss_fn)
-        logprobs: list[Tensor] = []  # on the device, so that no pass waits for the one before
-        losses: list[Tensor] = []
+        if not data:
+            return Outputs([], 0.0)
+        loss, batch = TinkerLoss(loss_fn, settings), to_batch(data, INPUTS[loss_fn])
+        if not backward:
+            logprobs = self._learner.forward(batch)
+            return Outputs(_by_row(logprobs, data), _loss_of(loss, batch, logprobs))
         try:
-            with self._scorer.session():
-                for rows in self._passes(data):
-                    packed = self._pack(rows, INPUTS[loss_fn])
-                    trains = backward and has_gradient(loss_fn, rows)
-                    with torch.set_grad_enabled(trains):
-                        found = self._scorer(packed.micro)[0].index_select(0, packed.each)
-                        loss = token_losses(loss_fn, settings, found, packed.inputs, packed.row).sum()
-                    if trains:
-                        self._optimizer.gather()
-                        loss.backward()
-                    losses.append(loss.detach().double())
-                    logprobs.append(found.detach().float())
-            if backward and data:
-                self._optimizer.fill()
-            values = torch.cat(logprobs).cpu().numpy() if logprobs else np.empty(0, np.float32)
-            total = float(torch.stack(losses).sum()) if losses else 0.0
+            outputs = self._learner.forward_backward(batch, loss)
+            self._optimizer.fill()
+            return Outputs(_by_row(outputs.logprobs(), data), outputs.metrics()["loss"])
         except BaseException as error:
-            if backward:  # what part of it was added is not known any more
-                self._optimizer.clear()
-                self._failure = f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
             raise
-        return Outputs(_by_row(values, data), total)
 
     def optim_step(self, adam: AdamParams) -> float:
         """One AdamW update; gives the gradient's norm before clipping. Without a gradient nothing changes."""
         if self._failure:
             failure, self._failure = self._failure, ""
             raise PalestraError(f"a forward_backward of this step failed ({failure}), so its gradients are gone")
-        optimizer = self._optimizer
-        if all(master.grad is None for master in optimizer.masters):
+        if not self._learner.has_pending:
             return 0.0
-        norm = float(optimizer.clip(adam.grad_clip_norm or math.inf))
-        if not math.isfinite(norm):
-            optimizer.clear()
+        self._optimizer.configure((adam.beta1, adam.beta2), adam.eps, adam.weight_decay)
+        try:
+            norm = self._learner.optim_step(adam.learning_rate, max_grad_norm=adam.grad_clip_norm or math.inf)
+        except NotFiniteError as error:
             raise PalestraError(
-                f"the gradient norm is {norm}, expected a finite number; the weights are unchanged. Look for infinite "
-                "advantages or logprobs, or lower the learning rate"
-            )
-        optimizer.configure((adam.beta1, adam.beta2), adam.eps, adam.weight_decay)
-        optimizer.step(adam.learning_rate)
+                "the gradient norm is infinite or NaN, expected a finite number; the weights are unchanged. Look for "
+                "infinite advantages or logprobs, or lower the learning rate"
+            ) from error
         self.version += 1
         return norm
 
@@ -171,7 +153,7 @@ class Trainee:
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the trained weights as they are now, which other threads may read."""
-        copies = {name: w.detach().clone() for name, w in self._model.named_parameters() if w.requires_grad}
+        copies = {name: weight.clone() for name, weight in self._learner.weights(self.version).tensors().items()}
         if self.base.device.type == "cuda":
             torch.cuda.current_stream(self.base.device).synchronize()
         return copies
@@ -179,103 +161,58 @@ class Trainee:
     def save(self, folder: Path, *, optimizer: bool) -> None:
         """Write the adapter (or all weights), as peft and transformers read it, and the optimizer's state."""
         if optimizer:
-            learner_state.save(folder, self._model, {"optimizer": self._optimizer.state_dict()})
+            self._learner.save(folder)
         else:
             learner_state.save_model(folder, self._model)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Read what `save` wrote; without the optimizer's state it begins anew. Gathered gradients are forgotten."""
+        """Read what `save` wrote; without `optimizer` its state is reset. Accumulated gradients are discarded."""
         if optimizer:
-            state = learner_state.load(folder, self._model)
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._learner.load(folder)
         else:
             learner_state.load_model(folder, self._model)
             self._optimizer.reset()
-        self._optimizer.clear()
+        self._learner.discard_gradients()
         self._failure = ""
         self.version += 1
 
-    def _passes(self, data: Sequence[Datum]) -> Iterator[Sequence[Datum]]:
-        """The rows in runs that are computed together."""
-        start = tokens = 0
-        for i, datum in enumerate(data):
-            length = len(datum.token_ids)
-            if i > start and (i - start >= self._rows_per_pass or tokens + length > TOKENS_PER_PASS):
-                yield data[start:i]
-                start, tokens = i, 0
-            tokens += length
-        if data:
-            yield data[start:]
 
-    def _pack(self, rows: Sequence[Datum], names: Sequence[str]) -> _Packed:
-        """The rows' tokens, prompts that neighbours share once, and what the loss reads of every target."""
-        tokens: list[Array] = []
-        positions: list[Array] = []
-        trees: list[Tree] = []
-        source: list[Array] = []
-        start = 0
-        for shared, family in _families([datum.token_ids for datum in rows], share=self._scorer.shares_prefix):
-            own = [ids[shared:] for ids in family]
-            tokens += [family[0][:shared], *own]
-            positions += [np.arange(shared), *(np.arange(shared, len(ids)) for ids in family)]
-            trees.append(Tree(start, shared, tuple(len(ids) for ids in own)))
-            at = start + shared
-            for ids in own:
-                source.append(np.concatenate([np.arange(start, start + shared), np.arange(at, at + len(ids))]))
-                at += len(ids)
-            start = at
-        targets = [datum.inputs["target_tokens"] for datum in rows]
-        places = [target.places for target in targets]
-        widths = [target.shape[1] if len(target.shape) == 2 else 1 for target in targets]
-        predicted_from = [s[place // width] for s, place, width in zip(source, places, widths, strict=True)]
-        ids = np.concatenate([target.values for target in targets])
-        # Of a shared prompt each target is scored once, too.
-        keys, each = np.unique(np.concatenate(predicted_from) * self.base.vocabulary + ids, return_inverse=True)
-        count, device = len(keys), self.base.device
-        numbers, ones = torch.arange(count), torch.ones(count, dtype=torch.bool)
-        batch = MicroBatch(
-            token_ids=_tensor(tokens).long(),
-            position_ids=_tensor(positions),
-            trees=tuple(trees),
-            source=torch.from_numpy(keys // self.base.vocabulary),
-            target=torch.from_numpy(keys % self.base.vocabulary),
-            row=torch.zeros_like(numbers),
-            place=numbers,
-            policy_mask=ones,
-            echo_mask=~ones,
-            sampler_logprobs=torch.zeros(count),
-            advantages=torch.zeros(count),
-        )
-        every, layout = numbers.to(device), Layout(batch.trees, device)
-        micro = PackedMicroBatch(batch.to(device), every, every[:0], layout, batch.row.numpy(), batch.place.numpy())
-        row = np.repeat(np.arange(len(rows)), [len(place) for place in places])
-        inputs = {name: _tensor([d.inputs[name].values for d in rows]).float().to(device) for name in names}
-        return _Packed(micro, torch.from_numpy(each).to(device), torch.from_numpy(row).to(device), inputs)
+def to_batch(data: Sequence[Datum], names: Sequence[str]) -> Batch:
+    """The rows as the learner's batch: neighbours with a common beginning are a group, which computes it once."""
+    targets = [datum.inputs["target_tokens"] for datum in data]
+    widths = [target.shape[1] if len(target.shape) == 2 else 1 for target in targets]
+    places = [target.places // width + 1 for target, width in zip(targets, widths, strict=True)]
+    columns = {name: _flat([datum.inputs[name].values for datum in data], np.float32) for name in names}
+    offsets = np.cumsum([0, *(len(target.values) for target in targets)])
+    scored = Targets(_flat([target.values for target in targets], np.int64), _flat(places, np.int64), offsets, columns)
+    rows = [datum.token_ids for datum in data]
+    families = list(_families(rows))
+    groups = np.repeat(np.arange(len(families)), [count for _, count in families])
+    shared = np.repeat(np.array([length for length, _ in families], int), [count for _, count in families])
+    return Batch.of_targets(rows, scored, groups, shared)
 
 
-def has_gradient(loss_fn: str, rows: Sequence[Datum]) -> bool:
-    """False where all advantages (or weights) are 0, as those of a group with equal rewards: no need to go backward."""
-    counts = SCALED_BY.get(loss_fn)
-    return counts is None or any(np.any(row.inputs[counts].values) for row in rows)
+def _flat(parts: Sequence[Array], kind: Any) -> Array:
+    return np.concatenate([np.zeros(0, kind), *parts]).astype(kind, copy=False)
 
 
-def _families(rows: Sequence[Array], *, share: bool) -> Iterator[tuple[int, list[Array]]]:
-    """(length of their common beginning, rows) of neighbours that have one; 0 for a row by itself."""
+def _families(rows: Sequence[Array]) -> Iterator[tuple[int, int]]:
+    """(length of their common beginning, how many) of neighbouring rows that share one; 0 for a row by itself."""
     family: list[Array] = []
     shared = 0
     for ids in rows:
         common = min(_common_length(family[0], ids), shared) if family else 0
         common = min(common, len(ids) - 1)  # each keeps a token of its own
         costs = len(family) * (shared - common) if len(family) > 1 else 0  # tokens that were shared till now
-        if share and family and common >= max(WORTH_SHARING, costs):
+        if family and common >= max(WORTH_SHARING, costs):
             family.append(ids)
             shared = common
             continue
         if family:
-            yield shared if len(family) > 1 else 0, family
+            yield shared if len(family) > 1 else 0, len(family)
         family, shared = [ids], len(ids) - 1
     if family:
-        yield shared if len(family) > 1 else 0, family
+        yield shared if len(family) > 1 else 0, len(family)
 
 
 def _common_length(a: Array, b: Array) -> int:
@@ -284,8 +221,12 @@ def _common_length(a: Array, b: Array) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def _tensor(parts: Sequence[Array]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts))
+def _loss_of(loss: TinkerLoss, batch: Batch, logprobs: Array) -> float:
+    """The summed loss of targets whose log-probabilities are known."""
+    assert batch.targets is not None
+    row = torch.from_numpy(np.repeat(np.arange(batch.rows), np.diff(batch.targets.offsets)))
+    inputs = {name: torch.from_numpy(column) for name, column in batch.targets.inputs.items()}
+    return float(loss(LossTokens(batch.rows, row, inputs), torch.from_numpy(logprobs), None).terms.sum())
 
 
 def _by_row(values: Array, rows: Sequence[Datum]) -> list[Array]:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_tinker import VOCABULARY, FakeServer, scored
 
+from palestra.algo.batch import Batch
 from palestra.algo.echo import world_model_loss
 from palestra.algo.losses import Objective, policy_loss, token_weights
 from palestra.algo.step_loss import StepLoss
@@ -23,7 +24,6 @@ from palestra.backends.tinker.model import TinkerModel
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array, Sample
-from palestra.learner.base import Batch
 
 RNG = np.random.default_rng(0)
 CONFIG = RunConfig.build({"backend": "tinker", "train.beta": 0.1})
@@ -58,7 +58,7 @@ def old_of(samples: list[Sample], known: float = 1.0) -> list[Array]:
 def expected_gradient(batch: Batch, loss: StepLoss) -> torch.Tensor:
     """Of the bigram table at 0, by our own loss over all tokens at once."""
     table = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64, requires_grad=True)
-    samples = batch.samples
+    samples = list(batch.samples())
     row_logprobs = [scored(table, s.token_ids[:-1].tolist(), torch.tensor(s.token_ids[1:]).long()) for s in samples]
 
     def flat(values: Any, mask: str) -> torch.Tensor:
@@ -80,12 +80,12 @@ def expected_gradient(batch: Batch, loss: StepLoss) -> torch.Tensor:
     token_loss, _ = policy_loss(
         loss.objective,
         own,
-        None if batch.old_logprobs is None else known(batch.old_logprobs),
+        None if batch.old_logprobs is None else known(batch.split(batch.old_logprobs)),
         row,
         flat([s.advantages for s in samples], "policy_mask"),
         rows=len(samples),
         sampler_logprobs=known([s.logprobs for s in samples]),
-        ref_logprobs=None if batch.ref_logprobs is None else known(batch.ref_logprobs),
+        ref_logprobs=None if batch.ref_logprobs is None else known(batch.split(batch.ref_logprobs)),
     )
     weights = token_weights(
         loss.objective.loss,
@@ -123,8 +123,8 @@ KNOWN = {"on-policy": None, "all": 1.0, "some": 0.5}
 def test_every_loss_has_the_gradient_that_it_has_here(loss: Any, known: str, echo: float) -> None:
     samples, server = rows(), FakeServer()
     share = KNOWN[known]
-    batch = Batch(samples, None if share is None else old_of(samples, share))
-    terms = StepLoss.of(samples, Objective(loss=loss), max_completion_length=16, echo_coefficient=echo)
+    batch = Batch.of(samples, old_logprobs=None if share is None else old_of(samples, share))
+    terms = StepLoss.of(Batch.of(samples), Objective(loss=loss), max_completion_length=16, echo_coefficient=echo)
     learner = learner_on(server)
     learner.forward_backward(batch, terms)
     found = learner.model._client.weights.grad
@@ -151,17 +151,18 @@ def test_every_loss_has_the_gradient_that_it_has_here(loss: Any, known: str, ech
 )
 def test_every_option_of_the_objective_has_its_gradient(options: dict[str, Any]) -> None:
     samples = rows()
-    learner, batch = learner_on(FakeServer()), Batch(samples, old_of(samples))
+    learner, batch = learner_on(FakeServer()), Batch.of(samples, old_logprobs=old_of(samples))
     if "beta" in options:
-        batch.ref_logprobs = [row - 0.3 for row in learner.forward(batch, reference=True)]
-    terms = StepLoss.of(samples, Objective(**options), max_completion_length=16)
+        batch.ref_logprobs = learner.forward(batch, reference=True) - 0.3
+    terms = StepLoss.of(Batch.of(samples), Objective(**options), max_completion_length=16)
     learner.forward_backward(batch, terms)
     found = learner.model._client.weights.grad
     torch.testing.assert_close(found, expected_gradient(batch, terms), atol=1e-8, rtol=1e-5)
 
 
 def step(learner: TinkerLearner, samples: list[Sample]) -> tuple[float, dict[str, float]]:
-    found = learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+    batch = Batch.of(samples)
+    found = learner.forward_backward(batch, StepLoss.of(batch, Objective(), max_completion_length=16))
     norm = learner.optim_step(0.1, max_grad_norm=1.0)
     return norm, found.metrics()
 
@@ -177,7 +178,7 @@ def test_other_work_is_done_before_the_servers_answers_are_waited_for(monkeypatc
     learner, samples, said = learner_on(FakeServer()), rows(), list[str]()
     answer = learner.model.answer
     monkeypatch.setattr(learner.model, "answer", lambda change: said.append("answer") or answer(change))
-    learner.forward_backward(Batch(samples), StepLoss.of(samples, Objective(), max_completion_length=16))
+    learner.forward_backward(Batch.of(samples), StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16))
     learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: said.append("other work"))
     assert said[0] == "other work"
     assert set(said[1:]) == {"answer"}
@@ -189,14 +190,14 @@ def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(where: str) -> Non
     learner = learner_on(server)
     step(learner, samples)
     before = learner.model._client.weights.detach().clone()
-    terms = StepLoss.of(samples, Objective(), max_completion_length=16)
-    learner.forward_backward(Batch(samples[:2]), terms)
+    terms = StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16)
+    learner.forward_backward(Batch.of(samples[:2]), terms)
     if where == "before it is sent":
         bad = replace(samples[3], advantages=float("nan"))  # type: ignore[arg-type]
         with pytest.raises(PalestraError, match="group 1: the loss is nan, expected a finite number"):
-            learner.forward_backward(Batch([bad]), terms)
+            learner.forward_backward(Batch.of([bad]), terms)
     else:
-        found = learner.forward_backward(Batch(samples[2:]), terms)
+        found = learner.forward_backward(Batch.of(samples[2:]), terms)
         found.computed = replace(found.terms, row_losses=np.array([1.0, np.nan]))
         with pytest.raises(PalestraError, match="group 1: the loss is nan"):
             learner.optim_step(0.1, max_grad_norm=1.0)
@@ -207,9 +208,9 @@ def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(where: str) -> Non
 
 def test_an_entropy_bonus_is_refused_by_name() -> None:
     samples = rows()
-    terms = StepLoss.of(samples, Objective(), max_completion_length=16, entropy_coefficient=0.1)
+    terms = StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16, entropy_coefficient=0.1)
     with pytest.raises(PalestraError, match=r"entropy_coefficient = 0\.1: .*set train\.entropy_coefficient to 0"):
-        learner_on(FakeServer()).forward_backward(Batch(samples), terms)
+        learner_on(FakeServer()).forward_backward(Batch.of(samples), terms)
 
 
 def test_a_checkpoint_holds_the_path_of_a_state_that_is_loaded_with_its_optimizer(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_tinker import FakeServer
 from test_learner import learner_on, rows, step
 
+from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.backends.tinker import model as model_module
@@ -26,7 +27,6 @@ from palestra.backends.tinker.policy import TinkerPolicy, sampling_params
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.learner.base import Batch
 
 BUSY = tinker.RateLimitError(
     "slow down", response=httpx.Response(429, request=httpx.Request("POST", "http://fake")), body=None
@@ -63,12 +63,12 @@ def test_a_session_that_is_lost_at_any_moment_changes_nothing(moment: str, tmp_p
         policy.update(learner.weights(1))
         at("sampling")
         tokens = sampled(policy).token_ids.tolist()
-        terms = StepLoss.of(samples, Objective(), max_completion_length=16)
-        learner.forward_backward(Batch(samples[:2]), terms)
+        terms = StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16)
+        learner.forward_backward(Batch.of(samples[:2]), terms)
         at("reference")
-        learner.forward(Batch(samples), reference=True)
+        learner.forward(Batch.of(samples), reference=True)
         at("gradients")
-        learner.forward_backward(Batch(samples[2:]), terms)
+        learner.forward_backward(Batch.of(samples[2:]), terms)
         at("step")
         learner.optim_step(0.1, max_grad_norm=1.0)
         policy.update(learner.weights(2))
@@ -91,7 +91,7 @@ def test_only_what_came_after_the_last_state_is_sent_again() -> None:
     learner.weights(2)
     server.log.clear()
     server.restart()
-    learner.forward(Batch(rows()))
+    learner.forward(Batch.of(rows()))
     assert server.log == ["session", f"load {state}", "cross_entropy", "optim_step", "sampler", "close interrupted"]
 
 
@@ -110,9 +110,9 @@ def test_a_state_is_saved_now_and_then_and_the_one_before_is_deleted(monkeypatch
 def test_a_server_at_fault_is_asked_again(error: Exception) -> None:
     server = FakeServer()
     learner = learner_on(server)
-    expected = learner.forward(Batch(rows(1)))
+    expected = learner.forward(Batch.of(rows(1)))
     server.fails = [error]
-    assert len(learner.forward(Batch(rows(1)))) == len(expected)
+    assert len(learner.forward(Batch.of(rows(1)))) == len(expected)
     assert not server.fails
 
 
@@ -122,7 +122,7 @@ def test_a_server_that_stays_at_fault_is_told_with_the_last_state() -> None:
     state = learner.model.save("mine")
     server.fails = [BROKEN] * 9
     with pytest.raises(PalestraError, match=rf"session is lost.*it crashed.*last state that it saved is {state}"):
-        learner.forward(Batch(rows()))
+        learner.forward(Batch.of(rows()))
 
 
 def test_a_state_that_is_gone_is_told() -> None:
@@ -132,7 +132,7 @@ def test_a_state_that_is_gone_is_told() -> None:
     server.states.clear()
     server.restart()
     with pytest.raises(PalestraError, match=r"could not be opened again .*there is no tinker://run/weights/mine"):
-        learner.forward(Batch(rows()))
+        learner.forward(Batch.of(rows()))
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +161,9 @@ def test_after_a_refusal_the_next_request_has_a_client_without_a_gap_in_its_numb
     step(learner, rows())
     server.fails = [WRONG]
     with pytest.raises(PalestraError, match="no token 99"):
-        learner.forward(Batch(rows()))
+        learner.forward(Batch.of(rows()))
     server.log.clear()
-    learner.forward(Batch(rows()))
+    learner.forward(Batch.of(rows()))
     assert server.log == ["session", "create", "cross_entropy", "optim_step", "close interrupted"]
 
 
@@ -174,7 +174,7 @@ def test_a_key_that_is_not_accepted_is_named() -> None:
     learner = learner_on(server)
     server.fails = [error]
     with pytest.raises(PalestraError, match="does not accept the key in TINKER_API_KEY: unknown key"):
-        learner.forward(Batch(rows()))
+        learner.forward(Batch.of(rows()))
 
 
 def test_many_rollouts_open_one_new_session_together() -> None:

@@ -329,8 +329,9 @@ def test_a_tool_result_is_predicted_in_one_row_alone(tiny_tokenizer):
 
 
 def test_rows_of_discarded_turns_are_no_samples(tiny_tokenizer):
+
     from palestra.core.types import Group
-    from palestra.train.samples import to_samples
+    from palestra.train.batch import to_batch
 
     model = completer(tiny_tokenizer, [f"{word}.{END}" for word in ("One", "Two", "Three", "Four")])
     one = attempt(model)
@@ -338,7 +339,7 @@ def test_rows_of_discarded_turns_are_no_samples(tiny_tokenizer):
     ask(one, model, [QUESTION, choices[1], said("And?")])
     rollout = asyncio.run(one.finish())
     assert len(rollout.conversations) == 3
-    (sample,) = to_samples([Group(PROBLEM.id, (rollout,))], [[1.0]], mask_truncated=True)
+    (sample,) = to_batch([Group(PROBLEM.id, (rollout,))], [[1.0]], mask_truncated=True).samples()
     assert int(sample.policy_mask.sum()) == len(model.policy.sampled[1]) + len(model.policy.sampled[3])
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from palestra.algo.batch import Batch
+from palestra.algo.losses import Objective
+from palestra.algo.step_loss import StepLoss
+from palestra.algo.tinker_losses import SETTINGS
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.types import Sample
+from palestra.learner.local import LocalLearner
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
-from palestra.servers.tinker.losses import SETTINGS
 from palestra.servers.tinker.messages import Datum, Tensor
 from palestra.servers.tinker.trainee import AdamParams, Trainee
 
@@ -38,6 +45,49 @@ def test_a_gradient_is_the_same_to_the_bit_however_the_rows_are_split(
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert any(bool(gradient.any()) for gradient in whole.values())
+
+
+@pytest.mark.parametrize("spec", [SPEC, AdapterSpec(0)], ids=["adapter", "all weights"])
+@pytest.mark.parametrize("siblings", [1, 4])
+def test_a_local_step_has_the_gradient_of_the_server_to_the_bit(
+    base: BaseModel, spec: AdapterSpec, siblings: int
+) -> None:
+    """The same rows: `dapo` with a step's normalisers on the local learner, `ppo` with weighted advantages here."""
+    random = np.random.default_rng(0)
+    samples: list[Sample] = []
+    for group in range(4):
+        prompt, is_new = random.integers(0, 1024, 9), np.arange(17) >= 9
+        for _ in range(siblings):
+            ids = np.concatenate([prompt, random.integers(0, 1024, 8)])
+            logprobs = np.where(is_new, random.uniform(-9, -5, 17), 0.0)
+            samples.append(Sample(ids, is_new, np.zeros(17), logprobs, random.normal(), group, 9))  # type: ignore[arg-type]
+    batch = Batch.of(samples, old_logprobs=[sample.logprobs for sample in samples])
+    loss = replace(StepLoss.of(batch, Objective(loss="dapo"), max_completion_length=8), tokens_total=64.0)
+
+    def answer(column: np.ndarray) -> Tensor:
+        return Tensor(column[9:], (16, 1), np.arange(8, 16))
+
+    data = [
+        Datum(
+            s.token_ids[:-1],
+            {
+                "target_tokens": answer(s.token_ids),
+                "logprobs": answer(s.logprobs),
+                "advantages": answer(s.advantages / np.float32(64.0)),  # exact: a power of two
+            },
+        )
+        for s in samples
+    ]
+    trainee = Trainee(base, spec, seed=1, rows_per_pass=len(data))
+    outputs = trainee.forward_backward(data, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28})
+    model = base.module(spec, 1)
+    local = LocalLearner(model, config=RunConfig.build({"rollout.temperature": 1.0}))
+    found = local.forward_backward(batch, loss)
+    assert np.array_equal(np.concatenate([row[8:, 0] for row in outputs.logprobs]), found.logprobs()[batch.policy_mask])
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    assert gradients.keys() == trainee.gradient().keys()
+    assert all(torch.equal(gradient, trainee.gradient()[name]) for name, gradient in gradients.items())
+    assert any(bool(gradient.any()) for gradient in gradients.values())
 
 
 def test_logprobs_are_the_modules_own_with_a_trained_unembedding(base: BaseModel, make_row: Row) -> None:

@@ -9,7 +9,7 @@ import pytest
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Rollout, ToolCall, Turn
 from palestra.sources.wire.protocol import ModelLimits, read_group, write_group
-from palestra.train.samples import to_samples
+from palestra.train.batch import to_batch
 
 LIMITS = ModelLimits(vocabulary=100, context_tokens=16)
 
@@ -24,7 +24,7 @@ def posted(**changes):
 
 
 def samples(group, advantages):
-    return to_samples([group], [advantages], True)
+    return list(to_batch([group], [advantages], mask_truncated=True).samples())
 
 
 def test_tokens_masks_and_logprobs_come_through():

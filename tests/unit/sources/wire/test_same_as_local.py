@@ -11,8 +11,8 @@ from palestra.core.types import Group, Lineage, Message, Rollout, Score, ToolCal
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
 from palestra.sources.wire.protocol import ModelLimits, ScoredGroup, read_group, write_group
+from palestra.train.batch import group_advantages, trainable_batch
 from palestra.train.metrics import rollout_metrics
-from palestra.train.samples import group_advantages, trainable_samples
 from palestra.train.schedule import coefficients_at
 from palestra.train.update import update
 
@@ -66,9 +66,9 @@ def over_the_wire(group: Group) -> Group:
 def step(groups: list[Group]) -> tuple[dict[str, float], dict[str, float]]:
     """The metrics of the rollouts, and of one update of the embedded model."""
     advantages = group_advantages(groups, CONFIG.train, {})
-    samples = trainable_samples(groups, advantages, CONFIG.train)
+    batch = trainable_batch(groups, advantages, CONFIG.train)
     learner = LocalLearner(load_model("palestra/tiny").model, config=CONFIG)
-    learned = update(learner, samples, CONFIG, coefficients_at(0, CONFIG, None, 0.0), NOW)
+    learned = update(learner, batch, CONFIG, coefficients_at(0, CONFIG, None, 0.0), NOW)
     return rollout_metrics(groups, advantages, NOW), learned
 
 

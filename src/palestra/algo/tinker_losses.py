@@ -11,11 +11,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.algo.batch import Batch
+from palestra.algo.losses import TokenStats
+from palestra.algo.step_loss import Loss, LossTerms, LossTokens
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.types import Array
 
 _SAMPLED = ("logprobs", "advantages")
 INPUTS = {  # beside target_tokens
@@ -34,7 +40,7 @@ NEEDED = {"gspo": _CLIP, "dro": ("beta",)}  # settings whose defaults at the hos
 
 
 def check_loss(loss_fn: str, config: Mapping[str, float | str]) -> dict[str, float]:
-    """The loss's settings with its defaults; an unknown loss or setting is refused."""
+    """The settings of a loss with their defaults; raises for an unknown loss or setting."""
     if loss_fn not in INPUTS:
         known = ", ".join(INPUTS)
         raise PalestraError(
@@ -52,6 +58,24 @@ def check_loss(loss_fn: str, config: Mapping[str, float | str]) -> dict[str, flo
         if key not in config:
             raise PalestraError(f"{loss_fn} needs loss_fn_config[{key!r}] here: its default is not published")
     return {**defaults, **{key: float(value) for key, value in config.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerLoss(Loss):
+    """One of these losses over a batch's targets, with the settings that `check_loss` returns."""
+
+    name: str
+    settings: Mapping[str, float]
+
+    def __call__(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        losses = token_losses(self.name, self.settings, logprobs, tokens.inputs, tokens.row)
+        return LossTerms(losses.sum()[None], losses.detach(), tokens.row, TokenStats())
+
+    def has_gradient(self, batch: Batch, at: Array) -> bool:
+        """False where all advantages (or weights) are 0, as those of a group with equal rewards."""
+        assert batch.targets is not None
+        counts = SCALED_BY.get(self.name)
+        return counts is None or bool(np.any(batch.targets.inputs[counts][at]))
 
 
 def token_losses(

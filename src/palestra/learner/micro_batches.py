@@ -1,0 +1,273 @@
+"""Micro-batches of the local learner: their size, packing and results, and recovery when one does not fit in memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.algo.batch import Batch
+from palestra.algo.batching import MicroBatch, nothing_scored, pack
+from palestra.algo.losses import TokenStats
+from palestra.algo.step_loss import Loss, LossTerms
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.machine import memory_gib, to_device
+from palestra.core.ranks import Ranks
+from palestra.core.types import Array
+from palestra.learner.shapes import Shapes
+from palestra.learner.tree_attention import Layout
+from palestra.plan.device import GIB, Device, cpu, find_device
+from palestra.plan.memory import captured_micro_batch
+from palestra.plan.of_config import work_of
+from palestra.plan.shape import shape_of
+from palestra.plan.work import MICRO_BATCH
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMicroBatch:
+    """One forward and backward pass."""
+
+    batch: MicroBatch
+    policy: Tensor  # indices of the scored tokens that count in the policy loss
+    echo: Tensor  # indices of those that count in the ECHO term
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    micro_batches: list[PackedMicroBatch]
+    policy_lengths: Tensor  # [R] policy tokens of each row
+    echo_lengths: Tensor  # [R]
+
+    def pad_passes(self, count: int, device: torch.device) -> None:
+        """Add passes that score nothing: every rank takes as many, since each pass gathers the shards of all."""
+        while len(self.micro_batches) < count:
+            self.micro_batches.append(_to_device(nothing_scored(), echo=False, device=device))
+
+
+def pack_batch(
+    batch: Batch,
+    *,
+    max_tokens: int,
+    max_rows: int | None = None,
+    share_prefix: bool,
+    echo: bool,
+    device: torch.device,
+    rows: Collection[int] | None = None,
+    at_least: int = 1,
+    shapes: Shapes | None = None,
+) -> PackedBatch:
+    """Pack on the host, then copy to the device, so that no pass waits for it later; see `algo.batching.pack`.
+
+    Micro-batches that fit one of `shapes` are padded to it.
+    """
+    evenly = device.type == "cuda" or at_least > 1  # the largest one determines memory or time
+    batches = pack(
+        batch,
+        max_tokens=max_tokens,
+        max_rows=max_rows,
+        share_prefix=share_prefix,
+        echo=echo,
+        rows=rows,
+        evenly=evenly,
+        at_least=at_least,
+    )
+    lengths = to_device((_row_lengths(batches, batch.rows, name) for name in ("policy_mask", "echo_mask")), device)
+    return PackedBatch([_to_device(micro, echo, device, shapes) for micro in batches], *lengths)
+
+
+def column_to_tokens(column: Array, micro: PackedMicroBatch, device: torch.device) -> Tensor:
+    """[N] float32 the values of a column at the micro-batch's tokens."""
+    return torch.from_numpy(column[micro.batch.at].astype(np.float32)).to(device)
+
+
+def tokens_to_column(parts: Sequence[tuple[PackedMicroBatch, Tensor]], batch: Batch) -> Array:
+    """The reverse: a column of the batch's tokens (or targets), NaN where none was scored."""
+    size = len(batch.token_ids) if batch.targets is None else len(batch.targets.ids)
+    column = np.full(size, np.nan, dtype=np.float32)
+    for micro, values in parts:
+        column[micro.batch.at] = values.detach().float().cpu().numpy()
+    return column
+
+
+def _to_device(batch: MicroBatch, echo: bool, device: torch.device, shapes: Shapes | None = None) -> PackedMicroBatch:
+    # On the host, before the copy: on a GPU this would wait.
+    policy = np.flatnonzero(batch.policy_mask.numpy())
+    observed = np.flatnonzero(batch.echo_mask.numpy()) if echo else policy[:0]
+    policy_on, observed_on = to_device(map(torch.from_numpy, (policy, observed)), device)
+    return PackedMicroBatch(batch.to(device), policy_on, observed_on, Layout(batch.trees, device, shapes))
+
+
+def _row_lengths(batches: list[MicroBatch], rows: int, mask: str) -> Tensor:
+    """[rows] how many scored tokens of each row the mask selects."""
+    total = np.zeros(rows, np.int64)
+    for batch in batches:
+        total += np.bincount(batch.row.numpy()[getattr(batch, mask).numpy()], minlength=rows)
+    return torch.from_numpy(total)
+
+
+def data_sheet(where: torch.device) -> Device | None:
+    """The device with its data sheet's figures, regardless of its current load; None for an unknown GPU."""
+    if where.type != "cuda":
+        return cpu(torch.get_num_threads(), memory_gib())
+    try:
+        return find_device(torch.cuda.get_device_name(where))
+    except PalestraError:
+        return None
+
+
+def device_of(where: torch.device) -> Device | None:
+    """The device with the memory that this process can have of it; None for a GPU without figures."""
+    found = data_sheet(where)
+    if found is None or not found.is_gpu:
+        return found
+    free, total = torch.cuda.mem_get_info(where)
+    others = total - free - torch.cuda.memory_reserved(where)  # other processes, and the driver
+    return replace(found, memory_gib=min(found.memory_gib, (total - others) / GIB))
+
+
+def micro_batch_tokens(config: RunConfig, model_config: Any, where: torch.device, *, whole_logits: bool) -> int:
+    """The tokens of a micro-batch; `whole_logits`: it holds the model's logits of every token."""
+    shape, device = shape_of(model_config), device_of(where)
+    if shape is None or device is None or whole_logits:
+        return config.train.tokens_per_micro_batch or MICRO_BATCH
+    return work_of(config, shape, device, prompt_tokens=1).tokens_per_micro_batch
+
+
+def captured_tokens(config: RunConfig, model_config: Any, where: torch.device) -> int:
+    """The tokens of the largest micro-batch whose pass is worth capturing, padding included."""
+    shape, device = shape_of(model_config), device_of(where)
+    if shape is None or device is None:
+        return 0
+    return captured_micro_batch(shape, device, work_of(config, shape, device, prompt_tokens=1))
+
+
+log = logging.getLogger("palestra")
+T = TypeVar("T")
+
+
+def unless_out_of_memory(work: Callable[[], T]) -> T | None:
+    """What the work gives; None where the GPU's memory ran out.
+
+    Where several processes compute together the error stays one: the others would wait for this one's share.
+    """
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise
+    # Out here nothing holds the frames in which it happened, and so their tensors.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+class MicroBatchLimit:
+    """The tokens of a micro-batch, halved when they do not fit; said once."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._lowered_from: int | None = None
+        self._warned = False
+
+    def halve(self, tokens: int, rows: int) -> None:
+        """A micro-batch of so many tokens and rows did not fit."""
+        if rows < 2:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: one row of {tokens} tokens does not fit, and cannot be divided"
+            )
+        self._lowered_from = self._lowered_from or tokens
+        self.tokens = max(1, min(self.tokens, tokens) // 2)
+
+    def log_reduction(self) -> None:
+        """Once the work is done with smaller micro-batches."""
+        if self._lowered_from is None:
+            return
+        log.log(
+            logging.INFO if self._warned else logging.WARNING,
+            "CUDA out of memory with %d tokens in a micro-batch: it was computed in parts, and training goes on with "
+            "at most %d (train.tokens_per_micro_batch); the gradient is the same",
+            self._lowered_from,
+            self.tokens,
+        )
+        self._warned, self._lowered_from = True, None
+
+
+@dataclass(slots=True)
+class LocalOutputs:
+    """The results of one forward_backward, still on the device."""
+
+    batch: Batch
+    loss: Loss
+    terms: Tensor  # [K] float64: the terms of the loss
+    stats: TokenStats
+    token_losses: list[tuple[Tensor, Tensor]]  # [N] losses and their rows, for error messages
+    token_logprobs: list[tuple[PackedMicroBatch, Tensor]]
+    token_entropies: list[tuple[PackedMicroBatch, Tensor]]
+
+    @classmethod
+    def empty(cls, batch: Batch, loss: Loss, device: torch.device) -> LocalOutputs:
+        terms = torch.zeros(len(loss.weights), dtype=torch.float64, device=device)
+        return cls(batch, loss, terms, TokenStats(), [], [], [])
+
+    def logprobs(self) -> Array:
+        return tokens_to_column(self.token_logprobs, self.batch)
+
+    def entropies(self) -> Array:
+        return tokens_to_column(self.token_entropies, self.batch)
+
+    def metrics(self) -> dict[str, float]:
+        return self.loss.metrics(self.terms, self.stats) | self.costs()
+
+    def costs(self) -> dict[str, float]:
+        """Tokens computed and memory used on this machine."""
+        costs = {"tokens_computed": float(sum(len(micro.batch.token_ids) for micro, _ in self.token_logprobs))}
+        if self.terms.is_cuda:
+            costs["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.terms.device) / 2**30
+        return costs
+
+    def add(self, micro: PackedMicroBatch, out: MicroOutputs) -> None:
+        found = out.loss
+        self.terms += found.terms.detach()
+        self.stats += found.stats
+        self.token_losses.append((found.token_losses, found.row))
+        self.token_logprobs.append((micro, out.logprobs))
+        self.token_entropies.append((micro, out.entropies))
+
+    def groups_not_finite(self) -> set[int]:
+        """The groups of rows whose own loss is not finite."""
+        sums = torch.zeros(self.batch.rows, device=self.terms.device)
+        for token_loss, row in self.token_losses:
+            sums.index_add_(0, row, token_loss.float())
+        return set(self.batch.groups[(~sums.isfinite()).cpu().numpy()].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class MicroOutputs:
+    """The results of one micro-batch's forward pass."""
+
+    loss: LossTerms
+    logprobs: Tensor  # [N]
+    entropies: Tensor  # [N]
+
+
+def explain_not_finite(pending: Sequence[LocalOutputs], loss: float, grad_norm: float, ranks: Ranks) -> str:
+    """Names the groups with a NaN or an infinity; all of them where their losses are finite, but not the gradient."""
+    guilty = {group for found in pending for group in found.groups_not_finite()}
+    everyone = {group for found in pending for group in found.batch.groups.tolist()}
+    guilty, everyone = (set[int]().union(*ranks.gather(groups)) for groups in (guilty, everyone))
+    groups = guilty or everyone
+    what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+    return (
+        f"group {', '.join(map(str, sorted(groups)))}: {what}, expected a finite number; the weights are unchanged. "
+        "Lower train.learning_rate, or use float32 or bfloat16 instead of float16"
+    )

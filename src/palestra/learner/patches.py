@@ -1,0 +1,202 @@
+"""Everything that a learner session changes in the live model, by one object that restores it all."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from palestra.engine.supported import is_standard_rms_norm, norm_epsilon
+
+MAX_MLP_SHARE = 0.75  # of the tokens; above this, selecting them saves nothing
+MAX_RECOMPUTED_COLUMNS = 256  # a product over fewer, as those of adapters' ranks, is cheaper to repeat than to keep
+FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit.default"
+# What traced layers hold of ours, and the compiler's cache does not look into: the rule of what is kept, and attention.
+TRACED_FILES = [Path(__file__), Path(__file__).with_name("tree_attention_cuda.py")]
+
+
+class ModulePatches:
+    """Attributes of modules and configs that are set for a while; leaving the block restores them, the last one first.
+
+    Module attributes are set in `__dict__`, past nn.Module's slow `__setattr__`.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> ModulePatches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        if not isinstance(owner, nn.Module):
+            self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+            return
+        own = owner.__dict__
+        undo = partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name, None)
+        self._undo.append(undo)
+        own[name] = value
+
+    def set_training(self, model: nn.Module, training: bool) -> None:
+        if model.training == training:  # walking over all modules takes milliseconds
+            return
+        for module in model.modules():
+            if module.training != training:
+                self.set(module, "training", training)
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """All of one make, so that one compiled program serves them all."""
+    stacks = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
+    return max((list(stack) for stack in stacks), key=len, default=[])
+
+
+class FastNorms:
+    """Faster RMS norms for a model on a CPU: fewer calls and passes over memory.
+
+    Families write the norm differently (some scale by 1 + weight), so each class is compared with the formula first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and norm_epsilon(m) is not None]
+        first = {type(m): m for m in reversed(found)}
+        standard = {kind for kind, norm in first.items() if is_standard_rms_norm(norm)}
+        self._stand_ins = [(m, _trained(m)) for m in found if type(m) in standard]
+
+    def use(self, patches: ModulePatches) -> None:
+        for module, stand_in in self._stand_ins:
+            patches.set(module, "forward", stand_in)
+
+
+def _trained(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    epsilon = norm_epsilon(module)
+    return lambda x: _RmsNorm.apply(x, module.weight, epsilon)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The norm with its gradient written out: a third of the passes over memory that its formula makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        normed = x * inverse
+        ctx.save_for_backward(normed, inverse, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        normed, inverse, weight = ctx.saved_tensors
+        grad = grads[0]
+        along = grad * normed
+        mean = torch.matmul(along, weight).div_(len(weight)).unsqueeze_(-1)
+        grad_x = (grad * weight).addcmul_(normed, mean, value=-1.0).mul_(inverse)
+        return grad_x, along.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None
+
+
+def last_mlp_at(layers: list[nn.Module], source: Tensor, tokens: int, patches: ModulePatches) -> None:
+    """Compute the last layer's MLP only at the tokens of `source`, whose hidden states are read.
+
+    The other ones (prompts and tool results) are computed for their keys and values alone.
+    """
+    mlp = getattr(layers[-1], "mlp", None) if layers else None
+    if not isinstance(mlp, nn.Module) or "forward" in mlp.__dict__:
+        return
+    rows = torch.unique(source)
+    if len(rows) > MAX_MLP_SHARE * tokens:
+        return
+    whole = mlp.forward
+
+    def forward(x: Tensor) -> Any:
+        part = whole(x.index_select(1, rows))
+        if not isinstance(part, Tensor):  # a mixture of experts that gives its router's choices too
+            return whole(x)
+        return x.new_zeros(1, tokens, part.shape[-1]).index_copy(1, rows, part)
+
+    patches.set(mlp, "forward", forward)
+
+
+def compile_layers(layers: list[nn.Module], patches: ModulePatches, *, with_hooks: bool) -> None:
+    """Compile the call of each layer, with the hooks around it or without."""
+    for layer in layers:
+        if with_hooks:
+            patches.set(layer, "_compiled_call_impl", partial(_call_alike, layer))
+        else:
+            patches.set(layer, "forward", partial(_compiled_layer(with_hooks=False), layer))
+
+
+def _call_alike(layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The first trained layer over frozen embeddings needs no gradient of its input: the others' program serves."""
+    if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
+        hidden = hidden.detach().requires_grad_()
+    return _compiled_layer(with_hooks=True)(layer, hidden, *args, **kwargs)
+
+
+@cache
+def _compiled_layer(*, with_hooks: bool) -> Callable[..., Any]:
+    """Runs a layer compiled: for any length, since every micro-batch has its own, and once for all layers.
+
+    Of its activations only the products' and the attention's are kept; the cheap steps between them are computed again
+    in the backward pass, fused into what needs them. Two layers as one program take as long, and compile twice as long.
+    """
+    keep = _checkpoint_contexts()
+
+    def call(layer: nn.Module, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        run = layer._call_impl if with_hooks else partial(type(layer).forward, layer)
+        if torch.is_grad_enabled():
+            return checkpoint(run, hidden, *args, use_reentrant=False, context_fn=keep, **kwargs)
+        return run(hidden, *args, **kwargs)
+
+    return _compiled(call)
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would fail.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    return torch.compile(call, dynamic=True, options=_compiler_options())
+
+
+def _compiler_options() -> dict[str, Any]:
+    """One program for micro-batches of every size: what compiles in the middle of a run holds it up for long."""
+    from torch._inductor import config
+
+    if torch.cuda.is_available():
+        # Before anything else the compiler tries which vector instructions C++ code may use, and takes half a minute
+        # for it. Layers on a GPU have no such code.
+        config.cpp.vec_isa_ok = False
+    # Padding would compile again for lengths that are no multiple of 8; the weights' sides are aligned anyway.
+    options: dict[str, Any] = {"shape_padding": False}
+    if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
+        # Else the gradient of norms is fused from 5 Mi numbers on alone, which makes two programs.
+        options["triton.mix_order_reduction_non_strict_mode"] = True
+    return options
+
+
+def _checkpoint_contexts() -> Any:
+    """By `cache_hash` the compiler finds on disk what an earlier process traced, unless these files have changed."""
+    contexts = partial(create_selective_checkpoint_contexts, _what_to_keep)
+    contexts.cache_hash = hashlib.sha256(b"".join(map(Path.read_bytes, TRACED_FILES))).hexdigest()  # type: ignore[attr-defined]
+    return contexts
+
+
+def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Products and attention, but not what an adapter adds: made from few columns, and wide as the layer."""
+    if operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        costly = args[-2].shape[1] > MAX_RECOMPUTED_COLUMNS
+    else:
+        costly = operation is torch.ops.palestra.tree_attention.default or str(operation) == FOUR_BIT_PRODUCT
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE

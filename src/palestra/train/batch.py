@@ -1,0 +1,179 @@
+"""Groups of rollouts -> advantages -> the batch of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from palestra.algo.advantage import advantages as normalise
+from palestra.algo.advantage import combine_measures
+from palestra.algo.batch import Batch
+from palestra.core.config_sections import TrainSection
+from palestra.core.errors import PalestraError
+from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout
+
+
+def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
+    """Whether siblings differ: by these advantages, one a rollout, or by those that came along with them."""
+    if any(r.advantages is not None and r.advantages.any() for r in group.rollouts):
+        return True
+    return any(abs(advantage) > tolerance for advantage in advantages)
+
+
+def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapping[str, float]) -> list[list[float]]:
+    """The advantage of every rollout, by group. A rollout that failed has none and is in no baseline."""
+    _require_finite(groups)
+    rows = [(g, i) for g, group in enumerate(groups) for i, r in enumerate(group.rollouts) if r.error is None]
+    result = [[0.0] * len(group.rollouts) for group in groups]
+    if not rows:
+        return result
+    rollouts = [groups[g].rollouts[i] for g, i in rows]
+    members = torch.tensor([g for g, _ in rows])
+    scale, leave_one_out = train.advantage_scale, train.leave_one_out
+    names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
+    if train.combine == "normalise_then_sum" and len(names) > 1:
+        values = torch.tensor([[_value(r, name) for name in names] for r in rollouts])
+        per_measure = torch.tensor([weights.get(n, 1.0) for n in names])
+        values_out = combine_measures(
+            values, per_measure, members, combine=train.combine, scale=scale, leave_one_out=leave_one_out
+        )
+    else:
+        rewards = torch.tensor([r.reward for r in rollouts])
+        values_out = normalise(rewards, members, scale=scale, leave_one_out=leave_one_out)
+    for (g, i), value in zip(rows, values_out.tolist(), strict=True):
+        result[g][i] = value
+    return result
+
+
+def _value(rollout: Rollout, name: str) -> float:
+    """NaN where the measure was not run on this rollout."""
+    return rollout.scores[name].value if name in rollout.scores else math.nan
+
+
+def _require_finite(groups: Sequence[Group]) -> None:
+    for group in groups:
+        for i, reward in enumerate(group.rewards):
+            if not math.isfinite(reward):
+                raise PalestraError(
+                    f"the reward of rollout {i} in the group of problem {group.problem_id!r} is {reward}; "
+                    "a measure or reward function must return finite numbers"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation of a step's rollouts: a row of the batch if it is trained."""
+
+    number: int  # among all conversations of the step
+    group: int
+    rollout: Rollout
+    turns: Rollout | Lineage
+    advantage: float
+
+    @property
+    def can_train(self) -> bool:
+        """False for failed rollouts, and lineages in which no turn was sampled (rejected choices, side calls)."""
+        is_sampled = self.turns is self.rollout or any(turn.maker == "model" for turn in self.turns.turns)
+        return self.rollout.error is None and is_sampled
+
+    @property
+    def own_advantages(self) -> Array | None:
+        """Those of its tokens that came with the rollout."""
+        return self.rollout.advantages if self.turns is self.rollout else None
+
+
+def conversations_of(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Conversation]:
+    """All conversations of a step, also of rollouts that failed."""
+    found: list[Conversation] = []
+    for g, (group, row) in enumerate(zip(groups, advantages, strict=True)):
+        for rollout, advantage in zip(group.rollouts, row, strict=True):
+            for turns in rollout.conversations:
+                found.append(Conversation(len(found), g, rollout, turns, advantage))
+    return found
+
+
+def to_batch(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float]],
+    *,
+    mask_truncated: bool,
+    trained: Sequence[bool] | None = None,
+    echo: bool = False,
+) -> Batch:
+    """A row for each conversation of the rollouts that did not fail, of all groups or the `trained` ones.
+
+    With `echo`, tool results of the other groups are rows, too: no reward is needed to learn to predict them.
+    A truncated rollout stays as a row without trained tokens, so that it still counts where a loss averages over rows.
+    Advantages that came with a rollout take precedence.
+    """
+    every = trained or [True] * len(groups)
+    rows = [c for c in conversations_of(groups, advantages) if c.can_train]
+    is_masked = {c.number: mask_truncated and c.turns.stop in CUT_OFF for c in rows}
+    rows = [c for c in rows if every[c.group] or (echo and not is_masked[c.number] and _has_results(c))]
+    columns = TurnColumns.of(rows)
+    lengths = columns.lengths
+    unmasked = np.repeat(np.array([not is_masked[c.number] for c in rows], np.bool_), lengths)
+    in_policy = np.repeat(np.array([every[c.group] for c in rows], np.bool_), lengths)
+    return Batch(
+        token_ids=columns.token_ids,
+        policy_mask=columns.by_model & unmasked & in_policy,
+        echo_mask=columns.by_environment & unmasked,
+        logprobs=columns.logprobs,
+        advantages=columns.advantages,
+        versions=columns.versions,
+        offsets=np.cumsum([0, *lengths]),
+        groups=np.array([c.group for c in rows], int),
+        prompt_lengths=np.array([len(c.turns.turns[0].token_ids) for c in rows], int),
+        conversations=np.array([c.number for c in rows], int),
+    )
+
+
+def trainable_batch(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], train: TrainSection, *, echo: bool = False
+) -> Batch:
+    """The batch of the groups that are trained on: those with signal, unless `filter_equal_groups` is off."""
+    pairs = zip(groups, advantages, strict=True)
+    trained = [has_signal(group, row) or not train.filter_equal_groups for group, row in pairs]
+    return to_batch(groups, advantages, mask_truncated=train.mask_truncated, trained=trained, echo=echo)
+
+
+def _has_results(conversation: Conversation) -> bool:
+    return any(turn.maker == "environment" and len(turn.token_ids) for turn in conversation.turns.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnColumns:
+    """The tokens of conversations end to end. Built for all of them at once, since most turns are so short that a call
+    of numpy for each would take longer than its work."""
+
+    lengths: list[int]  # of the conversations
+    token_ids: Array  # [T] int32
+    by_model: Array  # [T] bool
+    by_environment: Array  # [T] bool
+    logprobs: Array  # [T] float32, 0 where the model did not sample the token
+    versions: Array  # [T] int32, 0 where the model did not sample the token
+    advantages: Array  # [T] float32
+
+    @classmethod
+    def of(cls, conversations: Sequence[Conversation]) -> TurnColumns:
+        turns = [turn for conversation in conversations for turn in conversation.turns.turns]
+        sizes = [len(turn.token_ids) for turn in turns]
+        by_model, by_environment = (
+            np.repeat(np.array([turn.maker == maker for turn in turns], np.bool_), sizes)
+            for maker in ("model", "environment")
+        )
+        logprobs, versions = np.zeros(len(by_model), np.float32), np.zeros(len(by_model), np.int32)
+        if turns:  # arrays of other turns are empty
+            logprobs[by_model] = np.concatenate([turn.logprobs for turn in turns])
+            versions[by_model] = np.concatenate([turn.versions for turn in turns])
+        token_ids = np.concatenate([np.zeros(0, np.int32), *(turn.token_ids for turn in turns)])
+        lengths = [sum([len(turn.token_ids) for turn in c.turns.turns]) for c in conversations]
+        advantages = np.repeat(np.array([c.advantage for c in conversations], np.float32), lengths)
+        for end, length, conversation in zip(np.cumsum(lengths), lengths, conversations, strict=True):
+            if conversation.own_advantages is not None:
+                advantages[end - length : end] = conversation.own_advantages
+        return cls(lengths, token_ids, by_model, by_environment, logprobs, versions, advantages)
