@@ -1,4 +1,4 @@
-"""The engine beside naive batched sampling and transformers' `generate`: same model, prompts and lengths.
+"""Compare the engine with naive batched sampling and transformers' `generate`: same model, prompts and lengths.
 
 No turn stops early and tool results are fixed token ids, so every side samples as many tokens as the others.
 
@@ -50,7 +50,7 @@ class _Tokens:
 
 
 class Bench:
-    """Measures one model, side after side, each after a short warm-up of its own."""
+    """Measure one model, one side after the other, each after a short warm-up."""
 
     def __init__(self, model_name: str, workload: Workload, threads: int | None = None) -> None:
         workload.check()

@@ -11,7 +11,7 @@ from palestra.cluster.pool import PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
-from palestra.export.hf import save_downloaded, save_hf, write_beside
+from palestra.export.hf import save_downloaded, save_hf, write_tokenizer_and_card
 from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
@@ -77,7 +77,7 @@ def backend_of(
         tokenizer,
         learner or learner_of(model, config, tokenizer.pad_token_id or 0, ranks),
         policy,
-        lambda folder, record: write_beside(model, tokenizer, folder, record),
+        lambda folder, record: write_tokenizer_and_card(model, tokenizer, folder, record),
         lambda folder, record: save_hf(model, tokenizer, folder, record=record),
         lambda good: policy.release() if isinstance(policy, Releases) else None,
     )

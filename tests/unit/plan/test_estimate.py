@@ -50,7 +50,7 @@ def test_the_shape_in_a_models_folder_is_that_of_the_table() -> None:
     ("config", "complaint"),
     [
         ({"num_experts": 8}, "has experts"),
-        ({"hidden_size": 8}, "says no num_hidden_layers, num_attention_heads"),
+        ({"hidden_size": 8}, "has no num_hidden_layers, num_attention_heads"),
     ],
 )
 def test_a_config_that_is_no_dense_decoder_is_refused(config: dict[str, Any], complaint: str) -> None:
