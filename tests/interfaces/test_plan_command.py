@@ -56,9 +56,9 @@ def test_a_folder_a_yaml_file_and_settings_of_a_run_are_taken(cli, tmp_path):
     [
         ("--model qwen3-5b", "Did you mean 'qwen3-8b'"),
         ("--model qwen3-8b --gpu voodoo", "there are no figures for the GPU 'voodoo'"),
-        ("--model qwen3-8b --context many", "no number of tokens"),
+        ("--model qwen3-8b --context many", "not a number of tokens"),
         ("--model qwen3-8b --context 64k", "the context of qwen3-8b holds 40960; lower --context"),
-        ("--model qwen3-8b --context 1k --new-tokens 1k", "holds no prompt beside 1024 sampled tokens"),
+        ("--model qwen3-8b --context 1k --new-tokens 1k", "leaves no room for a prompt"),
         ("--model qwen3-8b --group 1", "use 2 or more"),
         ("--model qwen3-8b --gpus 0", "gpus=0; use 1 or more"),
         ("--model qwen3-8b --signal 0", "signal=0.0"),

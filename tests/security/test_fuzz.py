@@ -12,7 +12,7 @@ from fuzzing import check, foreign_runs, gguf_files, http_requests, tinker_reque
 
 @pytest.mark.parametrize(
     ("fuzzer", "count"),
-    [(gguf_files, 40), (wire_posts, 100), (http_requests, 40), (tinker_requests, 200), (foreign_runs, 15)],
+    [(gguf_files, 40), (wire_posts, 100), (http_requests, 30), (tinker_requests, 100), (foreign_runs, 8)],
 )
 def test_mutated_input_is_refused_or_accepted_and_nothing_else(fuzzer, count, tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))

@@ -36,7 +36,7 @@ class Count(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(k?)", str(value).lower())
         if not match or float(match[1]) <= 0:
-            self.fail(f"{value!r} is no number of tokens, such as 8192 or 8k", param, ctx)
+            self.fail(f"{value!r} is not a number of tokens such as 8192 or 8k", param, ctx)
         return int(float(match[1]) * (1024 if match[2] else 1))
 
 
@@ -46,21 +46,23 @@ COUNT = Count()
 @click.command("plan", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
 @click.option("--model", metavar="NAME", help="A known model (--models lists them), a model's folder, a config.json.")
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME", help="h200, a100, rtx-4090, …, or cpu.")
-@click.option("--gpus", default=1, show_default=True, help="How many, with FSDP2.")
-@click.option("--memory-gib", type=float, metavar="GIB", help="Of a GPU without figures here.")
-@click.option("--bandwidth", type=float, metavar="TB/S", help="Its memory's.")
-@click.option("--tflops", type=float, metavar="TFLOP/S", help="Dense, in bfloat16.")
+@click.option("--gpus", default=1, show_default=True, help="Number of GPUs, with FSDP2.")
+@click.option("--memory-gib", type=float, metavar="GIB", help="Memory of a GPU that is not listed.")
+@click.option("--bandwidth", type=float, metavar="TB/S", help="Memory bandwidth of that GPU.")
+@click.option("--tflops", type=float, metavar="TFLOP/S", help="Dense bfloat16 TFLOP/s of that GPU.")
 @click.option("--context", type=COUNT, help="Tokens of a whole rollout.  [default: 2k, or by the parts]")
-@click.option("--new-tokens", type=COUNT, help="Of these, sampled by the model.  [default: a quarter]")
-@click.option("--turns", default=1, show_default=True, help="Of the model in a rollout.")
-@click.option("--tool-tokens", type=COUNT, help="That tools add to a rollout.  [default: 128 for each turn but one]")
-@click.option("--tool-seconds", default=0.0, help="How long a tool takes.")
+@click.option("--new-tokens", type=COUNT, help="Tokens that the model samples of these.  [default: a quarter]")
+@click.option("--turns", default=1, show_default=True, help="Model turns in a rollout.")
+@click.option("--tool-tokens", type=COUNT, help="Tool tokens in a rollout.  [default: 128 for each turn but one]")
+@click.option("--tool-seconds", default=0.0, help="Duration of a tool call.")
 @click.option("--group", type=int, help="Rollouts of a problem (rollout.group_size).")
 @click.option("--problems", type=int, help="Problems of a step (train.problems_per_step).")
-@click.option("--method", type=click.Choice(["full", "lora", "qlora"]), help="What is trained.  [default: by lora.r]")
+@click.option(
+    "--method", type=click.Choice(["full", "lora", "qlora"]), help="Weights that are trained.  [default: by lora.r]"
+)
 @click.option("--signal", default=1.0, show_default=True, help="Share of the groups whose rewards differ.")
 @click.option("--steps", type=int, help="Steps of the run.  [default: train.max_steps, or 100]")
-@click.option("--price", type=float, metavar="PER_HOUR", help="Of one GPU: the cost is shown.")
+@click.option("--price", type=float, metavar="PER_HOUR", help="Price of one GPU; prints the cost.")
 @click.option("--models", "list_models", is_flag=True, help="List the models that are known by name.")
 @config_option
 @json_option
@@ -80,10 +82,10 @@ def command(
     as_json: bool,
     **parameters: Any,
 ) -> None:
-    """Predict a training's step time, memory and cost, and say what holds it up and which settings fit.
+    """Predict step time, memory and cost of a training, its bottleneck, and the settings that fit.
 
-    Nothing is loaded: the estimate is made from the model's shape, the device's data sheet, and what engine and learner
-    reached of it on an H200. Every rollout is taken to use all of its tokens.
+    No model is loaded: the estimate is based on the model's shape, the device's data sheet, and what engine and learner
+    reached of it on an H200. Every rollout is assumed to use all of its tokens.
 
     \b
     Examples:
@@ -105,12 +107,12 @@ def command(
             f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
             "--context"
         )
-    found = estimate(shape, device, work)
+    planned = estimate(shape, device, work)
     steps = steps or config.train.max_steps or 100
     if as_json:
-        click.echo(json.dumps(summary(found, steps, price)))
+        click.echo(json.dumps(summary(planned, steps, price)))
         return
-    _print(Console(), config.model.name, found, steps, price)
+    _print(Console(), config.model.name, planned, steps, price)
 
 
 def _config(
@@ -166,8 +168,8 @@ def _work(
     prompt = whole - new - tools
     if prompt < 1:
         raise PalestraError(
-            f"--context {whole} holds no prompt beside {new} sampled tokens and {tools} of tools; raise it, or lower "
-            "--new-tokens or --tool-tokens"
+            f"--context {whole} leaves no room for a prompt next to {new} sampled tokens and {tools} tool tokens; "
+            "raise it, or lower --new-tokens or --tool-tokens"
         )
     return work_of(
         config,
@@ -182,47 +184,47 @@ def _work(
     )
 
 
-def summary(found: RunEstimate, steps: int, price: float | None) -> dict[str, Any]:
+def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, Any]:
     """All numbers of an estimate, for programs."""
-    name, share = found.bottleneck
-    change = None if found.fits else found.changes_that_fit()
-    memory = {part: round(value / GIB, 3) for part, value in asdict(found.memory).items() if part != "kv_sleeps"}
+    name, share = planned.bottleneck
+    change = None if planned.fits else planned.changes_that_fit()
+    memory = {part: round(value / GIB, 3) for part, value in asdict(planned.memory).items() if part != "kv_sleeps"}
     return {
-        "device": found.device.name,
-        "gpus": found.work.gpus,
-        "parameters": found.shape.parameters,
-        "step_s": round(found.time.total_s, 4),
-        "sampling_s": round(found.time.sampling_s, 4),
-        "learning_s": round(found.time.learning_s, 4),
-        "parts_s": {part: round(seconds, 4) for part, seconds in found.time.parts.items()},
-        "rows_at_once": found.time.decode.rows,
-        "tokens_per_micro_batch": found.work.tokens_per_micro_batch,
-        "micro_batches": found.work.packed.micro_batches,
-        "sampled_tokens_per_s": round(found.tokens_per_s),
+        "device": planned.device.name,
+        "gpus": planned.work.gpus,
+        "parameters": planned.shape.parameters,
+        "step_s": round(planned.time.total_s, 4),
+        "sampling_s": round(planned.time.sampling_s, 4),
+        "learning_s": round(planned.time.learning_s, 4),
+        "parts_s": {part: round(seconds, 4) for part, seconds in planned.time.parts.items()},
+        "rows_at_once": planned.time.decode.rows,
+        "tokens_per_micro_batch": planned.work.tokens_per_micro_batch,
+        "micro_batches": planned.work.packed.micro_batches,
+        "sampled_tokens_per_s": round(planned.tokens_per_s),
         "bottleneck": name,
         "bottleneck_share": round(share, 3),
-        "hint": found.hint,
-        "memory_gib": round(found.memory.total / GIB, 2),
+        "hint": planned.hint,
+        "memory_gib": round(planned.memory.total / GIB, 2),
         "memory_parts_gib": memory,
-        "memory_usable_gib": round(found.room / GIB, 2),
-        "fits": found.fits,
+        "memory_usable_gib": round(planned.room / GIB, 2),
+        "fits": planned.fits,
         "fits_with": change.settings if change else None,
-        "fits_on_gpus": found.gpus_that_fit(),
+        "fits_on_gpus": planned.gpus_that_fit(),
         "steps": steps,
-        "hours": round(found.time.total_s * steps / 3600, 3),
-        "cost": None if price is None else round(found.cost(price, steps), 2),
-        "calibration": efficiency_of(found.device).origin,
+        "hours": round(planned.time.total_s * steps / 3600, 3),
+        "cost": None if price is None else round(planned.cost(price, steps), 2),
+        "calibration": efficiency_of(planned.device).origin,
     }
 
 
-def _print(console: Console, name: str, found: RunEstimate, steps: int, price: float | None) -> None:
+def _print(console: Console, name: str, planned: RunEstimate, steps: int, price: float | None) -> None:
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, soft_wrap=True)
 
-    work, time, room = found.work, found.time, found.room / GIB
+    work, time, room = planned.work, planned.time, planned.room / GIB
     trained = "all weights" if work.method == "full" else f"{work.method} of rank {work.lora_rank}"
     line(
-        f"{name}: {_billions(found.shape)} weights, {trained}, on {work.gpus} × {found.device.name}; "
+        f"{name}: {_billions(planned.shape)} weights, {trained}, on {work.gpus} × {planned.device.name}; "
         f"{work.problems} × {work.group_size} rollouts of {work.prompt_tokens} + {work.completion} tokens"
     )
     table = Table("time of a step", "", "memory of a GPU at its peak", "", box=None, header_style="bold")
@@ -230,29 +232,31 @@ def _print(console: Console, name: str, found: RunEstimate, steps: int, price: f
         table.columns[column].justify = "right"
     times = [(part, duration_text(seconds)) for part, seconds in time.parts.items() if seconds]
     times.append(("total", duration_text(time.total_s)))
-    parts = asdict(found.memory).items()
+    parts = asdict(planned.memory).items()
     memory = [
         (part.replace("_", " "), f"{value / GIB:.2f} GiB") for part, value in parts if value and part != "kv_sleeps"
     ]
-    memory.append(("total", f"{found.memory.total / GIB:.1f} of {room:.1f} GiB"))
+    memory.append(("total", f"{planned.memory.total / GIB:.1f} of {room:.1f} GiB"))
     for i in range(max(len(times), len(memory))):
         table.add_row(*(times[i] if i < len(times) else ("", "")), *(memory[i] if i < len(memory) else ("", "")))
     console.print(table)
-    bottleneck, share = found.bottleneck
+    bottleneck, share = planned.bottleneck
     line(
-        f"{found.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU, "
+        f"{planned.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU, "
         f"micro-batches of up to {work.tokens_per_micro_batch:,} tokens; {steps:,} steps take "
         f"{duration_text(time.total_s * steps)}"
-        + ("" if price is None else f" and cost {found.cost(price, steps):,.2f}")
+        + ("" if price is None else f" and cost {planned.cost(price, steps):,.2f}")
     )
-    line(f"bottleneck: {bottleneck}, {share:.0%} of a step; what helps: {found.hint}")
-    if found.fits:
+    line(f"bottleneck: {bottleneck}, {share:.0%} of a step; what helps: {planned.hint}")
+    if planned.fits:
         line("it fits", "green")
     else:
-        change = found.changes_that_fit()
-        then = f"; with these a step takes {duration_text(found.with_work(change.work).time.total_s)}" if change else ""
-        line(f"it does not fit: {found.remedy()}{then}", "yellow")
-    line(f"by efficiencies {efficiency_of(found.device).origin}", "dim")
+        change = planned.changes_that_fit()
+        then = (
+            f"; with these a step takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
+        )
+        line(f"it does not fit: {planned.remedy()}{then}", "yellow")
+    line(f"by efficiencies {efficiency_of(planned.device).origin}", "dim")
 
 
 def _billions(shape: ModelShape) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def hidden_progress_bars() -> Iterator[None]:
-    """Without them inside; afterwards they are as the user had them."""
+    """Hide them inside the block, and restore the user's setting afterwards."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -22,5 +22,5 @@ def hidden_progress_bars() -> Iterator[None]:
 
 
 def is_local(model: str) -> bool:
-    """Whether nothing is downloaded for it: then bars say nothing worth knowing."""
+    """Whether the model loads without a download, so that progress bars are not needed."""
     return model.startswith("palestra/") or Path(model).expanduser().exists()

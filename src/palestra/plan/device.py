@@ -12,7 +12,7 @@ GPUS_OF_A_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or a CPU with so many threads, by its data sheet."""
+    """A GPU, or a CPU with a number of threads, by its data sheet."""
 
     name: str
     memory_gib: float
@@ -63,20 +63,20 @@ def find_device(name: str) -> Device:
     key = name.lower().replace("nvidia", "").replace("geforce", "").strip().replace(" ", "-")
     if key in DEVICES:
         return DEVICES[key]
-    found = [d for short, d in DEVICES.items() if all(part in key for part in short.removesuffix("-40gb").split("-"))]
+    matches = [d for short, d in DEVICES.items() if all(part in key for part in short.removesuffix("-40gb").split("-"))]
     if "a100" in key and "40gb" in key:
         return DEVICES["a100-40gb"]
-    if not found:
+    if not matches:
         raise PalestraError(
             f"there are no figures for the GPU {name!r}, only for {', '.join(DEVICES)}.{did_you_mean(key, DEVICES)} "
             "Give its own: --memory-gib, --bandwidth (TB/s) and --tflops"
         )
-    return max((d for d in found if d.name != "a100-40gb"), key=lambda d: len(d.name))
+    return max((d for d in matches if d.name != "a100-40gb"), key=lambda d: len(d.name))
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What is reached of a device's figures, and what the host takes. Few constants, each one measurable."""
+    """Shares of a device's peak figures that are reached, and host times; fitted to measured steps."""
 
     bandwidth_share: float  # of the memory's bandwidth, in decode steps, element-wise kernels and the optimizer
     decode_layer_s: float  # starting the kernels of one layer of a decode step
@@ -84,7 +84,7 @@ class Efficiency:
     prefill_flop_share: float  # of the FLOP/s, in the products of a prefill
     learner_flop_share: float  # the same in the learner
     attention_flop_share: float  # of the FLOP/s, in attention over many tokens
-    elementwise_passes: float  # how often the learner reads or writes each activation beside the products
+    elementwise_passes: float  # reads and writes of each activation by the learner outside of products
     learner_layer_s: float  # the host's share of one layer of a micro-batch, forward and backward
     host_token_s: float  # the scheduler, for each sampled token
     host_turn_s: float  # agent loop, template and tokenizer, for each turn of an attempt

@@ -28,10 +28,10 @@ BLOCK_ROWS, MIN_SAVED_BYTES = 8, 96 << 20  # siblings that read their prompt onc
 SHARED_RATE = 0.71  # of the bandwidth, where they do;
 SIBLINGS_RATE = 1.4  # where they do not: a prompt that a sibling has just read comes from the GPU's cache
 NARROW_HEADS = 0.54  # of the bandwidth, where heads are narrower than 128
-CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, beside those without
-REPLAY_S = 0.015  # the host's time beside that of the GPU for one of them: packing, loss and optimizer
-ELEMENTWISE = {"full": 1.0, "lora": 1.3, "qlora": 2.0}  # what is moved between products, beside all weights' training
-LORA_LAUNCHES = 1.4  # the host's time for a layer with adapters, beside one without
+CAPTURED_PADDING = 1.35  # tokens of a captured micro-batch with padding, relative to those without
+REPLAY_S = 0.015  # host time of one replay that does not overlap with the GPU: packing, loss and optimizer
+ELEMENTWISE = {"full": 1.0, "lora": 1.3, "qlora": 2.0}  # bytes moved between products, relative to full training
+LORA_LAUNCHES = 1.4  # host time of a layer with adapters, relative to one without
 
 _HINTS = {
     "decode, starting kernels": "more rollouts at once: a larger rollout.group_size or train.problems_per_step",
@@ -82,7 +82,7 @@ class RunEstimate:
         return self.work.sampled * self.work.gpus * self.work.new_tokens / self.time.total_s
 
     def cost(self, price_per_hour: float, steps: int) -> float:
-        """Of so many steps, at a price for one GPU's hour."""
+        """The cost of a number of steps, at a price for one GPU hour."""
         return self.time.total_s * steps / 3600 * self.work.gpus * price_per_hour
 
     @property
@@ -102,7 +102,7 @@ class RunEstimate:
 
     @property
     def hint(self) -> str:
-        """What makes the bottleneck smaller."""
+        """How to reduce the bottleneck."""
         return _HINTS[self.bottleneck[0]]
 
     def with_work(self, work: StepWork) -> RunEstimate:
@@ -136,10 +136,10 @@ def estimate(shape: ModelShape, device: Device, work: StepWork) -> RunEstimate:
     return RunEstimate(shape, device, work, needed, step_time(shape, device, work, needed))
 
 
-def least(found: RunEstimate) -> RunEstimate:
+def least(planned: RunEstimate) -> RunEstimate:
     """With the smallest micro-batch and cache there can be: where out-of-memory handling ends."""
-    work = found.work
-    return found.with_work(replace(work, tokens_per_micro_batch=work.context, group_size=1, kv_memory_gib=None))
+    work = planned.work
+    return planned.with_work(replace(work, tokens_per_micro_batch=work.context, group_size=1, kv_memory_gib=None))
 
 
 def _smaller(work: StepWork) -> Iterator[tuple[str, StepWork]]:

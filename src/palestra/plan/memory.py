@@ -13,12 +13,12 @@ LOGITS_KEPT = 2**31  # bytes of logits that the learner keeps for its backward p
 LOGITS_CHUNK = 2**30  # it has one chunk at a time, forward and backward
 QLORA_OUTPUT_BYTES = 4  # adapters of 4-bit layers compute in float32, others in the model's dtype
 LORA_LAYERS = 1.3  # layers whose adapters' outputs are there at once in the backward pass, computed again
-MODULE_PATH_FACTOR = 2.5  # activations of layers that are not compiled, beside those that are
+MODULE_PATH_FACTOR = 2.5  # activations of uncompiled layers, relative to compiled ones
 COMPILED_FROM = 50_000_000  # weights: smaller models are not compiled
 WORKSPACE = 0.64 * GIB  # of the libraries' products, of graphs and of the sampler
 MAX_MICRO_BATCH = 4 * MICRO_BATCH  # tokens; the host launches no faster for more of them
 CAPTURED_SHARE = 0.125  # of a GPU's memory, for activations of captured passes
-LAYER_LAUNCHES_S = 5.5e-3  # the host's for one layer, forward and backward, and what it could do meanwhile
+LAYER_LAUNCHES_S = 5.5e-3  # host time of one layer, forward and backward, including work it could overlap
 SMALL_FLOP_SHARE = 0.2  # of the FLOP/s that a small model's layers reach
 ACTIVATIONS_SHARE = 0.2  # of a GPU's memory, for activations of micro-batches of more than MICRO_BATCH tokens
 USABLE = 0.95  # of a GPU's memory: the rest is the driver's, or in pieces too small
@@ -41,7 +41,7 @@ class Memory:
 
     @property
     def states(self) -> float:
-        """What is there whatever is computed."""
+        """Bytes that are allocated for the whole step."""
         fixed = self.weights + self.optimizer + self.master_weights + self.reference
         return fixed + self.gradients + self.workspace
 
@@ -64,7 +64,7 @@ def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
     logits = _logits(shape, device, work)
     if packed.micro_batches == 1:  # then gradients come while activations go
         gradients = max(0.0, gradients - activations - logits)
-    found = Memory(
+    parts = Memory(
         weights=_weights(shape, work),
         gradients=gradients,
         optimizer=8 * trainable / work.gpus,
@@ -76,7 +76,7 @@ def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
         workspace=WORKSPACE,
         kv_sleeps=work.sleep_mode,
     )
-    return replace(found, kv=_kv(found, shape, device, work))
+    return replace(parts, kv=_kv(parts, shape, device, work))
 
 
 def trained_weights(shape: ModelShape, work: StepWork) -> int:
@@ -160,9 +160,9 @@ def _weights(shape: ModelShape, work: StepWork) -> float:
     return whole + adapters + copied
 
 
-def _kv(found: Memory, shape: ModelShape, device: Device, work: StepWork) -> float:
+def _kv(parts: Memory, shape: ModelShape, device: Device, work: StepWork) -> float:
     if work.kv_memory_gib is not None:
         return work.kv_memory_gib * GIB
     of_token = shape.kv_numbers * work.weight_bytes
-    room = device.memory_gib * GIB * USABLE - (found.states if work.sleep_mode else found.total)
+    room = device.memory_gib * GIB * USABLE - (parts.states if work.sleep_mode else parts.total)
     return max(work.context * of_token, min(work.kv_tokens * of_token, room))  # at least one rollout

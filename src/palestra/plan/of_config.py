@@ -50,8 +50,8 @@ def with_suited_step(
         prompt = min(USUAL_PROMPT, context // CONTEXT_SHARE) if context else USUAL_PROMPT
         assert shape is not None
         work = work_of(config.with_step_size(*size), shape, where, prompt_tokens=prompt, gpus=gpus)
-        found = estimate(shape, where, replace(work, new_tokens=sampled))
-        return found.fits and found.time.total_s <= (GPU_STEP_S if where.is_gpu else CPU_STEP_S)
+        planned = estimate(shape, where, replace(work, new_tokens=sampled))
+        return planned.fits and planned.time.total_s <= (GPU_STEP_S if where.is_gpu else CPU_STEP_S)
 
     sizes = [limited(*size) for size in (CPU_SIZES if device and not device.is_gpu else STEP_SIZES)]
     if device is None:

@@ -87,7 +87,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "the config") -> Mo
         raise PalestraError(f"{name} has experts; the cost model knows dense decoders only, such as qwen3-8b")
     missing = [key for key in _KEYS.values() if not isinstance(config.get(key), int)]
     if missing:
-        raise PalestraError(f"{name} says no {', '.join(missing)}; expected the config.json of a decoder")
+        raise PalestraError(f"{name} has no {', '.join(missing)}; expected the config.json of a decoder")
     sizes = {field: int(config[key]) for field, key in _KEYS.items()}
     heads = sizes["heads"]
     return ModelShape(
@@ -133,11 +133,11 @@ def find_shape(name: str) -> ModelShape:
         try:
             return shape_from_config(json.loads(file.read_text(encoding="utf-8")), str(file))
         except ValueError as error:
-            raise PalestraError(f"{file} is no JSON: {error}") from None
+            raise PalestraError(f"{file} is not JSON: {error}") from None
     known = known_shapes()
     if (short := short_name(name)) in known:
         return known[short]
     raise PalestraError(
-        f"the shape of {name!r} is not known: it is no folder with a config.json, and none of {', '.join(known)}."
+        f"the shape of {name!r} is not known: it is neither a folder with a config.json nor one of {', '.join(known)}."
         f"{did_you_mean(short, known)}"
     )

@@ -1,4 +1,4 @@
-"""What one step of a run computes, in tokens: how it is trained, how many rollouts there are and how long they are."""
+"""The work of one step of a run: the method of training, the number of rollouts, and their tokens."""
 
 from __future__ import annotations
 

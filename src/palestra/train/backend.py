@@ -14,7 +14,7 @@ from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
-from palestra.models.export.hf import save_downloaded, save_hf, write_beside
+from palestra.models.export.hf import save_downloaded, save_hf, write_tokenizer_and_card
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.train.setup import policy_for, samples_from_server, suited_to, with_adapter
@@ -77,7 +77,7 @@ def backend_of(
         tokenizer,
         learner or learner_of(model, config, tokenizer.pad_token_id or 0, ranks),
         policy,
-        lambda folder, record: write_beside(model, tokenizer, folder, record),
+        lambda folder, record: write_tokenizer_and_card(model, tokenizer, folder, record),
         lambda folder, record: save_hf(model, tokenizer, folder, record=record),
         lambda good: policy.release(),
     )

@@ -11,7 +11,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
-from palestra.models.export.hf import write_beside
+from palestra.models.export.hf import write_tokenizer_and_card
 from palestra.models.export.source import open_source
 from palestra.models.loading import load_model
 from palestra.train.checkpoint import TrainState, save_checkpoint
@@ -28,7 +28,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
     def write(folder: Path) -> None:
         learner.save(folder)
-        write_beside(model, loaded.tokenizer, folder, run.record)
+        write_tokenizer_and_card(model, loaded.tokenizer, folder, run.record)
 
     return save_checkpoint(run.step_folder(5), TrainState(step=5), write)
 

@@ -13,7 +13,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.engine.pages import BLOCK_ROWS, MIN_SAVED_BYTES
 from palestra.plan import estimate as step_time
-from palestra.plan.device import DEVICES, GIB, Device, cpu
+from palestra.plan.device import DEVICES, GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
 from palestra.plan.memory import suited_micro_batch
 from palestra.plan.of_config import with_suited_step
@@ -51,7 +51,7 @@ def test_the_shape_in_a_models_folder_is_that_of_the_table() -> None:
     ("config", "complaint"),
     [
         ({"num_experts": 8}, "has experts"),
-        ({"hidden_size": 8}, "says no num_hidden_layers, num_attention_heads"),
+        ({"hidden_size": 8}, "has no num_hidden_layers, num_attention_heads"),
     ],
 )
 def test_a_config_that_is_no_dense_decoder_is_refused(config: dict[str, Any], complaint: str) -> None:
@@ -143,6 +143,27 @@ def test_a_micro_batch_is_the_larger_the_less_a_token_keeps_but_not_on_a_cpu(
     model: str, device: Device, work: Any, tokens: int
 ) -> None:
     assert suited_micro_batch(find_shape(model), device, StepWork(**work)) == tokens
+
+
+# whole updates of SmolLM2's shape on an H200, all weights and LoRA of rank 8
+@pytest.mark.parametrize(
+    ("groups", "ms", "lora_ms"),
+    [(3, 21.2, 27.0), (8, 33.6, None), (16, 50.8, 62.4), (32, 80.3, None), (44, 106.2, 131.4)],
+)
+def test_a_captured_update_is_within_25_percent_of_what_an_h200_measured(
+    groups: int, ms: float, lora_ms: float | None
+) -> None:
+    work = {"problems": groups, "group_size": 8, "prompt_tokens": 215, "new_tokens": 45}
+    if lora_ms is not None:
+        adapters = plan("smollm2-135m", **work, tokens_per_micro_batch=65536, method="lora", lora_rank=8).time
+        assert (adapters.learner_s + adapters.optimizer_s) * 1e3 == pytest.approx(lora_ms, rel=0.25)
+    time = plan("smollm2-135m", **work, tokens_per_micro_batch=65536).time
+    assert (time.learner_s + time.optimizer_s) * 1e3 == pytest.approx(ms, rel=0.25)
+
+
+def test_both_kinds_of_an_a100_are_known() -> None:
+    assert find_device("NVIDIA A100-SXM4-40GB").memory_gib == pytest.approx(39.4)
+    assert find_device("NVIDIA A100-SXM4-80GB").memory_gib == pytest.approx(79.2)
 
 
 def test_lora_needs_less_memory_than_all_weights_and_4_bits_less_than_that() -> None:

@@ -1,4 +1,4 @@
-"""The engine beside naive batched sampling and transformers' `generate`: same model, prompts and lengths.
+"""Compare the engine with naive batched sampling and transformers' `generate`: same model, prompts and lengths.
 
 No turn stops early and tool results are fixed token ids, so every side samples as many tokens as the others.
 
@@ -12,9 +12,9 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,27 +30,25 @@ from palestra.policy.naive import NaivePolicy
 WARM_UP_TOKENS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """The token ids of a scenario: a prompt for each group, tool results for each rollout and round."""
 
     prompts: list[list[int]]
     tool_results: list[list[list[int]]]  # [rollout][round]
 
-    @classmethod
-    def draw(cls, work: Workload, vocabulary: int, tool_rounds: int) -> _Tokens:
-        luck = random.Random(0)
-        return cls(
-            [luck.choices(range(vocabulary), k=work.prompt_tokens) for _ in range(work.prompts)],
-            [
-                [luck.choices(range(vocabulary), k=TOOL_RESULT_TOKENS) for _ in range(tool_rounds)]
-                for _ in range(work.rollouts)
-            ],
-        )
+
+def _draw_tokens(work: Workload, vocabulary: int, tool_rounds: int) -> _Tokens:
+    rng = random.Random(0)
+
+    def draw(count: int) -> list[int]:
+        return rng.choices(range(vocabulary), k=count)
+
+    prompts = [draw(work.prompt_tokens) for _ in range(work.prompts)]
+    return _Tokens(prompts, [[draw(TOOL_RESULT_TOKENS) for _ in range(tool_rounds)] for _ in range(work.rollouts)])
 
 
 class Bench:
-    """Measures one model, side after side, each after a short warm-up of its own."""
+    """Measure one model, one side after the other, each after a short warm-up."""
 
     def __init__(self, model_name: str, workload: Workload, threads: int | None = None) -> None:
         workload.check()
@@ -99,7 +97,7 @@ class Bench:
 
     def _run(self, side: Side, work: Workload, tool_rounds: int) -> int:
         """All rollouts of one side; how many tokens it sampled."""
-        tokens = _Tokens.draw(work, self._vocabulary, tool_rounds)
+        tokens = _draw_tokens(work, self._vocabulary, tool_rounds)
         match side:
             case "engine":
                 return asyncio.run(_sample(self._local, work, tokens))
@@ -110,7 +108,7 @@ class Bench:
 
     @contextmanager
     def _counting(self, side: Side) -> Iterator[Callable[[], int]]:
-        """Counts the tokens that go through the model; the engine's runner does not always call the whole module."""
+        """Count the tokens that go through the model; the engine's runner does not always call the whole module."""
         total = 0
 
         def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,29 +116,25 @@ class Bench:
             total += (args[0] if args else kwargs["input_ids"]).numel()
 
         def counted_launch(chunks: Any) -> Any:
-            planned = sum(chunk.count for chunk in chunks)
-            emissions = launch(chunks)
+            collect, planned = launch(chunks), sum(chunk.count for chunk in chunks)
 
-            def collect(until_one_ends: bool) -> Any:
+            def counted_collect(until_one_ends: bool) -> Any:
                 nonlocal total
-                emitted = emissions(until_one_ends)
+                emitted = collect(until_one_ends)
                 total += planned + sum(len(e.token_ids) - 1 for e in emitted)  # several decode steps compute their own
                 return emitted
 
-            return collect
+            return counted_collect
 
         runner: Any = self._local.engine.runner
         launch = runner.launch
-        hook = self._model.register_forward_pre_hook(count, with_kwargs=True) if side != "engine" else None
-        if hook is None:
-            runner.launch = counted_launch
-        try:
-            yield lambda: total
-        finally:
-            if hook is not None:
-                hook.remove()
+        with ExitStack() as stack:
+            if side == "engine":
+                runner.launch = counted_launch
+                stack.callback(delattr, runner, "launch")  # the method of the class again
             else:
-                del runner.launch  # the class's own again
+                stack.callback(self._model.register_forward_pre_hook(count, with_kwargs=True).remove)
+            yield lambda: total
 
 
 async def _sample(policy: Policy[Any], work: Workload, tokens: _Tokens) -> int:

@@ -1,4 +1,4 @@
-"""What is compared, and the results. Imports no torch, so that bad sizes are refused at once."""
+"""The workload and the results of a comparison. Imports no torch, so that invalid sizes are rejected at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOOL_RESULT_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every side does: `prompts` × `group_size` rollouts, each turn of `new_tokens`."""
+    """The work of every side: `prompts` × `group_size` rollouts, each turn of `new_tokens`."""
 
     prompts: int = 8
     group_size: int = 8
@@ -37,7 +37,7 @@ class Workload:
         return self.prompt_tokens + self.new_tokens + self.tool_rounds * (self.new_tokens + TOOL_RESULT_TOKENS)
 
     def check(self) -> None:
-        """Refuse sizes that leave nothing to measure."""
+        """Raise for sizes that leave nothing to measure."""
         for name, least in (("prompts", 1), ("group_size", 1), ("prompt_tokens", 1), ("new_tokens", 1)):
             check_least(name, getattr(self, name), least)
         check_least("tool_rounds", self.tool_rounds, 0)
@@ -74,6 +74,6 @@ Results = dict[str, dict[Side, Measurement]]  # scenario -> side -> its result
 
 
 def check_least(name: str, value: int, least: int) -> None:
-    """Refuse a count that leaves nothing to measure."""
+    """Raise for a count that leaves nothing to measure."""
     if value < least:
         raise PalestraError(f"{name}={value} leaves nothing to measure; use {least} or more")

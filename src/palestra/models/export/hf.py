@@ -24,7 +24,7 @@ def to_hf(name: str, folder: Path) -> Path:
     """The model, an adapter merged into its base, as a folder that every Hugging Face library loads."""
     loaded = load_model(name, device="cpu")
     record = read_record(Path(name).expanduser())
-    record.pop("base", None)  # of an adapter, which this is no longer
+    record.pop("base", None)  # the adapter is merged
     return save_hf(loaded.model, loaded.tokenizer, folder, record=record)
 
 
@@ -39,7 +39,7 @@ def save_hf(
     with _written_aside(folder) as partial:
         whole = _merged_copy(model) if merge else model
         _write(whole, partial)
-        write_beside(whole, tokenizer, partial, record)
+        write_tokenizer_and_card(whole, tokenizer, partial, record)
         if merge and hasattr(model, "peft_config"):
             _write(model, partial / "adapter")
             _write_record(model, partial / "adapter", record)
@@ -95,8 +95,8 @@ def _written_aside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_beside(model: Any, tokenizer: Any, folder: Path, record: Mapping[str, Any]) -> None:
-    """What makes saved weights a model that can be talked to: the tokenizer with its chat template, `palestra.json`."""
+def write_tokenizer_and_card(model: Any, tokenizer: Any, folder: Path, record: Mapping[str, Any]) -> None:
+    """Complete a folder of weights: the tokenizer with its chat template, `palestra.json`, and an adapter's card."""
     tokenizer.save_pretrained(folder)
     _write_record(model, folder, record)
 

@@ -12,7 +12,6 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_text
 from palestra.models.export.gguf import to_gguf
-from palestra.models.export.ollama_templates import TEMPLATES
 from palestra.models.export.source import ModelSource
 from palestra.models.gguf.config import config_to_gguf
 from palestra.models.gguf.tokenizer import chat_template
@@ -21,6 +20,20 @@ from palestra.models.loading import TINY
 
 _MAX_CONTEXT = 8192  # longer ones need more memory than most machines have; PARAMETER num_ctx can be edited
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?")
+_CHATML_STOPS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+_LLAMA3_STOPS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+# family -> the strings that end an answer
+STOPS = {
+    TINY: _CHATML_STOPS,
+    "chatml": _CHATML_STOPS,
+    "qwen2": _CHATML_STOPS,
+    "qwen3": _CHATML_STOPS,
+    "llama3": _LLAMA3_STOPS,
+    "llama3.1": _LLAMA3_STOPS,
+    "mistral": ("[INST]", "[/INST]", "</s>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
+}
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -77,18 +90,28 @@ def to_ollama(
 
 def modelfile(source: ModelSource, gguf: str) -> str:
     """The text of the Modelfile: weights, template, stop strings, sampling and the agent's instructions."""
-    template = TEMPLATES[family_of(source.tokenizer)]
+    family = family_of(source.tokenizer)
     parameters: dict[str, Any] = {"num_ctx": _context(source)}
     for key, parameter in _SAMPLING.items():
         value = getattr(source.generation, key, None)
         if value is not None:
             parameters[parameter] = value
-    lines = [f"FROM ./{gguf}", f"TEMPLATE {_quoted(template.text)}"]
+    lines = [f"FROM ./{gguf}", f"TEMPLATE {_quoted(template_of(family))}"]
     system = source.instructions or _default_system(source.tokenizer)
     lines += [f"SYSTEM {_quoted(system)}"] if system else []
     lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
-    lines += [f'PARAMETER stop "{stop}"' for stop in template.stops]
+    lines += [f'PARAMETER stop "{stop}"' for stop in STOPS[family]]
     return "\n".join(lines) + "\n"
+
+
+def template_of(family: str) -> str:
+    """The family's chat template in Go's text/template.
+
+    It renders the same text as the family's Jinja template, except that Ollama writes JSON without spaces. The text
+    that begins a tool call is literal text in it, because Ollama detects from it how calls look in an answer.
+    """
+    path = Path(__file__).parent / "ollama_templates" / f"{family.rpartition('/')[2]}.gotmpl"
+    return path.read_text(encoding="utf-8").removesuffix("\n")
 
 
 def family_of(tokenizer: Any) -> str:
@@ -107,7 +130,7 @@ def family_of(tokenizer: Any) -> str:
     if "<|end|>" in text:
         return "phi3"
     raise PalestraError(
-        f"there is no Ollama template for this model's conversation format; supported are {', '.join(TEMPLATES)}. "
+        f"there is no Ollama template for this model's conversation format; supported are {', '.join(STOPS)}. "
         "Use --to gguf and write a Modelfile for it"
     )
 

@@ -51,9 +51,9 @@ class Architecture:
     model_type: str  # transformers' config.model_type
     permutes_qk: bool = False  # llama.cpp rotates neighbouring pairs of a head, transformers its two halves
     norm_offset: int = 0  # GGUF stores norm weights with this added: Gemma's norms scale by 1 + weight
-    always_tied: bool = False  # GGUF has no output layer of its own for it
+    always_tied: bool = False  # GGUF has no separate output layer for it
     optional_bias: bool = False  # config.attention_bias says whether q, k and v have biases
-    fields: tuple[ConfigKey, ...] = ()  # beside those that all have
+    fields: tuple[ConfigKey, ...] = ()  # in addition to those that all have
     # Sliding windows, where llama.cpp supports them: the defaults for files that do not say.
     window: int = 0
     full_attention_period: int = 0  # every n-th layer has full attention

@@ -78,13 +78,13 @@ class GgufFile:
         """A list of texts, empty where the file has none."""
         value = self.metadata.get(key) or []
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise self.corrupt(f"{key} is no list of texts")
+            raise self.corrupt(f"{key} is not a list of strings")
         return value
 
     def numbers(self, key: str) -> list[float]:
         value = self.metadata.get(key) or []
         if not isinstance(value, list) or not all(isinstance(number, int | float) for number in value):
-            raise self.corrupt(f"{key} is no list of numbers")
+            raise self.corrupt(f"{key} is not a list of numbers")
         return value
 
     def corrupt(self, reason: str) -> PalestraError:

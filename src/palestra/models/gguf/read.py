@@ -117,8 +117,9 @@ def load_weights(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
     for name, stored_name in names.items():
         weight = torch.tensor(file.tensor(stored_name))  # a copy: the mapped file is read-only
         if tuple(weight.shape) != shapes[name]:
-            found = f"the tensor {stored_name} has the shape {tuple(weight.shape)}"
-            raise file.corrupt(f"{found}, but its metadata require {shapes[name]}")
+            raise file.corrupt(
+                f"the tensor {stored_name} has the shape {tuple(weight.shape)}, but its metadata require {shapes[name]}"
+            )
         weights[name] = weight_from_gguf(architecture, model.config, name, weight).to(dtype).contiguous()
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()

@@ -86,7 +86,7 @@ def rope_to_gguf(config: Any) -> dict[str, Any]:
 
 
 def rope_tensors(config: Any) -> dict[str, torch.Tensor]:
-    """What GGUF stores as tensors: Llama 3's divisors of the frequencies, Phi-3's long and short factors."""
+    """The tensors that GGUF stores: Llama 3's divisors of the frequencies, Phi-3's long and short factors."""
     rope = _rope_of(config)
     match rope["rope_type"]:
         case "llama3":

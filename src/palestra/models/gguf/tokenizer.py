@@ -108,7 +108,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
     )
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
-        raise file.corrupt("tokenizer.chat_template is no text")
+        raise file.corrupt("tokenizer.chat_template is not a string")
     tokenizer.chat_template = template
     return tokenizer
 

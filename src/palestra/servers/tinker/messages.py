@@ -1,4 +1,4 @@
-"""What travels as protobuf: training data and its results, samples. Arrays are raw little-endian bytes.
+"""The protobuf messages: training data, its results, and samples. Arrays are raw little-endian bytes.
 
 Messages are read and written by the classes that the Tinker SDK generates from its `tinker_public.proto`.
 """

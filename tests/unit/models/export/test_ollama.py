@@ -18,8 +18,7 @@ from go_template import render
 from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_byte_level, make_for_family
 
 from palestra.core.errors import PalestraError
-from palestra.models.export.ollama import family_of, modelfile, to_ollama
-from palestra.models.export.ollama_templates import TEMPLATES
+from palestra.models.export.ollama import family_of, modelfile, template_of, to_ollama
 from palestra.models.export.source import ModelSource, open_source
 
 QWEN_TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n' }}
@@ -105,7 +104,7 @@ def test_the_template_writes_what_the_models_own_writes(family: str) -> None:
         for tools in (None, TOOLS):
             expected = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
             expected = expected.removeprefix("<s>")  # Ollama puts it in front by itself
-            written = render(TEMPLATES[family].text, as_ollama_gives_them(messages, tools))
+            written = render(template_of(family), as_ollama_gives_them(messages, tools))
             if family == "mistral":
                 written = written.replace("</s>", tokenizer.eos_token)
             assert without_blanks(written) == without_blanks(expected)
@@ -117,14 +116,14 @@ def test_the_embedded_models_template_writes_the_very_same(tiny_tokenizer: Any) 
             expected = tiny_tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True
             )
-            assert render(TEMPLATES["palestra/tiny"].text, as_ollama_gives_them(messages, tools)) == expected
+            assert render(template_of("palestra/tiny"), as_ollama_gives_them(messages, tools)) == expected
 
 
 def test_llama_31_has_its_own_way_with_tools() -> None:
     tokenizer = make_for_family("llama3")
     tokenizer.chat_template += "{# Given the following functions #}"
     assert family_of(tokenizer) == "llama3.1"
-    written = render(TEMPLATES["llama3.1"].text, as_ollama_gives_them(CONVERSATION[:2], TOOLS[:1]))
+    written = render(template_of("llama3.1"), as_ollama_gives_them(CONVERSATION[:2], TOOLS[:1]))
     assert written.startswith("<|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\nCutting Knowledge")
     assert "user<|end_header_id|>\n\nGiven the following functions" in written
     assert written.endswith(
@@ -134,10 +133,10 @@ def test_llama_31_has_its_own_way_with_tools() -> None:
 
 def test_qwen3_is_told_not_to_think_when_that_is_asked() -> None:
     values = as_ollama_gives_them(CONVERSATION[:2], None)
-    assert render(TEMPLATES["qwen3"].text, {**values, "IsThinkSet": True, "Think": False}).endswith(
+    assert render(template_of("qwen3"), {**values, "IsThinkSet": True, "Think": False}).endswith(
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    assert render(TEMPLATES["qwen3"].text, {**values, "IsThinkSet": True, "Think": True}).endswith("assistant\n")
+    assert render(template_of("qwen3"), {**values, "IsThinkSet": True, "Think": True}).endswith("assistant\n")
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def test_the_modelfile_is_complete(source: ModelSource) -> None:
     source.generation.temperature, source.generation.top_k = 0.7, 20
     assert modelfile(source, "tiny-q8_0.gguf") == (
         "FROM ./tiny-q8_0.gguf\n"
-        f'TEMPLATE """{TEMPLATES["palestra/tiny"].text}"""\n'
+        f'TEMPLATE """{template_of("palestra/tiny")}"""\n'
         'SYSTEM """Use the tools.\nBe brief."""\n'
         "PARAMETER num_ctx 2048\n"
         "PARAMETER temperature 0.7\n"
