@@ -1,4 +1,4 @@
-"""Environments written for `atroposlib`, unmodified: a Python of their own, and how they are started."""
+"""Runs unmodified environments written for `atroposlib`, in a separate virtual environment."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def process_command(python: Path, file: Path, config: Path) -> list[str]:
 
 
 class EnvProcess:
-    """An environment that runs, in a program of others; what it prints goes into a file."""
+    """A running third-party environment; its output goes into a file."""
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.log = log
