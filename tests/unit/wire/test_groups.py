@@ -85,6 +85,10 @@ def test_forty_different_advantages_stay_in_one_sequence():
 def test_what_the_model_cannot_take_is_refused():
     with pytest.raises(PalestraError, match="vocabulary"):
         read_group(posted(), "g", ModelLimits(vocabulary=9, context_tokens=16), 0)
+    turn = {"maker": "model", "token_ids": [100], "logprobs": [-0.5], "versions": [0], "finish": "stop"}
+    lineages = [[{"turns": [turn], "messages": [], "stop": "answered"}], []]
+    with pytest.raises(PalestraError, match="token id 100 is outside of the vocabulary"):
+        read_group(posted(lineages=lineages), "g", LIMITS, 0)
     with pytest.raises(PalestraError, match="holds 4"):
         read_group(posted(), "g", ModelLimits(vocabulary=100, context_tokens=4), 0)
 
