@@ -307,7 +307,7 @@ def test_removal_copes_with_any_tree(tmp_path):
 def no_isolation(monkeypatch):
     """A machine without bubblewrap and namespaces, such as most containers."""
     monkeypatch.setattr(sandbox_module, "why_not", lambda kind, image="": f"{kind} does not work")
-    sandbox_module._tell_the_truth.cache_clear()
+    sandbox_module._warn_unsandboxed.cache_clear()
 
 
 @pytest.mark.parametrize("env", ["shell", "python-code"])
@@ -326,7 +326,7 @@ def test_unsandboxed_code_is_allowed_by_name_and_the_whole_truth_is_told_once(no
             env.open(problem).close()
     assert len(caplog.records) == 1
     assert "WITHOUT A SANDBOX" in caplog.text
-    sandbox_module._tell_the_truth.cache_clear()
+    sandbox_module._warn_unsandboxed.cache_clear()
     choose_isolation(allow_unsandboxed=True)
     for harm in ("read, change and delete your files", "keys", "end them", "network"):
         assert harm in caplog.text

@@ -1,6 +1,6 @@
 """Agents of the openai-agents SDK, taken as they are; the SDK itself is never imported.
 
-What would change a conversation and cannot be kept in training is refused by name, with what to do instead.
+Features that training cannot reproduce are rejected with an error that names them and an alternative.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_THE_DEFAULT_MODEL = {"reasoning", "verbosity"}  # the SDK sets them where no
 
 
 def as_agent(obj: Any) -> Agent:
-    """Our Agent, one of the openai-agents SDK, or a function with a loop of its own, as our Agent."""
+    """Our Agent, one of the openai-agents SDK, or a function with its own loop, as our Agent."""
     if isinstance(obj, Agent):
         return obj
     if inspect.isroutine(obj):

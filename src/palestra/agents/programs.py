@@ -1,4 +1,4 @@
-"""Agents that have a loop of their own and call the model over HTTP: a command, or a function."""
+"""Agents with their own loop, which call the model over HTTP: a command, or a function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_PROXY = "127.0.0.1,localhost"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where one attempt finds the model: each has a URL and a key of its own."""
+    """The model's URL and key for one attempt; each attempt has different ones."""
 
     base_url: str  # as OpenAI clients want it: …/attempt/<id>/v1
     api_key: str
@@ -74,18 +74,18 @@ class ProgramAgent(Agent):
     """An agent whose loop is a program: it gets a case and an endpoint, and does the rest itself."""
 
     port: int = 0  # of the gateway; 0: any that is free
-    posts_reward: ClassVar[bool] = False  # says itself how good an attempt was, so that no measure is needed
+    posts_reward: ClassVar[bool] = False  # it reports the reward itself, so no measure is needed
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
         """One attempt at a case. What goes wrong in the program is in the result, or raises RolloutError."""
         raise NotImplementedError
 
     def routes(self) -> Sequence[Any]:
-        """What it adds to the gateway's own URLs."""
+        """Routes that it adds to the gateway."""
         return ()
 
     async def close(self) -> None:
-        """End what all attempts shared."""
+        """Release what all attempts share."""
 
 
 @dataclass
@@ -194,7 +194,7 @@ def _name_of(words: Sequence[str]) -> str:
 
 
 def _with_result(ended: ProgramResult, file: Path, max_bytes: int) -> ProgramResult:
-    """With what the program wrote to its result file."""
+    """Add the content of the program's result file."""
     if file.is_symlink() or not file.is_file():  # no pipe, from which nothing would come, and no file of ours
         return ended
     try:

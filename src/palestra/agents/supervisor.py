@@ -39,11 +39,17 @@ def run(command: list[str]) -> NoReturn:
     """Start a command; SIGTERM, or the end of the parent, ends it."""
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    defaults = [signal.SIGPIPE, signal.SIGXFSZ]  # Python ignores both, and a child inherits that
-    try:
-        child = os.posix_spawnp(command[0], command, os.environ, setpgroup=0, setsigdef=defaults)
-    except OSError as error:
-        sys.exit(f"{command[0]}: {error.strerror}")
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if somebody kills the supervisor
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both, and a program inherits that
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            os._exit(127)
     signal.signal(signal.SIGTERM, lambda *_: kill(child))
     end_like(wait_and_end(child))
 
@@ -235,6 +241,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def enter_program(request: dict[str, Any], streams: list[int]) -> None:
     """Make a forked process look as if it had just been started."""
     os.setpgid(0, 0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for own, stream in enumerate(streams):
         os.dup2(stream, own)
         os.close(stream)

@@ -133,7 +133,7 @@ class _CallQueue:
     def _refuse(self, error: RuntimeError) -> None:
         text = (
             f"no thread could be started for a tool, a measure or an environment: {error}. {hung_calls()} calls that "
-            "ran past their time limit still hold one; give what they wait for a time limit of its own, or lower "
+            "ran past their time limit still hold one; give what they wait for its own time limit, or lower "
             "rollout.max_open_episodes"
         )
         for call in self.waiting:
@@ -266,7 +266,7 @@ def _count_hung(call: _Call) -> None:
     if (count := hung_calls()) > MAX_HUNG_CALLS:
         raise OutOfThreads(
             f"{count} calls of tools, measures or environments ran past their time limit and still hold a thread each. "
-            "Give what they wait for a time limit of its own, make them async, or raise rollout.tool_timeout_s"
+            "Give what they wait for its own time limit, make them async, or raise rollout.tool_timeout_s"
         )
 
 

@@ -1,4 +1,4 @@
-"""Child processes: each leads a process group of its own, and ends with all that it has started."""
+"""Child processes: each leads its own process group, and is killed with all that it has started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(
 
 
 def isolated(*words: object, python: str | Path = sys.executable) -> list[str]:
-    """The command that runs code of others where it can look into no other process; see isolated_child.py."""
+    """The command that runs untrusted code so that it cannot inspect other processes; see isolated_child.py."""
     return [str(python), "-P", str(_ISOLATED_CHILD), *map(str, words)]
 
 
@@ -73,5 +73,5 @@ def ends_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], No
 
 def end_group(leader: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Send a signal to a process group: a program and all that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left
         os.killpg(leader, number)

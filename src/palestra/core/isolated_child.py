@@ -1,8 +1,8 @@
-"""`python -P isolated_child.py [--path FOLDER] (FILE | -m MODULE) ARGUMENTS`: run code of others.
+"""`python -P isolated_child.py [--path FOLDER] (FILE | -m MODULE) ARGUMENTS`: run untrusted code.
 
-It runs in a user namespace of its own, from which no process outside can be looked into: not its environment, not its
-memory, whoever's it is. Where there are no such namespaces, this holds only for those that called `hide_environment`.
-Needs nothing of Palestra: the interpreter may be one that does not have it.
+It runs in its own user namespace, from which it cannot read the environment or memory of any process outside.
+Where there are no user namespaces, this only holds for processes that called `hide_environment`.
+Imports nothing of Palestra: the interpreter may not have it.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""A time limit for code of others that runs in the calling thread and is pure Python, such as a chat template."""
+"""A time limit for pure Python code that runs in the calling thread, such as a chat template."""
 
 from __future__ import annotations
 
@@ -8,56 +8,35 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-_LOOK_EVERY_S = 0.1
+_CHECK_EVERY_S = 0.1
+_deadlines: dict[int, float] = {}  # by thread, of the bodies that run and have not expired
+_lock = threading.Lock()  # the end of a body and its expiry exclude each other
+_has_deadlines = threading.Event()
+_watchdog: threading.Thread | None = None
 
 
 class TimeLimitError(Exception):
-    """Raised inside of what took too long."""
-
-
-@dataclass(slots=True, eq=False)
-class _Limit:
-    """The limit of a body that runs. Its end and its expiry exclude each other."""
-
-    thread: int
-    deadline: float
-    expired: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def check(self, now: float) -> None:
-        with self.lock:
-            if now > self.deadline and not self.expired and self in _running:
-                self.expired = True
-                _raise_in(self.thread, TimeLimitError)
-
-    def end(self) -> None:
-        with self.lock:
-            _running.discard(self)
-            if self.expired:  # it may not have been raised yet: it must not hit what comes later
-                _raise_in(self.thread, None)
-
-
-_running: set[_Limit] = set()
-_began = threading.Event()  # the watchdog has something to watch
-_watchdog: threading.Thread | None = None
+    """Raised inside a body that takes too long."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in the body when it takes longer. Works in any thread; a single call into C is not ended.
+    """Raise TimeLimitError in the body if it takes longer. Works in any thread; does not interrupt a call into C.
 
-    One thread watches all limits: a template is rendered hundreds of times in a step, too often to start one each time.
+    One thread watches all limits: a template is rendered hundreds of times in a step, too often to start a thread.
+    Limits of one thread cannot be nested.
     """
     _start_watchdog()
-    limit = _Limit(threading.get_ident(), time.monotonic() + seconds)
-    _running.add(limit)
-    _began.set()
+    thread = threading.get_ident()
+    _deadlines[thread] = time.monotonic() + seconds
+    _has_deadlines.set()
     try:
         yield
     finally:
-        limit.end()
+        with _lock:
+            if _deadlines.pop(thread, None) is None:  # the error may still be pending: it must not hit later code
+                _raise_in(thread, None)
 
 
 def _start_watchdog() -> None:
@@ -69,12 +48,15 @@ def _start_watchdog() -> None:
 
 def _watch() -> None:
     while True:
-        _began.wait()
-        _began.clear()  # before looking: a limit that begins now sets it again
-        while _running:
-            time.sleep(_LOOK_EVERY_S)
-            for limit in list(_running):
-                limit.check(time.monotonic())
+        _has_deadlines.wait()
+        _has_deadlines.clear()  # before the check: a limit that begins now sets it again
+        while _deadlines:
+            time.sleep(_CHECK_EVERY_S)
+            now = time.monotonic()
+            with _lock:
+                for thread in [thread for thread, deadline in _deadlines.copy().items() if now > deadline]:
+                    del _deadlines[thread]
+                    _raise_in(thread, TimeLimitError)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
@@ -83,11 +65,11 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     )
 
 
-def _forget_watchdog() -> None:
-    """A forked child has no threads but its own, and none of its parent's limits."""
+def _reset_after_fork() -> None:
+    """A forked child has only the thread that forked, and no limits."""
     global _watchdog
     _watchdog = None
-    _running.clear()
+    _deadlines.clear()
 
 
-os.register_at_fork(after_in_child=_forget_watchdog)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -9,11 +9,10 @@ import pickle
 import selectors
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from palestra.core import children
 
@@ -26,19 +25,21 @@ class ChildFailed(Exception):
 
 
 class ChildProcess:
-    """Starts with the first request, and again after one that failed by time or by an end of the process."""
+    """Starts with the first request, and again after a request that timed out or ended the process.
+
+    For one request at a time.
+    """
 
     def __init__(
         self,
         python: str | Path = sys.executable,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
-        log: Path | None = None,
+        stderr: IO[bytes] | None = None,
     ) -> None:
-        """`log` gets what the process writes to stderr; its last line is the reason if the process ends."""
+        """`stderr` is a file for what the process writes there; its last line is the reason if the process ends."""
         self._options = python, env, cwd
-        self._log = log
-        self._lock = threading.Lock()
+        self._stderr = stderr
         self._process: subprocess.Popen[str] | None = None
         self._number = 0
 
@@ -48,35 +49,37 @@ class ChildProcess:
 
     def ask(self, function: str, timeout_s: float, **arguments: Any) -> Any:
         """What a function of child.py returns; ChildFailed with the reason where it gives nothing."""
-        with self._lock:
-            self._number += 1
-            process = self._process = self._process or self._start()
-            assert isinstance(process.stdin, io.TextIOWrapper)
-            assert process.stdout is not None
-            try:
-                process.stdin.buffer.write(pickle.dumps((self._number, function, arguments)))
-                process.stdin.buffer.flush()
-                reply = json.loads(_read_line(process.stdout.fileno(), timeout_s))
-                if reply["number"] == self._number:
-                    if "error" in reply:
-                        raise ChildFailed(reply["error"])
-                    return reply["value"]
-                reason = "its process sent a reply to another request"
-            except TimeoutError:
-                reason = f"it took longer than {timeout_s:g} s"
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                reason = self._last_complaint() or "its process ended without an answer"
-            self.close()
-            raise ChildFailed(reason)
+        self._number += 1
+        process = self._process = self._process or self._start()
+        assert isinstance(process.stdin, io.TextIOWrapper)
+        assert process.stdout is not None
+        try:
+            process.stdin.buffer.write(pickle.dumps((self._number, function, arguments)))
+            process.stdin.buffer.flush()
+            reply = json.loads(_read_line(process.stdout.fileno(), timeout_s))
+            if reply["number"] == self._number:
+                if "error" in reply:
+                    raise ChildFailed(reply["error"])
+                return reply["value"]
+            reason = "its process sent a reply to another request"
+        except TimeoutError:
+            reason = f"it took longer than {timeout_s:g} s"
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            reason = self._last_complaint() or "its process ended without an answer"
+        self.close()
+        raise ChildFailed(reason)
 
     def _start(self) -> subprocess.Popen[str]:
         python, env, cwd = self._options
         command = children.isolated(_CHILD, python=python)
-        with open(self._log or os.devnull, "wb") as stderr:
-            return children.start(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stderr=stderr)
+        stderr = subprocess.DEVNULL if self._stderr is None else self._stderr
+        return children.start(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stderr=stderr)
 
     def _last_complaint(self) -> str:
-        lines = [] if self._log is None else self._log.read_text(errors="replace").strip().splitlines()
+        if self._stderr is None:
+            return ""
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 2000))
+        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def close(self) -> None:

@@ -34,8 +34,8 @@ def describe_env(
 
     `python` is the interpreter that has what the environment imports; ours unless given.
     """
-    with tempfile.TemporaryDirectory() as home:
-        child = ChildProcess(python or sys.executable, clean_environment() | {"HOME": home}, home, Path(home, "stderr"))
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as stderr:
+        child = ChildProcess(python or sys.executable, clean_environment() | {"HOME": home}, home, stderr)
         try:
             answer = child.ask(
                 "describe",

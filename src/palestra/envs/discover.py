@@ -130,11 +130,13 @@ class FileSource:
 class _Classes:
     """The classes of many files, and which of them lead to an environment base.
 
-    Files are never imported, so a base is looked up by its own name: in the same file, otherwise in all of them.
+    Files are never imported, so a base is looked up by its own name: in the same file, otherwise in all of them,
+    unless it is imported from a module of another name.
     """
 
     def __init__(self, sources: Sequence[FileSource]) -> None:
         self._by_name: dict[str, list[tuple[FileSource, ClassSource]]] = {}
+        self._modules = {""} | {name for source in sources for name in (source.path.stem, source.path.parent.name)}
         for source in sources:
             for cls in source.classes.values():
                 self._by_name.setdefault(cls.name, []).append((source, cls))
@@ -175,7 +177,9 @@ class _Classes:
         """Where a base may be defined."""
         if base in source.classes:
             return [(source, source.classes[base])]
-        return self._by_name.get(base.rpartition(".")[2], [])
+        module, _, name = base.rpartition(".")
+        is_among_them = module.rpartition(".")[2] in self._modules  # and not of another library
+        return self._by_name.get(name, []) if is_among_them else []
 
 
 def read_source(path: Path) -> FileSource:

@@ -54,7 +54,7 @@ class Env:
             def score(self, answer):
                 return answer.strip(" .").endswith(str(self.problem.expect))
 
-    Whatever a method raises is recorded on its attempt, and the run goes on.
+    An exception in a method fails its attempt, and the run continues.
     """
 
     name: ClassVar[str] = ""  # default: the class's name, in small letters

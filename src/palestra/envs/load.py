@@ -54,10 +54,10 @@ def load_env(name_or_file: str, settings: Mapping[str, Any] | None = None) -> Ru
 
 
 def env_class(found: DiscoveredEnv) -> type[Env]:
-    """Import the class. Built-in ones are modules of Palestra, all others files of their own."""
+    """Import the class. Built-in ones are modules of Palestra, all others are separate files."""
     if found.dialect != "palestra":
         raise PalestraError(
-            f"{found.file_path} is written for {found.dialect}; run it as a service of its own: "
+            f"{found.file_path} is written for {found.dialect}; run it as a separate service: "
             f"palestra env run-{found.dialect} {found.file_path}"
         )
     if found.name.partition(":")[0] in BY_NAME:

@@ -52,7 +52,7 @@ class NoProblem(PalestraError):
 
 @dataclass(frozen=True)
 class LazyProblems:
-    """`size` problems of a split, each from a random generator of its own."""
+    """`size` problems of a split, each from its own random generator."""
 
     make: Callable[[random.Random], Any]
     split: Split
@@ -88,7 +88,7 @@ class Stream:
     ended: bool = False
 
     def take(self, split: Split, size: int) -> list[Problem]:
-        """Up to `size` problems of a split; what comes for the other one meanwhile is kept for it."""
+        """Up to `size` problems of a split; problems of the other split are kept for it."""
         most = len(self.dealt[split]) + _MAX_DRAWS * size
         while len(self.dealt[split]) < size and sum(map(len, self.dealt.values())) < most and not self.ended:
             item = self.next_item()

@@ -47,17 +47,15 @@ class ScorerProcess:
     def __init__(self, timeout_s: float = _ANSWER_S) -> None:
         self._timeout_s = timeout_s
         self._child = ChildProcess()
-        self._starting = threading.Lock()
+        self._lock = threading.Lock()
 
     def score(self, task: str, settings: Mapping[str, Any], answer: str, entry: Any) -> float:
         """The library's score; ChildFailed with the reason where it gives none."""
-        with self._starting:
+        with self._lock:  # a request that restarted the process would wait for its import
             if not self._child.is_running:
                 self._start()
-        value = self._child.ask(
-            "score", self._timeout_s, task=task, settings=dict(settings), answer=answer, entry=entry
-        )
-        return float(value)
+            request = {"task": task, "settings": dict(settings), "answer": answer, "entry": entry}
+            return float(self._child.ask("score", self._timeout_s, **request))
 
     def _start(self) -> None:
         """Import the library; `chain_sum` with any answer is scored whatever the library's version."""

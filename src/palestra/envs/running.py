@@ -54,7 +54,7 @@ class EnvEpisode:
         return self.as_scores(await self._call("score", messages))
 
     def as_scores(self, verdict: Any) -> Mapping[str, Score]:
-        """What the environment's own methods say of the attempt, by name."""
+        """Convert what `score` or `score_group` returned to scores by name."""
         verdicts = verdict if isinstance(verdict, Mapping) else {"score": verdict}
         return {name: self._as_score(name, value) for name, value in verdicts.items()}
 

@@ -22,32 +22,22 @@ def test_plain_functions_become_tools():
     assert [tool.name for tool in agent.tools] == ["price"]
     assert agent.fixed_instructions == "Use the tools."
     assert agent.required_model == "palestra/tiny"
-
-
-def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(PalestraError, match="two tools are named 'price'"):
-        Agent("clerk", tools=[price, price])
-
-
-def test_callable_instructions_are_refused_for_training_with_the_remedy():
-    agent = Agent("clerk", instructions=lambda context, agent: "hi")
-    with pytest.raises(PalestraError, match=r"'clerk' are a function.*Pass a string"):
-        _ = agent.fixed_instructions
-
-
-def test_no_model_is_refused_with_examples():
-    with pytest.raises(PalestraError, match=r"'clerk' has no model.*palestra/tiny"):
-        _ = Agent("clerk").required_model
-
-
-def test_as_agent_gives_ours_back():
-    agent = Agent("clerk")
     assert as_agent(agent) is agent
 
 
-def test_what_is_no_agent_is_refused():
-    with pytest.raises(PalestraError, match="expected an agent, got dict"):
-        as_agent({"name": "clerk"})
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Agent("clerk", tools=[price, price]), "two tools are named 'price'"),
+        (lambda: Agent("clerk", instructions=lambda c, a: "hi").fixed_instructions, r"a function.*Pass a string"),
+        (lambda: Agent("clerk").required_model, r"'clerk' has no model.*palestra/tiny"),
+        (lambda: as_agent({"name": "clerk"}), "expected an agent, got dict"),
+    ],
+    ids=["tools", "instructions", "model", "dict"],
+)
+def test_what_cannot_be_trained_is_refused_with_the_remedy(make, words):
+    with pytest.raises(PalestraError, match=words):
+        make()
 
 
 class TestOpenAIAgents:
@@ -60,21 +50,16 @@ class TestOpenAIAgents:
         ours = as_agent(theirs)
         assert (ours.name, ours.model, ours.instructions) == ("clerk", "Qwen/Qwen3-0.6B", "Hi.")
         assert [tool.name for tool in ours.tools] == ["price"]
-
-    def test_missing_instructions_and_model_stay_missing(self, sdk):
-        ours = as_agent(sdk.Agent(name="clerk"))
-        assert (ours.model, ours.fixed_instructions) == (None, "")
+        bare = as_agent(sdk.Agent(name="clerk"))
+        assert (bare.model, bare.fixed_instructions) == (None, "")
+        disabled = sdk.Agent(name="clerk", tools=[sdk.function_tool(price, is_enabled=False)])
+        assert as_agent(disabled).tools == ()
 
     def test_the_name_is_taken_out_of_a_model_object(self, sdk):
         from openai import AsyncOpenAI
 
         model = sdk.OpenAIChatCompletionsModel("Qwen/Qwen3-8B", AsyncOpenAI(api_key="none"))
         assert as_agent(sdk.Agent(name="clerk", model=model)).model == "Qwen/Qwen3-8B"
-
-    def test_callable_instructions_are_refused_when_training_asks_for_them(self, sdk):
-        ours = as_agent(sdk.Agent(name="clerk", instructions=lambda context, agent: "hi"))
-        with pytest.raises(PalestraError, match="Pass a string"):
-            _ = ours.fixed_instructions
 
     @pytest.mark.parametrize(
         ("change", "words"),
@@ -102,10 +87,6 @@ class TestOpenAIAgents:
         settings = sdk.ModelSettings(tool_choice="auto", parallel_tool_calls=True, store=False, metadata={"a": "b"})
         assert as_agent(sdk.Agent(name="clerk", model="palestra/tiny", model_settings=settings)).name == "clerk"
         assert as_agent(sdk.Agent(name="clerk")).name == "clerk", "the defaults of the SDK's own default model"
-
-    def test_a_tool_that_is_not_enabled_is_left_out(self, sdk):
-        theirs = sdk.Agent(name="clerk", tools=[sdk.function_tool(price, is_enabled=False)])
-        assert as_agent(theirs).tools == ()
 
     @pytest.mark.parametrize(
         ("change", "words"),

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
+
+import pytest
+from processes import has_ended
 
 from palestra.core import children
 
@@ -25,49 +27,26 @@ def start_parent(seconds: float) -> tuple[subprocess.Popen[str], int]:
     return process, int(process.stdout.readline())
 
 
-def wait_until_ended(pid: int) -> None:
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    return
-        except FileNotFoundError:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{pid} still runs")
-
-
-def test_end_kills_what_the_child_has_started():
-    process, grandchild = start_parent(60)
+@pytest.mark.parametrize("seconds", [60, 0], ids=["running", "finished"])
+def test_end_kills_what_a_running_or_finished_child_has_started(seconds):
+    process, grandchild = start_parent(seconds)
+    if not seconds:
+        assert process.wait(20) == 0
     children.end(process)
-    assert process.returncode == -signal.SIGKILL
-    wait_until_ended(grandchild)
+    assert process.returncode == (-signal.SIGKILL if seconds else 0)
+    assert has_ended(grandchild)
 
 
-def test_end_kills_what_a_finished_child_has_left_behind():
-    process, grandchild = start_parent(0)
-    assert process.wait(20) == 0
-    children.end(process)
-    wait_until_ended(grandchild)
-
-
-def test_child_may_end_by_itself_within_the_time_after_sigterm():
-    code = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(7)); print(flush=True); time.sleep(60)"
-    process = children.start([sys.executable, "-c", code])
+@pytest.mark.parametrize(
+    ("handler", "terminate_s", "code"), [("lambda *_: exit(7)", 20, 7), ("signal.SIG_IGN", 0.2, -signal.SIGKILL)]
+)
+def test_a_child_may_end_by_itself_after_sigterm_and_is_killed_if_it_does_not(handler, terminate_s, code):
+    program = f"import signal, time; signal.signal(signal.SIGTERM, {handler}); print(1, flush=True); time.sleep(60)"
+    process = children.start([sys.executable, "-c", program])
     assert process.stdout is not None
     process.stdout.readline()
-    children.end(process, terminate_s=20)
-    assert process.returncode == 7
-
-
-def test_child_that_ignores_sigterm_is_killed():
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
-    process = children.start([sys.executable, "-c", code])
-    assert process.stdout is not None
-    process.stdout.readline()
-    children.end(process, terminate_s=0.2)
-    assert process.returncode == -signal.SIGKILL
+    children.end(process, terminate_s=terminate_s)
+    assert process.returncode == code
 
 
 def test_child_leads_its_own_group_and_sees_no_secret(monkeypatch):

@@ -1,6 +1,5 @@
 """Environments of other libraries, by their forms: verifiers of both generations, OpenEnv over its wire, gymnasium."""
 
-import asyncio
 import json
 import sys
 import threading
@@ -12,42 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from playing import attempt
 
 from palestra import EnvConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, Rollout, SamplingParams, ToolCall
+from palestra.core.types import Message, Rollout, ToolCall
 from palestra.envs.adapters.gymnasium import GymEnv
 from palestra.envs.adapters.openenv import OpenEnv
 from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
 from palestra.envs.env import Env
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
-from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
 
 SMALL = EnvConfig(train_size=3, held_out_size=2)
 
 
-@dataclass
-class Says:
-    """Answers with what `speak` makes of the messages."""
-
-    speak: Callable[[Sequence[Message]], Message | str]
-
-    async def complete(self, messages: Sequence[Message], tools: Sequence[dict], sampling: SamplingParams) -> Any:
-        said = self.speak(messages)
-        return said if isinstance(said, Message) else Message("assistant", said), "stop", 1
-
-
 def play(env: Env, speak: Callable[[Sequence[Message]], Any], count: int = 3) -> list[Rollout]:
-    running = RunningEnv(env)
-    collector = Collector(
-        running, AttemptLimits(SamplingParams(50), max_tool_rounds=20), endpoint_speakers(Says(speak))
-    )
-    problems = running.problems("train")[:count]
-    groups = asyncio.run(collector.collect(problems, 1, [p.id for p in problems]))
-    require_one_good(groups)
-    return [group.rollouts[0] for group in groups]
+    return [group.rollouts[0] for group in attempt(RunningEnv(env), speak, count)]
 
 
 ROWS = [{"prompt": [{"role": "user", "content": f"Repeat: {i}"}], "answer": str(i), "info": {}} for i in range(40)]
@@ -268,10 +248,8 @@ def test_no_more_sessions_are_open_than_the_server_has(openenv_server):
 
     play(Counted(openenv_server, SMALL, max_sessions=1), lambda _: "done", count=3)
     assert max(opened) == 1
-    running = RunningEnv(OpenEnv(openenv_server, SMALL, max_sessions=1))
-    collector = Collector(running, AttemptLimits(SamplingParams(50)), endpoint_speakers(Says(repeat)))
     with pytest.raises(PalestraError, match="1 attempts at a time, and a group has 2"):
-        asyncio.run(collector.collect(running.problems("train")[:1], 2, ["k"]))
+        attempt(RunningEnv(OpenEnv(openenv_server, SMALL, max_sessions=1)), repeat, 1, group_size=2)
 
 
 def test_a_server_with_a_single_session_is_noticed_before_training():
@@ -444,9 +422,8 @@ class GroupRubric(Rubric):
     "rubric", [GroupRubric(), SimpleNamespace(rubrics=[GroupRubric()], score_group=GroupRubric().score_group)]
 )
 def test_a_rubric_with_a_function_of_the_group_scores_siblings_together(rubric):
-    running, texts = RunningEnv(VerifiersEnv(SingleTurn(rubric))), iter(["a", "abc", "ab"])
-    collector = Collector(running, AttemptLimits(SamplingParams(50)), endpoint_speakers(Says(lambda _: next(texts))))
-    (group,) = asyncio.run(collector.collect(running.problems("train")[:1], 3, ["k"]))
+    texts = iter(["a", "abc", "ab"])
+    (group,) = attempt(RunningEnv(VerifiersEnv(SingleTurn(rubric))), lambda _: next(texts), 1, group_size=3)
     said = [rollout.messages[-1].text for rollout in group.rollouts]
     assert group.rewards == [float(text == "abc") for text in said]
 

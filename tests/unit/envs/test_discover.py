@@ -92,7 +92,8 @@ def test_a_class_that_only_others_extend_is_no_environment(write):
     assert [env.name for env in configured()] == ["one", "two"]
 
 
-def test_classes_that_extend_each_other_are_no_environments(write):
+def test_classes_that_extend_each_other_or_a_namesake_of_another_library_are_no_environments(write):
+    write("c.py", "from some_library import Calculator\nclass C(Calculator): ...")
     write("a.py", "from b import B\nclass A(B): ...")
     write("b.py", "from a import A\nclass B(A): ...")
     assert configured() == []

@@ -71,6 +71,7 @@ def test_an_attempt_has_instructions_question_and_public_methods_as_tools():
     assert [t.name for t in episode.tools] == ["add"]
     assert episode.tools[0].fn(2, 3) == 5
     assert asyncio.run(episode.reply(say("4"))) == ()
+    assert score(running, f"<think>it may be 1</think>{problem.expect}")["score"].passed
 
 
 def test_nothing_leaks_between_attempts():
@@ -81,12 +82,6 @@ def test_nothing_leaks_between_attempts():
     assert other.env.calls == 0  # type: ignore[attr-defined]
     assert one.env.problem != other.env.problem
     assert not hasattr(running.env, "calls")
-
-
-def test_thinking_is_no_part_of_the_answer():
-    running = RunningEnv(Sums())
-    expect = running.problems("train")[0].expect
-    assert score(running, f"<think>it may be 1</think>{expect}")["score"].passed
 
 
 @pytest.mark.parametrize(
@@ -104,14 +99,8 @@ def test_a_score_may_have_several_forms(verdict, expected):
             return verdict
 
     assert score(RunningEnv(Forms()), "1") == expected
-
-
-def test_a_score_that_is_no_number_is_recorded():
-    class Bad(Sums):
-        def score(self, answer: str) -> Any:
-            return float("nan")
-
-    assert score(RunningEnv(Bad()), "1")["score"].error
+    verdict = float("nan")
+    assert score(RunningEnv(Forms()), "1")["score"].error, "no number"
 
 
 class Guess(Env):

@@ -1,20 +1,18 @@
 """TRL-style environments: one instance a rollout, public methods as tools, a reward of their own."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from playing import attempt
 
 from palestra import Agent, EvalSuite, measure, train_grpo
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, SamplingParams, ToolCall
+from palestra.core.types import Message, ToolCall
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.rollout_stats import rollout_stats
-from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
 
 
 class Counter:
@@ -58,13 +56,11 @@ SUITE = EvalSuite.from_records(
 )
 
 
-class Counts:
+def counts(messages: Sequence[Message]) -> Message:
     """Calls up(2), then says done."""
-
-    async def complete(self, messages: Sequence[Message], tools: Sequence[dict], sampling: SamplingParams) -> Any:
-        if messages[-1].role == "tool":
-            return Message("assistant", "done"), "stop", 1
-        return Message("assistant", "", tool_calls=(ToolCall("c", "up", {"by": 2}),)), "stop", 1
+    if messages[-1].role == "tool":
+        return Message("assistant", "done")
+    return Message("assistant", "", tool_calls=(ToolCall("c", "up", {"by": 2}),))
 
 
 def environment(factory: Any, suite: EvalSuite = SUITE, **more: Any) -> RunningEnv:
@@ -73,11 +69,7 @@ def environment(factory: Any, suite: EvalSuite = SUITE, **more: Any) -> RunningE
 
 
 def play(env: RunningEnv, group_size: int = 2) -> list:
-    problems = env.problems("train")
-    collector = Collector(env, AttemptLimits(SamplingParams(50)), endpoint_speakers(Counts()))
-    groups = asyncio.run(collector.collect(problems, group_size, [p.id for p in problems]))
-    require_one_good(groups)
-    return groups
+    return attempt(env, counts, group_size=group_size)
 
 
 def test_every_rollout_has_an_instance_of_its_own_and_its_reward():
@@ -168,8 +160,8 @@ def test_train_grpo_takes_an_environment_factory(tmp_path):
         environment_factory=Counter,
         extra_reward_funcs=[looks],
         config={
-            "train.max_steps": 1, "train.problems_per_step": 2, "train.refill_limit": 0, "rollout.group_size": 2,
-            "rollout.max_new_tokens": 30, "output_dir": str(tmp_path),
+            "train.max_steps": 1, "train.problems_per_step": 1, "train.refill_limit": 0, "rollout.group_size": 2,
+            "rollout.max_new_tokens": 8, "eval.cases": 1, "checkpoint.every": 0, "output_dir": str(tmp_path),
         },
     )  # fmt: skip
     assert len(result.metrics) == 1

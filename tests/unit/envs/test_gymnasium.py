@@ -1,36 +1,22 @@
 """GymEnv against gymnasium itself."""
 
-import asyncio
-
 import pytest
+from playing import attempt
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, SamplingParams
 from palestra.envs.adapters.gymnasium import GymEnv
 from palestra.envs.env import EnvConfig
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
-from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, endpoint_speakers
 
 gymnasium = pytest.importorskip("gymnasium")
 np = pytest.importorskip("numpy")
 SMALL = EnvConfig(train_size=2, held_out_size=2)
 
 
-class Says:
-    def __init__(self, *answers):
-        self.answers = iter(answers)
-
-    async def complete(self, messages, tools, sampling):
-        return Message("assistant", next(self.answers)), "stop", 1
-
-
 def play(running, *answers):
-    collector = Collector(running, AttemptLimits(SamplingParams(50)), endpoint_speakers(Says(*answers)))
-    (group,) = asyncio.run(collector.collect(running.problems("train")[:1], 1, ["k"]))
-    (rollout,) = group.rollouts
-    assert rollout.error is None
+    words = iter(answers)
+    ((rollout,),) = (group.rollouts for group in attempt(running, lambda _: next(words), 1))
     return rollout, [m.text for m in rollout.messages if m.role == "user"]
 
 

@@ -36,24 +36,17 @@ SUITE = EvalSuite.from_records([{"input": f"{i}?", "expect": str(i)} for i in ra
 AGENT = Agent("clerk", "palestra/tiny", "Be brief.", [price])
 
 
-def test_an_episode_opens_with_instructions_and_question():
+def test_an_episode_opens_with_instructions_and_the_question_or_messages():
     environment: Environment = SuiteEnvironment(AGENT, SUITE)
     episode = environment.open(environment.problems("train")[2])
     assert list(episode.prompt) == [Message("system", "Be brief."), Message("user", "2?")]
     assert [tool.name for tool in episode.tools] == ["price"]
     assert asyncio.run(episode.reply(episode.prompt)) == ()
     episode.close()
-
-
-def test_without_instructions_there_is_no_system_message():
     environment = SuiteEnvironment(Agent("clerk"), SUITE)
-    assert [m.role for m in environment.open(SUITE.cases[0]).prompt] == ["user"]
-
-
-def test_given_messages_are_kept():
-    suite = EvalSuite.from_records(
-        [{"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], measures=[brief]
-    )
+    assert [m.role for m in environment.open(SUITE.cases[0]).prompt] == ["user"], "no instructions, no system message"
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    suite = EvalSuite.from_records([{"input": history}], measures=[brief])
     prompt = SuiteEnvironment(AGENT, suite).open(suite.cases[0]).prompt
     assert [m.role for m in prompt] == ["system", "user", "assistant"]
 
@@ -121,17 +114,6 @@ def test_wrong_weights_are_refused(given, words):
         SuiteEnvironment(AGENT, SUITE, measures=[suite_env_right, brief], reward_weights=given)
 
 
-def test_no_measures_are_refused_with_the_remedy():
-    suite = EvalSuite.from_records([{"input": "x"}])
-    with pytest.raises(PalestraError, match=r"(?s)no measures.*@measure"):
-        SuiteEnvironment(AGENT, suite)
-
-
-def test_callable_instructions_are_refused():
-    with pytest.raises(PalestraError, match="Pass a string"):
-        SuiteEnvironment(Agent("clerk", instructions=lambda c, a: "x"), SUITE)
-
-
 @function_tool
 def put(item: str, cart: Context[list]) -> int:
     """Put an item into the cart."""
@@ -158,10 +140,18 @@ def suite_and_held_out(suite):
     return suite, replace(suite, context_fn=None)
 
 
-def test_a_tool_with_a_context_needs_a_suite_that_makes_one():
-    suite = EvalSuite.from_records([{"input": "Buy."}], measures=[len])
-    with pytest.raises(PalestraError, match=r"tool 'put' takes a context, and.*context_fn=lambda record"):
-        SuiteEnvironment(Agent("a", "palestra/tiny", tools=[put]), suite)
+@pytest.mark.parametrize(
+    ("agent", "measures", "words"),
+    [
+        (AGENT, (), r"(?s)no measures.*@measure"),
+        (Agent("clerk", instructions=lambda c, a: "x"), [len], "Pass a string"),
+        (Agent("a", tools=[put]), [len], r"tool 'put' takes a context, and.*context_fn=lambda record"),
+    ],
+    ids=["measures", "instructions", "context"],
+)
+def test_what_is_missing_is_named_with_the_remedy(agent, measures, words):
+    with pytest.raises(PalestraError, match=words):
+        SuiteEnvironment(agent, EvalSuite.from_records([{"input": "x"}], measures=measures))
 
 
 def test_one_context_for_two_attempts_is_refused():

@@ -1,7 +1,7 @@
 """The tools of MCP servers for our own agent loop, by the official MCP client.
 
 Sessions of the client belong to one event loop, and a server outlives the loops of single steps and threads; so all of
-them live in a loop of their own, in a thread.
+them live in one event loop, in a separate thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class McpToolError(Exception):
 class McpServer:
     """An MCP server: the command that starts it, or the URL of one that runs (then it is shared by all attempts).
 
-    Each attempt gets a process of its own, unless `shared` says that one is enough: where calls leave nothing behind.
+    Each attempt gets its own process, unless `shared` is set: for servers whose calls change no state.
     It sees no key of ours but those of `env`.
     """
 
@@ -76,7 +76,7 @@ class McpTools:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return McpTools, (self._servers,)  # another process starts servers of its own
+        return McpTools, (self._servers,)  # another process starts its own servers
 
     def open(self) -> list[McpConnection]:
         """Connections for one attempt; the caller closes those that are not shared. Blocks until they have answered."""
@@ -111,7 +111,7 @@ def close_connections(connections: Sequence[McpConnection]) -> None:
 
 
 class McpConnection:
-    """A server that runs, and its tools. After its death the next call starts it anew."""
+    """A server that runs, and its tools. If it dies, the next call restarts it."""
 
     def __init__(self, server: McpServer) -> None:
         self.server = server
@@ -139,7 +139,7 @@ class McpConnection:
             if error.code != _CONNECTION_CLOSED:
                 raise McpToolError(str(error)) from None
             live.stop.set()
-            raise McpToolError(f"the MCP server {self.server} died during the call; it is started anew") from None
+            raise McpToolError(f"the MCP server {self.server} died during the call; it is restarted") from None
         text = _text_of(result)
         if result.is_error:
             raise McpToolError(text)
@@ -163,7 +163,7 @@ class _Live:
 
 
 async def _start(server: McpServer) -> _Live:
-    """Connect and list the tools; the client lives in a task of its own, which opens it and closes it again."""
+    """Connect and list the tools; the client lives in a task, which opens and closes it."""
     _require_mcp()
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:

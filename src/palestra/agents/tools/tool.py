@@ -117,7 +117,7 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 # What a FunctionTool of openai-agents may have that training could not keep -> why.
 _REFUSED = {
-    "needs_approval": "asks a person before it runs, and nobody approves during training",
+    "needs_approval": "asks a person before it runs, which is impossible during training",
     "tool_input_guardrails": "has guardrails, which run only in the SDK's own loop",
     "tool_output_guardrails": "has guardrails, which run only in the SDK's own loop",
     "defer_loading": "is loaded on demand, which only the SDK's own loop does",

@@ -72,7 +72,7 @@ def unpack(packed: PackedWeights) -> Weights:
 
 @dataclass(slots=True)
 class GroupSampler:
-    """The sampler of one actor: a policy of its own, and our agent loop around it."""
+    """The sampler of one actor: its own policy, and our agent loop."""
 
     policy: Policy[Any]
     training: CollectsGroups
@@ -196,7 +196,7 @@ class RolloutPool:
         return len(self._members)
 
     def update(self, weights: PackedWeights) -> None:
-        """Broadcast the weights; groups in progress go on with them. An actor that does not take them is replaced."""
+        """Broadcast the weights; groups in progress continue with them. Replace actors that do not take them."""
         self._shared, self.version = self._cluster.share(weights), weights.version
         lost = self._cluster.update_all([m.actor for m in self._members], self._shared, self._timeout_s)
         for member in [m for m in self._members if m.actor in lost]:
@@ -274,7 +274,7 @@ class RolloutPool:
             try:
                 member = await self._joined(actor)
                 await member.gone.wait()
-                await asyncio.sleep(RELAUNCH_S)  # its head may be dying with it, and whoever asks that one then hangs
+                await asyncio.sleep(RELAUNCH_S)  # its head may be dying, too, and a request to it would hang
             except ActorLost as error:
                 log.warning("a rollout actor was lost before it could sample: %s", error)
                 await asyncio.sleep(RELAUNCH_S)
@@ -322,7 +322,7 @@ class RolloutPool:
     def _fail(self, error: Exception) -> None:
         if self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
-            self._failed.exception()  # read, where nobody samples any more
+            self._failed.exception()  # mark as retrieved, in case no group is being sampled
 
     def _lose(self, member: Member, reason: str) -> None:
         """Out of the pool; its place is filled again."""
@@ -364,7 +364,9 @@ class PoolCollector:
             return group
 
         groups = asyncio.gather(*(sampled(problem, key) for problem, key in zip(problems, seed_keys, strict=True)))
-        groups.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, also where nobody waits
+        groups.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # mark as retrieved, in case it is not awaited
         try:
             return await self.pool.or_failure(groups, self.recipe)
         finally:

@@ -1,4 +1,4 @@
-"""Rollout actors on a Ray cluster: each in a placement group of its own, weights by the object store.
+"""Rollout actors on a Ray cluster: each in its own placement group; weights travel by the object store.
 
 A placement group that finds no room waits, which is also what tells an autoscaler to add a node. The process that
 trains is the driver; it samples nothing itself.
@@ -30,7 +30,7 @@ from palestra.core.errors import PalestraError, text_of
 from palestra.core.types import Group
 
 CLIENT = "ray://"
-HEAD_S = 10.0  # a head that takes no connection for so long is gone
+HEAD_S = 10.0  # a head that accepts no connection for this long counts as lost
 _PROBE_S = 2.0
 _REMEDY = "start a cluster with `ray start --head`, give its address as ray.address, or use --ray.address local"
 _LOST = (
@@ -84,7 +84,7 @@ class RayActor:
         return read_group(await self._answer(self._handle.sample.remote(dumps(job))))
 
     def end(self) -> None:
-        # Ray would connect again, if it was shut down meanwhile, and wait for minutes for a lost head
+        # If Ray was shut down in between, it would connect again, and wait for minutes for a lost head
         if self._has_ended or not _takes_connections(self._head, _PROBE_S):
             return
         self._has_ended = True

@@ -140,13 +140,13 @@ class VerifiersEnv(Env):
 
 
 def _has_group_rewards(rubric: Any) -> bool:
-    """Whether some function of a Rubric, or of one inside of it, scores a whole group."""
+    """Whether a function of a Rubric, or of a nested one, scores whole groups."""
     inner = getattr(rubric, "rubrics", ())
     return bool(getattr(rubric, "has_group_rewards", False)) or any(map(_has_group_rewards, inner))
 
 
 class _Timing(dict[str, float]):
-    """Where they note durations: by key in some versions, by attribute in others. Nobody reads them here."""
+    """Where they note durations: by key in some versions, by attribute in others. They are not used here."""
 
     def __missing__(self, key: str) -> float:
         return 0.0
@@ -260,7 +260,7 @@ class TasksetEnv(Env):
 
 
 def _toolsets(owner: Any) -> list[str]:
-    """The tool servers of a Task or a Taskset, which run beside verifiers' own harness."""
+    """The tool servers of a Task or a Taskset, which only verifiers' own harness runs."""
     of = getattr(type(owner), "toolsets", None)
     return [f"its tool server {type(toolset).__name__}" for toolset in (of(owner.config) if of else ())]
 

@@ -1,4 +1,4 @@
-"""The first process inside of a sandbox: runs the model's commands one by one, within limits, and ends what they leave.
+"""The first process inside of a sandbox: runs the model's commands one by one, within limits.
 
 It is sent as text to the Python inside, so it uses the standard library alone. Requests and answers are JSON lines on
 stdin and stdout. When stdin ends, because the trainer closed it or died, the sandbox ends.
@@ -273,13 +273,13 @@ class CommandRunner:
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-            except ChildProcessError:  # nobody is left
+            except ChildProcessError:  # no process is left
                 return
             time.sleep(0.002)
 
 
 class Output:
-    """Feeds a command and collects what it writes, of which the beginning is kept."""
+    """Writes a command's stdin and collects its output; keeps the beginning."""
 
     def __init__(self, process: subprocess.Popen[bytes], stdin: bytes, keep: int) -> None:
         assert process.stdin is not None
@@ -293,9 +293,9 @@ class Output:
         self.selector.register(0, selectors.EVENT_READ)
 
     def pump(self, seconds: float) -> None:
-        """Move what can be moved; wait for it at most so long."""
+        """Transfer data that is ready; wait at most `seconds` for it."""
         for key, _ in self.selector.select(seconds):
-            if key.fileobj == 0:  # nobody speaks while a command runs: the trainer has gone
+            if key.fileobj == 0:  # the trainer sends nothing while a command runs: it has ended
                 sys.exit(0)
             elif key.fileobj is self.stdin:
                 try:

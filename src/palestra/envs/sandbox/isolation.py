@@ -1,4 +1,6 @@
-"""How a sandbox is isolated: by bubblewrap, by namespaces of our own, or by podman or docker."""
+"""How a sandbox is isolated: by bubblewrap, by our own namespaces, or by podman or docker.
+
+Also its limits: a control group, and a filter of system calls."""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ _NAMESPACES = Path(__file__).with_name("namespaces.py")
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one attempt may use up, all its processes together; `seconds` and `output_bytes` are for each command."""
+    """Limits of one attempt, for all its processes together; `seconds` and `output_bytes` are for each command."""
 
     seconds: float = 10.0
-    memory_mib: int = 512  # beside its files
+    memory_mib: int = 512  # without its files
     processes: int = 32
     disk_mib: int = 64
     files: int = 2000
@@ -51,7 +53,7 @@ class Shell:
 
 
 def visible() -> dict[str, str]:
-    """What of the system a command may read, programs and libraries: path → what it is a link to, or nothing."""
+    """What of the system a command may read, programs and libraries: path → the target of a link, or an empty text."""
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
     paths = system if Path(sys.base_prefix).is_relative_to("/usr") else [*system, os.path.realpath(sys.base_prefix)]
     found = {path: os.readlink(path) if os.path.islink(path) else "" for path in paths if os.path.lexists(path)}
@@ -168,7 +170,7 @@ def seccomp_filter(machine: str) -> bytes | None:
         return struct.pack("HBBI", code, then, otherwise, value)
 
     program = [op(load, 4), op(jump_equal, AUDIT_ARCH[machine], 1, 0), op(give, kill), op(load, 0)]
-    if machine == "x86_64":  # the x32 calls have numbers of their own
+    if machine == "x86_64":  # x32 calls have different numbers
         program += [op(jump_from, 0x40000000, 0, 1), op(give, eperm)]
     program += [op(jump_equal, CLONE3, 0, 1), op(give, enosys)]  # its flags cannot be seen: libc then takes clone
     for number in (*DENIED[machine].values(), *DENIED_EVERYWHERE.values()):
@@ -206,7 +208,7 @@ class Cgroup:
 
 
 def make_cgroup(limits: SandboxLimits, root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Cgroup | None:
-    """A group beside or below our own; None where that is not permitted."""
+    """Create a group next to or below ours; None where that is not permitted."""
     for parent in _parents(root, own):
         path = parent / f"{_NAME}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         try:

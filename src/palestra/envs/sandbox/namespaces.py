@@ -1,4 +1,4 @@
-"""Runs a command in new namespaces, with a root folder of its own: what bubblewrap does, where it is not installed.
+"""Runs a command in new namespaces, with its own root folder. Replaces bubblewrap where that is not installed.
 
     python3 -IS namespaces.py '{"visible": …, "root": false, "disk_mib": 64, "files": 2000}' COMMAND…
 
@@ -24,7 +24,7 @@ KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodirati
 MNT_DETACH = 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PR_SET_PDEATHSIG = 1
-USER = 1000  # who an ordinary user is inside
+USER = 1000  # the id of an ordinary user inside
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,7 +40,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def unshare(root: bool) -> None:
-    """New namespaces. Root has the right to make them; anybody else gets it in a user namespace."""
+    """Enter new namespaces. Root may create them; other users need a user namespace."""
     uid, gid = os.geteuid(), os.getegid()
     kinds = NEW_NS | NEW_UTS | NEW_IPC | NEW_PID | NEW_NET
     check(libc.unshare(kinds if root else kinds | NEW_USER), "unshare")
@@ -51,7 +51,7 @@ def unshare(root: bool) -> None:
 
 
 def new_root(visible: dict[str, str], disk_mib: int, files: int, folder: str = "/work", writable: str = "") -> None:
-    """A root of its own: the visible folders read-only, /proc, a few devices, and a tmpfs of limited size.
+    """Enter a new root: the visible folders read-only, /proc, a few devices, and a tmpfs of limited size.
 
     That is `folder`, and /tmp. `writable` is one more folder of outside, to read and to write.
     """

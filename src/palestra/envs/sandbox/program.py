@@ -2,7 +2,7 @@
 
     python -m palestra.envs.sandbox.program '{"visible": …, "port": 8000, "socket": "/tmp/…/gateway"}' COMMAND…
 
-Namespaces have a loopback of their own. The process that made them listens there and hands each connection on to the
+Namespaces have their own loopback. The process that made them listens there and hands each connection on to the
 gateway's Unix socket; the program is a child with another root folder, another user, and no way back.
 """
 
@@ -128,7 +128,7 @@ def first_process(setup: dict[str, object], command: list[str]) -> NoReturn:
 
 
 def start(setup: dict[str, object], command: list[str]) -> NoReturn:
-    """In the place of this process, the program: as a user of its own, and with no right to become another."""
+    """Replace this process by the program, as another user that cannot gain privileges."""
     os.chdir(cwd if os.path.isdir(cwd := str(setup["cwd"])) else "/tmp")
     os.environ.update(HOME="/tmp", TMPDIR="/tmp")
     if isinstance(setup["uid"], int):

@@ -1,4 +1,4 @@
-"""Where code that a model wrote runs: no network, nothing of ours to read, and an end to everything that it uses.
+"""Where code that a model wrote runs: no network, no access to our files, and limits on all resources.
 
 >>> with Sandbox() as sandbox:                                  # doctest: +SKIP
 ...     sandbox.write("hello.py", "print('hello')")
@@ -48,7 +48,7 @@ log = logging.getLogger("palestra")
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command came to. `output` is stdout and stderr together, cut at the limit; `stopped` says which limit
+    """The result of a command. `output` is stdout and stderr together, cut at the limit; `stopped` says which limit
     ended it, if one did, or that the sandbox was lost."""
 
     output: str
@@ -136,7 +136,7 @@ class _FirstProcess:
     """The process inside that runs the commands, and the socket that leads to it. It ends when the socket is closed."""
 
     def __init__(self, limits: SandboxLimits, isolation: Isolation, image: str) -> None:
-        # root is exempt from the limit on processes, so commands get a user of their own, which nobody else is
+        # root is exempt from the limit on processes, so commands run as a user id that no other process has
         uid = random.SystemRandom().randrange(2_000_000, 2**31) if os.geteuid() == 0 else None
         self._folder = Path(tempfile.mkdtemp(prefix="palestra-sandbox-")) if isolation == "none" else None
         if self._folder and uid is not None:
@@ -228,7 +228,7 @@ def choose_isolation(allow_unsandboxed: bool = False) -> Isolation:
             f"{why_not('namespaces')}. Install bubblewrap or permit user namespaces, set isolation to podman or "
             "docker, or set allow_unsandboxed=true to run it without a sandbox"
         )
-    _tell_the_truth()
+    _warn_unsandboxed()
     return "none"
 
 
@@ -246,7 +246,7 @@ def why_not(isolation: Isolation, image: str = CONTAINER_IMAGE) -> str | None:
 
 
 @cache
-def _tell_the_truth() -> None:
+def _warn_unsandboxed() -> None:
     who = (
         "as a user of its own: it can use the network and read and change every file that all users may"
         if os.geteuid() == 0

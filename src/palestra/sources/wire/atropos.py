@@ -1,4 +1,4 @@
-"""Environments written for `atroposlib`, unmodified: a Python of their own, and how they are started."""
+"""Runs unmodified environments written for `atroposlib`, in a separate virtual environment."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Exchange:
     A group whose post was answered is on disk, and goes into exactly one batch. A batch is kept until the trainer
     has it in a checkpoint (`take(after=N, saved=M)`), so a lost response, a killed server or a killed trainer loses
     nothing. The protocol's own `GET /batch` cannot say so: it gets each batch once. A batch on which a trainer
-    died three times is set aside in a file of its own.
+    died three times is moved to a separate file.
     """
 
     def __init__(self, folder: Path, max_waiting: int = 65_536, max_waiting_mib: int = 4096) -> None:
@@ -295,7 +295,7 @@ class Exchange:
         return None
 
     def env_status(self, env_id: int) -> dict[str, Any]:
-        """What an environment adjusts its workers to. Sizes are in groups of its own size."""
+        """Status by which an environment adjusts its workers. Sizes are in groups of its own size."""
         env = self.env(env_id)
         own = [g.sequences for g in self.waiting if g.env_id == env_id]
         group_size = max(env.group_size, *own, 0)

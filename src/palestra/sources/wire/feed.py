@@ -1,4 +1,4 @@
-"""One of our environments as a program of its own: it samples from a trainer's model and posts scored groups.
+"""Runs one of our environments as a separate program: it samples from a trainer's model and posts scored groups.
 
 register -> wait for the trainer -> [look for room -> attempt problems -> post] until the last step
 """
@@ -41,7 +41,7 @@ class TrainerStatus:
 
 @dataclass(slots=True)
 class Feed:
-    """An environment's side of the wire. `make_collector` is called once the trainer serves its model."""
+    """The environment's side of the wire. `make_collector` is called once the trainer serves its model."""
 
     name: str
     environment: Environment
@@ -99,7 +99,7 @@ class Feed:
                 f"the trainer takes batches of {batch_size} sequences, which groups of {size} do not fill exactly; "
                 "give both sides the same --rollout.group_size"
             )
-        # one batch beside the one being trained: what waits longer was sampled from older weights
+        # one batch besides the one being trained: more would wait longer, and be sampled from older weights
         room = batch_size // size - int(status["self_queue_size"])
         return TrainerStatus(int(status["current_step"]), int(status.get("num_steps", self._num_steps)), room)
 

@@ -51,7 +51,7 @@ _REMEDIES = {
 
 @dataclass(slots=True)
 class StallWatch:
-    """Looked at while a batch is waited for. `status` asks the trajectory API, `inference` counts at our own server."""
+    """Checks for stalls while waiting for a batch. `status` asks the trajectory API, `inference` counts requests."""
 
     status: Callable[[], Awaitable[Mapping[str, Any]]]
     inference: Tally
@@ -70,12 +70,12 @@ class StallWatch:
     _log_start: int = 0
 
     def begin(self) -> None:
-        """From now on a batch is waited for."""
+        """Start to wait for a batch."""
         self._groups = -1
         shorten_log(self.log)
 
     async def check(self) -> None:
-        """Say why nothing comes; raise when it has failed for longer than the limit."""
+        """Log why no group arrives; raise if that has been an error for longer than the limit."""
         now = self.clock()
         if self._groups >= 0 and now - self._looked < _LOOK_EVERY_S:
             return
@@ -105,7 +105,7 @@ class StallWatch:
         self._next_note_s = _FIRST_NOTE_S
 
     def _reason(self, status: Mapping[str, Any]) -> tuple[str, int]:
-        """What is wrong, as far as can be seen from here, and after how many limits it is time to stop."""
+        """The likely reason, and after how many limits to stop."""
         if status.get("environments") == 0:
             return "no environment has registered at the trajectory API; is one running?", _NEVER
         posts = int(status.get("posts_refused", 0)) - self._refused_posts
@@ -160,7 +160,7 @@ def repeated_trouble(text: str) -> tuple[int, str]:
 
 
 def shorten_log(path: Path) -> None:
-    """Keep the end of a log that has grown too large. Its writer appends, and goes on after what is left."""
+    """Keep the end of a log that has grown too large. Its writer opened it for appending, and continues after that."""
     if path.is_file() and (size := path.stat().st_size) > _MAX_LOG_BYTES:
         with path.open("rb+") as file:
             file.seek(size - _LOG_TAIL_BYTES)
@@ -211,7 +211,7 @@ class WireTask:
     def source(self, parts: Parts) -> WireSource:
         parts.config.refuse(
             ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"],
-            "environments over the wire sample with settings of their own",
+            "environments over the wire use their own sampling settings",
         )
         if not parts.config.rollout.max_staleness:
             parts.watcher.note(
@@ -265,7 +265,7 @@ class WireSource:
     """Batches of the trajectory API, in the order of their numbers.
 
     The inference server runs in the runner's event loop, so it answers while groups are waited for and pauses
-    during a step: nobody samples from half-changed weights.
+    during a step: no request samples from half-changed weights.
     """
 
     client: WireClient
@@ -359,7 +359,7 @@ class Serving:
         self._runner = runner
         app = inference_app(completer, token=address.token)
         self.tally: Tally = app.state.tally
-        self._server = Server(app, grace_s=0)  # when the run ends, nobody needs what is still being sampled
+        self._server = Server(app, grace_s=0)  # at the end of the run, running requests are not needed
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

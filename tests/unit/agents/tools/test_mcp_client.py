@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from processes import has_ended
 
 from palestra import Agent, EvalSuite
 from palestra.agents.tools.mcp_client import McpConnection, McpServer
@@ -36,17 +35,12 @@ def environment(*servers):
     return SuiteEnvironment(Agent("a", "m", mcp_servers=servers), suite)
 
 
-def test_all_pages_of_a_servers_tools_come_with_their_schemas(command):
+def test_all_pages_of_a_servers_tools_come_with_their_schemas_and_calls_are_answered(command):
     connection = McpConnection(McpServer(command))
     assert [tool.name for tool in connection.tools] == ["double", "count", "whoami", "fail", "die"]
     double = connection.tools[0]
     assert double.description == "Twice a number."
     assert double.parameters["required"] == ["a"]
-    connection.close()
-
-
-def test_calls_are_answered_and_wrong_ones_are_told(command):
-    connection = McpConnection(McpServer(command))
     assert called(connection, "double", a=21).content == "42"
     wrong = called(connection, "double", a="x")
     assert not wrong.ok
@@ -86,20 +80,7 @@ def test_each_attempt_has_a_server_of_its_own_unless_it_is_shared(command):
         second.close()
         env.close()
         for pid in pids:
-            assert ends(int(pid))
-
-
-def ends(pid, within_s=10.0):
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
-                return True
-            os.kill(pid, 0)
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.02)
-    return False
+            assert has_ended(int(pid))
 
 
 def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
-from palestra.agents.tools.schema import function_schema
+from palestra.agents.tools.schema import function_schema, parse_docstring
 from palestra.core.errors import PalestraError
 
 
@@ -95,84 +95,128 @@ def test_parameter_names_that_pydantic_keeps_for_itself_are_allowed():
     assert list(function_schema(tool).parameters["properties"]) == ["schema", "model_config", "json"]
 
 
-def test_a_bound_method_is_a_tool_without_self():
-    class Shop:
-        def price(self, item: str) -> float:
-            """Look a price up.
+class Shop:
+    def price(self, item: str) -> float:
+        """Look a price up.
 
-            Args:
-                item: Its name.
-            """
-            return 1.0
+        Args:
+            item: Its name.
+        """
+        return 1.0
 
+
+def test_a_bound_method_is_a_tool_without_self_described_once_for_all_objects():
     schema = function_schema(Shop().price)
     assert schema.parameters["properties"] == {"item": {"type": "string", "description": "Its name."}}
+    assert function_schema(Shop().price) is schema
 
 
-def test_a_function_without_docstring_is_refused_with_an_example():
-    def mute(a: int) -> int:
-        return a
-
-    with pytest.raises(PalestraError, match=r"(?s)'mute' has no docstring.*Args:"):
-        function_schema(mute)
+def mute(a: int) -> int:
+    return a
 
 
-def test_a_parameter_without_type_hint_is_named_in_the_refusal():
-    def half_typed(a: int, b) -> int:
-        """Add."""
-        return a + b
-
-    with pytest.raises(PalestraError, match=r"(?s)'b' of tool 'half_typed' has no type hint.*def add\(a: int"):
-        function_schema(half_typed)
+def half_typed(a: int, b) -> int:
+    """Add."""
+    return a + b
 
 
-def test_star_arguments_are_refused():
-    def many(*numbers: int) -> int:
-        """Add."""
-        return sum(numbers)
-
-    with pytest.raises(PalestraError, match="cannot fill by name"):
-        function_schema(many)
+def many(*numbers: int) -> int:
+    """Add."""
+    return sum(numbers)
 
 
-def test_a_type_without_json_form_is_refused_by_name():
-    class Socket:
-        pass
-
-    def send(socket: Socket) -> None:
-        """Send."""
-
-    with pytest.raises(PalestraError, match=r"'socket' of tool 'send'.*no JSON form"):
-        function_schema(send)
+def send(socket: Shop) -> None:
+    """Send."""
 
 
-def test_a_type_hint_that_cannot_be_resolved_is_refused():
-    def lost(a: "Nowhere") -> None:  # noqa: F821
-        """Be lost."""
-
-    with pytest.raises(PalestraError, match=r"'lost' cannot be read.*Nowhere"):
-        function_schema(lost)
+def lost(a: "Nowhere") -> None:  # noqa: F821
+    """Be lost."""
 
 
-def test_the_schema_of_a_method_is_made_once_for_all_copies_of_its_object():
-    class Shop:
-        def price(self, item: str) -> int:
-            """The price of an item.
-
-            Args:
-                item: Its name.
-            """
-            return len(item)
-
-    first, second = function_schema(Shop().price), function_schema(Shop().price)
-    assert first is second
-    assert list(first.parameters["properties"]) == ["item"]
+async def numbers():
+    """Count."""
+    yield 1
 
 
-def test_an_async_generator_is_refused() -> None:
-    async def numbers():
-        """Count."""
-        yield 1
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (mute, r"(?s)'mute' has no docstring.*Args:"),
+        (half_typed, r"(?s)'b' of tool 'half_typed' has no type hint.*def add\(a: int"),
+        (many, "cannot fill by name"),
+        (send, r"'socket' of tool 'send'.*no JSON form"),
+        (lost, r"'lost' cannot be read.*Nowhere"),
+        (numbers, "'numbers' is an async generator"),
+    ],
+)
+def test_a_function_that_cannot_be_described_is_refused_by_name(fn, words):
+    with pytest.raises(PalestraError, match=words):
+        function_schema(fn)
 
-    with pytest.raises(PalestraError, match="'numbers' is an async generator"):
-        function_schema(numbers)
+
+GOOGLE = """Look a price up.
+
+    Prices are in euro.
+
+    Args:
+        item (str): The item's name,
+            as the catalogue has it.
+        count: How many. Default: one.
+
+    Returns:
+        The price.
+    """
+NUMPY = """Look a price up.
+
+    Prices are in euro.
+
+    Parameters
+    ----------
+    item : str
+        The item's name,
+        as the catalogue has it.
+    count : int, optional
+        How many. Default: one.
+
+    Returns
+    -------
+    float
+        The price.
+    """
+SPHINX = """Look a price up.
+
+    Prices are in euro.
+
+    :param str item: The item's name,
+        as the catalogue has it.
+    :param count: How many. Default: one.
+    :type count: int
+    :returns: The price.
+    """
+
+
+@pytest.mark.parametrize("docstring", [GOOGLE, NUMPY, SPHINX], ids=["google", "numpy", "sphinx"])
+def test_three_styles_say_the_same(docstring):
+    description, parameters = parse_docstring(docstring)
+    assert description == "Look a price up.\n\nPrices are in euro."
+    assert parameters == {
+        "item": "The item's name, as the catalogue has it.",
+        "count": "How many. Default: one.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("docstring", "parsed"),
+    [
+        ("Say hello. Note: politely.", ("Say hello. Note: politely.", {})),
+        ("Add.\n\nParameters\n----------\na, b : int\n    A number.", ("Add.", {"a": "A number.", "b": "A number."})),
+        ("Halve.\n\nArgs:\n    a: All.\n\nRaises:\n    ValueError: It is odd.", ("Halve.", {"a": "All."})),
+        (
+            "Write.\n\nArgs:\n    note: What.\n    returns: Whether.",
+            ("Write.", {"note": "What.", "returns": "Whether."}),
+        ),
+    ],
+    ids=["no sections", "shared line", "other sections", "named like a section"],
+)
+def test_other_forms_of_docstrings(docstring, parsed):
+    assert parse_docstring(docstring) == parsed

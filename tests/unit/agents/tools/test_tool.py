@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from palestra.agents.tools.run import run_calls
-from palestra.agents.tools.tool import Tool, as_tool, function_tool, tools_by_name
+from palestra.agents.tools.tool import as_tool, function_tool, tools_by_name
 from palestra.core.errors import PalestraError
 from palestra.core.types import ToolCall
 
@@ -13,44 +13,22 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
-def test_the_plain_decorator_keeps_the_function_callable():
+def test_a_function_becomes_a_tool_that_stays_callable():
     tool = function_tool(add)
-    assert isinstance(tool, Tool)
     assert tool(2, b=3) == 5
-
-
-def test_the_decorator_with_arguments_overrides_name_and_description():
-    @function_tool(name="plus", description="Sum up.")
-    def other(a: int) -> int:
-        """Not this."""
-        return a
-
-    assert (other.name, other.description) == ("plus", "Sum up.")
-
-
-def test_the_schema_has_the_form_of_openai():
-    schema = function_tool(add).schema
-    assert schema["type"] == "function"
-    assert schema["function"]["name"] == "add"
-    assert schema["function"]["description"] == "Add two numbers."
-    assert schema["function"]["parameters"]["required"] == ["a"]
-
-
-def test_as_tool_gives_our_tool_back_and_wraps_functions():
-    tool = function_tool(add)
     assert as_tool(tool) is tool
-    assert as_tool(add).name == "add"
+    assert as_tool(add).schema["type"] == "function"
+    function = as_tool(add).schema["function"]
+    assert (function["name"], function["description"]) == ("add", "Add two numbers.")
+    assert function["parameters"]["required"] == ["a"]
+    plus = function_tool(name="plus", description="Sum up.")(add)
+    assert (plus.name, plus.description) == ("plus", "Sum up.")
 
 
-@pytest.mark.parametrize("thing", [3, "add", object()], ids=["int", "str", "object"])
-def test_as_tool_refuses_what_is_no_tool(thing):
-    with pytest.raises(PalestraError, match="is not a tool"):
+@pytest.mark.parametrize("thing", [3, "add", object(), dict], ids=["int", "str", "object", "class"])
+def test_what_is_no_tool_is_refused(thing):
+    with pytest.raises(PalestraError, match=r"is not a tool|pass the function itself"):
         as_tool(thing)
-
-
-def test_a_class_is_no_tool():
-    with pytest.raises(PalestraError, match="pass the function itself"):
-        as_tool(dict)
 
 
 def test_two_tools_of_one_name_are_refused():
@@ -70,9 +48,7 @@ class TestOpenAIAgents:
         tool = as_tool(sdk.function_tool(add))
         assert tool.parameters["properties"]["a"]["type"] == "integer"
         assert self.run(tool, a=2, b=3).content == "5"
-
-    def test_a_default_counts_although_the_strict_schema_requires_all(self, sdk):
-        assert self.run(as_tool(sdk.function_tool(add)), a=2).content == "3"
+        assert self.run(tool, a=2).content == "3", "a default, although the SDK's strict schema requires all"
 
     def test_wrong_arguments_are_found_before_the_sdk_converts_them(self, sdk):
         result = self.run(as_tool(sdk.function_tool(add)), a="2")

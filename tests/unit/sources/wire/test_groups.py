@@ -47,27 +47,21 @@ def test_prompt_is_shared_only_as_far_as_siblings_agree():
     assert [s.prompt_length for s in samples(group, [0.0, 0.0])] == [3, 3]
 
 
-def test_several_turns_are_trained_and_what_lies_between_is_not():
-    turns = posted(
-        tokens=[[1, 7, 2, 8]], masks=[[-100, 7, -100, 8]], scores=[1.0], inference_logprobs=[[1.0, -0.5, 1.0, -0.1]]
-    )
-    group = read_group(turns, "g", LIMITS, 0)
-    (sample,) = samples(group, [1.0])
-    assert sample.policy_mask.tolist() == [False, True, False, True]
-
-
-def test_first_token_is_never_trained():
-    whole = posted(masks=[[1, 2, 3, 7, 8], [1, 2, 4, 9]], inference_logprobs=[])
-    group = read_group(whole, "g", LIMITS, 0)
-    assert [bool(s.policy_mask[0]) for s in samples(group, [0.0, 0.0])] == [False, False]
-
-
-@pytest.mark.parametrize("logprobs", [None, [], [[1.0] * 5, [1.0] * 4]])
-def test_missing_logprobs_are_nan_for_the_learner_to_compute(logprobs):
-    group = read_group(posted(inference_logprobs=logprobs), "g", LIMITS, 0)
-    first, _ = samples(group, [1.0, 0.0])
-    assert first.policy_mask.any()
-    assert all(math.isnan(value) for value in first.logprobs[first.policy_mask])
+@pytest.mark.parametrize(
+    ("changes", "masks"),
+    [
+        ({"masks": [[1, 2, 3, 7, 8], [1, 2, 4, 9]]}, [[0, 1, 1, 1, 1], [0, 1, 1, 1]]),
+        ({"masks": [[-100, 2, -100, 7, -100], [-100] * 4]}, [[0, 1, 0, 1, 0], [0, 0, 0, 0]]),
+        ({"overrides": [{"set_advantage_to_zero": True}, {}]}, [[0, 0, 0, 0, 0], [0, 0, 0, 1]]),
+    ],
+    ids=["never the first token", "several turns", "override"],
+)
+def test_which_tokens_train(changes, masks):
+    group = read_group(posted(inference_logprobs=None, **changes), "g", LIMITS, 0)
+    rows = samples(group, [1.0, -1.0])
+    assert [row.policy_mask.tolist() for row in rows] == [list(map(bool, mask)) for mask in masks]
+    assert all(math.isnan(value) for row in rows for value in row.logprobs[row.policy_mask])
+    assert group.rewards == [1.0, 0.0], "all stay in the baseline"
 
 
 def test_advantages_that_were_posted_are_kept_and_train_their_own_tokens():
@@ -88,17 +82,13 @@ def test_forty_different_advantages_stay_in_one_sequence():
     assert int(sample.policy_mask.sum()) == 40
 
 
-def test_override_masks_one_sequence_and_leaves_it_in_the_baseline():
-    group = read_group(posted(overrides=[{"set_advantage_to_zero": True}, {}]), "g", LIMITS, 0)
-    first, second = samples(group, [1.0, -1.0])
-    assert not first.policy_mask.any()
-    assert second.policy_mask.any()
-    assert group.rewards == [1.0, 0.0]
-
-
 def test_what_the_model_cannot_take_is_refused():
     with pytest.raises(PalestraError, match="vocabulary"):
         read_group(posted(), "g", ModelLimits(vocabulary=9, context_tokens=16), 0)
+    turn = {"maker": "model", "token_ids": [100], "logprobs": [-0.5], "versions": [0], "finish": "stop"}
+    lineages = [[{"turns": [turn], "messages": [], "stop": "answered"}], []]
+    with pytest.raises(PalestraError, match="token id 100 is outside of the vocabulary"):
+        read_group(posted(lineages=lineages), "g", LIMITS, 0)
     with pytest.raises(PalestraError, match="holds 4"):
         read_group(posted(), "g", ModelLimits(vocabulary=100, context_tokens=4), 0)
 
@@ -124,12 +114,6 @@ def test_a_group_that_is_written_and_read_trains_the_same():
     assert [r.messages for r in again.rollouts] == [r.messages for r in group.rollouts]
     advantages = [1.0, -0.5, -0.5]
     assert samples(again, advantages) == samples(group, advantages)
-
-
-def test_truncated_attempts_train_where_the_settings_say_so():
-    group = Group("p", (attempt(1.0, 5), attempt(0.0, 7, stop="truncated")))
-    assert write_group(group, 0, mask_truncated=False)["masks"][1] == [-100, -100, -100, 7, -100, -100, -100, 9]
-    assert set(write_group(group, 0, mask_truncated=True)["masks"][1]) == {-100}
 
 
 def test_a_failed_attempt_trains_nothing_and_leaves_the_baseline():

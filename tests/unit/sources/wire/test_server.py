@@ -26,6 +26,11 @@ def group(**changes):
     return small | changes
 
 
+def lineage(**changes):
+    turn = {"maker": "model", "token_ids": [5, 6], "logprobs": [-0.5, None], "versions": [3, 3], "finish": "stop"}
+    return {"turns": [turn | changes], "messages": [], "stop": "answered"}
+
+
 @pytest.fixture(scope="module")
 def app(tmp_path_factory):
     return trajectory_app(tmp_path_factory.mktemp("wire"), max_body_mib=1)
@@ -97,6 +102,7 @@ def test_groups_go_round_with_every_field(trained):
         messages=[[{"role": "user", "content": "hi"}]] * 2, overrides=[{}, {"set_advantage_to_zero": True}],
         group_overrides={"group_size": 2}, generation_params={"temperature": 1.0}, images=[],
         turns=[[["template", 1], ["model", 2]]] * 2, versions=[[0, 4, 5]] * 2, stops=["answered", "truncated"],
+        lineages=[[lineage()], []], info=[{"exit_code": 0}, {}], metrics={"agent/rows": 1.5},
         errors=[None, "broken"], seconds=[0.5, 0.25], tool_seconds=[0.0, 0.125],
         verdicts=[{"right": {"value": 1.0, "passed": True, "reason": "so", "error": False, "counts": True}}, {}],
         tool_results=[
@@ -164,6 +170,10 @@ BAD = {
     "a mask beyond int32": ({"masks": [[-100, 2, 10**30], [-100, 2, 4]]}, "masks.0.2"),
     "a version beyond int32": ({"versions": [[0, 0, 2**40]] * 2}, "versions.0.2"),
     "a verdict without a value": ({"verdicts": [{"right": {"passed": True}}, {}]}, "verdicts.0.right.value"),
+    "lineages for one": ({"lineages": [[]]}, "lineages has 1"),
+    "a lineage with too few logprobs": ({"lineages": [[lineage(logprobs=[-0.5])], []]}, "1 logprobs and 2 versions"),
+    "a lineage with a negative token": ({"lineages": [[lineage(token_ids=[5, -6])], []]}, "token_ids.1"),
+    "a metric beyond float32": ({"metrics": {"x": 1e39}}, "metrics.x"),
     "a tool result without a name": ({"tool_results": [[{"id": "c", "ok": True}], []]}, "tool_results.0.0.name"),
 }
 

@@ -71,29 +71,40 @@ def take(source: WireSource, version: int = 5) -> list[list[int]]:
     return [g.rollouts[0].turns[-1].token_ids.tolist() for g in groups]
 
 
-def test_batches_are_asked_for_after_the_last_and_kept_since_the_last_checkpoint():
-    source, client, _ = source_of([group(7)], [group(8)], [group(9)])
+@pytest.mark.parametrize(
+    ("keeps_batches", "cursor", "asked"),
+    [
+        (True, 0, [(0, 0), (1, 0), (2, 2)]),
+        (True, 5, [(5, 5), (6, 5), (7, 7)]),
+        (False, 0, [(0, None), (1, None), (2, None)]),
+    ],
+    ids=["new", "resumed", "without checkpoints"],
+)
+def test_batches_are_asked_for_after_the_last_and_kept_since_the_last_checkpoint(keeps_batches, cursor, asked):
+    source, client, _ = source_of([group(7)], [group(8)], [group(9)], keeps_batches=keeps_batches)
+    source.restore({"cursor": cursor})
     assert take(source) == [[7]]
-    assert source.state() == {"cursor": 1}
+    assert source.state() == {"cursor": cursor + 1}
     assert take(source) == [[8]]
     source.commit()
     assert take(source) == [[9]]
-    assert client.asked == [(0, 0), (1, 0), (2, 2)]
+    assert client.asked == asked
 
 
-def test_a_resumed_source_asks_for_what_came_after_its_checkpoint():
-    source, client, _ = source_of([group()])
-    source.restore({"cursor": 5})
-    take(source)
-    assert client.asked == [(5, 5)]
-    assert source.state() == {"cursor": 6}
+def test_while_there_is_no_batch_the_reason_is_told_once_and_a_dead_environment_ends_the_wait(monkeypatch):
+    monkeypatch.setattr("palestra.sources.wire.task._POLL_S", 0.0)
+    checks = iter([None, None, PalestraError("the environment ended with status 1")])
 
+    def check() -> None:
+        if (error := next(checks)) is not None:
+            raise error
 
-def test_without_checkpoints_nothing_is_kept():
-    source, client, _ = source_of([group()], [group()], keeps_batches=False)
-    take(source)
-    take(source)
-    assert client.asked == [(0, None), (1, None)]
+    stuck = NoBatch("groups of 4 never add up to a batch of 6")
+    source, client, notes = source_of(stuck, stuck, None, check=check)
+    with pytest.raises(PalestraError, match="status 1"):
+        take(source)
+    assert len(client.asked) == 3
+    assert notes == [stuck.reason]
 
 
 def test_what_cannot_be_trained_is_left_out_with_a_note():
@@ -134,14 +145,6 @@ def test_a_batch_that_was_set_aside_is_told():
     assert notes == ["batch 2 was set aside by the trajectory API: this run ended on it again and again"]
 
 
-def test_why_there_is_no_batch_is_told_once(monkeypatch):
-    monkeypatch.setattr("palestra.sources.wire.task._POLL_S", 0.0)
-    stuck = NoBatch("groups of 4 never add up to a batch of 6")
-    source, _, notes = source_of(stuck, stuck, None, [group()])
-    take(source)
-    assert notes == [stuck.reason]
-
-
 def test_columns_that_this_trainer_does_not_use_are_told_once():
     posted = group(ref_logprobs=[[0.0] * 3], images=[["x"]], generation_params={}, group_overrides=None)
     source, _, notes = source_of([posted], [posted])
@@ -155,20 +158,6 @@ def test_batches_of_which_nothing_can_be_trained_end_the_run_with_the_reason():
     with pytest.raises(PalestraError, match=r"8 batches in a row .* token id 1000 is outside"):
         take(source)
     assert len(client.asked) == 8
-
-
-def test_while_there_is_no_batch_a_dead_environment_ends_the_wait(monkeypatch):
-    monkeypatch.setattr("palestra.sources.wire.task._POLL_S", 0.0)
-    looks = iter([None, None, PalestraError("the environment ended with status 1")])
-
-    def check() -> None:
-        if (error := next(looks)) is not None:
-            raise error
-
-    source, client, _ = source_of(None, None, None, check=check)
-    with pytest.raises(PalestraError, match="status 1"):
-        take(source)
-    assert len(client.asked) == 3
 
 
 def test_logprobs_count_unless_the_columns_say_that_the_current_policy_sampled():
