@@ -25,11 +25,12 @@ from palestra.core.errors import PalestraError
 from palestra.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.gateway.attempt import Attempt
 from palestra.gateway.chat_completions import ChatCompletionBody
-from palestra.gateway.request import Body, ChatRequest, Event, Piece
+from palestra.gateway.request import Body, ChatRequest, Event
 from palestra.gateway.responses import ResponseBody
 from palestra.serve.body import MIB, parse, read_body
 from palestra.serve.completer import Completer
 from palestra.serve.http_errors import error_body, shortened
+from palestra.serve.openai_forms import Piece
 from palestra.serve.web import Endpoint, make_app, while_connected
 
 _MAX_BODY = 16 * MIB

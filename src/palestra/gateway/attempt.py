@@ -28,12 +28,13 @@ from palestra.core.types import (
     Turn,
 )
 from palestra.gateway.conversation_tree import Continuation, ConversationTree, Prompt, TurnNode
-from palestra.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of
+from palestra.gateway.request import ChatRequest, params_of
 from palestra.gateway.shared_prompts import SharedPrompts
 from palestra.policy.base import WaitsForTools
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.serve.completer import Completer, SamplingRequest, TextStream
+from palestra.serve.openai_forms import ChatAnswer, Piece, PromptSize
 
 
 class AttemptEnded(PalestraError):
@@ -134,7 +135,7 @@ class Attempt:
             raise self.failure
         return self._rollout()
 
-    async def answer(self, request: ChatRequest) -> list[Answer]:
+    async def answer(self, request: ChatRequest) -> list[ChatAnswer]:
         """The next assistant message, as many times as asked for. Cancelling this cancels their sampling."""
         prompt = await self._prompt(request)
         with self._turns(request, prompt) as turns:
@@ -145,7 +146,7 @@ class Attempt:
             return [await self._record(request, turn, task.result()) for turn, task in zip(turns, tasks, strict=True)]
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[Piece, None]:
-        """First how large the prompt is, then each choice's deltas as they come and, at its end, its Answer.
+        """First how large the prompt is, then each choice's deltas as they come and, at its end, its ChatAnswer.
 
         (-1, None) while nothing comes, so that the caller can look whether its client is still there.
         """
@@ -269,7 +270,7 @@ class Attempt:
         params = params_of(request, self._sampling, self._client_sampling, limit, 0)
         self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
 
-    async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> Answer:
+    async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:
         place, start = turn.place, turn.prompt_tokens
         check_record(turn.session, start, sampled)
         completion = self._model.completion(sampled, turn.params)
@@ -290,7 +291,7 @@ class Attempt:
         shown = reply
         if calls:
             shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
-        return Answer(shown, said.reasoning, completion, start, place.cached_tokens)
+        return ChatAnswer(shown, said.reasoning, completion, start, place.cached_tokens)
 
     def _call_id(self, index: int) -> str:
         """Unique in the attempt, and the same whenever it is made again."""

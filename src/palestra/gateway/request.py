@@ -9,11 +9,10 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from palestra.chat.grammars import GrammarText
-from palestra.chat.streaming import Delta
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, SamplingParams
-from palestra.serve.completer import Completer, Completion
-from palestra.serve.openai_forms import tool_schema
+from palestra.serve.completer import Completer
+from palestra.serve.openai_forms import ChatAnswer, Piece, tool_schema
 from palestra.serve.sampling_fields import SamplingFields, short
 
 _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
@@ -34,37 +33,6 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One assistant message with its tokens."""
-
-    message: Message  # its calls have the ids that the client knows
-    thinking: str
-    completion: Completion
-    prompt_tokens: int
-    cached_tokens: int
-
-    @property
-    def is_cut_off(self) -> bool:
-        return self.completion.finish != "stop"
-
-    @property
-    def stop_text(self) -> str | None:
-        """The stop sequence that ended it, if one did."""
-        return self.completion.matched if isinstance(self.completion.matched, str) else None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSize:
-    """The tokens before an answer, and how many of them were known to the session."""
-
-    tokens: int
-    cached: int
-
-
-Piece = tuple[int, "PromptSize | Delta | Answer | None"]  # of a stream: the choice, and what comes
-
-
-@dataclass(frozen=True, slots=True)
 class Event:
     """One server-sent event; those of OpenAI's Chat Completions have no name."""
 
@@ -79,7 +47,7 @@ class Body(Protocol):
 
     def request(self, model: Completer) -> ChatRequest: ...
 
-    def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]: ...
+    def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]: ...
 
     def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]: ...
 

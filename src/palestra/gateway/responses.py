@@ -10,23 +10,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from palestra.chat.streaming import Delta
 from palestra.core.errors import PalestraError
 from palestra.core.messages import from_dict
 from palestra.core.types import Message
-from palestra.gateway.request import (
-    Answer,
-    ChatRequest,
-    Delta,
-    Event,
-    Piece,
-    PromptSize,
-    function_tool,
-    grammar_of,
-    json_schema,
-    openai_choice,
-)
+from palestra.gateway.request import ChatRequest, Event, function_tool, grammar_of, json_schema, openai_choice
 from palestra.serve.completer import MAX_TOP_LOGPROBS, Completer
-from palestra.serve.openai_forms import chat_logprobs
+from palestra.serve.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs
 from palestra.serve.sampling_fields import SamplingFields, known_fields, short
 
 # Accepted where they ask for what is done anyway.
@@ -102,7 +92,7 @@ class ResponseBody(BaseModel):
             if value not in allowed:
                 raise PalestraError(f"{name}={short(value)} is not supported by this server; leave it out")
 
-    def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]:
+    def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         (answer,) = answers
         frame = _Frame(self, model)
         return frame.ended(answer, self._output(answer, model, frame))
@@ -117,14 +107,14 @@ class ResponseBody(BaseModel):
             elif isinstance(piece, Delta) and not piece.is_thinking:
                 for event in items.text(piece.text):
                     yield event
-            elif isinstance(piece, Answer):
+            elif isinstance(piece, ChatAnswer):
                 output = self._output(piece, model, frame)
                 for event in items.end(output):
                     yield event
                 whole = frame.ended(piece, output)
                 yield frame.event(f"response.{whole['status']}", response=whole)
 
-    def _output(self, answer: Answer, model: Completer, frame: _Frame) -> list[dict[str, Any]]:
+    def _output(self, answer: ChatAnswer, model: Completer, frame: _Frame) -> list[dict[str, Any]]:
         """The items of an answer; from now on others may refer to it."""
         if self.store is not False:
             self._stored[frame.id] = (*self._history, answer.message)
@@ -171,7 +161,7 @@ class _Frame:
             **more,
         }
 
-    def ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def ended(self, answer: ChatAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
         sampled = len(answer.completion.token_ids)
         usage = {
             "input_tokens": answer.prompt_tokens,
@@ -272,7 +262,7 @@ def input_messages(items: str | Sequence[dict[str, Any]]) -> list[Message]:
         raise PalestraError(f"input: not in the form of a conversation ({error})") from None
 
 
-def output_items(answer: Answer, model: Completer, message_id: str, with_logprobs: bool) -> list[dict[str, Any]]:
+def output_items(answer: ChatAnswer, model: Completer, message_id: str, with_logprobs: bool) -> list[dict[str, Any]]:
     """Thinking, text and calls, in the order in which models write them."""
     items: list[dict[str, Any]] = []
     text, calls = answer.message.text, answer.message.tool_calls

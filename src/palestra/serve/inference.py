@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from palestra.chat.toolcalls import Reply
 from palestra.core.errors import PalestraError
 from palestra.core.weights import Weights
 from palestra.serve import openai_forms as forms
@@ -101,13 +102,12 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         body, (to_sample,) = await self._read(request, partial(_form, forms.ChatBody))
         if body.stream:
-            return _events(_stream_chat(request, body, to_sample, self._model))
+            pieces = _chat_pieces(request, body, to_sample, self._model)
+            return _events(_closing(body.chunks(pieces, self._model), pieces))
         row = await while_connected(request, self._model.complete(to_sample))
-        prompt_end = self._model.prompt_end(to_sample.prompt_ids)
-        choices = [body.choice(i, completion, self._model, prompt_end) for i, completion in enumerate(row)]
+        answers = [body.answer(to_sample, completion, self._model) for completion in row]
         more = {"prompt_token_ids": list(to_sample.prompt_ids)} if body.return_token_ids else {}
-        usage = forms.usage([to_sample], row)
-        return JSONResponse(forms.response("chat.completion", self._model)(choices, usage=usage, **more))
+        return JSONResponse(body.response(answers, self._model) | more)
 
     async def generate(self, request: Request) -> Response:
         body, to_sample = await self._read(request, generate_body)
@@ -182,14 +182,22 @@ async def _stream_text(
         yield chunk([], usage=forms.usage([prompt], ended))
 
 
-async def _stream_chat(
-    request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
+async def _closing(
+    chunks: AsyncGenerator[dict[str, Any], None], pieces: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    chunk, ended = forms.response("chat.completion.chunk", model), list[Completion]()
+    """The chunks; the sampling ends with them."""
+    async with contextlib.aclosing(pieces), contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _chat_pieces(
+    request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
+) -> AsyncGenerator[forms.Piece, None]:
+    """What comes of a streamed chat; nothing more once the client has disconnected."""
     prompt_end, with_tools = model.prompt_end(to_sample.prompt_ids), bool(body.tools_used)
     replies = [model.chat.stream(with_tools=with_tools, prompt_end=prompt_end) for _ in range(to_sample.n)]
-    for i in range(to_sample.n):
-        yield chunk([{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+    yield -1, forms.PromptSize(len(to_sample.prompt_ids), 0)
     async with contextlib.aclosing(model.stream(to_sample)) as source:
         async for i, piece in source:
             if piece is None:
@@ -197,10 +205,9 @@ async def _stream_chat(
                     return
             elif isinstance(piece, str):
                 for delta in replies[i].push(piece):
-                    yield chunk([forms.chat_delta(i, delta)])
+                    yield i, delta
             else:
-                ended.append(piece)
-                for row in forms.last_chat_deltas(i, piece, replies[i], model, body, prompt_end):
-                    yield chunk([row])
-    if (body.stream_options or {}).get("include_usage"):
-        yield chunk([], usage=forms.usage([to_sample], ended))
+                answer = body.answer(to_sample, piece, model)
+                for delta in replies[i].rest(Reply(answer.thinking, answer.message.text.lstrip()), piece.text):
+                    yield i, delta
+                yield i, answer

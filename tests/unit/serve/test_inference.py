@@ -365,8 +365,9 @@ def test_tool_calls_have_ids_of_their_own(model):
     written = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {i}}}}}</tool_call>' for i in range(2))
     completion = Completion([], [], [], written, "stop")
     body = ChatBody(messages=ASK, tools=[{"type": "function", "function": {"name": "add"}}])
-    messages = [body.choice(0, completion, model, "")["message"] for _ in range(2)]
-    assert len({call["id"] for message in messages for call in message["tool_calls"]}) == 4
+    request = SamplingRequest((5,), 1, SamplingParams(1))
+    answers = [body.answer(request, completion, model) for _ in range(2)]
+    assert len({call.id for answer in answers for call in answer.message.tool_calls}) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
