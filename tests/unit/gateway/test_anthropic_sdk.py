@@ -112,34 +112,6 @@ def test_stop_sequences_and_limits_end_a_message(tiny_tokenizer):
     with_attempt(completer(tiny_tokenizer, ["One two"] * 2), agent)
 
 
-MALFORMED = [
-    ({"model": "any", "messages": [QUESTION]}, "max_tokens"),
-    ({**FIELDS, "messages": []}, "messages"),
-    ({**FIELDS, "messages": [{"role": "system", "content": "x"}]}, "system"),
-    ({**FIELDS, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
-    ({**FIELDS, "messages": [{"role": "user", "content": 3}]}, "content"),
-    ({**FIELDS, "messages": [QUESTION, {"role": "assistant", "content": "It"}]}, "prefilled"),
-    ({**FIELDS, "messages": [QUESTION], "mcp_servers": []}, "mcp_servers"),
-    ({**FIELDS, "messages": [QUESTION], "temprature": 1}, "Did you mean 'temperature'"),
-    ({**FIELDS, "messages": [QUESTION], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
-    ({**FIELDS, "messages": [QUESTION], "tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "sub"),
-    ({**FIELDS, "messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, QUESTION]}, "tool_use"),
-]
-
-
-def test_a_malformed_request_is_refused_in_the_dialects_own_form(model):
-    async def agent(attempt):
-        client = client_of(attempt)
-        for body, says in MALFORMED:
-            for stream in ({}, {"stream": True}):
-                with pytest.raises(anthropic.BadRequestError, match=says) as refused:
-                    await client.post("/v1/messages", body={**body, **stream}, cast_to=object)
-                error = refused.value.body
-                assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-
-    with_attempt(model, agent)
-
-
 def test_a_wrong_key_is_an_authentication_error_of_this_dialect(model):
     async def agent(gateway):
         one, other = open_attempt(gateway, 0), open_attempt(gateway, 1)

@@ -1,6 +1,6 @@
 """Random conversations in all dialects: what is trained is what was sampled, id for id.
 
-`PALESTRA_CONVERSATIONS=10000` runs as many of each kind; `make test` 240 in all.
+`PALESTRA_CONVERSATIONS=10000` runs as many of each kind; `make test` 150 in all.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from palestra.gateway.anthropic_messages import MessagesBody
 from palestra.gateway.chat_completions import ChatCompletionBody
 from palestra.gateway.responses import ResponseBody
 
-CONVERSATIONS = int(os.environ.get("PALESTRA_CONVERSATIONS", "40"))
+CONVERSATIONS = int(os.environ.get("PALESTRA_CONVERSATIONS", "25"))
 several = settings(
     max_examples=CONVERSATIONS,
     deadline=None,
