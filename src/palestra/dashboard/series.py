@@ -1,4 +1,4 @@
-"""Metrics as columns: what a chart draws."""
+"""Metrics as columns, for charts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def charts(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The names in groups that belong together; each name once, what is not known at the end."""
+    """Metric names grouped into charts, each name once; unknown names come last."""
     left = [name for name in names if name not in _NOT_DRAWN]
     found = []
     for title, unit, known in _CHARTS:

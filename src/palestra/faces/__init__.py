@@ -1,1 +1,1 @@
-"""What people and agents use: the command line, the rl_* tools over MCP and HTTP, and the pages that they write."""
+"""User interfaces: the command line, the rl_* tools over MCP and HTTP, and HTML pages."""

@@ -1,1 +1,1 @@
-"""The recording gateway: any agent talks to the model by HTTP, and what was sampled is trained as exactly those ids."""
+"""The recording gateway: agents call the model over HTTP, and exactly the sampled token ids are trained."""

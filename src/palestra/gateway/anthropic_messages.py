@@ -28,7 +28,7 @@ _STATUS = {
 
 
 class CountBody(BaseModel):
-    """What counts as input."""
+    """The fields that count as input."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -142,7 +142,7 @@ class _BlockEvents:
         yield self._event("content_block_delta", delta={"type": f"{kind}_delta", kind: text})
 
     def end(self, blocks: Iterator[tuple[dict[str, Any], str]]) -> Iterator[Event]:
-        """Blocks that are not there yet: tool calls, and the text where there is none of it."""
+        """The blocks that were not streamed yet: tool calls, and an empty text."""
         for block, text in blocks:
             if block["type"] == "tool_use":
                 yield from self._start({**block, "input": {}})

@@ -43,7 +43,7 @@ class AttemptEnded(PalestraError):
 
 @dataclass(frozen=True, slots=True)
 class AttemptCounts:
-    """What an attempt did. A linear agent has one lineage, and nothing computed again or re-tokenised."""
+    """Statistics of an attempt. A linear agent has one lineage, and nothing recomputed or re-tokenised."""
 
     requests: int
     turns: int
@@ -77,7 +77,7 @@ class Attempt:
         self.ended = False
         self.requests = 0
         self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses
-        self.failure: Exception | None = None  # of the policy: no agent's fault
+        self.failure: Exception | None = None  # of the policy, not of the agent
         self._url = gateway_url
         self._model = model
         self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.chat.stop_token_ids)
@@ -136,7 +136,7 @@ class Attempt:
         return self._rollout()
 
     async def answer(self, request: ChatRequest) -> list[ChatAnswer]:
-        """The next assistant message, as many times as asked for. Cancelling this cancels their sampling."""
+        """Sample the next assistant message `n` times. Cancelling this cancels the sampling."""
         prompt = await self._prompt(request)
         with self._turns(request, prompt) as turns:
             if len(turns) == 1:  # in this task: one of its own would take longer than the rest
@@ -146,14 +146,14 @@ class Attempt:
             return [await self._record(request, turn, task.result()) for turn, task in zip(turns, tasks, strict=True)]
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[Piece, None]:
-        """First how large the prompt is, then each choice's deltas as they come and, at its end, its ChatAnswer.
+        """Yield the prompt's size, then each choice's deltas and, at its end, its ChatAnswer.
 
-        (-1, None) while nothing comes, so that the caller can look whether its client is still there.
+        Yields (-1, None) while nothing is new, so that the caller can check whether its client is connected.
         """
         prompt = await self._prompt(request)
         with self._turns(request, prompt) as turns:
             tasks = {i: turn.start(self._sample) for i, turn in enumerate(turns)}
-            await asyncio.sleep(0)  # what the policy refuses, it refuses at once
+            await asyncio.sleep(0)  # a refusal of the policy is immediate
             for task in tasks.values():
                 if task.done():
                     task.result()
@@ -188,7 +188,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def _turns(self, request: ChatRequest, prompt: Prompt) -> Iterator[list[_PendingTurn]]:
-        """The turns that a request asks for; those that are not recorded when this ends never were."""
+        """The turns of a request; those that are not recorded at the end are discarded."""
         if self.ended:
             raise _ended()
         self.requests += 1
@@ -223,7 +223,7 @@ class Attempt:
         return self._model.chat.stream(with_tools=bool(request.tools and request.reads_calls), prompt_end=prompt_end)
 
     async def _sample(self, turn: _PendingTurn) -> Turn:
-        """Sample it, in the task that calls this; the end of the attempt cancels it."""
+        """Sample a turn in the calling task; the end of the attempt cancels it."""
         task = asyncio.current_task()
         self._under_way.add(task)
         try:
@@ -243,11 +243,11 @@ class Attempt:
                 self._nobody_samples.set()
 
     def _turn_seed(self, place: Continuation, number: int) -> int:
-        """As in the agent loop, the attempt's seed and the turn's number; others at the same place get their own."""
+        """The attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds."""
         return self._seed + place.depth if number == 0 else seed_of(f"{self._seed}/{place.depth}/{number}")
 
     def _room(self, place: Continuation) -> int:
-        """How many tokens may be sampled: what the lineage and the model's context have left."""
+        """Number of tokens that may be sampled: the rest of the lineage's budget and of the context."""
         left = self._sampling.max_new_tokens - place.sampled_tokens
         if left <= 0:
             if place.prompt.parent is not None:
@@ -294,7 +294,7 @@ class Attempt:
         return ChatAnswer(shown, said.reasoning, completion, start, place.cached_tokens)
 
     def _call_id(self, index: int) -> str:
-        """Unique in the attempt, and the same whenever it is made again."""
+        """Unique in the attempt and reproducible."""
         text = f"{self._seed}/{len(self.tree.nodes)}/{index}"
         return f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
 
@@ -352,7 +352,7 @@ def _ended() -> AttemptEnded:
 
 
 def _tool_results(messages: Sequence[Message]) -> list[ToolResult]:
-    """What the agent's tools gave, as far as its messages show it."""
+    """Results of the agent's tools, as far as its messages show them."""
     calls: dict[str | None, ToolCall] = {}
     results = []
     for message in messages:

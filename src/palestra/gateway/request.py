@@ -20,7 +20,7 @@ _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """The next assistant message, `fields.n` times. Without `reads_calls`, what looks like a tool call stays text."""
+    """A request for the next assistant message, `fields.n` times. Without `reads_calls`, tool calls stay text."""
 
     messages: tuple[Message, ...]
     fields: SamplingFields
@@ -53,10 +53,10 @@ class Body(Protocol):
 
 
 def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit: int, seed: int) -> SamplingParams:
-    """How to sample one turn: by the run's settings or, `by_client`, by what the request says.
+    """Sampling parameters of one turn: the run's or, with `by_client`, the request's.
 
-    What a training samples is the run's affair: an agent with temperature=0 would explore nothing. The client's stop
-    sequences and limits always count.
+    In a training the run decides: an agent with temperature=0 would explore nothing. The client's stop sequences and
+    limits always apply.
     """
     fields = request.fields
     asked = fields.params(run.stop_token_ids, limit, limit)
@@ -77,7 +77,7 @@ def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`required`: a call of `only`, or of any tool. With `none`, what looks like a call is text."""
+    """`required`: a call of `only`, or of any tool. With `none`, tool calls are text."""
 
     mode: Literal["auto", "none", "required"] = "auto"
     only: tuple[str, ...] = ()

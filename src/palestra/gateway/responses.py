@@ -1,4 +1,4 @@
-"""OpenAI's Responses. What a response said is kept with the attempt, for `previous_response_id`."""
+"""OpenAI's Responses. Responses are stored with the attempt, for `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ResponseBody(BaseModel):
                 yield frame.event(f"response.{whole['status']}", response=whole)
 
     def _output(self, answer: ChatAnswer, model: Completer, frame: _Frame) -> list[dict[str, Any]]:
-        """The items of an answer; from now on others may refer to it."""
+        """The items of an answer, which is stored for later requests."""
         if self.store is not False:
             self._stored[frame.id] = (*self._history, answer.message)
         with_logprobs = bool(self.top_logprobs) or _INCLUDED[0] in (self.include or ())

@@ -119,7 +119,7 @@ class _Api:
     async def _read(
         self, request: Request, read: Callable[[dict[str, Any]], Body]
     ) -> tuple[Body, list[SamplingRequest]]:
-        """The request in its form, and what to sample for it; 400 where it is none."""
+        """Parse the request and its sampling requests; 400 if it is invalid."""
         raw = await read_body(request, _MAX_BODY)
 
         def prepare(model: Completer) -> tuple[Body, list[SamplingRequest]]:
@@ -129,7 +129,7 @@ class _Api:
         return await self._model.prepare(len(raw), prepare)
 
     async def update_weights(self, request: Request) -> Response:
-        """New weights for the policy, by SGLang's name for it; turns in progress go on with them."""
+        """Load new weights into the policy (SGLang's endpoint); turns in progress continue with them."""
         if self._weights_folder is None:
             raise PalestraError("this server takes no weights; start it with palestra serve … --weights-from FOLDER")
         body = parse(_WeightsFile.model_validate_json, await read_body(request, MIB), 400)
@@ -194,7 +194,7 @@ async def _closing(
 async def _chat_pieces(
     request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
 ) -> AsyncGenerator[forms.Piece, None]:
-    """What comes of a streamed chat; nothing more once the client has disconnected."""
+    """The pieces of a streamed chat, until the client disconnects."""
     prompt_end, with_tools = model.prompt_end(to_sample.prompt_ids), bool(body.tools_used)
     replies = [model.chat.stream(with_tools=with_tools, prompt_end=prompt_end) for _ in range(to_sample.n)]
     yield -1, forms.PromptSize(len(to_sample.prompt_ids), 0)

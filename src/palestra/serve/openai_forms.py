@@ -113,7 +113,7 @@ class ChatBody(SamplingFields):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the chat template."""
+        """Variables of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**(self.chat_template_kwargs or {}), **effort}
 
@@ -188,7 +188,7 @@ class ChatBody(SamplingFields):
 
 
 def tool_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as prompts of a training show it, without what else clients send (`strict`)."""
+    """A tool as training prompts show it, without other keys of clients (`strict`)."""
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         return tool
@@ -252,7 +252,7 @@ def chat_logprobs(completion: Completion, model: Completer) -> dict[str, Any]:
 
 
 def token_text(token: int, model: Completer) -> str:
-    """The token's text; of a token that is only part of a character, its name in the vocabulary."""
+    """The token's text, or its name in the vocabulary if it is only part of a character."""
     text = decode(model.tokenizer, [token])
     return text if "\ufffd" not in text else str(model.tokenizer.convert_ids_to_tokens(token))
 

@@ -1,4 +1,4 @@
-"""How a request is to be sampled: the fields of OpenAI's, vLLM's and SGLang's forms -> SamplingParams."""
+"""The sampling fields of OpenAI's, vLLM's and SGLang's requests, converted to SamplingParams."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class SamplingFields(BaseModel):
 
 
 def known_fields(form: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
-    """The fields that the form knows; one that matters and would be ignored is refused by name."""
+    """The known fields of a request; an unsupported field that would change the response is rejected."""
     known = {}
     for name, value in body.items():
         if name in form.model_fields:

@@ -18,10 +18,16 @@ TOOL = {
     },
 }
 END = "<|im_end|>"
+QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
 
 
 def call(arguments: str, name: str = "add") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+CALLS = "<think>hm</think>Let me see.\n" + call('{"a": 2, "b": "é"}') + "\n" + call("{}", "other") + END
 
 
 @dataclass(eq=False)

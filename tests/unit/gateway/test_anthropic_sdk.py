@@ -1,30 +1,14 @@
 """The official anthropic client against gateways: messages whole and streamed, tools, thinking, errors."""
 
 import json
-import sys
-from pathlib import Path
 
 import anthropic
 import pytest
-
-from palestra.serve.loading import load_completer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from real_gateway import open_attempt, with_attempt, with_gateway
-from scripted_model import END, TOOL, call, completer
+from scripted_model import CALLS, END, QUESTION, SCHEMA, TOOL, completer
 
-QUESTION = {"role": "user", "content": "What is 2 + 3?"}
 ADD = {"name": "add", "description": "Add.", "input_schema": TOOL["function"]["parameters"]}
-CALLS = "<think>hm</think>Let me see.\n" + call('{"a": 2, "b": "é"}') + "\n" + call("{}", "other") + END
 FIELDS = {"model": "any", "max_tokens": 100}
-NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
-SCHEMA = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_completer("palestra/tiny")
 
 
 def client_of(attempt, **options):

@@ -8,16 +8,11 @@ import copy
 import json
 import os
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from scripted_model import END, TOOL, BranchingPolicy, ScriptedPolicy, attempt, completer
 
 from palestra.gateway.anthropic_messages import MessagesBody

@@ -2,22 +2,16 @@
 
 import asyncio
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from scripted_model import END, PROBLEM, QUESTION, TOOL, BranchingPolicy, attempt, call, completer
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import CUT_OFF, SamplingParams
 from palestra.gateway.chat_completions import ChatCompletionBody
 from palestra.gateway.shared_prompts import SharedPrompts
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scripted_model import END, PROBLEM, TOOL, BranchingPolicy, attempt, call, completer
-
 SYSTEM = {"role": "system", "content": "Use tools."}
-QUESTION = {"role": "user", "content": "What is 2 + 3?"}
 CALL = call('{"a": 2,   "b": 3}')
 
 

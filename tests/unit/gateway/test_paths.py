@@ -1,20 +1,13 @@
 """Paths and malformed requests: posts find their endpoint without a route, and every error has its dialect's form."""
 
-import sys
-from pathlib import Path
-
 import httpx
 import pytest
-from starlette.routing import Match
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from real_gateway import open_attempt, with_gateway
-from scripted_model import TOOL, completer
+from scripted_model import QUESTION, TOOL, completer
+from starlette.routing import Match
 
 from palestra.gateway import app
 from palestra.serve.http_errors import refuse
-from palestra.serve.loading import load_completer
 
 PATHS = [
     "/v1/chat/completions",
@@ -59,7 +52,6 @@ def test_a_post_finds_the_endpoint_of_its_route_or_is_left_to_the_routes(path, t
     assert (found is not None) == (path in PATHS[:4])
 
 
-QUESTION = {"role": "user", "content": "What is 2 + 3?"}
 ADD = {"name": "add", "description": "Add.", "input_schema": TOOL["function"]["parameters"]}
 FIELDS = {"model": "any", "max_tokens": 100}
 MESSAGES = {**FIELDS, "messages": [QUESTION]}
@@ -114,7 +106,7 @@ MALFORMED = [
 RUBBISH = (b"", b"{", b"[]", b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff")
 
 
-def test_a_malformed_request_is_refused_in_the_form_of_its_dialect():
+def test_a_malformed_request_is_refused_in_the_form_of_its_dialect(model):
     async def ask(gateway):
         attempt = open_attempt(gateway)
         async with httpx.AsyncClient(base_url=f"{gateway.url}/attempt/{attempt.id}/v1", trust_env=False) as client:
@@ -140,4 +132,4 @@ def test_a_malformed_request_is_refused_in_the_form_of_its_dialect():
                 assert answer.status_code == status, path
                 assert answer.json()["error"]["message"]
 
-    with_gateway(load_completer("palestra/tiny"), ask)
+    with_gateway(model, ask)
