@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from palestra.agent_tools import RlTools
+from palestra.agent_tools import RlTools, inference
 from palestra.agent_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose_models
 from palestra.core.errors import PalestraError
 from palestra.runs.locks import Inference, RequestLimits, Site
@@ -85,9 +86,24 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_model_that_times_out_keeps_its_part_and_the_other_is_whole(folder, url):
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the tests jumps an hour when `stuck` hangs and the process of `good` has ended for a second."""
+    ended: list[float] = []
+
+    def monotonic() -> float:
+        now = time.monotonic()
+        if not ended and Models.asked.get("stuck", 0) > 2 and not processes_with("0-good.jsonl"):
+            ended.append(now)
+        return now + 3600.0 * bool(ended and now > ended[0] + 1.0)
+
+    stand_in = SimpleNamespace(monotonic=monotonic, perf_counter=time.perf_counter)
+    monkeypatch.setattr(inference, "time", stand_in)
+
+
+def test_a_model_that_times_out_keeps_its_part_and_the_other_is_whole(folder, url, clock):
     site = Site(
-        limits=RequestLimits(test_minutes=0.25, test_requests_at_once=2),
+        limits=RequestLimits(test_minutes=10, test_requests_at_once=2),
         inference=Inference(base_url=url, api_key_env="ENDPOINT_KEY", models=["good", "stuck"]),
     )
     tools = RlTools(RunManager(folder / "home"), site)
@@ -165,29 +181,29 @@ def processes_with(word: str) -> list[str]:
     return [line for line in listing.splitlines() if word in line]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"num_steps": 100_000}, "this site allows 2048"),
-        ({"num_steps": 10**30}, "this site allows"),
-        ({"num_steps": 0}, "at least 1 problem"),
-        ({"group_size": 1}, "2 attempts"),
-        ({"num_steps": "3"}, "valid integer"),
-        ({"models": ["a"] * 2}, "named twice"),
-        ({"models": [f"m{i}" for i in range(50)]}, "at most 16"),
-        ({"models": ["somewhere/else"]}, "set OPENROUTER_API_KEY"),
-        ({"models": ["m@http://10.0.0.1/v1"]}, "only a server on this machine"),
-        ({"models": ["m@https://127.0.0.1.evil.example/v1"]}, "only a server on this machine"),
-        ({"models": [""]}, "not the name of a model"),
-    ],
-)
-def test_what_is_too_much_or_nowhere_is_refused(folder, monkeypatch, arguments, words):
+REFUSED = [
+    ({"num_steps": 100_000}, "2048"),
+    ({"num_steps": 10**30}, "this site allows"),
+    ({"num_steps": 0}, "at least 1 problem"),
+    ({"group_size": 1}, "2 attempts"),
+    ({"num_steps": "3"}, "valid integer"),
+    ({"models": ["a"] * 2}, "twice"),
+    ({"models": [f"m{i}" for i in range(50)]}, "at most 16"),
+    ({"models": ["somewhere/else"]}, "OPENROUTER_API_KEY"),
+    ({"models": ["m@http://10.0.0.1/v1"]}, "this machine"),
+    ({"models": ["m@https://127.0.0.1.evil.example/v1"]}, "this machine"),
+    ({"models": [""]}, "not the name of a model"),
+]
+
+
+def test_what_is_too_much_or_nowhere_is_refused(folder, monkeypatch):
     for name in ("OPENROUTER_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     tools = RlTools(RunManager(folder / "home"), Site())
-    assert "no environment is selected" in tools.call("rl_test_inference", {})["error"]
-    tools.rl_select_environment("echo-number")
-    assert words in tools.call("rl_test_inference", arguments)["error"]
+    assert "rl_select_environment" in tools.call("rl_test_inference", {})["error"]
+    tools._pending = rl_agent.pending()
+    for arguments, words in REFUSED:
+        assert words in tools.call("rl_test_inference", arguments)["error"], arguments
 
 
 def test_the_models_are_those_that_the_keys_and_the_site_suggest():

@@ -20,7 +20,7 @@ Answer = dict[str, Any]
 
 
 class Refusal(PalestraError):
-    """An error with more to say than its text: the choices there are, the value that is locked."""
+    """An error with additional data, such as the available choices or the locked value."""
 
     def __init__(self, text: str, **more: Any) -> None:
         super().__init__(text)
@@ -28,7 +28,7 @@ class Refusal(PalestraError):
 
 
 def answer(make: Callable[[], Mapping[str, Any]]) -> Answer:
-    """What `make` gives as JSON without secrets; what it raises as an answer with `error`."""
+    """Return the result of `make` as JSON without secrets, or an answer with `error` if it raises."""
     try:
         made: Mapping[str, Any] = make()
     except Refusal as refusal:
@@ -66,7 +66,7 @@ def to_json(value: Any, depth: int = 0) -> Any:
 
 
 def require_json(arguments: Any) -> dict[str, Any]:
-    """The arguments of a call, or what is wrong with them."""
+    """Check the arguments of a call; Refusal if they are not JSON, too long, or hold a secret."""
     if not isinstance(arguments, Mapping):
         raise Refusal(f"the arguments are a {type(arguments).__name__}; expected an object with a name for each")
     try:

@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def more(self) -> dict[str, Any]:
-        """What every request says besides: OpenRouter reports the cost on request."""
+        """Additional fields of every request: OpenRouter reports the cost on request."""
         return {"usage": {"include": True}} if self.base_url == OPENROUTER else {}
 
 
@@ -117,7 +117,7 @@ def _loopback(url: str, label: str) -> str:
 
 @dataclass
 class Usage:
-    """What one model was asked, and what it cost; `cost_usd` is None while no answer has named a cost."""
+    """Requests, tokens and cost of one model; `cost_usd` is None until an answer names a cost."""
 
     requests: int = 0
     completions: int = 0  # asked for
@@ -127,7 +127,7 @@ class Usage:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def reserve(self, completions: int, limit: int) -> bool:
-        """Count what is about to be asked; False, and nothing is counted, where that would be more than `limit`."""
+        """Reserve completions; return False without counting if that would exceed `limit`."""
         with self._lock:
             if self.completions + completions > limit:
                 return False
@@ -190,7 +190,7 @@ class Relay:
             self._server.server_close()
 
     def ask(self, index: int, body: bytes) -> tuple[int, bytes]:
-        """Pass a request on, and count what comes back."""
+        """Forward a request, and count its usage."""
         try:
             request = self._admit(index, body)
         except PalestraError as error:
@@ -200,7 +200,7 @@ class Relay:
         return status, reply
 
     def _admit(self, index: int, body: bytes) -> dict[str, Any]:
-        """The request of an environment, which may ask for nothing but what is being tested."""
+        """Check a request of an environment, which may only ask for the tested model."""
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):
@@ -215,7 +215,7 @@ class Relay:
         return request
 
     def _post(self, model: Candidate, request: dict[str, Any]) -> tuple[int, bytes]:
-        key = os.environ.get(model.api_key_env) if model.api_key_env else None  # read anew for each request
+        key = os.environ.get(model.api_key_env) if model.api_key_env else None  # read for each request
         url = f"{(model.base_url or '').rstrip('/')}/chat/completions"
         body = {**request, **model.more}
         try:

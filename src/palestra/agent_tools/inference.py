@@ -26,7 +26,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class InferenceTest:
-    """What the models are to attempt; `progress` is called with each finished problem."""
+    """A test of several models; `progress` is called with each finished problem."""
 
     draft: PendingRunConfig
     num_steps: int
@@ -36,7 +36,7 @@ class InferenceTest:
     cancelled: threading.Event
 
     def run(self, models: Sequence[Candidate]) -> Mapping[str, Any]:
-        """Test all; one that fails or takes too long does not keep the others' results."""
+        """Test all models; one that fails or times out does not affect the others' results."""
         self._require_bounds()
         local = [model.label for model in models if model.base_url is None]
         if local and self.draft.found.dialect != "palestra":
@@ -203,7 +203,7 @@ class _Attempt:
 
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Correct is what the environment itself calls passed; one for atroposlib has no such word: a score of 1 there."""
+    """Accuracy and scores. Correct means passed; for atroposlib, which has no verdict, a score of 1 or more."""
     groups = [record.get("passed") or [score >= 1 for score in record["scores"]] for record in records]
     passed = [flag for group in groups for flag in group]
     scores = [score for record in records for score in record["scores"]]

@@ -1,4 +1,4 @@
-"""Starts trainings from a form: the fields with their values, what is locked, and what is wrong with an answer."""
+"""Starts trainings from the dashboard's form: fields with values, locked settings, and error messages."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class FormLauncher:
         return PendingRunConfig.of(found, self._description(found, changed), self._site)
 
     def _description(self, found: DiscoveredEnv, changed: int) -> EnvDescription:
-        """What a process said of the file, until the file changes: each change of a form asks again."""
+        """The description of a file, cached until the file changes: each change of a form asks for it."""
         key = (found.name, found.file_path, changed)
         if key not in self._described:
             made = describe(found) if found.class_name else _describe_agent(found)

@@ -51,7 +51,7 @@ Context = Any  # the SDK's ServerRequestContext, whose type parameters say nothi
 
 
 class Handlers:
-    """What the server does for each kind of request."""
+    """Handlers of the MCP requests."""
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
@@ -113,7 +113,7 @@ class Handlers:
 
 
 def make_server(clients: Clients) -> Server[Any]:
-    """A server of the ten tools, and of what there is to read of the runs."""
+    """A server of the ten tools, and of the runs' resources."""
     handlers = Handlers(clients)
     return Server(
         "palestra",
@@ -161,7 +161,7 @@ def run_stdio(server: Server[Any]) -> None:
 
 
 def http_app(server: Server[Any], token: str | None) -> ASGIApp:
-    """The server for many clients over streamable HTTP, at /mcp. Who may ask is the guard's to say."""
+    """The server for many clients over streamable HTTP, at /mcp, behind the guard."""
     unguarded = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = server.streamable_http_app(
         transport_security=unguarded, session_idle_timeout=_SESSION_IDLE_S, max_sessions=MAX_SESSIONS

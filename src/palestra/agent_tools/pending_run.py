@@ -44,7 +44,7 @@ _SAME = {"group_size": "rollout.group_size", "total_steps": "train.max_steps"}
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _MAX_VALUE_CHARS = 10_000
 _SERVER_SETTINGS = ("timeout", "num_requests_for_eval", "server_type")  # the rest is the trainer's
-_DESCRIBED_AT_ONCE = threading.BoundedSemaphore(4)  # each is a process
+_DESCRIBED_AT_ONCE = threading.BoundedSemaphore(4)  # each starts a process
 _DESCRIBE_WAIT_S = 60.0
 
 
@@ -68,7 +68,7 @@ class ConfigField:
         return self.setting or self.also
 
     def read(self, value: Any) -> Any:
-        """The value as this setting takes it; text is read as a number, a list, … where it can mean nothing else."""
+        """Convert a value to the setting's type; text is parsed only if it is unambiguous."""
         if isinstance(value, float) and not math.isfinite(value):
             raise self._refusal("should be a finite number", value)
         for candidate in _meanings(value):
@@ -87,7 +87,7 @@ class ConfigField:
 
 
 def _meanings(value: Any) -> Iterable[Any]:
-    """The value itself first; then, for a text, what it says; a whole number may be written 5.0."""
+    """Candidates for a value: itself, a text parsed as JSON, a float as a whole number."""
     yield value
     parsed = value
     if isinstance(value, str):
@@ -134,7 +134,7 @@ def run_fields(run_settings: Mapping[str, Any]) -> dict[str, ConfigField]:
 
 
 def server_fields(site: Site, names: Iterable[str]) -> dict[str, ConfigField]:
-    """What the site has unlocked of the server's settings: `server.timeout`."""
+    """The server settings that the site unlocks, such as `server.timeout`."""
     schemas = ServerLocks.model_json_schema()["properties"]
     lifted = [lock for lock in lifted_locks(site) if lock.section == "server" and lock.name in names]
     found = [
@@ -146,7 +146,7 @@ def server_fields(site: Site, names: Iterable[str]) -> dict[str, ConfigField]:
 
 
 def require_valid(settings: Mapping[str, Any], run_settings: Mapping[str, Any], field: ConfigField) -> None:
-    """The run's config as a whole: what single types cannot say."""
+    """Validate the run's config as a whole."""
     try:
         RunConfig.build(run_settings, settings)
     except PalestraError as error:
@@ -292,12 +292,12 @@ class PendingRunConfig:
         return {name: value for name, value in values.items() if name in own}
 
     def config(self) -> dict[str, Any]:
-        """The environment's fields with their values, and what was changed of the run."""
+        """The environment's fields with their values, and the changed settings of the run."""
         return {f.name: self.value(f.name) for f in self.open_fields() if f.setting is None or f.name in self.edited}
 
     @property
     def environment(self) -> str:
-        """How the environment is named to others: by file and class, unless it is built in."""
+        """The environment as other processes name it: by file and class, unless it is built in."""
         if self.found.origin == "built-in":
             return self.found.name
         return f"{self.found.file_path}:{self.found.class_name}"

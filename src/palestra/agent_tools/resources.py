@@ -1,4 +1,4 @@
-"""What there is to read of a run: its report, metrics, rollouts and log."""
+"""Readable resources of a run: report, metrics, rollouts and log."""
 
 from __future__ import annotations
 

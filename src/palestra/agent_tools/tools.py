@@ -276,7 +276,7 @@ class RlTools:
         return pending
 
     def run(self, run_id: str) -> Run:
-        """A run by its id. What cannot be an id never reaches files or SQL."""
+        """Find a run by its id. Invalid ids never reach files or SQL."""
         text = f"there is no run {short(run_id)!r}; rl_list_runs names them"
         if run_id.isalnum() and run_id.isascii() and len(run_id) <= 64:
             try:

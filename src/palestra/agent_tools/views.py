@@ -175,12 +175,12 @@ def _where(run: Run) -> dict[str, Any]:
 
 
 def _findings(run: Run) -> list[str]:
-    """Why little is learned, each with what to change and an example; empty if nothing was found."""
+    """Reasons why little is learned, each with a remedy and an example."""
     return [str(finding) for finding in recorded_findings(RunFolder(run.folder), ended=not run.is_active)]
 
 
 def _capability(run: Run) -> str | None:
-    """What the model could do before training; None until the first step."""
+    """The model's capability before training; None until the first step."""
     folder = RunFolder(run.folder)
     return (folder.record.get("capability") or {}).get("text") if folder.has_begun else None
 

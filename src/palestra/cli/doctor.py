@@ -1,4 +1,4 @@
-"""What this machine can do: each finding with its remedy."""
+"""Checks of this machine, each with a remedy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*;\s*extra\s*==\s*[\"'](?P<extra>[\w
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what was found, and what to do where it is not well."""
+    """The result of one check, with a remedy if it is not ok."""
 
     topic: str
     name: str
@@ -47,7 +47,7 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """Look at everything. Takes seconds: torch is asked for its GPUs."""
+    """Run all checks. Takes seconds, since torch is asked for its GPUs."""
     return [*_python(), *_torch(), *_room(), *_extras(), *_keys(), *_ports(), *_sandbox()]
 
 
@@ -81,7 +81,7 @@ def _python() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
-    """In a process of its own: a broken installation may take its importer down."""
+    """Runs in a subprocess, since a broken installation may crash."""
     code = (
         "import torch; c = torch.cuda; n = c.device_count(); "
         "print(torch.__version__); "
@@ -120,7 +120,7 @@ def _room() -> Iterator[Check]:
 
 
 def _extras() -> Iterator[Check]:
-    """What the package itself says can be added to it."""
+    """The optional extras of the package."""
     packages: dict[str, list[str]] = {}
     for line in metadata.requires("palestra") or ():
         if (match := _EXTRA.match(line)) and match["extra"] != "dev":
@@ -132,7 +132,7 @@ def _extras() -> Iterator[Check]:
 
 
 def _keys() -> Iterator[Check]:
-    """By name alone: no value is ever looked at further than whether it is there."""
+    """By name only: the values are never read further than whether they are set."""
     for name, use in KEYS.items():
         is_set = bool(os.environ.get(name))
         yield _check("keys", name, is_set, "set" if is_set else "not set", f"export {name}=… if you want {use}")

@@ -20,7 +20,7 @@ def write_page(path: Path, environment: str, model: str, records: Sequence[Mappi
 
 
 def _group(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record by attempts instead of by columns; what all attempts begin with is shown once."""
+    """A record by attempts instead of by columns; the shared opening is shown once."""
     opening = next((i for i, m in enumerate(record["messages"][0]) if m["role"] == "assistant"), None)
     columns = ("scores", "passed", "verdicts", "messages", "stops", "errors", "seconds")
     attempts = [dict(zip(columns, row, strict=True)) for row in zip(*(record[key] for key in columns), strict=True)]

@@ -1,4 +1,4 @@
-"""Who may see the dashboard: this machine alone, or clients with the token; never a page of another site."""
+"""Access control of the dashboard: this machine, or clients with the token; never pages of other sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes something: start, stop, resume, delete, export, re-score, test an environment."""
+"""Routes that change something: start, stop, resume, delete, export, re-score, test an environment."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from palestra.servers.body import read_model
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is trained on: an environment by its name, or an agent file ("demo" is the demo)."""
+    """The subject of a training: an environment by its name, or an agent file ("demo" is the demo)."""
 
     environment: str | None = None
     agent_file: str | None = None
 
 
 class Launcher(Protocol):
-    """Starts trainings and tests. What is refused raises PalestraError, with `more["field"]` where one is at fault."""
+    """Starts trainings and tests. Refusals raise PalestraError, with the wrong field in `more["field"]`."""
 
     def environments(self) -> dict[str, Any]: ...
 
@@ -43,7 +43,7 @@ class Launcher(Protocol):
     def form(self, subject: Subject) -> dict[str, Any]: ...
 
     def check(self, subject: Subject, values: Mapping[str, Any]) -> dict[str, str]:
-        """What is wrong, by field."""
+        """Error messages by field."""
         ...
 
     def start(self, subject: Subject, values: Mapping[str, Any], name: str | None) -> Run: ...

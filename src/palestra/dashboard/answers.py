@@ -65,7 +65,7 @@ async def _nothing() -> AsyncIterator[Event]:
 
 
 def number(request: Request, name: str, default: float | None = None) -> float | None:
-    """A number of the query; 400 where it is none."""
+    """A number of the query; 400 if it is not a number."""
     text = request.query_params.get(name)
     if not text:
         return default

@@ -34,7 +34,7 @@ STATIC = Path(__file__).with_name("static")
 def dashboard_app(
     catalog: Catalog, token: str | None = None, *, launcher: Launcher | None = None, path: Path | None = None
 ) -> Access:
-    """The application; `path` is what was opened instead of the index of runs. Without a launcher it only shows."""
+    """The application; `path` was opened instead of the index of runs. Without a launcher it is read-only."""
     jobs, chats = Jobs(), Chats(catalog)
     changing = [] if launcher is None else ActionRoutes(catalog, jobs, launcher).routes()
 

@@ -1,4 +1,4 @@
-"""The runs that a dashboard shows: those of the index, or what lies at a path."""
+"""The runs that a dashboard shows: those of the index, or those at a path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEPTH = 3  # folders below PATH that are looked into
 
 @dataclass(frozen=True, slots=True)
 class CatalogRun:
-    """A run with its folder. `source` is who made it; a foreign run was converted into a folder of ours."""
+    """A run with its folder. `source` is the tool that made it; a foreign run was converted into our format."""
 
     run: Run
     folder: RunFolder

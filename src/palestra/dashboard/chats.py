@@ -80,7 +80,7 @@ class Chat:
         self._lines.put(None)
 
     def next(self, timeout_s: float) -> tuple[str, Any]:
-        """What came next; PalestraError where the process has ended, or says nothing for too long (queue.Empty: 0)."""
+        """The next event; PalestraError if the process has ended or times out; queue.Empty if `timeout_s` is 0."""
         try:
             line = self._lines.get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:
@@ -113,7 +113,7 @@ class Chat:
 
 
 class Chats:
-    """The chats of this server. One that nobody has used for ten minutes is ended."""
+    """The chats of this server. One that was idle for ten minutes is closed."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog

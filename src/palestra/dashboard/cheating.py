@@ -27,7 +27,7 @@ _NO_WITNESS = (
 
 
 def suspicion(index: RolloutIndex) -> dict[str, Any]:
-    """What `GET …/suspicion` answers."""
+    """The answer to `GET …/suspicion`."""
     found = measure_series(index.folder)
     notes = [] if found["witnesses"] else [_NO_WITNESS]
     return {**found, **_shapes(index).answer, "notes": notes}
@@ -61,7 +61,7 @@ def measure_series(folder: RunFolder) -> dict[str, Any]:
 
 
 def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> list[AttemptSummary]:
-    """Rows of the index as attempts; measures that nobody weighed count as rewarded."""
+    """Rows of the index as attempts; measures without a weight count as rewarded."""
     highest = max((row["reward"] for row in rows), default=0.0)
     return [_attempt(row, rewarded, highest) for row in rows]
 

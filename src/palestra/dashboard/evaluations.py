@@ -95,7 +95,7 @@ def _flips(first: str, last: str, rows: Mapping[str, list[dict[str, Any]]]) -> d
 
 
 def compare(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
-    """Of each run by its id: what `GET api/compare` answers."""
+    """The answer to `GET api/compare`, for each run by its id."""
     settings = {run: settings_of(folder) for run, folder in folders.items()}
     return {
         "settings": [

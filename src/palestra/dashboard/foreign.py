@@ -225,7 +225,7 @@ def _verifiers_rows(file: Path, number: int) -> Iterator[Row]:
 
 
 def _order(example: Any) -> tuple[bool, int, str]:
-    """Sort key: numbers by their size, all else by its text."""
+    """Sort key: numbers by size, other ids by text."""
     return not isinstance(example, int), example if isinstance(example, int) else 0, str(example)
 
 

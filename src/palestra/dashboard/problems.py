@@ -1,4 +1,4 @@
-"""The same problem over training: what was tried at each visit, and when the verdict changed."""
+"""One problem over training: the attempts of each visit, and when the verdict changed."""
 
 from __future__ import annotations
 

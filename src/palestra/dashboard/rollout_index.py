@@ -85,7 +85,7 @@ class RolloutIndex:
         )
 
     def update(self, kinds: list[str] | None = None, *, within_s: float | None = None) -> float:
-        """Index what was written since; the share of bytes that are indexed (1.0: all), after at most `within_s`."""
+        """Index new lines for at most `within_s`; return the share of bytes that are indexed (1.0: all)."""
         until = None if within_s is None else time.monotonic() + within_s
         done = total = 0
         with self.open() as db:
@@ -296,7 +296,7 @@ class _Advantages:
         self._values: Any = None
 
     def of(self, row: dict[str, Any], record: dict[str, Any]) -> float | None:
-        """That of its first sampled token; None where it is not known."""
+        """The advantage of its first sampled token; None if unknown."""
         advantage = record.get("advantage")
         if isinstance(advantage, int | float):
             return float(advantage)
@@ -310,7 +310,7 @@ class _Advantages:
 
 
 def token_table(folder: RunFolder, step: int) -> Any:
-    """The token file of a step, mapped and not read; None where there is none."""
+    """The token file of a step, memory-mapped; None if there is none."""
     try:
         return np.load(folder.tokens_file(step), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):

@@ -32,7 +32,7 @@ _Step = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # as large as SQLite takes
 
 
 class RolloutQuery(BaseModel):
-    """What is asked for; None: any."""
+    """The filters of a query; None: any."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -80,7 +80,7 @@ class RolloutQuery(BaseModel):
 
 
 def match(text: str) -> str | None:
-    """What people type as a query of FTS5: every word must occur, "a phrase" as it is, begin* as a beginning.
+    """A search text as a query of FTS5: every word must occur, "a phrase" exactly, prefix* as a prefix.
 
     >>> match('git "rm -rf" clon*')
     '"git" "rm -rf" "clon"*'
@@ -148,7 +148,7 @@ def _with_snippet(index: RolloutIndex, row: sqlite3.Row, q: str) -> dict[str, An
 
 
 def facets(index: RolloutIndex) -> dict[str, Any]:
-    """What can be filtered by, with counts."""
+    """Values to filter by, with counts."""
     with index.open() as db:
         train = "FROM rollouts WHERE kind = 'train'"
         steps = db.execute(f"SELECT min(step), max(step), min(reward), max(reward) {train}").fetchone()

@@ -25,7 +25,7 @@ _MAX_NUMBER = 10**300
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The object of a line, also where its bytes are not all UTF-8; None for what is none, or no rollout."""
+    """The object of a line, also if it is not valid UTF-8; None if it is not a rollout."""
     try:
         record = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
@@ -84,7 +84,7 @@ def _fits(value: Any) -> bool:
 
 
 def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the index keeps of a rollout, but for where it lies."""
+    """The columns of a rollout, without its position in the file."""
     turns = turns_of(record)
     sampled = [len(turn.get("token_ids") or ()) for turn in turns if turn.get("maker") == "model"]
     calls = [str(call.get("name")) for message in messages_of(record) for call in message["tool_calls"]]
@@ -107,7 +107,7 @@ def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _question(record: Mapping[str, Any]) -> str:
-    """What the user asked first; a foreign run may say that it was something else."""
+    """The first user message, or the question that a foreign run names."""
     question = record.get("question")
     asked = (message["text"] for message in messages_of(record) if message["role"] == "user")
     return question if isinstance(question, str) else next(asked, "")
@@ -187,7 +187,7 @@ def snippet(text: str, words: Sequence[str], around: int = 60) -> list[tuple[str
 
 
 def teaser(text: str, most: int = _ANSWER) -> str:
-    """A text on one line, without its middle where it is long."""
+    """A text on one line; the middle of a long one is left out."""
     line = " ".join(text[: 4 * most].split()) if len(text) <= 4 * most else ""
     if not line:
         line = " ".join(text[:most].split())[: most // 2] + " … " + " ".join(text[-most:].split())[-most // 2 :]

@@ -1,4 +1,4 @@
-"""Metrics as columns: what a chart draws."""
+"""Metrics as columns, for charts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,7 @@ from palestra.runs.reader import merge_last_step, sample
 Row = Mapping[str, Any]
 _SPARKLINE_POINTS = 60
 # of a step, in their order; "agent_loop" is what is left: tools, environments and measures that rollouts waited for
-_PHASES = (
-    "prefill",
-    "decode",
-    "planning",
-    "template",
-    "agent_loop",
-    "learner",
-    "packing",
-    "preparing",
-    "publishing",
-    "records",
-)
+_PHASES = "prefill decode planning template agent_loop learner packing preparing publishing records".split()
 
 # title, unit, and the names or beginnings of names ("score/") of a chart, in the order of display
 _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -62,16 +51,8 @@ _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Failures", "", ("rollout_failures", "measure_errors", "hung_calls", "measure_errors/")),
 )
 _NOT_DRAWN = (
-    "step",
-    "elapsed_seconds",
-    "rollouts",
-    "groups",
-    "sampled_tokens",
-    "tokens_computed",
-    "tokens_trained",
-    "tools_offered",
-    "reward_std",
-)
+    "step elapsed_seconds rollouts groups sampled_tokens tokens_computed tokens_trained tools_offered reward_std"
+).split()
 
 
 def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -99,7 +80,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def charts(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The names in groups that belong together; each name once, what is not known at the end."""
+    """Metric names grouped into charts, each name once; unknown names come last."""
     left = [name for name in names if name not in _NOT_DRAWN]
     found = []
     for title, unit, known in _CHARTS:

@@ -63,7 +63,7 @@ def summary(found: CatalogRun) -> dict[str, Any]:
 
 
 def actions(found: CatalogRun) -> list[str]:
-    """What can be done with the run now."""
+    """Actions that the run allows now."""
     run, folder = found.run, found.folder
     has_weights = folder.model.is_dir() or folder.last_checkpoint() is not None
     possible = {
@@ -78,7 +78,7 @@ def actions(found: CatalogRun) -> list[str]:
 
 
 def details(found: CatalogRun) -> dict[str, Any]:
-    """What the page of a run shows beside its summary, metrics and rollouts."""
+    """Details of a run's page, in addition to summary, metrics and rollouts."""
     folder, record = found.folder, record_of(found.folder)
     report = folder.report() or {}
     settings, changed = _config(folder)
@@ -107,7 +107,7 @@ def findings(found: CatalogRun) -> list[dict[str, Any]]:
 
 
 def _rollout_id(folder: RunFolder, example: Mapping[str, Any]) -> int | None:
-    """The dashboard's id of an example rollout; None where it is not on disk, or not indexed yet."""
+    """The dashboard's id of an example rollout; None if it is not on disk or not indexed yet."""
     index, kind = RolloutIndex(folder), example["source"]
     if kind not in index.kinds():
         return None
@@ -133,7 +133,7 @@ def measures(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def record_of(folder: RunFolder) -> dict[str, Any]:
-    """run.json; empty while a run is starting, or where it is damaged."""
+    """run.json; empty while a run is starting, or if it is damaged."""
     try:
         return folder.record
     except (OSError, PalestraError):

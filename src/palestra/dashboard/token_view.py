@@ -1,4 +1,4 @@
-"""The tokens of one rollout as columns: who made each, whether it was trained, and its logprobs."""
+"""The tokens of one rollout as columns: maker, mask, logprobs, advantage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BADNESS: Mapping[str, Callable[[Array], Array]] = {
 
 
 def tokens(index: RolloutIndex, rollout_id: int, start: int, limit: int) -> dict[str, Any]:
-    """What `GET …/tokens` answers: a slice of the columns; worst tokens and ranges are of the whole rollout."""
+    """The answer to `GET …/tokens`: a slice of the columns; worst tokens and ranges cover the whole rollout."""
     row = index.row(rollout_id)
     columns = token_columns(index.record(row), _learned(index.folder, row))
     total, part = len(columns["ids"]), slice(start, start + min(limit, MAX_TOKENS))
@@ -56,7 +56,7 @@ def tokens(index: RolloutIndex, rollout_id: int, start: int, limit: int) -> dict
 
 
 def token_columns(record: Mapping[str, Any], learned: Any = None) -> dict[str, Any]:
-    """The columns of a rollout's line, and those of the token file where there is one; NaN where a token has none."""
+    """The columns of a rollout's line and of its token file, if any; NaN for missing values."""
     turns = [turn for turn in turns_of(record) if turn.get("token_ids")]
     lengths = [len(turn["token_ids"]) for turn in turns]
     total = sum(lengths)
@@ -117,7 +117,7 @@ def _worst(values: Array, badness: Callable[[Array], Array]) -> dict[str, Any] |
 
 
 def token_texts(folder: RunFolder) -> Callable[[int], str]:
-    """Token id -> its text, by the tokenizer that lies with the run; "#17" where there is none."""
+    """Function from token id to text, by the run's tokenizer; "#17" if there is none."""
     for path in _tokenizer_files(folder):
         if os.path.isfile(path):  # False where Path.is_file raises: a name may be too long
             return _decoder(str(path), path.stat().st_mtime_ns)

@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, unpacked where it is gzip or zstd; 413 when it holds more than `limit` bytes, packed or not."""
+    """Read the body, decompressed if it is gzip or zstd; 413 if it has more than `limit` bytes before or after."""
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ("identity", "gzip", "zstd"):
         raise refuse(415, f"content-encoding {encoding!r} is not understood; use gzip, zstd or none")
@@ -52,7 +52,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def _has_arrived(request: Request) -> bool:
-    """Whether the server has all of the body already, as of most small requests: then nobody has to be timed."""
+    """Whether the whole body has arrived already, as for most small requests: then no timeout is needed."""
     connection = request.scope.get("state", {}).get(CONNECTION)
     cycle = None if connection is None else connection.cycle
     return cycle is not None and cycle.scope is request.scope and not cycle.more_body
@@ -78,7 +78,7 @@ def _too_large(limit: int) -> HTTPException:
 
 
 class WholeBody:
-    """Reads a body, of limited size, before an application of others sees the request."""
+    """Reads a body of limited size before a third-party application handles the request."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -102,7 +102,7 @@ class WholeBody:
 
 
 async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The pieces of a body; 408 for a sender that pauses or takes too long."""
+    """The chunks of a body; 408 if the sender pauses or takes too long."""
     until = time.monotonic() + _BODY_S
     while time.monotonic() < until:
         with _Seconds(_SILENCE_S) as silence:
@@ -116,9 +116,9 @@ async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class _Seconds:
-    """Ends what is awaited within it after so many seconds.
+    """Cancels the awaited work after `left` seconds.
 
-    They are counted one by one: the event loop may stand still for a training step, which is no fault of the sender.
+    Seconds are counted one by one: a training step may block the event loop, which is not the sender's fault.
     """
 
     def __init__(self, left: int) -> None:
@@ -142,11 +142,11 @@ class _Seconds:
         self._timer.cancel()
         if not self.are_over or kind is not asyncio.CancelledError or self._task is None:
             return False
-        return self._task.uncancel() == 0  # else somebody else has cancelled it, too
+        return self._task.uncancel() == 0  # otherwise it was cancelled from elsewhere, too
 
 
 async def _drain(stream: Any) -> None:
-    """Let the sender finish, keeping nothing, so that it hears the answer instead of a broken connection."""
+    """Discard the rest of the body so that the sender gets the answer instead of a broken connection."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in stream:
@@ -154,12 +154,12 @@ async def _drain(stream: Any) -> None:
 
 
 async def read_model(request: Request, model: type[Model], limit: int = MIB) -> Model:
-    """The body as a pydantic model; 422 with what is wrong when it is none."""
+    """Read the body as a pydantic model; 422 with the reason if it is invalid."""
     return parse(model.model_validate_json, await read_body(request, limit))
 
 
 def parse(validate: Callable[[Any], T], data: Any, status: int = 422) -> T:
-    """What `validate` makes of it; `status` with what is wrong when it cannot."""
+    """Return `validate(data)`; raise `status` with the reason if it is invalid."""
     try:
         return validate(data)
     except ValidationError as error:

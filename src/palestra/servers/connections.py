@@ -1,4 +1,7 @@
-"""Connections of a server: how many at once, how long they may stay silent, and how much is logged of them."""
+"""Connection limits of a server: number, idle time, header size, and log lines per minute.
+
+uvicorn's own limits do not cover this: `limit_concurrency` lets idle connections lock out active clients, its
+keep-alive timeout starts after the first response, and its header limit holds for h11 only."""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nC
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """The limits of one server, and its silent connections (no whole request in flight), oldest first."""
+    """The limits of one server, and its idle connections (no complete request in flight), oldest first."""
 
     limit: int
     backlog: int
@@ -43,7 +46,7 @@ class Connections:
 
     @classmethod
     def within_file_limit(cls) -> Connections:
-        """As many as the file limit leaves room for; a low soft limit is raised as far as it may be."""
+        """As many connections as the file limit allows; a low soft limit is raised if possible."""
         needed = _MAX_CONNECTIONS + _BACKLOG + _OTHER_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < needed:
@@ -55,9 +58,9 @@ class Connections:
 
 
 class BoundedProtocol(HttpProtocol):
-    """HTTP/1.1 over one connection. When the server is full, the connection that was silent longest makes room.
+    """HTTP/1.1 over one connection. When the server is full, the connection that was idle longest is closed.
 
-    Whoever answers a request finds it in the request's state, and is called by `on_lost` when the client is gone.
+    Handlers find it in the request's state; `on_lost` is called when the client disconnects.
     """
 
     def __init__(self, limits: Connections, *arguments: Any, **more: Any) -> None:
@@ -99,7 +102,7 @@ class BoundedProtocol(HttpProtocol):
             self.on_lost()
 
     def _look(self) -> None:
-        """Time the connection as long as it has no request in flight, however many bytes of one it sends."""
+        """Start the idle timer while no request is in flight, even if parts of one arrive."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             self._is_heard()
         elif self not in self._limits.silent:
@@ -107,7 +110,7 @@ class BoundedProtocol(HttpProtocol):
             self._limits.silent[self] = timer
 
     def _second_look(self) -> None:
-        """The event loop may have stood still for a training step, with the request waiting to be read."""
+        """Give one more second: a training step may have blocked the event loop while the request was waiting."""
         self._limits.silent[self] = self.loop.call_later(_SECOND_LOOK_S, self.transport.close)
 
     def _is_heard(self) -> None:
@@ -116,7 +119,7 @@ class BoundedProtocol(HttpProtocol):
 
 
 class LimitLines(logging.Filter):
-    """At most so many lines a minute of what clients can cause without end; the rest is counted."""
+    """Limits log lines that clients can cause to `lines` per minute; the rest is counted."""
 
     def __init__(self, lines: int = _LINES_A_MINUTE) -> None:
         super().__init__()

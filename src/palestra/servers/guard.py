@@ -1,4 +1,4 @@
-"""Who may call a server: clients with the token; without a token, programs of this machine."""
+"""Access control: clients with the token; without a token, local programs only."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def host_of(url: str) -> str:
 
 @lru_cache(256)
 def _is_loopback_host(header: bytes) -> bool:
-    """Of the header Host, which is the same in every request of a client."""
+    """Cached, since the Host header is the same in every request of a client."""
     return is_loopback(host_of(f"//{header.decode('latin-1')}"))
 
 

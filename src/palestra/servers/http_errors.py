@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: which status, and OpenAI's JSON around the message."""
+"""Errors as HTTP answers: the status, and the message in OpenAI's JSON form."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ def make_app(
     error_form: ErrorForm = lambda request, status, text: error_body(status, text),
     find_post: Callable[[Scope], Endpoint | None] = lambda scope: None,
 ) -> Starlette:
-    """An application whose every error is JSON, and which requires the token where one is set.
+    """An application that answers every error as JSON, and requires the token if one is set.
 
-    Posts that `find_post` has an endpoint for are answered without looking for a route.
+    Posts for which `find_post` returns an endpoint skip routing.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -111,9 +111,9 @@ class CountRequests:
 
 
 class DirectPosts:
-    """Answers the posts that `find` has an endpoint for; all else goes to the routes.
+    """Answers posts for which `find` returns an endpoint; all other requests are routed.
 
-    The layers of a route and a mount take longer than reading and writing a small request.
+    Routing and mounting take longer than reading and writing a small request.
     """
 
     def __init__(self, app: ASGIApp, find: Callable[[Scope], Endpoint | None], error_form: ErrorForm) -> None:
@@ -133,13 +133,13 @@ class DirectPosts:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; a client that disconnects cancels it.
+    """Return the result of `work`; cancel it if the client disconnects.
 
-    In the request's own task: another one for the work, and one that waits for the client's end, took longer than
-    all else that a server does with a small request.
+    Runs in the request's own task: separate tasks for the work and for the disconnect took longer than everything
+    else of a small request.
     """
     connection, task, is_gone = request.scope.get("state", {}).get(CONNECTION), asyncio.current_task(), False
-    if connection is None or task is None:  # no server of ours
+    if connection is None or task is None:  # another server, for example in tests
         return await work
 
     def cancel() -> None:
@@ -162,7 +162,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 def open_port(host: str, port: int, token: str | None) -> socket.socket:
-    """A bound socket (port 0: any free one). Other than loopback addresses need a token."""
+    """Bind a socket (port 0: any free one). Addresses other than loopback need a token."""
     if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
         got = "an empty text" if not token else "one with outer blanks or characters beyond ASCII"
         raise PalestraError(
@@ -192,9 +192,9 @@ def url_of(sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn as a task of an event loop that others use, too: signals are theirs unless `handle_signals`.
+    """uvicorn as a task of a shared event loop; it installs signal handlers only with `handle_signals`.
 
-    When it ends, requests in flight have `grace_s` left; then they are answered with 503, without a traceback.
+    At shutdown, requests in flight have `grace_s` to finish; then they are answered with 503.
     """
 
     def __init__(

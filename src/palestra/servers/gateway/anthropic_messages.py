@@ -11,18 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.types import Message, ToolCall
-from palestra.servers.gateway.request import (
-    Answer,
-    ChatRequest,
-    Delta,
-    Event,
-    Piece,
-    PromptSize,
-    ToolChoice,
-    grammar_of,
-    json_schema,
-)
+from palestra.models.chat.streaming import Delta
+from palestra.servers.gateway.request import ChatRequest, Event, ToolChoice, grammar_of, json_schema
 from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
 from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields, short
 
 _NO_EFFECT = frozenset(("metadata", "service_tier", "cache_control", "inference_geo", "betas"))
@@ -36,7 +28,7 @@ _STATUS = {
 
 
 class CountBody(BaseModel):
-    """What counts as input."""
+    """The fields that count as input."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -98,7 +90,7 @@ class MessagesBody(CountBody):
             stop=tuple(text for text in self.stop_sequences or () if text),
         )
 
-    def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]:
+    def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         (answer,) = answers
         size = PromptSize(answer.prompt_tokens, answer.cached_tokens)
         content = [block for block, _ in self._blocks(answer)]
@@ -113,7 +105,7 @@ class MessagesBody(CountBody):
                 kind = "thinking" if piece.is_thinking else "text"
                 for event in blocks.more(kind, piece.text):
                     yield event
-            elif isinstance(piece, Answer):
+            elif isinstance(piece, ChatAnswer):
                 for event in blocks.end(self._blocks(piece)):
                     yield event
                 used = {"output_tokens": len(piece.completion.token_ids)}
@@ -124,7 +116,7 @@ class MessagesBody(CountBody):
     def _shows_thinking(self) -> bool:
         return (self.thinking or {}).get("type") in ("enabled", "adaptive")
 
-    def _blocks(self, answer: Answer) -> Iterator[tuple[dict[str, Any], str]]:
+    def _blocks(self, answer: ChatAnswer) -> Iterator[tuple[dict[str, Any], str]]:
         """The blocks of an answer, each with the text that a stream sends of it."""
         text, calls = answer.message.text, answer.message.tool_calls
         if answer.thinking and self._shows_thinking:
@@ -150,7 +142,7 @@ class _BlockEvents:
         yield self._event("content_block_delta", delta={"type": f"{kind}_delta", kind: text})
 
     def end(self, blocks: Iterator[tuple[dict[str, Any], str]]) -> Iterator[Event]:
-        """Blocks that are not there yet: tool calls, and the text where there is none of it."""
+        """The blocks that were not streamed yet: tool calls, and an empty text."""
         for block, text in blocks:
             if block["type"] == "tool_use":
                 yield from self._start({**block, "input": {}})
@@ -201,7 +193,7 @@ def _message(model: Completer, content: list[dict[str, Any]], size: PromptSize, 
     }
 
 
-def _stop(answer: Answer) -> dict[str, Any]:
+def _stop(answer: ChatAnswer) -> dict[str, Any]:
     reason: Literal["max_tokens", "stop_sequence", "tool_use", "end_turn"] = "end_turn"
     if answer.is_cut_off:
         reason = "max_tokens"

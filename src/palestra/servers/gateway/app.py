@@ -26,10 +26,11 @@ from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.request import Body, ChatRequest, Event, Piece
+from palestra.servers.gateway.request import Body, ChatRequest, Event
 from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.http_errors import error_body, shortened
 from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.openai_forms import Piece
 from palestra.servers.web import Endpoint, make_app, while_connected
 
 _MAX_BODY = 16 * MIB
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The application; `routes` of others come first."""
+    """The application; additional `routes` come first."""
     api = _Api(model, find)
     dialects = [
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
@@ -71,7 +72,7 @@ class _Api:
         self._card = {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
 
     def find_post(self, scope: Scope) -> Endpoint | None:
-        """What the routes say, in short, of the posts that agents spend their time with."""
+        """The endpoint of a frequent post, equal to what the routes would find."""
         before, _, name = scope["path"].partition("/v1/")
         attempt = before.removeprefix("/attempt/")
         if name not in self._posts or (before and (attempt == before or not attempt or "/" in attempt)):
@@ -111,7 +112,7 @@ class _Api:
             answers = await while_connected(request, attempt.answer(to_sample))
             return JSONResponse(body.response(answers, self._model))
         pieces = attempt.stream(to_sample)
-        first = await anext(pieces)  # what is refused is refused before the stream begins
+        first = await anext(pieces)  # a refusal comes before the stream begins
         events = body.events(_connected(request, first, pieces), self._model)
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(_lines(request, events), media_type="text/event-stream", headers=headers)
@@ -122,13 +123,13 @@ class _Api:
 
 
 async def _read(request: Request, model: Completer, read: Callable[[dict[str, Any]], T]) -> T:
-    """The body in its dialect; 413 where it is larger than any history that fits the context."""
+    """Parse the body in its dialect; 413 if it is larger than any history that fits the context."""
     raw = await read_body(request, min(_MAX_BODY, MIB + _JSON_BYTES * model.max_characters))
     return parse(read, parse(_OBJECT.validate_json, raw, 400), 400)
 
 
 def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
-    """What it asks for. Deep inside of messages and tools a body may hold anything at all."""
+    """The request of a body, whose messages and tools may hold any values."""
     try:
         return body.request(model)
     except RecursionError:
@@ -138,7 +139,7 @@ def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
 
 
 async def _connected(request: Request, first: Piece, pieces: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:
-    """The pieces, as long as somebody reads them; the sampling ends with this."""
+    """The pieces, until the client disconnects; then the sampling is cancelled."""
     async with contextlib.aclosing(pieces):
         yield first
         async for piece in pieces:

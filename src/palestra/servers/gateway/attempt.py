@@ -30,9 +30,10 @@ from palestra.models.chat.toolcalls import Reply
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.servers.gateway.conversation_tree import Continuation, ConversationTree, Prompt, TurnNode
-from palestra.servers.gateway.request import Answer, ChatRequest, Piece, PromptSize, params_of
+from palestra.servers.gateway.request import ChatRequest, params_of
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
+from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
 
 
 class AttemptEnded(PalestraError):
@@ -41,7 +42,7 @@ class AttemptEnded(PalestraError):
 
 @dataclass(frozen=True, slots=True)
 class AttemptCounts:
-    """What an attempt did. A linear agent has one lineage, and nothing computed again or re-tokenised."""
+    """Statistics of an attempt. A linear agent has one lineage, and nothing recomputed or re-tokenised."""
 
     requests: int
     turns: int
@@ -75,7 +76,7 @@ class Attempt:
         self.ended = False
         self.requests = 0
         self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses
-        self.failure: Exception | None = None  # of the policy: no agent's fault
+        self.failure: Exception | None = None  # of the policy, not of the agent
         self._url = gateway_url
         self._model = model
         self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.chat.stop_token_ids)
@@ -132,8 +133,8 @@ class Attempt:
             raise self.failure
         return self._rollout()
 
-    async def answer(self, request: ChatRequest) -> list[Answer]:
-        """The next assistant message, as many times as asked for. Cancelling this cancels their sampling."""
+    async def answer(self, request: ChatRequest) -> list[ChatAnswer]:
+        """Sample the next assistant message `n` times. Cancelling this cancels the sampling."""
         prompt = await self._prompt(request)
         with self._turns(request, prompt) as turns:
             if len(turns) == 1:  # in this task: one of its own would take longer than the rest
@@ -143,14 +144,14 @@ class Attempt:
             return [await self._record(request, turn, task.result()) for turn, task in zip(turns, tasks, strict=True)]
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[Piece, None]:
-        """First how large the prompt is, then each choice's deltas as they come and, at its end, its Answer.
+        """Yield the prompt's size, then each choice's deltas and, at its end, its ChatAnswer.
 
-        (-1, None) while nothing comes, so that the caller can look whether its client is still there.
+        Yields (-1, None) while nothing is new, so that the caller can check whether its client is connected.
         """
         prompt = await self._prompt(request)
         with self._turns(request, prompt) as turns:
             tasks = {i: turn.start(self._sample) for i, turn in enumerate(turns)}
-            await asyncio.sleep(0)  # what the policy refuses, it refuses at once
+            await asyncio.sleep(0)  # a refusal of the policy is immediate
             for task in tasks.values():
                 if task.done():
                     task.result()
@@ -185,7 +186,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def _turns(self, request: ChatRequest, prompt: Prompt) -> Iterator[list[_PendingTurn]]:
-        """The turns that a request asks for; those that are not recorded when this ends never were."""
+        """The turns of a request; those that are not recorded at the end are discarded."""
         if self.ended:
             raise _ended()
         self.requests += 1
@@ -220,7 +221,7 @@ class Attempt:
         return self._model.chat.stream(with_tools=bool(request.tools and request.reads_calls), prompt_end=prompt_end)
 
     async def _sample(self, turn: _PendingTurn) -> Turn:
-        """Sample it, in the task that calls this; the end of the attempt cancels it."""
+        """Sample a turn in the calling task; the end of the attempt cancels it."""
         task = asyncio.current_task()
         self._under_way.add(task)
         try:
@@ -240,11 +241,11 @@ class Attempt:
                 self._nobody_samples.set()
 
     def _turn_seed(self, place: Continuation, number: int) -> int:
-        """As in the agent loop, the attempt's seed and the turn's number; others at the same place get their own."""
+        """The attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds."""
         return self._seed + place.depth if number == 0 else seed_of(f"{self._seed}/{place.depth}/{number}")
 
     def _room(self, place: Continuation) -> int:
-        """How many tokens may be sampled: what the lineage and the model's context have left."""
+        """Number of tokens that may be sampled: the rest of the lineage's budget and of the context."""
         left = self._sampling.max_new_tokens - place.sampled_tokens
         if left <= 0:
             if place.prompt.parent is not None:
@@ -267,7 +268,7 @@ class Attempt:
         params = params_of(request, self._sampling, self._client_sampling, limit, 0)
         self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
 
-    async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> Answer:
+    async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:
         place, start = turn.place, turn.prompt_tokens
         check_record(turn.session, start, sampled)
         completion = self._model.completion(sampled, turn.params)
@@ -288,10 +289,10 @@ class Attempt:
         shown = reply
         if calls:
             shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
-        return Answer(shown, said.reasoning, completion, start, place.cached_tokens)
+        return ChatAnswer(shown, said.reasoning, completion, start, place.cached_tokens)
 
     def _call_id(self, index: int) -> str:
-        """Unique in the attempt, and the same whenever it is made again."""
+        """Unique in the attempt and reproducible."""
         text = f"{self._seed}/{len(self.tree.nodes)}/{index}"
         return f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
 
@@ -349,7 +350,7 @@ def _ended() -> AttemptEnded:
 
 
 def _tool_results(messages: Sequence[Message]) -> list[ToolResult]:
-    """What the agent's tools gave, as far as its messages show it."""
+    """Results of the agent's tools, as far as its messages show them."""
     calls: dict[str | None, ToolCall] = {}
     results = []
     for message in messages:

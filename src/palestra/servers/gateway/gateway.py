@@ -33,10 +33,10 @@ _ENDED = 20_000
 
 
 class Gateway:
-    """A server in the event loop that samples, and so paused whenever that loop is: nobody samples in mid-update.
+    """A server in the sampling event loop: it pauses with that loop, so nothing is sampled during an update.
 
-    With `client_sampling` temperature, top_p, … and seed of requests count; else the run's own do. With `unix_socket`
-    it answers at `socket_path`, too, for programs that have no network.
+    With `client_sampling`, requests set temperature, top_p, … and seed; otherwise the run does. With `unix_socket` it
+    also listens at `socket_path`, for programs without network.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def shared_prompts(self, siblings: int) -> Iterator[SharedPrompts]:
-        """For so many attempts at one problem, until they have ended."""
+        """The prompts shared by `siblings` attempts at one problem, until they end."""
         shared = SharedPrompts(self._model.policy, siblings)
         try:
             yield shared
@@ -133,16 +133,16 @@ class Gateway:
             shared.close()
 
     def _forget(self, attempt: Attempt) -> None:
-        """All but that it was there."""
+        """Forget an attempt, except that it existed."""
         del self._by_id[attempt.id], self._by_key[attempt.api_key]
         self._ended |= {attempt.id: None, attempt.api_key: None}
         while len(self._ended) > _ENDED:
             del self._ended[next(iter(self._ended))]
 
     def _find(self, attempt_id: str | None, key: str | None) -> Attempt:
-        """The URL names an attempt, or its key does. A key opens no other attempt, and none that has ended.
+        """Find an attempt by its URL or its key. A key opens no other attempt, and none that has ended.
 
-        Beside the URL, which nobody can guess, any key that belongs to no attempt will do: some clients have their own.
+        With the URL, which cannot be guessed, any key of no attempt is accepted: some clients send their own.
         """
         if attempt_id in self._ended or key in self._ended:
             raise refuse(401, "this attempt has ended; its key is not valid any more")

@@ -44,7 +44,7 @@ def reply_key(message: Message) -> Key:
 
 
 def reply_keys(message: Message) -> tuple[Key, ...]:
-    """All keys under which a reply may come back: some clients drop the text beside tool calls."""
+    """All keys under which a reply may come back: some clients drop the text of a message with tool calls."""
     full = reply_key(message)
     return (full, (full[0], "", full[2])) if full[1] and message.tool_calls else (full,)
 
@@ -84,7 +84,7 @@ def _as_doubles(value: Any) -> Any:
 
 
 def _result_key(text: str) -> str:
-    """A tool result: JSON objects and lists by their value, all else as text."""
+    """The key of a tool result: JSON objects and lists by value, otherwise the text."""
     return _cached_result_key(text) if len(text) <= _MAX_CACHED else _new_result_key(text)
 
 

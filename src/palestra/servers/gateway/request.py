@@ -11,9 +11,8 @@ from typing import Any, Literal, Protocol
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, SamplingParams
 from palestra.models.chat.grammars import GrammarText
-from palestra.models.chat.streaming import Delta
-from palestra.servers.openai.completer import Completer, Completion
-from palestra.servers.openai.openai_forms import tool_schema
+from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.openai_forms import ChatAnswer, Piece, tool_schema
 from palestra.servers.openai.sampling_fields import SamplingFields, short
 
 _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
@@ -21,7 +20,7 @@ _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """The next assistant message, `fields.n` times. Without `reads_calls`, what looks like a tool call stays text."""
+    """A request for the next assistant message, `fields.n` times. Without `reads_calls`, tool calls stay text."""
 
     messages: tuple[Message, ...]
     fields: SamplingFields
@@ -31,37 +30,6 @@ class ChatRequest:
     grammar: str | None = None
     stop: tuple[str, ...] = ()
     top_logprobs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One assistant message with its tokens."""
-
-    message: Message  # its calls have the ids that the client knows
-    thinking: str
-    completion: Completion
-    prompt_tokens: int
-    cached_tokens: int
-
-    @property
-    def is_cut_off(self) -> bool:
-        return self.completion.finish != "stop"
-
-    @property
-    def stop_text(self) -> str | None:
-        """The stop sequence that ended it, if one did."""
-        return self.completion.matched if isinstance(self.completion.matched, str) else None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSize:
-    """The tokens before an answer, and how many of them were known to the session."""
-
-    tokens: int
-    cached: int
-
-
-Piece = tuple[int, "PromptSize | Delta | Answer | None"]  # of a stream: the choice, and what comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +47,16 @@ class Body(Protocol):
 
     def request(self, model: Completer) -> ChatRequest: ...
 
-    def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]: ...
+    def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]: ...
 
     def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]: ...
 
 
 def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit: int, seed: int) -> SamplingParams:
-    """How to sample one turn: by the run's settings or, `by_client`, by what the request says.
+    """Sampling parameters of one turn: the run's or, with `by_client`, the request's.
 
-    What a training samples is the run's affair: an agent with temperature=0 would explore nothing. The client's stop
-    sequences and limits always count.
+    In a training the run decides: an agent with temperature=0 would explore nothing. The client's stop sequences and
+    limits always apply.
     """
     fields = request.fields
     asked = fields.params(run.stop_token_ids, limit, limit)
@@ -109,7 +77,7 @@ def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`required`: a call of `only`, or of any tool. With `none`, what looks like a call is text."""
+    """`required`: a call of `only`, or of any tool. With `none`, tool calls are text."""
 
     mode: Literal["auto", "none", "required"] = "auto"
     only: tuple[str, ...] = ()

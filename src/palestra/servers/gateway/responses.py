@@ -1,4 +1,4 @@
-"""OpenAI's Responses. What a response said is kept with the attempt, for `previous_response_id`."""
+"""OpenAI's Responses. Responses are stored with the attempt, for `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from palestra.core.errors import PalestraError
 from palestra.core.messages import from_dict
 from palestra.core.types import Message
-from palestra.servers.gateway.request import (
-    Answer,
-    ChatRequest,
-    Delta,
-    Event,
-    Piece,
-    PromptSize,
-    function_tool,
-    grammar_of,
-    json_schema,
-    openai_choice,
-)
+from palestra.models.chat.streaming import Delta
+from palestra.servers.gateway.request import ChatRequest, Event, function_tool, grammar_of, json_schema, openai_choice
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
-from palestra.servers.openai.openai_forms import chat_logprobs
+from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs
 from palestra.servers.openai.sampling_fields import SamplingFields, known_fields, short
 
 # Accepted where they ask for what is done anyway.
@@ -102,7 +92,7 @@ class ResponseBody(BaseModel):
             if value not in allowed:
                 raise PalestraError(f"{name}={short(value)} is not supported by this server; leave it out")
 
-    def response(self, answers: Sequence[Answer], model: Completer) -> dict[str, Any]:
+    def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         (answer,) = answers
         frame = _Frame(self, model)
         return frame.ended(answer, self._output(answer, model, frame))
@@ -117,15 +107,15 @@ class ResponseBody(BaseModel):
             elif isinstance(piece, Delta) and not piece.is_thinking:
                 for event in items.text(piece.text):
                     yield event
-            elif isinstance(piece, Answer):
+            elif isinstance(piece, ChatAnswer):
                 output = self._output(piece, model, frame)
                 for event in items.end(output):
                     yield event
                 whole = frame.ended(piece, output)
                 yield frame.event(f"response.{whole['status']}", response=whole)
 
-    def _output(self, answer: Answer, model: Completer, frame: _Frame) -> list[dict[str, Any]]:
-        """The items of an answer; from now on others may refer to it."""
+    def _output(self, answer: ChatAnswer, model: Completer, frame: _Frame) -> list[dict[str, Any]]:
+        """The items of an answer, which is stored for later requests."""
         if self.store is not False:
             self._stored[frame.id] = (*self._history, answer.message)
         with_logprobs = bool(self.top_logprobs) or _INCLUDED[0] in (self.include or ())
@@ -171,7 +161,7 @@ class _Frame:
             **more,
         }
 
-    def ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def ended(self, answer: ChatAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
         sampled = len(answer.completion.token_ids)
         usage = {
             "input_tokens": answer.prompt_tokens,
@@ -272,7 +262,7 @@ def input_messages(items: str | Sequence[dict[str, Any]]) -> list[Message]:
         raise PalestraError(f"input: not in the form of a conversation ({error})") from None
 
 
-def output_items(answer: Answer, model: Completer, message_id: str, with_logprobs: bool) -> list[dict[str, Any]]:
+def output_items(answer: ChatAnswer, model: Completer, message_id: str, with_logprobs: bool) -> list[dict[str, Any]]:
     """Thinking, text and calls, in the order in which models write them."""
     items: list[dict[str, Any]] = []
     text, calls = answer.message.text, answer.message.tool_calls

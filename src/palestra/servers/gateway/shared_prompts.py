@@ -1,4 +1,4 @@
-"""What several attempts or lineages begin with is rendered and computed once."""
+"""Prompts that several attempts or lineages share are rendered and computed once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SharedPrompts:
         return session, shared
 
     def fork(self, session: Any, n: int) -> list[Any]:
-        """n sessions that go on from here instead of this one."""
+        """Replace a session by n copies."""
         forks = self._policy.fork(session, n)
         self._open.pop(id(session), None)
         for each in forks:

@@ -1,4 +1,4 @@
-"""A policy with its tokenizer: prompts in, completions out, whole or as they come."""
+"""A policy with its tokenizer: completes prompts, at once or streamed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScoresTokens(Protocol):
 class SamplingRequest:
     """`n` completions of one prompt.
 
-    `top_logprobs` are given beside each sampled token's own; `scores_prompt` gives the prompt's, too.
+    `top_logprobs` adds the most likely tokens at each position; `scores_prompt` adds the prompt's logprobs.
     """
 
     prompt_ids: tuple[int, ...]
@@ -58,7 +58,7 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One choice. The ids include what ended it; the text does not."""
+    """One choice. The ids include the stop token; the text does not."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -135,12 +135,12 @@ class Completer:
 
     @cached_property
     def max_characters(self) -> int:
-        """No longer text can fit the context, whatever its tokens."""
+        """Maximum number of characters that can fit the context."""
         longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
         return self.context_tokens * longest
 
     def check_length(self, characters: int) -> None:
-        """Refuse a text that cannot fit before it is tokenised, which takes far longer than to read it."""
+        """Refuse a text that cannot fit before it is tokenised, since tokenising is slow."""
         if characters > self.max_characters:
             raise PalestraError(
                 f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it"
@@ -171,7 +171,7 @@ class Completer:
         return tuple(self.tokenizer(text)["input_ids"])
 
     def requests(self, prompts: Sequence[Any], fields: SamplingFields, new_tokens: int) -> list[SamplingRequest]:
-        """What to sample for prompts of text or token ids, within bounds that hold before anything is tokenised."""
+        """Sampling requests for prompts of text or token ids; limits are checked before anything is tokenised."""
         sequences = len(prompts) * fields.choices
         if sequences > _MAX_SEQUENCES:
             raise PalestraError(
@@ -185,7 +185,7 @@ class Completer:
         return [self.request(prompt, fields, new_tokens) for prompt in ids]
 
     def request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
-        """What to sample for a prompt, within the room that it leaves in the context.
+        """The sampling request for a prompt; new tokens are limited by the rest of the context.
 
         `new_tokens` is the form's default.
         """
@@ -202,7 +202,7 @@ class Completer:
         return SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, new_tokens))
 
     def check_scoring(self, request: SamplingRequest) -> None:
-        """Refuse logprobs that would not be of the distribution that is sampled from."""
+        """Refuse logprobs that would not belong to the sampled distribution."""
         if not (request.top_logprobs or request.scores_prompt):
             return
         params = request.params
@@ -215,11 +215,11 @@ class Completer:
             )
         if request.scores_prompt and params.temperature not in (0.0, 1.0):
             raise PalestraError(
-                f"temperature={params.temperature:g} with the prompt's logprobs, which nobody sampled; use 0 or 1"
+                f"temperature={params.temperature:g} with prompt logprobs, which are not sampled; use 0 or 1"
             )
 
     async def complete(self, request: SamplingRequest) -> list[Completion]:
-        """Exactly n completions; cancelling this cancels their sampling."""
+        """Sample exactly n completions; cancelling this cancels the sampling."""
         self.on_request(request)
         if request.params.max_new_tokens == 0:
             sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ class Completer:
                 self.policy.close(session)
 
     async def scored(self, request: SamplingRequest, completion: Completion) -> Completion:
-        """With the logprobs that the request asks for beside the sampled tokens' own."""
+        """Add the top and prompt logprobs that the request asks for."""
         if not (request.top_logprobs or request.scores_prompt):
             return completion
         assert self.score is not None
@@ -249,13 +249,13 @@ class Completer:
         for piece in self.score(ids, start, top=request.top_logprobs, temperature=temperature):
             found.logprobs.extend(piece.logprobs)
             found.top.extend(piece.top)
-            await asyncio.sleep(0)  # others sample meanwhile
+            await asyncio.sleep(0)  # let other requests sample
         at = length - start
         prompt = TokenLogprobs(found.logprobs[:at], found.top[:at]) if request.scores_prompt else None
         return replace(completion, top=found.top[at:], prompt=prompt)
 
     async def stream(self, request: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
-        """(choice, new text) as it comes, (choice, Completion) when one has ended, (-1, None) while nothing does."""
+        """Yield (choice, new text), (choice, Completion) at a choice's end, and (-1, None) while nothing is new."""
         self.on_request(request)
         sessions = self._open(request)
         tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
@@ -298,7 +298,7 @@ class Completer:
 
 
 class TextStream:
-    """Text out of growing token ids: whole characters only, and nothing that may turn out to be held back."""
+    """Text of growing token ids: whole characters only, without text that may become a stop sequence."""
 
     def __init__(self, tokenizer: Any, hold: tuple[str, ...], stop_token_ids: tuple[int, ...] = ()) -> None:
         self._tokenizer = tokenizer
@@ -309,7 +309,7 @@ class TextStream:
         self._start = self._end = 0  # ids[start:end] are decoded again: what follows may depend on them
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that has become certain since the last time."""
+        """The text that became certain since the last call."""
         if len(ids) > self._end and ids[-1] not in self._stops:
             known = decode(self._tokenizer, ids[self._start : self._end])
             longer = decode(self._tokenizer, ids[self._start :])

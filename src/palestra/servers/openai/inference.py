@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
 from palestra.core.weights import Weights
+from palestra.models.chat.toolcalls import Reply
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.http_errors import error_body, refuse
 from palestra.servers.openai import openai_forms as forms
@@ -101,13 +102,12 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         body, (to_sample,) = await self._read(request, partial(_form, forms.ChatBody))
         if body.stream:
-            return _events(_stream_chat(request, body, to_sample, self._model))
+            pieces = _chat_pieces(request, body, to_sample, self._model)
+            return _events(_closing(body.chunks(pieces, self._model), pieces))
         row = await while_connected(request, self._model.complete(to_sample))
-        prompt_end = self._model.prompt_end(to_sample.prompt_ids)
-        choices = [body.choice(i, completion, self._model, prompt_end) for i, completion in enumerate(row)]
+        answers = [body.answer(to_sample, completion, self._model) for completion in row]
         more = {"prompt_token_ids": list(to_sample.prompt_ids)} if body.return_token_ids else {}
-        usage = forms.usage([to_sample], row)
-        return JSONResponse(forms.response("chat.completion", self._model)(choices, usage=usage, **more))
+        return JSONResponse(body.response(answers, self._model) | more)
 
     async def generate(self, request: Request) -> Response:
         body, to_sample = await self._read(request, generate_body)
@@ -119,7 +119,7 @@ class _Api:
     async def _read(
         self, request: Request, read: Callable[[dict[str, Any]], Body]
     ) -> tuple[Body, list[SamplingRequest]]:
-        """The request in its form, and what to sample for it; 400 where it is none."""
+        """Parse the request and its sampling requests; 400 if it is invalid."""
         raw = await read_body(request, _MAX_BODY)
 
         def prepare(model: Completer) -> tuple[Body, list[SamplingRequest]]:
@@ -129,7 +129,7 @@ class _Api:
         return await self._model.prepare(len(raw), prepare)
 
     async def update_weights(self, request: Request) -> Response:
-        """New weights for the policy, by SGLang's name for it; turns in progress go on with them."""
+        """Load new weights into the policy (SGLang's endpoint); turns in progress continue with them."""
         if self._weights_folder is None:
             raise PalestraError("this server takes no weights; start it with palestra serve … --weights-from FOLDER")
         body = parse(_WeightsFile.model_validate_json, await read_body(request, MIB), 400)
@@ -182,14 +182,22 @@ async def _stream_text(
         yield chunk([], usage=forms.usage([prompt], ended))
 
 
-async def _stream_chat(
-    request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
+async def _closing(
+    chunks: AsyncGenerator[dict[str, Any], None], pieces: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    chunk, ended = forms.response("chat.completion.chunk", model), list[Completion]()
+    """The chunks; the sampling ends with them."""
+    async with contextlib.aclosing(pieces), contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _chat_pieces(
+    request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
+) -> AsyncGenerator[forms.Piece, None]:
+    """The pieces of a streamed chat, until the client disconnects."""
     prompt_end, with_tools = model.prompt_end(to_sample.prompt_ids), bool(body.tools_used)
     replies = [model.chat.stream(with_tools=with_tools, prompt_end=prompt_end) for _ in range(to_sample.n)]
-    for i in range(to_sample.n):
-        yield chunk([{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+    yield -1, forms.PromptSize(len(to_sample.prompt_ids), 0)
     async with contextlib.aclosing(model.stream(to_sample)) as source:
         async for i, piece in source:
             if piece is None:
@@ -197,10 +205,9 @@ async def _stream_chat(
                     return
             elif isinstance(piece, str):
                 for delta in replies[i].push(piece):
-                    yield chunk([forms.chat_delta(i, delta)])
+                    yield i, delta
             else:
-                ended.append(piece)
-                for row in forms.last_chat_deltas(i, piece, replies[i], model, body, prompt_end):
-                    yield chunk([row])
-    if (body.stream_options or {}).get("include_usage"):
-        yield chunk([], usage=forms.usage([to_sample], ended))
+                answer = body.answer(to_sample, piece, model)
+                for delta in replies[i].rest(Reply(answer.thinking, answer.message.text.lstrip()), piece.text):
+                    yield i, delta
+                yield i, answer

@@ -1,4 +1,4 @@
-"""A loaded model as something that can be served."""
+"""Completers of loaded models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from palestra.servers.openai.completer import Completer
 
 
 def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engine: str = "auto") -> Completer:
-    """Any accepted model name -> what the inference server answers from."""
+    """Load a model by any accepted name, ready to be served."""
     loaded = load_model(name, dtype=dtype, device=device)
     completer = completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine, keep_closed=True))
     completer.check_tool_calls()
@@ -21,8 +21,10 @@ def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engi
 
 
 def completer_of(loaded: LoadedModel, policy: Policy[Any], context_tokens: int | None = None) -> Completer:
-    """What the inference server answers from. `context_tokens` is that of a model on another machine, which gives no
-    logprobs but those of its samples."""
+    """The completer of a loaded model.
+
+    `context_tokens` is given for a model on another machine, which only returns the logprobs of its samples.
+    """
     if context_tokens is not None:
         return Completer(policy, loaded.tokenizer, loaded.name, context_tokens, None, len(loaded.tokenizer))
     score = partial(token_logprobs, loaded.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -13,13 +13,43 @@ from pydantic import Field
 
 from palestra.core.errors import PalestraError
 from palestra.core.messages import call_to_dict, from_dict
-from palestra.core.types import Message, ToolCall
-from palestra.models.chat.streaming import Delta, StreamedReply
-from palestra.models.chat.toolcalls import Reply
+from palestra.core.types import Message
+from palestra.models.chat.streaming import Delta
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode, texts_of
 from palestra.servers.openai.sampling_fields import Prompts, SamplingFields, TokenIds, short
 
 _DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """One assistant message with its tokens."""
+
+    message: Message  # its calls have the ids that the client knows
+    thinking: str
+    completion: Completion
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self.completion.finish != "stop"
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop sequence that ended it, if one did."""
+        return self.completion.matched if isinstance(self.completion.matched, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """Number of prompt tokens, and how many of them were computed before."""
+
+    tokens: int
+    cached: int
+
+
+Piece = tuple[int, "PromptSize | Delta | ChatAnswer | None"]  # of a stream: the choice, and what comes
 
 
 class CompletionBody(SamplingFields):
@@ -83,7 +113,7 @@ class ChatBody(SamplingFields):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the chat template."""
+        """Variables of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**(self.chat_template_kwargs or {}), **effort}
 
@@ -110,24 +140,42 @@ class ChatBody(SamplingFields):
         except (TypeError, AttributeError) as error:
             raise PalestraError(f"messages: not in the form of a chat ({error})") from None
 
-    def choice(self, index: int, completion: Completion, model: Completer, prompt_end: str) -> dict[str, Any]:
-        reply = model.read_reply(completion.text, self.tools_used, prompt_end)
-        calls = [replace(call, id=f"call_{secrets.token_hex(8)}") for call in reply.calls]
-        return self.choice_of(index, completion, model, reply.text, calls, reply.reasoning)
+    def answer(self, request: SamplingRequest, completion: Completion, model: Completer) -> ChatAnswer:
+        """A completion read as a message; its tool calls get ids."""
+        reply = model.read_reply(completion.text, self.tools_used, model.prompt_end(request.prompt_ids))
+        calls = tuple(replace(call, id=f"call_{secrets.token_hex(8)}") for call in reply.calls)
+        message = Message("assistant", reply.text, calls)
+        return ChatAnswer(message, reply.reasoning, completion, len(request.prompt_ids))
 
-    def choice_of(
-        self,
-        index: int,
-        completion: Completion,
-        model: Completer,
-        text: str,
-        calls: Sequence[ToolCall],
-        thinking: str = "",
-    ) -> dict[str, Any]:
-        """The choice of a completion that was read as this text and these calls."""
+    def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
+        choices = [self._choice(i, answer, model) for i, answer in enumerate(answers)]
+        size = PromptSize(answers[0].prompt_tokens, answers[0].cached_tokens)
+        return response("chat.completion", model)(choices, usage=_chat_usage(size, answers))
+
+    async def chunks(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed response."""
+        chunk, answers, size = response("chat.completion.chunk", model), list[ChatAnswer](), PromptSize(0, 0)
+        for i in range(self.choices):
+            yield chunk([_delta(i, {"role": "assistant", "content": ""})])
+        async for i, piece in pieces:
+            if isinstance(piece, PromptSize):
+                size = piece
+            elif isinstance(piece, Delta):
+                yield chunk([_delta(i, {"reasoning_content" if piece.is_thinking else "content": piece.text})])
+            elif isinstance(piece, ChatAnswer):
+                answers.append(piece)
+                choice = self._choice(i, piece, model)
+                for number, call in enumerate(choice.pop("message").get("tool_calls", ())):
+                    yield chunk([_delta(i, {"tool_calls": [{"index": number, **call}]})])
+                yield chunk([{**choice, "delta": {}}])
+        if (self.stream_options or {}).get("include_usage"):
+            yield chunk([], usage=_chat_usage(size, answers))
+
+    def _choice(self, index: int, answer: ChatAnswer, model: Completer) -> dict[str, Any]:
+        text, calls, completion = answer.message.text, answer.message.tool_calls, answer.completion
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if thinking:
-            message["reasoning_content"] = thinking
+        if answer.thinking:
+            message["reasoning_content"] = answer.thinking
         if calls:
             message["tool_calls"] = [call_to_dict(call) for call in calls]
         choice = {
@@ -140,7 +188,7 @@ class ChatBody(SamplingFields):
 
 
 def tool_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as prompts of a training show it, without what else clients send (`strict`)."""
+    """A tool as training prompts show it, without other keys of clients (`strict`)."""
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         return tool
@@ -204,26 +252,20 @@ def chat_logprobs(completion: Completion, model: Completer) -> dict[str, Any]:
 
 
 def token_text(token: int, model: Completer) -> str:
-    """The token's text; of a token that is only part of a character, its name in the vocabulary."""
+    """The token's text, or its name in the vocabulary if it is only part of a character."""
     text = decode(model.tokenizer, [token])
     return text if "\ufffd" not in text else str(model.tokenizer.convert_ids_to_tokens(token))
 
 
-def chat_delta(index: int, delta: Delta) -> dict[str, Any]:
-    key = "reasoning_content" if delta.is_thinking else "content"
-    return {"index": index, "delta": {key: delta.text}, "finish_reason": None}
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
-def last_chat_deltas(
-    index: int, completion: Completion, stream: StreamedReply, model: Completer, body: ChatBody, prompt_end: str
-) -> Iterator[dict[str, Any]]:
-    """The chunks that end a streamed choice: the text held back so far, the calls, and why it ended."""
-    choice = body.choice(index, completion, model, prompt_end)
-    message = choice.pop("message")
-    reply = Reply(message.get("reasoning_content", ""), (message["content"] or "").lstrip())
-    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
-    for delta in stream.rest(reply, completion.text):
-        yield chat_delta(index, delta)
-    if calls:
-        yield {"index": index, "delta": {"tool_calls": calls}, "finish_reason": None}
-    yield {**choice, "delta": {}}
+def _chat_usage(size: PromptSize, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+    sampled = sum(len(answer.completion.token_ids) for answer in answers)
+    return {
+        "prompt_tokens": size.tokens,
+        "completion_tokens": sampled,
+        "total_tokens": size.tokens + sampled,
+        "prompt_tokens_details": {"cached_tokens": size.cached},
+    }

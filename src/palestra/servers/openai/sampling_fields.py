@@ -1,4 +1,4 @@
-"""How a request is to be sampled: the fields of OpenAI's, vLLM's and SGLang's forms -> SamplingParams."""
+"""The sampling fields of OpenAI's, vLLM's and SGLang's requests, converted to SamplingParams."""
 
 from __future__ import annotations
 
@@ -12,49 +12,30 @@ from palestra.core.types import SamplingParams
 
 T = TypeVar("T")
 
-# What would change the response but is not supported: refused, unless it has the value that it has here anyway.
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (None, True),
-    "allowed_token_ids": (None,),
-    "audio": (None,),
-    "bad_words": (None, []),
-    "best_of": (None, 1),
-    "chat_template": (None,),
-    "continue_final_message": (None, False),
-    "detokenize": (None, True),
-    "documents": (None, []),
-    "ebnf": (None,),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "functions": (None, []),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "include_stop_str_in_output": (None, False),
-    "json_schema": (None,),
-    "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "lora_path": (None,),
-    "min_new_tokens": (None, 0),
-    "min_tokens": (None, 0),
-    "modalities": (None, ["text"]),
-    "no_stop_trim": (None, False),
-    "parallel_tool_calls": (None, True),
-    "prediction": (None,),
-    "presence_penalty": (None, 0),
-    "prompt_logprobs": (None,),
-    "regex": (None,),
-    "response_format": (None, {"type": "text"}),
-    "return_hidden_states": (None, False),
-    "skip_special_tokens": (None, False),
-    "structural_tag": (None,),
-    "suffix": (None, ""),
-    "token_ids_logprob": (None,),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
-    "web_search_options": (None,),
-}
-# What says who asks and why, and changes nothing in the response.
+# Unsupported fields that would change the response, with the values that are accepted because they change nothing.
+_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
+    ((None, True), "add_generation_prompt detokenize parallel_tool_calls"),
+    (
+        (None,),
+        "allowed_token_ids audio chat_template ebnf guided_grammar guided_json guided_regex json_schema "
+        "lora_path prediction prompt_logprobs regex structural_tag token_ids_logprob truncate_prompt_tokens "
+        "web_search_options",
+    ),
+    ((None, []), "bad_words documents functions"),
+    ((None, 1), "best_of length_penalty"),
+    (
+        (None, False),
+        "continue_final_message echo include_stop_str_in_output no_stop_trim return_hidden_states "
+        "skip_special_tokens use_beam_search",
+    ),
+    ((None, 0), "frequency_penalty min_new_tokens min_tokens presence_penalty"),
+    ((None, {}), "logit_bias"),
+    ((None, ["text"]), "modalities"),
+    ((None, {"type": "text"}), "response_format"),
+    ((None, ""), "suffix"),
+)
+_NOT_BUILT = {name: values for values, names in _NEUTRAL_VALUES for name in names.split()}
+# Fields about the caller, which change nothing in the response.
 _NO_EFFECT = frozenset(
     "model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id rid "
     "priority log_metrics spaces_between_special_tokens".split()
@@ -120,7 +101,7 @@ class SamplingFields(BaseModel):
 
 
 def known_fields(form: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
-    """The fields that the form knows; one that matters and would be ignored is refused by name."""
+    """The known fields of a request; an unsupported field that would change the response is rejected."""
     known = {}
     for name, value in body.items():
         if name in form.model_fields:

@@ -25,7 +25,7 @@ POSTED = "reward"  # the score that an external agent posts for itself
 
 @dataclass(frozen=True, slots=True)
 class ProgramCollector:
-    """Problems -> groups of scored attempts, so many at a time. Failures are recorded on the rollout."""
+    """Collects groups of scored attempts, `max_at_once` at a time. Failures are recorded on the rollout."""
 
     environment: SuiteEnvironment
     program: ProgramAgent
@@ -38,7 +38,7 @@ class ProgramCollector:
     hidden: frozenset[str] = frozenset({"expect"})  # columns of a case that the agent does not see
 
     def groups_at_once(self, group_size: int) -> int:
-        """How many groups may be in progress together."""
+        """Maximum number of groups in flight."""
         return max(1, self.max_at_once // group_size)
 
     async def collect(
@@ -100,7 +100,7 @@ class ProgramCollector:
     async def _scored(
         self, problem: Problem, rollout: Rollout, result: ProgramResult
     ) -> tuple[Rollout, SuiteEpisode | None]:
-        """With what the measures say, and the reward that was posted. What goes wrong is recorded."""
+        """Add the scores of the measures and the posted reward. Errors are recorded."""
         episode, scores, error = None, dict[str, Score](), rollout.error
         try:
             episode = replace(await from_outside("opening an episode", self._open(problem)), program=result)
@@ -143,7 +143,7 @@ def _holds_answer(problem: Problem, name: str) -> bool:
 
 
 def _metrics(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """How the agent's conversations went, a mean over its attempts."""
+    """Statistics of the agent's conversations, averaged over its attempts."""
     counts = [attempt.counts for attempt in attempts]
     return {
         "agent/rows_per_attempt": fmean(c.lineages for c in counts),

@@ -30,7 +30,7 @@ MAX_BODY = 4 * MIB
 
 
 class RewardBody(BaseModel):
-    """What an agent says of its attempt. `result` is for the measures; `error` makes the attempt a failed one."""
+    """What an agent posts: `result` is for the measures; `error` marks the attempt as failed."""
 
     model_config = ConfigDict(extra="forbid")
     reward: float | None = None
@@ -47,7 +47,7 @@ class RewardBody(BaseModel):
 
 @dataclass(eq=False, slots=True)
 class _Offer:
-    """An attempt that waits to be taken, or that somebody has taken."""
+    """An attempt that waits to be taken, or was taken."""
 
     id: str
     case: Mapping[str, Any]
@@ -105,7 +105,7 @@ class OutsideAgent(ProgramAgent):
         return case_answer(offer.case, offer.endpoint, timeout_s=offer.limits.timeout_s)
 
     async def _next(self) -> _Offer | None:
-        """The offer that has waited longest; None when there is none within some seconds."""
+        """The offer that has waited longest; None if there is none within TAKE_WAIT_S."""
         try:
             async with asyncio.timeout(TAKE_WAIT_S), self._news:
                 await self._news.wait_for(lambda: bool(self._waiting))
@@ -124,13 +124,13 @@ class OutsideAgent(ProgramAgent):
 
 
 def case_answer(case: Mapping[str, Any], endpoint: Endpoint, **more: Any) -> Response:
-    """What an agent gets that takes a case."""
+    """The answer to an agent that takes a case."""
     where = {"base_url": endpoint.base_url, "anthropic_base_url": endpoint.anthropic_url, "api_key": endpoint.api_key}
     return JSONResponse({"id": endpoint.attempt_id, "case": dict(case), **where, **more})
 
 
 async def read_reward(request: Request, api_key: str | None) -> RewardBody:
-    """What an agent posts, with the key of its attempt; None: no attempt of this id is open."""
+    """Read a posted reward; 401 if the key is not `api_key` (None: no attempt of this id is open)."""
     key = request.headers.get("authorization", "").removeprefix("Bearer ")
     if api_key is None or not hmac.compare_digest(key.encode(), api_key.encode()):
         raise refuse(401, "no attempt of this id is open with this key; send the attempt's api_key as bearer token")

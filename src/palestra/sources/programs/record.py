@@ -1,6 +1,6 @@
-"""A recorder in front of any OpenAI- or Anthropic-style API: all passes through unchanged, and traces are kept.
+"""A recorder in front of any OpenAI- or Anthropic-style API: it forwards everything unchanged and stores traces.
 
-The caller's key goes to the API and nowhere else: no header is written down, and a key in a text is blotted out.
+The caller's key goes to the API only: no header is stored, and a key in a text is redacted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from palestra.sources.programs.traces import Dialect, Traces, dialect_of, read_a
 log = logging.getLogger("palestra")
 OPENAI, ANTHROPIC = "https://api.openai.com", "https://api.anthropic.com"
 _MAX_BODY = 64 * MIB
-_SILENCE_S = 600.0  # a model may think for long before its first word
+_SILENCE_S = 600.0  # a model may reason for long before its first token
 _HOP_BY_HOP = set(
     "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
     "content-length accept-encoding".split()
@@ -55,7 +55,7 @@ class Recorder:
         body = await read_body(request, _MAX_BODY)
         path = request.url.path
         headers = {k.title(): v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
-        headers["Accept-Encoding"] = "identity"  # else the answer could not be read on its way
+        headers["Accept-Encoding"] = "identity"  # a compressed answer could not be recorded
         url = f"{self._base(request)}{path}" + (f"?{request.url.query}" if request.url.query else "")
         asked = http.Request(url, body or None, request.method, headers=headers, timeout_s=_SILENCE_S)
         began = time.time()
@@ -91,7 +91,7 @@ class Recorder:
     async def _keep(
         self, dialect: Dialect, body: bytes, headers: Mapping[str, str], whole: bytes, began: float, keys: list[str]
     ) -> None:
-        """Write the exchange down. What cannot be parsed is logged, and never disturbs the caller."""
+        """Store the exchange. One that cannot be parsed is logged and never disturbs the caller."""
         try:
             answer = read_answer(dialect, headers.get("content-type", ""), whole)
             lines = self._traces.lines(dialect, json.loads(body), answer)
@@ -107,7 +107,7 @@ class Recorder:
 
 
 def without_keys(line: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    """The line with the caller's keys blotted out, should somebody have written one into a message."""
+    """The line with the caller's keys redacted, in case a message contains one."""
     text = json.dumps(line, ensure_ascii=False)
     for key in keys:
         if len(key) >= _MIN_KEY:

@@ -32,7 +32,7 @@ from palestra.sources.programs.outside import MAX_BODY, case_answer, read_reward
 
 
 class AttemptBody(BaseModel):
-    """What is attempted. The same seed and input give the same turns."""
+    """The case to attempt. The same seed and input give the same turns."""
 
     model_config = ConfigDict(extra="forbid")
     id: str | None = None
@@ -41,7 +41,7 @@ class AttemptBody(BaseModel):
 
 
 class StandaloneGateway:
-    """Attempts that others open and end. Requests sample as they ask: temperature, top_p and seed are theirs."""
+    """Attempts that clients open and end. Requests decide temperature, top_p and seed."""
 
     def __init__(
         self, model: Completer, file: Path, *, cases: Sequence[Problem] = (), port: int = 0, max_new_tokens: int = 1024

@@ -54,7 +54,7 @@ class ProgramTask:
         return evaluator_of(self.environment, self._collector(parts, training=False), parts)
 
     def close(self, runner: asyncio.Runner) -> None:
-        """End the gateway, and what the program's attempts shared."""
+        """Close the gateway and the resources that the program's attempts share."""
         if self.gateway is not None:
             runner.run(self.gateway.close())
             runner.run(self.program.close())

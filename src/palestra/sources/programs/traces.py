@@ -1,6 +1,6 @@
 """One exchange with a chat API, in any of three dialects, as a line of chat JSONL.
 
-What is not understood (images, tools of the provider's own) stays in the line as it was sent: a recorder loses nothing.
+Unknown parts (images, the provider's own tools) stay in the line as they were sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_REMEMBERED = 4096  # responses that a later request may go on from by their
 
 
 def dialect_of(path: str) -> Dialect | None:
-    """The dialect that a URL's path is for; None for all else.
+    """The dialect of a URL's path; None if it has none.
 
     >>> dialect_of("/v1/chat/completions"), dialect_of("/v1/models")
     ('chat', None)
@@ -26,7 +26,7 @@ def dialect_of(path: str) -> Dialect | None:
 
 
 class Traces:
-    """Exchanges -> lines. It remembers responses, which a request may go on from by their id alone."""
+    """Converts exchanges to lines. Stores responses, which later requests refer to by id."""
 
     def __init__(self) -> None:
         self._responses: OrderedDict[str, list[Json]] = OrderedDict()
@@ -72,7 +72,7 @@ class Traces:
 
 
 def read_answer(dialect: Dialect, content_type: str, body: bytes) -> Json:
-    """A whole answer, put together where it was streamed. Raises ValueError for what is none."""
+    """The whole answer, assembled if it was streamed. Raises ValueError if it is invalid."""
     if "text/event-stream" not in content_type:
         answer = json.loads(body)
         if not isinstance(answer, dict):
@@ -202,7 +202,7 @@ def _tool(name: Any, description: Any, parameters: Any) -> Json:
 
 
 def _text(content: Any) -> Any:
-    """The text of content parts; what has other parts stays as it was sent."""
+    """The text of content parts; content with other parts stays as it was sent."""
     if not isinstance(content, list):
         return "" if content is None else content
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
@@ -215,6 +215,6 @@ def _without_nothing(message: Json) -> Json:
 
 
 def _opening(messages: Sequence[Json]) -> list[Json]:
-    """What was said before the model's first word, so that a trace is a case as well."""
+    """The messages before the model's first one, so that a trace is a case as well."""
     first = next((i for i, m in enumerate(messages) if m.get("role") in ("assistant", "tool")), len(messages))
     return list(messages[:first])

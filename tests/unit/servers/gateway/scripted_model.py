@@ -13,6 +13,10 @@ from palestra.servers.openai.completer import Completer
 
 __all__ = ["END", "PROBLEM", "TOOL", "BranchingPolicy", "ScriptedPolicy", "attempt", "call", "completer"]
 PROBLEM = Problem("p1", "What is 2 + 3?")
+QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
+CALLS = "<think>hm</think>Let me see.\n" + call('{"a": 2, "b": "é"}') + "\n" + call("{}", "other") + END
 
 
 def completer(

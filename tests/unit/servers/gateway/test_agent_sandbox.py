@@ -7,16 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_gateway import open_attempt, with_gateway
+from scripted_model import END, completer
 
 from palestra.agents.programs import Endpoint, ProgramLimits, command_agent
 from palestra.core.config import RunConfig
 from palestra.envs.sandbox.program import ProgramSandbox, program_paths
 from palestra.envs.sandbox.sandbox import why_not
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from real_gateway import open_attempt, with_gateway
-from scripted_model import END, completer
 
 needs_namespaces = pytest.mark.skipif(why_not("namespaces") is not None, reason=str(why_not("namespaces")))
 PROGRAM = """

@@ -2,22 +2,16 @@
 
 import asyncio
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from scripted_model import END, PROBLEM, QUESTION, TOOL, BranchingPolicy, attempt, call, completer
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import CUT_OFF, SamplingParams
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scripted_model import END, PROBLEM, TOOL, BranchingPolicy, attempt, call, completer
-
 SYSTEM = {"role": "system", "content": "Use tools."}
-QUESTION = {"role": "user", "content": "What is 2 + 3?"}
 CALL = call('{"a": 2,   "b": 3}')
 
 
@@ -258,62 +252,44 @@ def said(text):
     return {"role": "user", "content": text}
 
 
-def masked_turns(rows):
-    """The sampled turns that are trained although rows that were cut off are masked (`train.mask_truncated`)."""
-    return [ids for row in rows if row.stop not in CUT_OFF for ids in sampled_ids(row)]
-
-
 def test_turns_before_a_truncated_side_request_are_trained(tiny_tokenizer):
+    """Rows that were cut off are masked (`train.mask_truncated`)."""
     model = completer(tiny_tokenizer, [f"One.{END}", "A title that is too long", f"Two.{END}"])
     one = attempt(model)
     (first,) = ask(one, model, [QUESTION])
     ask(one, model, [QUESTION, first, said("Give it a title.")], max_tokens=1)
     ask(one, model, [QUESTION, first, said("And?")])
-    assert masked_turns(finish(one)) == [model.policy.sampled[0], model.policy.sampled[2]]
+    trained = [ids for row in finish(one) if row.stop not in CUT_OFF for ids in sampled_ids(row)]
+    assert trained == [model.policy.sampled[0], model.policy.sampled[2]]
 
 
-def test_a_side_call_and_a_repeated_request_get_no_reward(tiny_tokenizer):
-    words = ("Title", "One", "Other", "Two")
-    model = completer(tiny_tokenizer, [f"{word}.{END}" for word in words])
-    one = attempt(model)
-    ask(one, model, [said("Name this conversation.")])
-    ask(one, model, [QUESTION])  # the client did not get this answer, and asks again
-    (again,) = ask(one, model, [QUESTION])
-    ask(one, model, [QUESTION, again, said("And?")])
+# Requests as texts of the user and numbers of earlier replies; {0} quotes a reply. Then the turns that are trained.
+TRAINED = {
+    "no side call, and of repeated requests the one that is continued": (
+        [["Name it."], ["2 + 3?"], ["2 + 3?"], ["2 + 3?", 2, "And?"]],
+        [2, 3],
+    ),
+    "an answer that a later request quotes": (
+        [["Lamps?"], ["Chairs?"], ["2 + 3?", "It says: {0}"], ["2 + 3?", "It says: {0}", 2, "And three?"]],
+        [0, 2, 3],
+    ),
+    "of single requests the last answer to each": ([["First?"], ["Second?"], ["Second?"], ["Third?"]], [0, 2, 3]),
+    "the answer before a side call": ([["2 + 3?"], ["2 + 3?", 0, "So?"], ["Name it."]], [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_turns_that_a_later_request_contains_and_final_ones_are_trained(tiny_tokenizer, case):
+    requests, trained = TRAINED[case]
+    model = completer(tiny_tokenizer, [f"Answer number {i}.{END}" for i in range(len(requests))])
+    one, replies = attempt(model), []
+    for request in requests:
+        texts = [reply["content"] for reply in replies]
+        messages = [replies[part] if isinstance(part, int) else said(part.format(*texts)) for part in request]
+        replies += ask(one, model, messages)
     rows = finish(one)
-    assert [ids for row in rows for ids in sampled_ids(row)] == model.policy.sampled[2:]
-    assert one.counts.discarded_turns == 2
-
-
-def test_an_answer_that_a_later_request_quotes_is_trained(tiny_tokenizer):
-    words = ("Lamps cost 14", "Unread", "So it is", "It is 42")
-    model = completer(tiny_tokenizer, [f"{word}.{END}" for word in words])
-    one = attempt(model)
-    (helper,) = ask(one, model, [said("What do lamps cost?")])
-    ask(one, model, [said("What do chairs cost?")])
-    history = [QUESTION, said(f"A helper says: {helper['content']}")]
-    (first,) = ask(one, model, history)
-    ask(one, model, [*history, first, said("And three?")])
-    sampled = model.policy.sampled
-    assert [ids for row in finish(one) for ids in sampled_ids(row)] == [sampled[0], sampled[2], sampled[3]]
-
-
-def test_an_attempt_of_single_requests_trains_the_last_answer_to_each(tiny_tokenizer):
-    model = completer(tiny_tokenizer, [f"{word}.{END}" for word in ("One", "Two", "Three", "Four")])
-    one = attempt(model)
-    for text in ("First?", "Second?", "Second?", "Third?"):
-        ask(one, model, [said(text)])
-    sampled = model.policy.sampled
-    assert [ids for row in finish(one) for ids in sampled_ids(row)] == [sampled[0], sampled[2], sampled[3]]
-
-
-def test_the_answer_before_a_side_call_is_trained(tiny_tokenizer):
-    model = completer(tiny_tokenizer, [f"{CALL}{END}", f"It is 5.{END}", f"Sums.{END}"])
-    one = attempt(model)
-    (first,) = ask(one, model, [QUESTION])
-    ask(one, model, [QUESTION, first, result(first)])
-    ask(one, model, [said("Name this conversation.")])
-    assert [ids for row in finish(one) for ids in sampled_ids(row)] == model.policy.sampled
+    assert [ids for row in rows for ids in sampled_ids(row)] == [model.policy.sampled[i] for i in trained]
+    assert one.counts.discarded_turns == len(requests) - len(trained)
 
 
 def test_a_tool_result_is_predicted_in_one_row_alone(tiny_tokenizer):

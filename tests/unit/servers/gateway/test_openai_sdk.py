@@ -2,29 +2,13 @@
 
 import asyncio
 import json
-import sys
-from pathlib import Path
 
 import openai
 import pytest
-
-from palestra.servers.openai.loading import load_completer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from real_gateway import open_attempt, with_attempt, with_gateway
-from scripted_model import END, TOOL, call, completer
+from scripted_model import CALLS, END, QUESTION, SCHEMA, TOOL, completer
 
-QUESTION = {"role": "user", "content": "What is 2 + 3?"}
 FLAT_TOOL = {"type": "function", "strict": True, **TOOL["function"]}
-CALLS = "<think>hm</think>Let me see.\n" + call('{"a": 2, "b": "é"}') + "\n" + call("{}", "other") + END
-NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
-SCHEMA = {"type": "object", "properties": {"x": NUMBER}, "required": ["x"], "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_completer("palestra/tiny")
 
 
 def client_of(attempt):
@@ -191,60 +175,6 @@ def test_the_models_can_be_asked_for(model):
         client = client_of(attempt)
         assert [m.id async for m in client.models.list()] == ["palestra/tiny"]
         assert (await client.models.retrieve("gpt-5")).id == "gpt-5"
-
-    with_attempt(model, agent)
-
-
-CHAT = {"model": "any", "messages": [QUESTION]}
-RESPONSE = {"model": "any", "input": "hi"}
-NO_SCHEMA = {"type": "json_schema", "json_schema": "x"}
-BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}
-
-
-MALFORMED = [
-    ("chat/completions", {"model": "any"}, "messages"),
-    ("chat/completions", {**CHAT, "messages": []}, "messages"),
-    ("chat/completions", {**CHAT, "messages": [{"role": "king", "content": "x"}]}, "king"),
-    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
-    ("chat/completions", {**CHAT, "temprature": 1}, "Did you mean 'temperature'"),
-    ("chat/completions", {**CHAT, "temperature": -1}, "temperature"),
-    ("chat/completions", {**CHAT, "logit_bias": {"1": 2}}, "logit_bias"),
-    ("chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "web_search"),
-    ("chat/completions", {**CHAT, "tool_choice": "required"}, "no tools"),
-    ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": 3}}, "form"),
-    ("chat/completions", {**CHAT, "response_format": NO_SCHEMA}, "form"),
-    ("chat/completions", {**CHAT, "response_format": BAD_SCHEMA}, "schema"),
-    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x " * 9000}]}, "context"),
-    ("responses", {"model": "any"}, "input"),
-    ("responses", {**RESPONSE, "input": [{"type": "computer_call"}]}, "computer_call"),
-    ("responses", {**RESPONSE, "input": []}, "empty"),
-    ("responses", {**RESPONSE, "background": True}, "background"),
-    ("responses", {**RESPONSE, "include": ["file_search_call.results"]}, "include"),
-]
-
-
-def test_a_malformed_request_is_refused_with_a_sentence(model):
-    async def agent(attempt):
-        client = client_of(attempt)
-        for path, body, says in MALFORMED:
-            for stream in ({}, {"stream": True}):
-                with pytest.raises(openai.BadRequestError, match=says) as refused:
-                    await client.post(f"/{path}", body={**body, **stream}, cast_to=object)
-                assert refused.value.body["type"] == "invalid_request_error"
-
-    with_attempt(model, agent)
-
-
-def test_what_is_no_json_at_all_is_refused(model):
-    async def agent(attempt):
-        client = client_of(attempt)
-        for content in (b"", b"{", b"[]", b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff"):
-            with pytest.raises(openai.BadRequestError):
-                await client.post("/chat/completions", content=content, cast_to=object)
-        for method, path, error in (("get", "/chat/completions", 405), ("post", "/nothing", 404)):
-            with pytest.raises(openai.APIStatusError) as refused:
-                await getattr(client, method)(path, cast_to=object)
-            assert refused.value.status_code == error
 
     with_attempt(model, agent)
 

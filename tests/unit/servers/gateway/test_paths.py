@@ -1,16 +1,10 @@
-"""Posts of agents find their endpoint without a route; they must find the one that a route would have found."""
-
-import sys
-from pathlib import Path
+"""Paths and malformed requests: posts find their endpoint without a route, and every error has its dialect's form."""
 
 import httpx
 import pytest
-from starlette.routing import Match
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from real_gateway import open_attempt, with_gateway
-from scripted_model import END, completer
+from scripted_model import QUESTION, TOOL, completer
+from starlette.routing import Match
 
 from palestra.servers.gateway import app
 from palestra.servers.http_errors import refuse
@@ -58,17 +52,84 @@ def test_a_post_finds_the_endpoint_of_its_route_or_is_left_to_the_routes(path, t
     assert (found is not None) == (path in PATHS[:4])
 
 
-def test_what_no_endpoint_answers_is_told_in_json(tiny_tokenizer):
+ADD = {"name": "add", "description": "Add.", "input_schema": TOOL["function"]["parameters"]}
+FIELDS = {"model": "any", "max_tokens": 100}
+MESSAGES = {**FIELDS, "messages": [QUESTION]}
+CHAT = {"model": "any", "messages": [QUESTION]}
+RESPONSE = {"model": "any", "input": "hi"}
+NO_SCHEMA = {"type": "json_schema", "json_schema": "x"}
+BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}
+
+MALFORMED = [
+    ("chat/completions", {"model": "any"}, "messages"),
+    ("chat/completions", {**CHAT, "messages": []}, "messages"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "king", "content": "x"}]}, "king"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+    ("chat/completions", {**CHAT, "temprature": 1}, "Did you mean 'temperature'"),
+    ("chat/completions", {**CHAT, "temperature": -1}, "temperature"),
+    ("chat/completions", {**CHAT, "logit_bias": {"1": 2}}, "logit_bias"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "web_search"),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, "no tools"),
+    ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": 3}}, "form"),
+    ("chat/completions", {**CHAT, "response_format": NO_SCHEMA}, "form"),
+    ("chat/completions", {**CHAT, "response_format": BAD_SCHEMA}, "schema"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x " * 9000}]}, "context"),
+    ("responses", {"model": "any"}, "input"),
+    ("responses", {**RESPONSE, "input": [{"type": "computer_call"}]}, "computer_call"),
+    ("responses", {**RESPONSE, "input": []}, "empty"),
+    ("responses", {**RESPONSE, "background": True}, "background"),
+    ("responses", {**RESPONSE, "include": ["file_search_call.results"]}, "include"),
+    ("messages", {"model": "any", "messages": [QUESTION]}, "max_tokens"),
+    ("messages", {**FIELDS, "messages": []}, "messages"),
+    ("messages", {**FIELDS, "messages": [{"role": "system", "content": "x"}]}, "system"),
+    ("messages", {**FIELDS, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+    ("messages", {**FIELDS, "messages": [{"role": "user", "content": 3}]}, "content"),
+    ("messages", {**FIELDS, "messages": [QUESTION, {"role": "assistant", "content": "It"}]}, "prefilled"),
+    ("messages", {**MESSAGES, "mcp_servers": []}, "mcp_servers"),
+    ("messages", {**MESSAGES, "temprature": 1}, "Did you mean 'temperature'"),
+    (
+        "messages",
+        {**FIELDS, "messages": [QUESTION], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+        "bash_20250124",
+    ),
+    (
+        "messages",
+        {**FIELDS, "messages": [QUESTION], "tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}},
+        "sub",
+    ),
+    (
+        "messages",
+        {**FIELDS, "messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, QUESTION]},
+        "tool_use",
+    ),
+]
+RUBBISH = (b"", b"{", b"[]", b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff")
+
+
+def test_a_malformed_request_is_refused_in_the_form_of_its_dialect(model):
     async def ask(gateway):
         attempt = open_attempt(gateway)
-        async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as client:
-            body = {"messages": [{"role": "user", "content": "Hi."}]}
-            good = await client.post(f"/attempt/{attempt.id}/v1/chat/completions?beta=1", json=body)
-            others = [await client.post(path, json=body) for path in ("/attempt/x/v1/messages", "/v1/nothing", "/x")]
-            others.append(await client.get(f"/attempt/{attempt.id}/v1/messages"))
-            return good, others
+        async with httpx.AsyncClient(base_url=f"{gateway.url}/attempt/{attempt.id}/v1", trust_env=False) as client:
+            for path, body, says in MALFORMED:
+                for stream in ({}, {"stream": True}):
+                    answer = await client.post(f"/{path}", json={**body, **stream})
+                    error = answer.json()
+                    assert answer.status_code == 400, (path, body, error)
+                    assert error["error"]["type"] == "invalid_request_error"
+                    assert says in error["error"]["message"], (path, body, error)
+                    assert error.get("type") == ("error" if path == "messages" else None)
+            for content in RUBBISH:
+                assert (await client.post("/chat/completions", content=content)).status_code == 400, content
+            assert (await client.post("/chat/completions?beta=1", json={**CHAT, "max_tokens": 2})).status_code == 200
+            for method, path, status in (
+                ("POST", f"{gateway.url}/attempt/x/v1/messages", 401),
+                ("POST", f"{gateway.url}/v1/nothing", 404),
+                ("POST", "/nothing", 404),
+                ("GET", "/messages", 405),
+                ("GET", "/chat/completions", 405),
+            ):
+                answer = await client.request(method, path)
+                assert answer.status_code == status, path
+                assert answer.json()["error"]["message"]
 
-    good, others = with_gateway(completer(tiny_tokenizer, [f"One.{END}"]), ask)
-    assert good.json()["choices"][0]["message"]["content"] == "One."
-    assert [other.status_code for other in others] == [401, 404, 404, 405]
-    assert all(other.json()["error"]["message"] for other in others)
+    with_gateway(model, ask)

@@ -190,33 +190,28 @@ BAD = {
     "a prompt beyond the context": ("/generate", {"input_ids": [5] * 5000}),
     "sampling_params that are a list": ("/generate", {"input_ids": [5], "sampling_params": [1]}),
     "too many prompts": ("/v1/completions", {"prompt": ["a"] * 2000}),
-    "nobody's form": ("/generate", {"words": "hi"}),
+    "a form of no server": ("/generate", {"words": "hi"}),
+    **{
+        f"a grammar that is {text}": ("/v1/completions", {"prompt": "a", "max_tokens": 4, "grammar": text})
+        for text in ("start: x", '{"x": 1}', "5", "[5]")
+    },
     "prompt logprobs": ("/generate", {"prompt": "a", "prompt_logprobs": 3}),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_request_is_refused_in_openais_form(http, case):
-    path, body = BAD[case]
-    answer = http.post(path, json={"model": "m", **body})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
+MALFORMED = [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a": ' * 5000, b"[" * 100_000, b'{"a":' * 100_000]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a": ' * 5000])
-def test_malformed_json_is_a_bad_request(http, body):
-    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
-        assert http.post(path, content=body).status_code == 400
-
-
-def test_a_refused_field_is_named_with_the_closest_known_one(http):
+def test_a_bad_request_is_refused_in_openais_form(http):
+    for case, (path, body) in BAD.items():
+        answer = http.post(path, json={"model": "m", **body})
+        assert answer.status_code == 400, (case, answer.text)
+        assert answer.json()["error"]["message"]
+    for content in MALFORMED:
+        for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+            assert http.post(path, content=content).status_code == 400, content[:20]
     message = http.post("/v1/completions", json={"prompt": "a", "temprature": 1}).json()["error"]["message"]
-    assert message == "'temprature' is no field that this server knows; leave it out. Did you mean 'temperature'?"
-
-
-def test_bad_request_raises_the_clients_own_error(client):
-    with pytest.raises(openai.BadRequestError, match="messages"):
-        client.chat.completions.create(model="m", messages=[])
+    assert "Did you mean 'temperature'?" in message
 
 
 def test_fields_that_say_who_asks_are_taken(http):
@@ -333,18 +328,6 @@ def test_a_server_that_was_not_asked_to_takes_no_weights(http):
     assert (answer.status_code, "takes no weights" in answer.text) == (400, True)
 
 
-def test_a_body_of_nothing_but_brackets_is_refused(http):
-    for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
-        for body in (b"[" * 100_000, b'{"a":' * 100_000):
-            assert http.post(path, content=body).status_code == 400
-
-
-def test_a_grammar_that_cannot_be_read_is_refused(http):
-    for grammar in ("start: x", '{"x": 1}', "5", "[5]"):
-        body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "grammar": grammar}
-        assert http.post("/v1/completions", json=body).status_code == 400
-
-
 def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeypatch):
     threads, prepare = [], Completer.requests
 
@@ -365,8 +348,9 @@ def test_tool_calls_have_ids_of_their_own(model):
     written = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {i}}}}}</tool_call>' for i in range(2))
     completion = Completion([], [], [], written, "stop")
     body = ChatBody(messages=ASK, tools=[{"type": "function", "function": {"name": "add"}}])
-    messages = [body.choice(0, completion, model, "")["message"] for _ in range(2)]
-    assert len({call["id"] for message in messages for call in message["tool_calls"]}) == 4
+    request = SamplingRequest((5,), 1, SamplingParams(1))
+    answers = [body.answer(request, completion, model) for _ in range(2)]
+    assert len({call.id for answer in answers for call in answer.message.tool_calls}) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

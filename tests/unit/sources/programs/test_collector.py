@@ -51,6 +51,14 @@ async def shop_assistant(case, base_url, api_key):
                 return reply["content"]
 
 
+async def ask(case, base_url, api_key, role=None, max_tokens=2):
+    """One request of an agent, with the case as the question."""
+    messages = [{"role": "system", "content": role}] * bool(role) + [{"role": "user", "content": case["input"]}]
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=60) as client:
+        body = {"model": "m", "messages": messages, "max_tokens": max_tokens}
+        (await client.post(f"{base_url}/chat/completions", json=body)).raise_for_status()
+
+
 def collected(
     model, program, cases=2, suite=demo.suite, group_size=2, measures=None, beside=None, timeout_s=30.0, rewards=()
 ):
@@ -109,10 +117,8 @@ def test_a_program_gives_the_very_rollouts_of_our_own_loop(model):
 
 def test_each_conversation_of_a_subagent_is_a_row_and_the_answer_is_that_of_the_last(model):
     async def with_helper(case, base_url, api_key):
-        async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}) as client:
-            for role in ("helper", "manager"):
-                messages = [{"role": "system", "content": role}, {"role": "user", "content": case["input"]}]
-                await client.post("/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 4})
+        for role in ("helper", "manager"):
+            await ask(case, base_url, api_key, role)
 
     (group,) = collected(model, function_agent(with_helper), cases=1)
     assert group.metrics["agent/rows_per_attempt"] == 2.0
@@ -124,9 +130,7 @@ def test_each_conversation_of_a_subagent_is_a_row_and_the_answer_is_that_of_the_
 
 def test_measures_see_what_the_program_returned_and_how_it_ended(model):
     async def says(case, base_url, api_key):
-        async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}) as client:
-            messages = [{"role": "user", "content": case["input"]}]
-            await client.post("/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 2})
+        await ask(case, base_url, api_key)
         return {"answer": case["input"]}
 
     def right(ctx):
@@ -138,9 +142,7 @@ def test_measures_see_what_the_program_returned_and_how_it_ended(model):
 
 def test_a_program_that_gives_up_after_the_model_spoke_is_scored_and_its_words_are_kept(model):
     async def gives_up(case, base_url, api_key):
-        async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}) as client:
-            messages = [{"role": "user", "content": case["input"]}]
-            await client.post("/chat/completions", json={"model": "m", "messages": messages, "max_tokens": 2})
+        await ask(case, base_url, api_key)
         raise RuntimeError("what the model said is no JSON")
 
     (group,) = collected(model, function_agent(gives_up), cases=1)
@@ -168,9 +170,7 @@ def test_an_agent_elsewhere_takes_cases_and_posts_rewards(model):
                     f"/attempts/{taken['id']}/reward", json={"reward": 1}, headers={"Authorization": f"Bearer {other}"}
                 )
                 assert wrong.status_code == 401
-                messages = [{"role": "user", "content": taken["case"]["input"]}]
-                body = {"model": "m", "messages": messages, "max_tokens": 2}
-                (await client.post(f"{taken['base_url']}/chat/completions", json=body, headers=key)).raise_for_status()
+                await ask(taken["case"], taken["base_url"], taken["api_key"])
                 bad = await client.post(f"/attempts/{taken['id']}/reward", content="{nonsense", headers=key)
                 assert bad.status_code == 400
                 reward = {"reward": number / 4}
@@ -239,8 +239,7 @@ def test_a_posted_error_fails_the_attempt(model):
             for body in ({"error": "db down"}, {"reward": 0.5}):
                 taken = (await client.post("/attempts")).json()
                 headers = {"Authorization": f"Bearer {taken['api_key']}"}
-                ask = {"model": "m", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
-                await client.post(f"{taken['base_url']}/chat/completions", json=ask, headers=headers)
+                await ask(taken["case"], taken["base_url"], taken["api_key"])
                 await client.post(f"/attempts/{taken['id']}/reward", json=body, headers=headers)
 
     (group,) = collected(model, OutsideAgent("elsewhere", "palestra/tiny"), cases=1, beside=agent)

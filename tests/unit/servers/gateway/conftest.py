@@ -1,0 +1,15 @@
+"""The embedded model behind a completer, and the helpers of this folder."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def model():
+    from palestra.servers.openai.loading import load_completer
+
+    return load_completer("palestra/tiny")
