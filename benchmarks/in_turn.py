@@ -1,7 +1,7 @@
 """Two or more settings of a constant, in turn, step by step in one training: the machine's moods are the same for all.
 
     python benchmarks/in_turn.py palestra.learner.replicas.PARTS=1,4 [--steps 7] [-- options of `palestra train`]
-    python benchmarks/in_turn.py palestra.engine.cuda.runner.CudaRunner.look_every=8,4 -- --env calculator …
+    python benchmarks/in_turn.py palestra.engine.cuda.runner.CudaRunner.poll_interval=8,4 -- --env calculator …
 
 Prints the medians of each setting's steps, without the first of each. The demo unless told otherwise; with
 `--train.learning_rate 1e-9` all steps have about the same work.

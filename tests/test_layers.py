@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,9 +102,14 @@ class Import(NamedTuple):
         return f"{self.file}:{self.line} imports {self.module}"
 
 
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(path: Path) -> Iterator[Import]:
     file = path.relative_to(PACKAGE).as_posix()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _parsed(path)
     at_load = {id(node) for node in _run_at_load(tree.body)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -171,7 +177,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     modules = {_module(path) for path in PACKAGE.rglob("*.py")}
     below: dict[str, set[str]] = {module: set() for module in modules}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_parsed(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("palestra"):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
                 below[_module(path)] |= {name if name in modules else str(node.module) for name in names} & modules

@@ -281,7 +281,7 @@ class ReplyTemplate:
     """What a template writes before and behind one reply.
 
     A text is tokenised between its added tokens; the reply shares such a segment with what stands next to it, and only
-    this segment is tokenised anew.
+    this segment is tokenised for each reply.
     """
 
     def __init__(self, segments: SegmentTokenizer, before: str, behind: str, *, without_first: bool) -> None:

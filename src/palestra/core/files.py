@@ -43,7 +43,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; flushed to disk and renamed at the end, deleted after an error."""
+    """A temporary path next to `path` to write to; flushed to disk and renamed at the end, deleted after an error."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -116,7 +116,7 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def read_from(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
-    """Up to `most` bytes from a position on, and that position: 0 where the file was begun anew since."""
+    """Up to `most` bytes from a position on, and that position: 0 if the file has been truncated since."""
     try:
         with open_regular(path) as file:
             start = start if start <= file.seek(0, os.SEEK_END) else 0
@@ -169,7 +169,7 @@ def slug(name: str) -> str:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files in it; what vanishes meanwhile is not counted."""
+    """Bytes of all files in it; files that vanish while it counts are left out."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -396,7 +396,7 @@ def _line(error: Exception, path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Our errors speak for themselves; of others the kind is worth knowing."""
+    """The message of an error; with its type, unless it is one of ours."""
     if isinstance(error, PalestraError):
         return str(error)
     return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
