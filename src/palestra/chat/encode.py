@@ -1,4 +1,7 @@
-"""Rendered text to tokens: bodies and scaffold, cached segments, and who made each token."""
+"""Rendered text to tokens with their makers: message bodies are the environment's, the scaffold is the template's.
+
+Bodies are found by marks: the template renders a conversation once more with a mark in the place of each body.
+"""
 
 from __future__ import annotations
 

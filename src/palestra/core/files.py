@@ -1,4 +1,4 @@
-"""Files: atomic writes, folders with a manifest, temporary folders that survive no process, and users' Python files."""
+"""Files: atomic writes, folders with a manifest, temporary folders, and users' Python files."""
 
 from __future__ import annotations
 
@@ -212,7 +212,10 @@ def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Make the folder of what `write` puts into the path that it is given; an older one is replaced."""
+    """Create or replace a folder atomically: `write` fills a temporary one, which is flushed to disk and renamed.
+
+    A manifest with the size and SHA-256 of each file is written last.
+    """
     aside = partial_folder(folder)
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -230,7 +233,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where the folder is written before it is whole."""
+    """The temporary path at which a folder is written."""
     return folder.with_name(f".{folder.name}.partial")
 
 
@@ -295,7 +298,11 @@ _root: _Root | None = None
 
 
 def scratch_root() -> Path:
-    """This process's folder for temporary files: `tempfile.TemporaryDirectory(dir=scratch_root())`."""
+    """This process's folder for temporary files: `tempfile.TemporaryDirectory(dir=scratch_root())`.
+
+    Temporary folders are removed also after `kill -9`: each process has one folder in TMPDIR, which it locks until it
+    ends, and a process that makes its folder removes those of the same user that are not locked.
+    """
     global _root
     with _making:
         if _root is None or _root.pid != os.getpid() or not _root.path.is_dir():  # a forked process makes its own

@@ -47,6 +47,8 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+# Sampler and learner may have a thread each, and a capture begins by synchronising the GPU, which could break another
+# capture in progress.
 _one_at_a_time = Lock()
 
 

@@ -1,4 +1,8 @@
-"""Several processes that train together: their collectives, and starting them on this machine as torchrun would."""
+"""Several processes that train together: their collectives, and starting them on this machine as torchrun would.
+
+Every rank runs the same program on the same groups and samples, so what is decided from these is decided alike. The
+first one alone writes files. `train/ranks.py` has the ranks of torchrun.
+"""
 
 from __future__ import annotations
 

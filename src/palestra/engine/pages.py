@@ -81,7 +81,10 @@ class PagePool:
 
 
 class PrefixIndex:
-    """Finds the session that begins with most of another one's pages.
+    """Finds the session that begins with most of another one's pages, so that common prompts are computed once.
+
+    Agents of a step have the same instructions, tools and examples before different questions. Only full pages are
+    shared, so that nothing has to be copied.
 
     >>> index = PrefixIndex(page_size=2)
     >>> first = Session([1, 2, 3, 4, 5])

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from small_engine import small_model
+from transformers import Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
@@ -24,10 +25,8 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
     """Small but for its KV: 16 KiB a token."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=4096)).eval()
+    return small_model(context=4096, num_hidden_layers=4, **heads)
 
 
 def resident_bytes() -> int:
@@ -104,11 +103,8 @@ def test_sampling_while_asleep_is_refused_and_closing_is_not(model: Any) -> None
 
 
 @pytest.fixture(scope="module")
-def small_model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=512)).eval()
+def plain_model() -> Any:
+    return small_model(context=512)
 
 
 def sample(engine: Engine) -> list[list[int]]:
@@ -136,10 +132,10 @@ def fails_at(engine: Engine, *steps: int) -> None:
 
 
 def test_sampling_goes_on_with_half_of_the_cache_and_the_same_tokens(
-    small_model: Any, caplog: pytest.LogCaptureFixture
+    plain_model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = sample(Engine(small_model, kv_memory_gib=0.001, self_check=False))
-    engine = Engine(small_model, kv_memory_gib=0.001, self_check=False)
+    expected = sample(Engine(plain_model, kv_memory_gib=0.001, self_check=False))
+    engine = Engine(plain_model, kv_memory_gib=0.001, self_check=False)
     pages = engine.pool.pages
     fails_at(engine, 2, 6, 7)
     with caplog.at_level(logging.WARNING):
@@ -149,15 +145,15 @@ def test_sampling_goes_on_with_half_of_the_cache_and_the_same_tokens(
     assert f"room for {pages // 2 * 16} tokens from now on instead of {pages * 16}" in warning
 
 
-def test_a_cache_that_would_not_hold_a_rollout_any_more_is_an_error_with_its_remedy(small_model: Any) -> None:
-    engine = Engine(small_model, kv_memory_gib=0.001, self_check=False)
+def test_a_cache_that_would_not_hold_a_rollout_any_more_is_an_error_with_its_remedy(plain_model: Any) -> None:
+    engine = Engine(plain_model, kv_memory_gib=0.001, self_check=False)
     fails_at(engine, *range(100))
     with pytest.raises(PalestraError, match=r"does not hold a rollout of 4\d; lower rollout.max_new_tokens"):
         sample(engine)
 
 
-def test_waking_up_takes_what_memory_there_is(small_model: Any) -> None:
-    engine = Engine(small_model, kv_memory_gib=0.001, self_check=False)
+def test_waking_up_takes_what_memory_there_is(plain_model: Any) -> None:
+    engine = Engine(plain_model, kv_memory_gib=0.001, self_check=False)
     pages, reserve = engine.pool.pages, engine.runner.reserve_memory
 
     def crowded(count: int) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from small_engine import small_model
+from transformers import Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
@@ -26,18 +27,7 @@ PROMPT = [5, 9, 33, 21, 60, 2]
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return small_model()
 
 
 @pytest.fixture(params=["in turns", "overlapped"])

@@ -1,4 +1,4 @@
-"""The state of a decode batch on the GPU."""
+"""What decode steps read and write on the device: rows, draws, stops, chosen tokens."""
 
 from __future__ import annotations
 
