@@ -124,9 +124,9 @@ class ScriptedRunner(CudaRunner):
         self._turns: dict[Job, list[int]] = {}
         self._left = torch.zeros(0, dtype=torch.int32)
         self._emitted, self._state.emitted = self._state.emitted, self._wait_and_read  # type: ignore[method-assign]
-        self._state.look = self._look  # type: ignore[method-assign]
+        self._state.poll_finished = self._poll_finished  # type: ignore[method-assign]
 
-    def _look(self, number: int) -> Callable[[], bool]:
+    def _poll_finished(self, number: int) -> Callable[[], bool]:
         at, left = self.gpu.free_at, self._left
 
         def ended() -> bool:
