@@ -199,7 +199,7 @@ def prefixes(model: Any) -> None:
     engine, new = Engine(model, kv_memory_gib=40, max_running=256, tokens_per_step=32768), 64
     for rows, length in [(8, 1024), (8, 15360), (64, 256), (64, 1024), (64, 4096), (256, 256), (256, 1024)]:
         row: dict[str, Any] = {}
-        for engine.runner.path in ("apart", "together", None):
+        for engine.runner.path in ("per_row", "shared_prefix", None):
             group = [s for p in prompts(rows // 8, length) for s in engine.fork(engine.open(p), 8)]
             engine.sample(group, SamplingParams(2))  # captures its graph
             elapsed = seconds(lambda group=group: engine.sample(group, SamplingParams(new)))  # type: ignore[misc]
@@ -214,14 +214,14 @@ def drafts(model: Any) -> None:
     engine, new = Engine(model, kv_memory_gib=20, max_running=64, tokens_per_step=32768), 64
     for rows in (2, 8, 16, 32, 64):
         row: dict[str, Any] = {}
-        for engine.runner.path in ("apart", "drafts", None):
+        for engine.runner.path in ("per_row", "speculative", None):
             sessions = [engine.open(p * 2) for p in prompts(rows, (CONTEXT - new // 2) // 2)]
             engine.sample(sessions, SamplingParams(2))
             elapsed = seconds(lambda group=sessions: engine.sample(group, SamplingParams(new)))  # type: ignore[misc]
             row[engine.runner.path or "chosen"] = round(1000 * elapsed / new, 3)
             for session in sessions:
                 engine.close(session)
-        report(what="a decode step with drafts, ms", rows=rows, **row, ratio=row["drafts"] / row["apart"])
+        report(what="a decode step with drafts, ms", rows=rows, **row, ratio=row["speculative"] / row["per_row"])
 
 
 def lora(model: Any) -> None:

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,9 +100,14 @@ class Import(NamedTuple):
         return f"{self.file}:{self.line} imports {self.module}"
 
 
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(path: Path) -> Iterator[Import]:
     file = path.relative_to(PACKAGE).as_posix()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _parsed(path)
     at_load = {id(node) for node in _run_at_load(tree.body)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

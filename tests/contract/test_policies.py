@@ -15,12 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends" / "vllm"))
 
 from fake_vllm import FakeVllm
 from served import served
+from small_engine import small_model
 
 from palestra import function_tool
 from palestra.agents.tools.run import read_arguments
@@ -53,19 +53,8 @@ def order(item: Literal["lamp", "vase"], count: int) -> str:
 
 def random_model(seed: int = 0) -> Any:
     """It knows nothing, and opens a tool call now and then."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=1288,  # more than the tokenizer's
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return small_model(1288, CONTEXT, seed, **sizes, tie_word_embeddings=False)  # more tokens than the tokenizer has
 
 
 @contextmanager

@@ -108,7 +108,7 @@ for a, b in zip(expected, turns(nap=options["nap"]), strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
     assert all(abs(x - y) < 1e-4 for x, y in zip(a.logprobs, b.logprobs)), (a, b)
 if options["branches"]:  # a step that is collected though no turn has ended: the turn goes on with the next
-    CudaRunner.look_every = 1
+    CudaRunner.poll_interval = 1
     engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False)
     job, bursts = engine.submit(engine.open(prompt), SamplingParams(9, seed=1)), 0
     while job.finish is None:
@@ -254,14 +254,17 @@ from palestra.engine.cuda import paged_ops
 from palestra.engine.cuda.runner import CudaRunner
 
 sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-config = AutoConfig.for_model("qwen3", vocab_size=24, num_hidden_layers=1, head_dim=16, **sizes)
+window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
+config = AutoConfig.for_model("qwen3", vocab_size=24, num_hidden_layers=1, head_dim=16, **sizes, **window)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 def turns():
     engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=2, self_check=False)
-    engine.runner.path = "drafts"
+    engine.runner.path = "speculative"
+    engine.sleep()
+    engine.wake()
     noted = []  # tokens and steps of each burst
     if isinstance(engine.runner, CudaRunner):
         engine.runner._speculation.note = lambda *counts: noted.append(counts)
@@ -272,7 +275,7 @@ def turns():
 expected, lengths, _ = turns()
 engine_module.build_runner = CudaRunner
 paged_ops.DECODE_PROGRAMS = 8  # two splits
-CudaRunner.look_every = 4
+CudaRunner.poll_interval = 4
 drafted, same_lengths, noted = turns()
 for a, b in zip(expected, drafted, strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
@@ -295,7 +298,7 @@ SLOW = pytest.mark.slow("make test-slow runs every family")
         pytest.param(
             "smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2}, True, 1, marks=SLOW
         ),
-        ("mistral", {"sliding_window": 6}, True, 16),
+        pytest.param("mistral", {"sliding_window": 6}, True, 16, marks=SLOW),
     ],
 )
 def test_cuda_path_samples_what_the_cpu_path_samples(
@@ -309,7 +312,7 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "grammar": family == "gemma2",
         "nap": family == "mistral",
         "layers": 1 if family == "mistral" else 2,  # mistral's layers are all alike
-        "path": {"gemma2": "together", "mistral": "drafts"}.get(family, "apart"),
+        "path": {"gemma2": "shared_prefix", "mistral": "speculative"}.get(family, "per_row"),
         "branches": family == "qwen3",
         "lora": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] if family == "qwen3" else [],
     }

@@ -13,19 +13,23 @@ PAGE = 4  # tokens
 BYTES_PER_TOKEN = 2 * 2 * 8 * 2 * 4  # layers, heads, dim, key and value, float32
 
 
+def small_model(vocabulary: int = 96, context: int = 128, seed: int = 0, **sizes: Any) -> Qwen3ForCausalLM:
+    """A Qwen3 of a few thousand random weights; `sizes` are those of its config."""
+    torch.manual_seed(seed)
+    config: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    lengths = {"vocab_size": vocabulary, "max_position_embeddings": context}
+    return Qwen3ForCausalLM(Qwen3Config(**(config | lengths | sizes))).eval()
+
+
 def sharp_model(vocabulary: int, context: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=context,
-    )
-    model = Qwen3ForCausalLM(config).eval()
+    model = small_model(vocabulary, context)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -105,7 +105,7 @@ class RunConfig(Section):
         if self.model.sleep_mode and self.rollout.max_staleness:
             raise ValueError(
                 f"model.sleep_mode takes the sampler's memory while the learner works, and rollout.max_staleness = "
-                f"{self.rollout.max_staleness} samples meanwhile; choose one of them"
+                f"{self.rollout.max_staleness} keeps sampling; choose one of them"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Blocking work beside a running event loop."""
+"""Blocking work inside a running event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: atomic writes, folders with a manifest, temporary folders that survive no process, and users' Python files."""
+"""Files: atomic writes, folders with a manifest, temporary folders, and users' Python files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; flushed to disk and renamed at the end, deleted after an error."""
+    """A temporary path next to `path` to write to; flushed to disk and renamed at the end, deleted after an error."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -116,7 +116,7 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def read_from(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
-    """Up to `most` bytes from a position on, and that position: 0 where the file was begun anew since."""
+    """Up to `most` bytes from a position on, and that position: 0 if the file has been truncated since."""
     try:
         with open_regular(path) as file:
             start = start if start <= file.seek(0, os.SEEK_END) else 0
@@ -169,7 +169,7 @@ def slug(name: str) -> str:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files in it; what vanishes meanwhile is not counted."""
+    """Bytes of all files in it; files that vanish while it counts are left out."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -212,7 +212,10 @@ def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Make the folder of what `write` puts into the path that it is given; an older one is replaced."""
+    """Create or replace a folder atomically: `write` fills a temporary one, which is flushed to disk and renamed.
+
+    A manifest with the size and SHA-256 of each file is written last.
+    """
     aside = partial_folder(folder)
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -230,7 +233,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where the folder is written before it is whole."""
+    """The temporary path at which a folder is written."""
     return folder.with_name(f".{folder.name}.partial")
 
 
@@ -295,7 +298,11 @@ _root: _Root | None = None
 
 
 def scratch_root() -> Path:
-    """This process's folder for temporary files: `tempfile.TemporaryDirectory(dir=scratch_root())`."""
+    """This process's folder for temporary files: `tempfile.TemporaryDirectory(dir=scratch_root())`.
+
+    Temporary folders are removed also after `kill -9`: each process has one folder in TMPDIR, which it locks until it
+    ends, and a process that makes its folder removes those of the same user that are not locked.
+    """
     global _root
     with _making:
         if _root is None or _root.pid != os.getpid() or not _root.path.is_dir():  # a forked process makes its own
@@ -396,7 +403,7 @@ def _line(error: Exception, path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Our errors speak for themselves; of others the kind is worth knowing."""
+    """The message of an error; with its type, unless it is one of ours."""
     if isinstance(error, PalestraError):
         return str(error)
     return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"

@@ -175,7 +175,7 @@ class Retries:
     busy_s: float = float("inf")  # while it answers 429 or 5xx
     unreachable_s: float = float("inf")  # while it does not answer at all
     pause_s: float = 1.0
-    backoff: float = 1.0  # each pause is so many times the one before
+    backoff: float = 1.0  # factor by which each pause is longer than the previous one
 
 
 def ask(request: Request, retries: Retries) -> Any:
@@ -220,7 +220,7 @@ class _Schedule:
 
 
 class ConcurrencyLimit:
-    """At most so many requests in flight in an event loop."""
+    """A limit on the requests in flight in one event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

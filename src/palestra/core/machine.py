@@ -47,12 +47,14 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+# Sampler and learner may have a thread each, and a capture begins by synchronising the GPU, which could break another
+# capture in progress.
 _one_at_a_time = Lock()
 
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """What is launched inside becomes part of the graph; other threads may use the GPU meanwhile."""
+    """Capture what is launched inside into the graph; other threads may use the GPU at the same time."""
     import torch
 
     with _one_at_a_time, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

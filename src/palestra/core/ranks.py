@@ -1,4 +1,8 @@
-"""Several processes that train together: their collectives, and starting them on this machine as torchrun would."""
+"""Several processes that train together: their collectives, and starting them on this machine as torchrun would.
+
+Every rank runs the same program on the same groups and samples, so what is decided from these is decided alike. The
+first one alone writes files. `train/ranks.py` has the ranks of torchrun.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from palestra.core.children import end_group, ends_with_parent
 from palestra.core.errors import PalestraError
@@ -29,42 +33,35 @@ class RankFailed(PalestraError):
     """The failure of a run over several ranks. All of them have it, so that only the first need report it."""
 
 
-class Ranks(Protocol):
-    """This process among those that train together. All ranks call the same methods in the same order."""
+@dataclass(eq=False)
+class Ranks:
+    """This process among those that train together. All ranks call the same methods in the same order.
 
-    @property
-    def rank(self) -> int: ...
+    As it stands it is a process that trains alone: Ctrl-C raises where it arrives, and the collectives are plain calls.
+    """
 
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def device(self) -> Any:
-        """The torch device of this rank; None where the config alone says it."""
-        ...
+    rank: int = 0
+    size: int = 1
+    device: Any = None  # the torch device of this rank; None where the config alone decides it
+    stop_requested: bool = False  # of this rank; the ranks agree on it when they next gather groups
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes files and prints."""
-        ...
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether this rank has been asked to stop; the ranks agree on it when they next gather groups."""
-        ...
+        """Whether this is the rank that writes files and prints."""
+        return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank, on each of them."""
-        ...
+        """All-gather: the values of all ranks, by rank, on each of them."""
+        return [value]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What the first rank finds, on every rank; its error is everyone's."""
-        ...
+        """Broadcast the result of the first rank; its error is raised on every rank."""
+        return work()
 
     @contextmanager
     def interruptible(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """`cancel` is called, in any thread, when this rank is asked to stop or loses another one meanwhile."""
-        ...
+        """Call `cancel`, in any thread, when this rank is asked to stop or loses another one in the meantime."""
+        yield
 
     @contextmanager
     def guarded(self, on_end: Callable[[str], None]) -> Iterator[None]:
@@ -73,35 +70,10 @@ class Ranks(Protocol):
         Ctrl-C and SIGTERM are remembered until the ranks agree. `on_end` is called with the reason before a rank that
         is stuck is ended.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class OneProcess:
-    """No other ranks: Ctrl-C raises where it arrives, and everything else is a call."""
-
-    rank: int = 0
-    size: int = 1
-    device: Any = None
-    is_first: bool = True
-    stop_requested: bool = False
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-    def from_first(self, work: Callable[[], T]) -> T:
-        return work()
-
-    @contextmanager
-    def interruptible(self, cancel: Callable[[], None]) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def guarded(self, on_end: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-ONE_PROCESS: Ranks = OneProcess()
+ONE_PROCESS = Ranks()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _NOT_SECRET = re.compile(r"^TOKENIZERS_|_FILE$|_PATH$|SOCK$", re.IGNORECASE)
-_PASS_VARIABLE = "PALESTRA_PASS_ENV"  # names, with commas between, that programs of others may see as well
+_PASS_VARIABLE = "PALESTRA_PASS_ENV"  # names, with commas between, that third-party programs may see as well
 _PASSWORD = re.compile(r"://[^\s/:@]*:([^\s@]+)@")
 _PR_SET_DUMPABLE = 4
 _MIN_LENGTH = 8  # a shorter one would blot out ordinary words
@@ -36,7 +36,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def clean_environment(keep: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a program of others may see: harmless variables, those of `keep`, and those that PALESTRA_PASS_ENV names.
+    """What a third-party program may see: harmless variables, those of `keep`, and those that PALESTRA_PASS_ENV names.
 
     >>> clean_environment(environ={"PATH": "/bin", "A_KEY": "x", "DATA": "y", "PALESTRA_PASS_ENV": "DATA"})
     {'PATH': '/bin', 'DATA': 'y', 'PALESTRA_PASS_ENV': 'DATA'}

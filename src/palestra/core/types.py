@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -103,22 +103,23 @@ class Turn:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Matching(Protocol):
-    """Follows the tokens of one turn and says which may come next."""
+class Matching:
+    """The state of a grammar in one turn: which tokens may come next."""
 
     def allowed(self) -> bytes | None:
         """A bit for each token id, the lowest first; None when every token may come next."""
-        ...
+        raise NotImplementedError
 
     def accept(self, token_id: int) -> None:
-        """This token came next."""
-        ...
+        """Advance by the token that was sampled."""
+        raise NotImplementedError
 
 
-class Grammar(Protocol):
-    """What a turn may say: compiled from `SamplingParams.grammar`; each turn follows it by a matching of its own."""
+class Grammar:
+    """What a turn may contain, compiled from `SamplingParams.grammar`. Each turn has its own `Matching`."""
 
-    def start(self) -> Matching: ...
+    def start(self) -> Matching:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ ENGINE_ATTENTION = "palestra_engine"
 REMEDY = "sample with engine=plain"
 
 
-class AttentionPlan(Protocol):
+class AttentionPlan:
     """Where a step's KV goes and comes from."""
 
     def attend(
@@ -34,7 +34,7 @@ class AttentionPlan(Protocol):
         softcap: float | None,
     ) -> Tensor:
         """q [1, H, N, D], k and v [1, KV, N, D] of the step's N tokens -> [1, N, H, D]."""
-        ...
+        raise NotImplementedError
 
 
 def engine_attention(

@@ -1,7 +1,7 @@
 """The self-check at load: what the engine samples, scored by the model's own forward in the same dtype.
 
-Two forks of a random prompt sample a turn, get tokens appended, and sample again, at last beside a branch of one. The
-lengths are chosen so that everything is passed where an engine can go wrong: prefill and decode cross page boundaries,
+Two forks of a random prompt sample a turn, get tokens appended, and sample again, finally together with a branch of
+one. The lengths cover what can go wrong in an engine: prefill and decode cross page boundaries,
 a partial page is copied for a fork, the prompt is longer than the sliding window, KV leaves the batch and comes back,
 and what was sampled is read from pages by the branch. Each turn takes another of the runner's ways to compute a decode
 step.

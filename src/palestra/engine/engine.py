@@ -3,7 +3,7 @@
 >>> engine = Engine(model)                                    # doctest: +SKIP
 >>> group = engine.fork(engine.open(prompt_ids), 8)           # the prompt is computed once
 >>> turns = engine.sample(group, SamplingParams(max_new_tokens=64))
->>> engine.append(group[0], tool_result_ids)                  # goes on from cached KV
+>>> engine.append(group[0], tool_result_ids)                  # continues from cached KV
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from palestra.engine.pages import PagePool
 from palestra.engine.runner import GIB, Runner, default_kv_bytes
 from palestra.engine.sampler import StopStrings, check_params
 from palestra.engine.scheduler import Scheduler
-from palestra.engine.session import Chunk, Collect, Emission, Job, Session, nothing
+from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
 from palestra.engine.supported import CacheTooLarge, KVShape, kv_shape, text_config
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class Engine:
 
     @torch.inference_mode()
     def branch(self, session: Session, length: int) -> Session:
-        """A session of the first `length` tokens, which shares what is computed of them; the session itself goes on."""
+        """A session of the first `length` tokens that shares their computed KV; the session itself stays open."""
         if session.closed:
             raise PalestraError("the session is closed; branch one that is open, or open a new one")
         if not 1 <= length <= len(session.token_ids):
@@ -181,7 +181,7 @@ class Engine:
     def step(self) -> list[Job]:
         """One step of every session that can run; the turns that ended with it."""
         step = self.launch()
-        return self.unstick() if step is None else self.collect(step)
+        return self.truncate_when_cache_full() if step is None else self.collect(step)
 
     @torch.inference_mode()
     def launch(self) -> Step | None:
@@ -197,11 +197,11 @@ class Engine:
         if not chunks:
             return None
         emissions = self._within_memory(lambda: self.runner.launch(chunks))
-        return Step((), nothing) if emissions is None else Step(chunks, emissions)
+        return Step((), no_emissions) if emissions is None else Step(chunks, emissions)
 
     @torch.inference_mode()
     def collect(self, step: Step, until_one_ends: bool = True) -> list[Job]:
-        """Wait for a step, which by default goes on until a turn ends; the turns that ended with it."""
+        """Wait for a step and return the turns that ended with it; by default the step continues until one does."""
         emissions = self._within_memory(lambda: step.emissions(until_one_ends))
         if emissions is None:
             return []
@@ -264,7 +264,7 @@ class Engine:
         return None
 
     def _reserve(self, pages: int) -> None:
-        """Memory for so many pages of KV, or half of it, and half of that, as far as one session still fits."""
+        """Reserve memory for `pages` pages of KV, halving the number until it fits, down to what one session needs."""
         before, size = self.pool.pages, self.pool.page_size
         longest = max((len(job.session.token_ids) for job in self.scheduler.waiting), default=0)
         while True:
@@ -332,7 +332,7 @@ class Engine:
         self.scheduler.withdraw(job)
 
     @torch.inference_mode()
-    def unstick(self) -> list[Job]:
+    def truncate_when_cache_full(self) -> list[Job]:
         """No session could run: the pages do not hold even one. Its turn ends as truncated."""
         stuck = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
         if stuck is None:

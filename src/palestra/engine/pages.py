@@ -25,7 +25,7 @@ class Fork:
 
 
 class PagePool:
-    """Counts who holds which page. A page is free when nobody does.
+    """Counts the holders of each page. A page without holders is free.
 
     >>> pool = PagePool(pages=4, page_size=16)
     >>> table = pool.take(2)                       # 20 tokens: one full page, one with 4
@@ -81,7 +81,10 @@ class PagePool:
 
 
 class PrefixIndex:
-    """Finds the session that begins with most of another one's pages.
+    """Finds the session that begins with most of another one's pages, so that common prompts are computed once.
+
+    Agents of a step have the same instructions, tools and examples before different questions. Only full pages are
+    shared, so that nothing has to be copied.
 
     >>> index = PrefixIndex(page_size=2)
     >>> first = Session([1, 2, 3, 4, 5])
@@ -138,7 +141,7 @@ class SharedPrefixes(NamedTuple):
     """On the device: how many leading tokens each row reads together with others, and who they are."""
 
     tokens: Tensor  # [rows], whole pages; 0: it reads all its pages by itself
-    blocks: Tensor  # [blocks, BLOCK_ROWS] rows with the same prefix; -1: nobody
+    blocks: Tensor  # [blocks, BLOCK_ROWS] rows with the same prefix, padded with -1
 
 
 class SharedArrays(NamedTuple):

@@ -1,4 +1,4 @@
-"""Who runs next: continuous batching over a page pool. Knows tokens and pages, no tensors."""
+"""Continuous batching over a page pool: which sessions run in the next step. Knows tokens and pages, no tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Scheduler:
         job.session.job = None
 
     def drop(self, session: Session) -> None:
-        """Forget a session's KV; its tokens stay, so it can be computed again."""
+        """Discard a session's KV; its tokens stay, so that it can be computed again."""
         self.memory.drop(session)
         session.running = False
         self.pool.release(session.table)
@@ -59,13 +59,14 @@ class Scheduler:
         self._prefixes.remove(session)
 
     def keep_closed(self, session: Session) -> None:
-        """Let the whole pages of a closed session stay for conversations that begin with them, until they are needed.
+        """Cache the full pages of a closed session for conversations that begin with them, until others need the room.
 
-        Where another one holds them all, or too many are kept, those that were not used for the longest time go.
+        Nothing is cached if another session holds the same pages. Beyond MAX_KEPT the least recently used go.
         """
         size = self.pool.page_size
         self.memory.store(session)
         pages = session.kv_len // size
+        # one token more than the pages hold: the last token of a session is always computed, to sample from it
         kept = Session(session.token_ids[: pages * size + 1], table=session.table[:pages], kv_len=pages * size)
         self.pool.share(kept.table)
         self.drop(session)
@@ -79,23 +80,25 @@ class Scheduler:
             self.drop(next(each for each in self.holders if each in self.kept))
 
     def drop_all(self) -> None:
-        """Forget every KV (the weights changed); jobs in progress are computed again."""
+        """Discard all KV (the weights changed); jobs in progress are computed again, in the same order."""
         for session in [*(job.session for job in self.running), *self.holders]:
             self.drop(session)
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
 
     def branch(self, source: Session, session: Session) -> None:
-        """Let a new session, whose tokens `source` begins with, share the pages of those that are computed."""
+        """Share the computed pages of `source` with a new session whose tokens `source` begins with."""
+        # a fork that has not run yet has no KV of its own: its source holds the prompt's
         holder = source if source.source is None or source.kv_len > 0 else source.source
         length = min(holder.kv_len, session.fill_target)
         if not self._share(holder, session, length):
             self._share(holder, session, length - length % self.pool.page_size)
 
     def plan(self, decode_reserve: int = 1) -> list[Chunk]:
-        """The next step: jobs that sample one token first, then prompts and appends within the budget.
+        """The next step: first jobs that sample one token, then prompts and appends within the token budget.
 
-        Every chunk's pages are taken, and `decode_reserve` tokens of room after it where there is any.
+        Takes every chunk's pages, and free pages for `decode_reserve` tokens after it. Decoding comes first so that
+        long prompts never delay running turns; prompts are cut into chunks over several steps instead.
         """
         self._admit()
         self._preempted.clear()
@@ -111,14 +114,17 @@ class Scheduler:
                 continue
             chunks.append(Chunk(job, count, samples=job.params is not None and count == tokens))
             budget -= count
-        if self._preempted:
+        if self._preempted:  # a later job may have taken the pages of one that was planned already
             chunks = [chunk for chunk in chunks if chunk.job not in self._preempted]
         if decode_reserve > 1:
             self._reserve(chunks, decode_reserve - 1)
         return chunks
 
     def _reserve(self, chunks: Iterable[Chunk], tokens: int) -> None:
-        """Room for so many tokens behind each chunk, as far as the context goes and there are free pages."""
+        """Take free pages for up to `tokens` more tokens after each chunk, within the context length.
+
+        A runner that decodes several steps at once needs them before the scheduler plans again.
+        """
         page_size = self.pool.page_size
         for chunk in chunks:
             session = chunk.job.session
@@ -127,7 +133,10 @@ class Scheduler:
                 self._take(session, min(self.pool.needed(want) - len(session.table), self.pool.free))
 
     def _admit(self) -> None:
-        """Older sessions first, whichever tool answered first: the order of rows changes the last bits of a product."""
+        """Move waiting jobs into the batch, oldest session first.
+
+        Not by arrival: the row order changes the last bits of matrix products, and tool latency must not decide it.
+        """
         if len(self.waiting) > 1:
             self.waiting = deque(sorted(self.waiting, key=lambda job: job.session.number))
         blocked: list[Job] = []

@@ -16,7 +16,7 @@ class Session:
 
     A forked session has a `source`: the sequence that it and its siblings go on from. The source is
     computed once; each child inherits its pages. `shared_len` is how many leading tokens were inherited. A branch
-    shares pages, too, from its beginning on, and then depends on nobody.
+    shares pages, too, when it is made, and is independent from then on.
     """
 
     token_ids: list[int]
@@ -80,11 +80,11 @@ class Emission(NamedTuple):
     logprobs: list[float]
 
 
-# Waits for a step that has begun; what each sampling chunk emitted. A runner that decodes several steps goes on until a
-# turn ends if the argument says so.
+# Waits for a launched step and returns what each sampling chunk emitted. If the argument is true, a runner that decodes
+# several steps continues until a turn ends.
 Collect = Callable[[bool], list[Emission]]
 
 
-def nothing(until_one_ends: bool) -> list[Emission]:
-    """Collects a step in which nobody samples."""
+def no_emissions(until_one_ends: bool) -> list[Emission]:
+    """The result of a step in which no session samples."""
     return []

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError, UnsupportedModel
-from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
+from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionPlan, AttentionSwitch
 
 
 class CacheTooLarge(PalestraError):
@@ -88,7 +88,7 @@ def merged_weight(linear: Any) -> Tensor:
 class FusedAdapter:
     """The adapters of linear layers with one input as two small products, in the dtype of the layers.
 
-    Its buffers stay where they are, because captured graphs read them: `refresh` copies the adapters' weights anew.
+    Its buffers never move, because captured graphs read them: `refresh` copies the adapters' weights into them.
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
@@ -125,7 +125,7 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(slots=True)
-class ShapeProbe:
+class ShapeProbe(AttentionPlan):
     """An attention plan that computes causal attention without a cache and notes the KV shape of each layer."""
 
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)

@@ -28,7 +28,7 @@ class ToolBarrier:
 
     A step waits a moment for them while they usually come back at once. So a quick tool's answer joins the very
     next step whatever the threads' timing: batches are fuller, and the same seed gives the same batches, hence the
-    same numbers to the last bit. Slow tools hold nobody up. With `enabled=False` no step ever waits.
+    same numbers to the last bit. Slow tools delay no step. With `enabled=False` no step ever waits.
     """
 
     def __init__(self, enabled: bool = True, quick_s: float = 0.05, patience_s: float = 1.0) -> None:
@@ -67,7 +67,7 @@ class ToolBarrier:
             self._all_back = asyncio.Event()  # belongs to the loop that waits
             try:
                 await asyncio.wait_for(self._all_back.wait(), self._patience_s)
-            except TimeoutError:  # once is enough: nobody waits until as many have been quick again
+            except TimeoutError:  # enough of them that no step waits until as many calls have been quick again
                 self._recent_s.extend([self._patience_s] * _WINDOW)
         self._awaited.clear()
         if self._this_round_s:
@@ -75,14 +75,14 @@ class ToolBarrier:
             self._this_round_s.clear()
 
 
-# Between two steps, which on a GPU decode many tokens: a request that came meanwhile takes a few rounds of the event
-# loop until its first turn is submitted, and each would otherwise be a step that it misses.
+# Rounds of the event loop between two steps. A new request needs a few of them until its first turn is submitted, and a
+# step on a GPU decodes many tokens, so a request that misses one waits long.
 _YIELDS = 4
 # On a CPU a step holds up everything else, and what comes during it begins a step later. So requests that come one upon
 # the other, as those of the agents of a step do, are gathered first; the work on them is to be done anyway. Counted in
 # rounds, not by a clock: who shares a step with whom must be the same in every run of a seed.
 _ROUNDS = 32
-# On a GPU a step ends many turns at once. They are handed out so many at a time, with a step in between: the first are
+# On a GPU a step ends many turns at once. They are delivered in portions with a step in between: the first are
 # being sampled again while the tools of the last are called.
 _TURNS_AT_ONCE = 128
 
@@ -172,9 +172,9 @@ class LocalPolicy(Policy[Session]):
                 self.engine.cancel(job)
 
     async def _drive(self) -> None:
-        """Step while somebody waits. A failed step fails every turn in progress, not the loop."""
+        """Step while callers wait. A failed step fails every turn in progress, not the loop."""
         self._collect()  # a driver before this one may have been cancelled
-        await self._gather()  # callers that start together are batched from the first step
+        await self._drain_submissions()  # callers that start together are batched from the first step
         while self._waiters:
             try:
                 await self._one_step()
@@ -192,7 +192,7 @@ class LocalPolicy(Policy[Session]):
             await self._others()  # the callers of turns that have ended may give the pages back that are missing
             self._step = self.engine.launch()
             if self._step is None:
-                self._ended.extend(self.engine.unstick())
+                self._ended.extend(self.engine.truncate_when_cache_full())
         if self.engine.runner.overlaps:
             calls = self._calls
             self._hand_out(_TURNS_AT_ONCE)
@@ -205,10 +205,10 @@ class LocalPolicy(Policy[Session]):
 
     async def _others(self) -> None:
         """Let the callers of turns that have ended go on, and wait for those that come back at once."""
-        await self._gather()
+        await self._drain_submissions()
         await self._tool_barrier.wait()
 
-    async def _gather(self) -> None:
+    async def _drain_submissions(self) -> None:
         """Let callers submit their turns; where nothing overlaps a step, as long as more of them come."""
         for _ in range(1 if self.engine.runner.overlaps else _ROUNDS):
             calls = self._calls

@@ -39,7 +39,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def sampling_copy(model: Model) -> Model:
     """The model with its frozen parameters shared and its trainable ones copied.
 
-    A policy on the copy goes on sampling the weights of now; `policy.update(learner.weights(…))` brings newer ones.
+    A policy on the copy samples the current weights until `policy.update(learner.weights(…))` brings newer ones.
     With LoRA only the adapters are held twice.
 
     >>> policy = LocalPolicy(sampling_copy(model))    # doctest: +SKIP

@@ -158,7 +158,7 @@ class NaivePolicy(Policy[NaiveSession]):
         return _KV(out.past_key_values, next_ids, mask, self._version)
 
     def _advance(self, batch: list[_Request], logits: Tensor) -> Tensor:
-        """Sample a token for each request that goes on; the next input ids [B, 1]."""
+        """Sample a token for each unfinished request; the next input ids [B, 1]."""
         tokens, logprobs = sample(logits, [request.row for request in batch])
         for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
             if request.finish is None:

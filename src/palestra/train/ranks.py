@@ -68,7 +68,7 @@ def _rendezvous(place: RankVariables) -> dict[str, Any]:
     return {"init_method": f"file://{file}", "rank": place.rank, "world_size": place.size} if file else {}
 
 
-class TorchRanks:
+class TorchRanks(Ranks):
     """Ranks that talk by torch.distributed (gloo; gradients on GPUs by NCCL)."""
 
     def __init__(self, place: RankVariables, device: torch.device, timeout_s: float) -> None:
@@ -101,10 +101,6 @@ class TorchRanks:
         self._meet(place)
         if launcher := os.environ.get(LAUNCHER):
             threading.Thread(target=self._watch_launcher, args=(int(launcher),), daemon=True).start()
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size

@@ -1,6 +1,18 @@
+"""Settings: every one is read, typed, named, and refused where it has no effect."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
 import pytest
 
-from palestra.core.config import RunConfig, load_yaml
+from palestra.algo.losses import Objective
+from palestra.core.config import TRANSLATIONS, RunConfig, flatten, load_yaml, translate
+from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError
 from palestra.core.grpo_config import GRPOTrainingConfig
 
@@ -162,3 +174,188 @@ def test_yaml_with_a_few_aliases_is_read(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: '[[['}\n")
     assert load_yaml(path) == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": "[[["}}
+
+
+SOURCE = Path(__file__).parents[3] / "src" / "palestra"
+SECTIONS = {
+    name: info.annotation.__name__
+    for name, info in RunConfig.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+}
+BY_CLASS = {kind: name for name, kind in SECTIONS.items()}
+
+
+def dotted(node: ast.AST) -> str:
+    """`ast.unparse`, which takes long for the names and attributes that most nodes are."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
+class Reads(ast.NodeVisitor):
+    """The dotted keys that one module reads."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.names: dict[str, str] = {}  # a variable or attribute -> the section that it holds
+
+    def section(self, node: ast.AST) -> str | None:
+        """The section that an expression gives, "" for a whole config."""
+        if isinstance(node, ast.Name | ast.Attribute):
+            own = node.id if isinstance(node, ast.Name) else node.attr
+            if isinstance(node, ast.Attribute) and own in SECTIONS and self.section(node.value) == "":
+                return own
+            if (name := dotted(node)) in self.names:
+                return self.names[name]
+            return "" if own.lstrip("_") == "config" else None
+        return None
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        found = self.section(node.value)
+        if found is not None and isinstance(node.ctx, ast.Load):
+            self.keys.add(f"{found}.{node.attr}" if found else node.attr)
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts, strict=True) if both else [(target, node.value)]
+            for name, value in pairs:
+                self._hold(name, self.section(value))
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._hold(node.target, BY_CLASS.get(ast.unparse(node.annotation)))
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        before = dict(self.names)
+        for argument in [a for a in (*node.args.args, *node.args.kwonlyargs) if a.arg != "self"]:
+            kind = ast.unparse(argument.annotation) if argument.annotation else ""
+            self._hold(ast.Name(argument.arg), BY_CLASS.get(kind, "" if kind == "RunConfig" else None))
+        self.generic_visit(node)
+        self.names = before
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        before = dict(self.names)
+        self._hold(ast.Name("self"), "" if node.name == "RunConfig" else BY_CLASS.get(node.name))
+        for part in node.body:  # the fields of a dataclass
+            if isinstance(part, ast.AnnAssign) and ast.unparse(part.annotation) in BY_CLASS:
+                self.names[f"self.{ast.unparse(part.target)}"] = BY_CLASS[ast.unparse(part.annotation)]
+        self.generic_visit(node)
+        self.names = before
+
+    def _hold(self, target: ast.AST, section: str | None) -> None:
+        name = dotted(target)
+        self.names.pop(name, None)
+        if section is not None:
+            self.names[name] = section
+
+
+def keys_read(paths: Iterator[Path]) -> set[str]:
+    found: set[str] = set()
+    for path in paths:
+        reads = Reads()
+        reads.visit(ast.parse(path.read_text(encoding="utf-8")))
+        found |= reads.keys
+    return found
+
+
+def test_every_setting_of_a_run_is_read_by_some_code() -> None:
+    # train.update.objective_of copies the fields of Objective by their names; the next test follows them.
+    copied = {f"train.{field.name}" for field in fields(Objective)}
+    unread = set(RunConfig.keys()) - keys_read(SOURCE.rglob("*.py")) - copied
+    assert not unread, f"no code reads {sorted(unread)}: let them act, refuse them by name, or remove them"
+
+
+def test_every_field_of_the_objective_is_read_by_the_losses() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (SOURCE / "algo").glob("*.py")]
+    attributes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "objective")}
+    assert not {field.name for field in fields(Objective)} - read
+
+
+def test_the_walk_tells_a_section_from_another_object_of_its_name() -> None:
+    reads = Reads()
+    reads.visit(
+        ast.parse(
+            "def f(train: TrainSection, config: RunConfig):\n"
+            "    echo, other = config.echo, self.model.dtype\n"
+            "    return train.loss, echo.coefficient, rollout.top_k\n"
+        )
+    )
+    assert reads.keys == {"echo", "train.loss", "echo.coefficient"}
+
+
+def other_value(name: str, config: Any) -> Any:
+    """A value that is not the default."""
+    value, kind = getattr(config, name), type(config).model_fields[name].annotation
+    if name == "report_to":
+        return "wandb"
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + (1 if isinstance(value, int) else 0.5)
+    choices = [choice for choice in get_args(kind) if isinstance(choice, str) and choice != value]
+    return (
+        choices[-1]
+        if choices
+        else ["q_proj"]
+        if "list" in str(kind)
+        else 7
+        if {int, float} & set(get_args(kind))
+        else "elsewhere"
+    )
+
+
+VLLM = [name for name in GRPOTrainingConfig.model_fields if name.startswith("vllm_")]
+
+# What a field needs beside it to have a meaning.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "lora_r": {"use_lora": True},
+    "save_steps": {"save_strategy": "steps"},
+    **{name: {"use_vllm": True} for name in VLLM},
+    "vllm_server_base_url": {"use_vllm": True, "vllm_mode": "server"},
+}
+
+
+@pytest.mark.parametrize("name", list(GRPOTrainingConfig.model_fields))
+def test_every_field_of_the_flat_config_changes_the_run(name: str) -> None:
+    beside = TOGETHER.get(name, {})
+    changed = GRPOTrainingConfig(**beside, **{name: other_value(name, GRPOTrainingConfig())})
+    assert changed.to_run_config() != GRPOTrainingConfig(**beside).to_run_config()
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_every_vllm_field_is_refused_by_name_where_vllm_is_not_used(name: str) -> None:
+    with pytest.raises(PalestraError, match=f"{name}: without effect, as use_vllm is False"):
+        GRPOTrainingConfig(**{name: other_value(name, GRPOTrainingConfig())}).to_run_config()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), TRANSLATIONS.items())
+def test_every_name_of_another_trainers_file_is_a_setting_here(theirs: str, ours: str) -> None:
+    known = {"wandb.enabled": True, "model.base_model_name": "palestra/smollm2", "rl.training.learning_rate": 2e-5}
+    given: Any = known.get(theirs)
+    if given is None:
+        default = RunConfig.settings()[ours].get_default(call_default_factory=True)
+        given = default / 2 if isinstance(default, float) else 7 if "int" in str(RunConfig.settings()[ours]) else "mine"
+    assert RunConfig.build(translate(flatten({theirs: given}), "file")) != RunConfig()
+
+
+def test_a_vllm_setting_at_its_default_is_accepted() -> None:
+    GRPOTrainingConfig(use_vllm=False, vllm_mode="colocate").to_run_config()
+
+
+def test_four_bits_imply_an_adapter_through_every_door() -> None:
+    config = RunConfig.build({"lora.load_in_4bit": "true"})
+    assert (config.lora.r, config.with_learning_rate(135_000_000).train.learning_rate) == (16, 1e-4)
+    assert RunConfig.build({"lora.load_in_4bit": True, "lora.r": 4}).lora.r == 4
+
+
+def test_settings_without_effect_are_refused_unless_they_are_at_their_default() -> None:
+    config = RunConfig.build({"echo.coefficient": 0.5})
+    with pytest.raises(PalestraError, match=r"echo\.coefficient = 0\.5 has no effect here: no tools; leave it at 0\.0"):
+        config.refuse(["eval.every", "echo"], "no tools")
+    config.refuse(["eval", "checkpoint.every", "seed"], "no reason")

@@ -43,23 +43,6 @@ def test_a_branch_samples_what_a_fresh_session_does_and_computes_only_what_is_ne
     assert more.logprobs == pytest.approx(own_logprobs(model, session.token_ids, len(before)), abs=1e-4)
 
 
-def test_a_session_being_sampled_can_be_branched(model: Any) -> None:
-    engine = engine_of(model)
-    session = engine.open(PROMPT)
-    engine.sample([session], SamplingParams(4, seed=1))
-    engine.append(session, [1, 2])
-    job = engine.submit(session, SamplingParams(12, seed=2))
-    for _ in range(3):
-        engine.step()
-    length = len(session.token_ids) - 1
-    branch = engine.branch(session, length)
-    [turn] = engine.sample([branch], SamplingParams(5, seed=3))
-    assert turn.logprobs == pytest.approx(own_logprobs(model, branch.token_ids, length), abs=1e-4)
-    while job.finish is None:
-        engine.step()
-    assert job.logprobs == pytest.approx(own_logprobs(model, session.token_ids, job.start), abs=1e-4)
-
-
 def test_a_branch_of_a_fork_that_has_not_run_shares_its_source(model: Any) -> None:
     engine = engine_of(model)
     first, second = engine.fork(engine.open(PROMPT), 2)
@@ -82,21 +65,6 @@ def test_new_weights_make_the_kv_of_a_branch_stale(model: Any) -> None:
     counts = computed_tokens(engine)
     engine.sample([branch], SamplingParams(1))
     assert counts == [8]
-
-
-def test_a_branch_outlives_the_session_that_it_was_taken_from(model: Any) -> None:
-    engine = engine_of(model)
-    session = engine.open(PROMPT)
-    engine.sample([session], SamplingParams(6))
-    branch = engine.branch(session, 12)
-    engine.close(session)
-    filler = engine.open([3] * 40)  # takes the pages that are free now
-    engine.sample([filler], SamplingParams(2))
-    [turn] = engine.sample([branch], SamplingParams(4, seed=5))
-    assert turn.logprobs == pytest.approx(own_logprobs(model, branch.token_ids, 12), abs=1e-4)
-    for each in (filler, branch):
-        engine.close(each)
-    assert engine.pool.free == engine.pool.pages
 
 
 def test_without_a_free_page_only_whole_pages_are_shared(model: Any) -> None:

@@ -1,12 +1,15 @@
-"""The page pool: no page is lost, and none has two owners by mistake."""
+"""Pages, rows that share them, and when drafts pause."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.pages import PagePool
+from palestra.engine.cuda.drafts import NOTED_STEPS, PAUSE, Speculation
+from palestra.engine.pages import BLOCK_ROWS, PagePool, SharedArrays
+from palestra.engine.session import Session
 
 
 def test_fork_shares_full_pages_and_copies_the_partial_one() -> None:
@@ -61,3 +64,60 @@ def test_every_page_comes_back_whatever_the_order(actions: list[tuple[str, int]]
     for table, _ in held:
         pool.release(table)
     assert pool.free == 32
+
+
+def siblings(pool: PagePool, count: int, tokens: int) -> list[Session]:
+    """Forks of one prompt, with a page of their own behind it."""
+    parent = pool.take(pool.needed(tokens))
+    forks = [pool.fork(parent, tokens).table + pool.take(1) for _ in range(count)]
+    return [Session([0] * (tokens + 2), table=table, kv_len=tokens + 1, shared_len=tokens) for table in forks]
+
+
+def test_siblings_read_their_whole_pages_together_and_others_read_alone() -> None:
+    pool = PagePool(200, 16)
+    first, second, alone = siblings(pool, 3, 40), siblings(pool, 2, 70), siblings(pool, 1, 64)
+    stranger = Session([0] * 9, table=pool.take(1), kv_len=8)
+    rows = [first[0], second[0], stranger, first[1], alone[0], second[1], first[2]]
+    shared = SharedArrays.of(rows, 16, min_tokens=0)
+    assert shared is not None
+    assert shared.tokens.tolist() == [32, 64, 0, 32, 0, 64, 32]
+    assert [[row for row in block if row >= 0] for block in shared.blocks.tolist()] == [[0, 3, 6], [1, 5]]
+    for block in shared.blocks:
+        rows_of_block = block[block >= 0]
+        pages = {tuple(rows[row].table[: shared.tokens[row] // 16]) for row in rows_of_block}
+        assert len(pages) == 1
+
+
+def test_a_large_group_is_cut_into_blocks_and_a_single_row_left_over_reads_alone() -> None:
+    shared = SharedArrays.of(siblings(PagePool(200, 16), 2 * BLOCK_ROWS + 1, 16), 16, min_tokens=0)
+    assert shared is not None
+    assert shared.blocks.tolist() == np.arange(2 * BLOCK_ROWS).reshape(2, BLOCK_ROWS).tolist()
+    assert shared.tokens.tolist() == [16] * 2 * BLOCK_ROWS + [0]
+
+
+def test_what_saves_too_little_is_read_by_each_row() -> None:
+    rows = siblings(PagePool(200, 16), 4, 32)
+    assert SharedArrays.of(rows, 16, min_tokens=97) is None  # three rows save 32 tokens each
+    assert SharedArrays.of(rows, 16, min_tokens=96) is not None
+    assert SharedArrays.of(siblings(PagePool(200, 16), 4, 15), 16, min_tokens=0) is None  # not one whole page
+
+
+def test_drafts_that_are_mostly_right_go_on() -> None:
+    speculation = Speculation()
+    for _ in range(100):
+        assert speculation.is_worth_it()
+        speculation.note(tokens=200, steps=100)
+
+
+def test_drafts_that_are_mostly_wrong_pause_and_are_tried_again() -> None:
+    speculation = Speculation()
+    speculation.note(tokens=NOTED_STEPS + 1, steps=NOTED_STEPS)
+    assert [speculation.is_worth_it() for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
+    speculation.note(tokens=2 * NOTED_STEPS, steps=NOTED_STEPS)
+    assert speculation.is_worth_it()
+
+
+def test_a_few_steps_say_nothing_about_drafts() -> None:
+    speculation = Speculation()
+    speculation.note(tokens=4, steps=4)
+    assert speculation.is_worth_it()

@@ -175,7 +175,7 @@ def test_every_kind_of_finding_has_a_case_in_which_it_appears_and_one_in_which_i
     calls = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     made = [call.args[0] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "finding"]
     named = {node.value for arg in made for node in ast.walk(arg) if isinstance(node, ast.Constant)}
-    named |= set((kind for kind, _ in rollout_rules._PROBLEMS.values()))
+    named |= {kind for kind, _ in rollout_rules._PROBLEMS.values()}
     assert {name for name in named if name} == set(CASES) | set(LATER) | ELSEWHERE - {"ended_early"}
     assert all(no for _, no in (*CASES.values(), *LATER.values()))
 
@@ -248,22 +248,45 @@ def test_reward_counts_as_a_gain_where_nothing_decides_about_passing() -> None:
 
 # Remedies: only where they apply.
 
+FEW = CASES["mostly_equal_rewards"][0]
+NO_CONSTRAINTS = [
+    with_settings(rollout__constrain_tool_calls=True),
+    with_settings("wire"),
+    with_settings("program"),
+    with_settings(backend="tinker"),
+    with_settings(vllm__mode="server"),
+    RunFacts(),
+]
+NOT_AHEAD = [
+    *(with_settings(kind) for kind in ("wire", "function", "prompts")),
+    replace(AGENT, ranks=2),
+    with_settings(rollout__max_staleness=1),
+    with_settings(model__sleep_mode=True),
+]
+NO_REDRAWS = [with_settings("wire"), with_settings("prompts"), with_settings(train__signal_share=1.0)]
+NOT_WARMER = [with_settings(rollout__temperature=1.0), with_settings("wire"), with_settings(backend="tinker")]
+# setting, metrics, facts with which the setting is advised, and others with which it is not
+ADVICE: list[tuple[str, dict[str, float], list[RunFacts], list[RunFacts]]] = [
+    ("rollout.constrain_tool_calls", CASES["malformed_calls"][0], [AGENT], NO_CONSTRAINTS),
+    ("rollout.constrain_tool_calls", CASES["unknown_tools"][0], [AGENT], NO_CONSTRAINTS),
+    ("rollout.constrain_tool_calls", CASES["invalid_arguments"][0], [AGENT], NO_CONSTRAINTS),
+    ("rollout.max_staleness", TIMES | {"agent_loop_seconds": 7.0}, [AGENT], NOT_AHEAD),
+    ("rollout.group_size", FEW, [AGENT], []),
+    ("rollout.group_size", FEW | {"pass_rate": 0.0}, [], [AGENT]),
+    ("train.signal_share", FEW, [AGENT], NO_REDRAWS),
+    ("train.signal_share", ZERO, [], [AGENT]),
+    ("rollout.temperature", NO_SIGNAL, [AGENT], NOT_WARMER),
+    ("rollout.max_tool_rounds", CASES["unrun_calls"][0], [with_settings(rollout__max_tool_rounds=0)], [AGENT]),
+]
 
-@pytest.mark.parametrize("kind", ["malformed_calls", "unknown_tools", "invalid_arguments"])
-def test_constrained_calls_are_advised_only_where_they_are_possible_and_off(kind: str) -> None:
-    rows, setting = steps(6, **CASES[kind][0]), "rollout.constrain_tool_calls"
-    assert setting in only(rows).settings
-    refusing = [
-        with_settings(rollout__constrain_tool_calls=True),
-        with_settings("wire"),
-        with_settings("program"),
-        with_settings(backend="tinker"),
-        with_settings(vllm__mode="server"),
-        RunFacts(),
-    ]
-    for facts in refusing:
-        assert setting not in str(only(rows, facts))
-        assert setting not in only(rows, facts).settings
+
+@pytest.mark.parametrize(("setting", "metrics", "advised", "not_advised"), ADVICE)
+def test_a_setting_is_advised_only_where_it_helps(
+    setting: str, metrics: dict[str, float], advised: list[RunFacts], not_advised: list[RunFacts]
+) -> None:
+    rows = steps(6, **metrics)
+    assert all(setting in only(rows, facts).settings for facts in advised)
+    assert not any(setting in only(rows, facts).settings for facts in not_advised)
 
 
 @pytest.mark.parametrize(("context", "expected"), [(None, True), (4000, True), (205, False)])
@@ -276,44 +299,11 @@ def test_more_tokens_are_advised_only_where_the_context_has_room(context: int | 
     )
 
 
-def test_sampling_ahead_is_advised_only_where_it_is_possible_and_off() -> None:
-    rows, setting = steps(6, **TIMES, agent_loop_seconds=7.0), "rollout.max_staleness"
-    assert setting in only(rows).settings
-    facts = [with_settings("wire"), with_settings("function"), with_settings("prompts"), replace(AGENT, ranks=2)]
-    for each in [*facts, with_settings(rollout__max_staleness=1), with_settings(model__sleep_mode=True)]:
-        assert setting not in str(only(rows, each))
-
-
 def test_a_limit_of_age_is_advised_over_the_wire_and_lowered_elsewhere() -> None:
     rows = steps(6, staleness_max=6.0)
     assert "rollout.max_staleness=2" in only(rows, with_settings("wire")).sentence
     assert "(now 8)" in only(rows, with_settings(rollout__max_staleness=8)).sentence
     assert "rollout.max_staleness" not in only(rows, with_settings("function")).settings, "nothing is sampled ahead"
-
-
-def test_larger_groups_are_advised_only_where_some_rollouts_pass() -> None:
-    """Then more groups hold both passes and failures, whatever the chance of each problem."""
-    few = CASES["mostly_equal_rewards"][0]
-    assert "rollout.group_size" in only(steps(6, **few)).settings
-    assert "rollout.group_size" not in only(steps(6, **few, pass_rate=0.0)).settings
-    for p in (0.001, 0.02, 0.5, 0.98):
-        mixed = [1 - p**size - (1 - p) ** size for size in (4, 8, 16, 64)]
-        assert mixed == sorted(mixed)
-
-
-def test_drawing_again_is_advised_only_where_some_groups_have_signal() -> None:
-    few = CASES["mostly_equal_rewards"][0]
-    assert "train.signal_share" in only(steps(6, **few)).settings
-    assert "train.signal_share" not in only(steps(6, **ZERO)).settings
-    for facts in (with_settings("wire"), with_settings("prompts"), with_settings(train__signal_share=1.0)):
-        assert "train.signal_share" not in only(steps(6, **few), facts).settings
-
-
-def test_a_higher_temperature_is_advised_only_up_to_1() -> None:
-    rows = steps(6, **NO_SIGNAL)
-    assert "rollout.temperature" in only(rows).settings
-    for facts in (with_settings(rollout__temperature=1.0), with_settings("wire"), with_settings(backend="tinker")):
-        assert "rollout.temperature" not in only(rows, facts).settings
 
 
 def test_groups_that_all_pass_call_for_harder_cases() -> None:
@@ -328,12 +318,6 @@ def test_a_lower_learning_rate_is_advised_against_repetition_only_if_training_ca
     assert "train.learning_rate" in caused.settings
     assert "up from 0% in the first steps" in caused.sentence
     assert "train.learning_rate" not in only(steps(10, **later)).settings
-
-
-def test_more_tool_rounds_are_advised_only_where_none_are_allowed() -> None:
-    rows = steps(6, **CASES["unrun_calls"][0])
-    assert only(rows, with_settings(rollout__max_tool_rounds=0)).settings == ("rollout.max_tool_rounds",)
-    assert only(rows).settings == ()
 
 
 def test_a_run_whose_settings_are_not_known_gets_no_settings() -> None:

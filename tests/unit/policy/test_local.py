@@ -1,38 +1,33 @@
-"""The local policy: batched, cancellable, and no obstacle to other coroutines."""
+"""The policy in this process: batches, the tool barrier, and a copy to sample from."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from small_engine import small_model
+from transformers import Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.engine.session import Session
+from palestra.models.loading import load_model
 from palestra.policy import local
-from palestra.policy.local import LocalPolicy
+from palestra.policy.local import LocalPolicy, ToolBarrier
+from palestra.policy.module import sampling_copy
 
 PROMPT = [5, 9, 33, 21, 60, 2]
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return small_model()
 
 
 @pytest.fixture(params=["in turns", "overlapped"])
@@ -241,32 +236,6 @@ def test_policy_works_in_a_second_event_loop(policy: LocalPolicy) -> None:
     assert asyncio.run(main()) == asyncio.run(main())
 
 
-def test_new_weights_are_sampled_with_a_new_version(model: Qwen3ForCausalLM) -> None:
-    policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
-
-    async def turn() -> Turn:
-        return await policy.sample(session, SamplingParams(max_new_tokens=3, temperature=0.0))
-
-    session = policy.open(PROMPT)
-    assert asyncio.run(turn()).versions.tolist() == [0, 0, 0]
-    original = model.lm_head.weight.detach().clone()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(-1)
-    try:
-        policy.update(Weights(7, dict, model))
-        assert session.kv_len == 0
-        got = asyncio.run(turn())
-        ids = torch.tensor([session.token_ids])
-        with torch.no_grad():
-            expected = model(input_ids=ids).logits[0, -4:-1].argmax(-1)
-        assert policy.version == 7
-        assert got.versions.tolist() == [7, 7, 7]
-        assert got.token_ids.tolist() == expected.tolist()
-    finally:
-        with torch.no_grad():
-            model.lm_head.weight.copy_(original)
-
-
 def test_a_failing_step_fails_the_turn_and_not_the_next_one(policy: LocalPolicy) -> None:
     step = policy.engine.runner.step
 
@@ -282,11 +251,6 @@ def test_a_failing_step_fails_the_turn_and_not_the_next_one(policy: LocalPolicy)
         assert len((await policy.sample(session, SamplingParams(max_new_tokens=4))).token_ids) == 4
 
     asyncio.run(main())
-
-
-def test_bad_parameters_are_refused_before_anything_runs(policy: LocalPolicy) -> None:
-    with pytest.raises(PalestraError, match="max_new_tokens=0"):
-        asyncio.run(policy.sample(policy.open(PROMPT), SamplingParams(max_new_tokens=0)))
 
 
 def test_weights_of_the_engines_own_module_are_not_copied(model: Qwen3ForCausalLM) -> None:
@@ -328,3 +292,158 @@ def test_weights_of_another_model_are_refused_and_change_nothing(
         policy.update(Weights(1, lambda: {"model.norm.weight": torch.zeros_like(norm), **tensors}))
     assert torch.equal(norm, before)
     assert policy.version == 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The barrier's clock, which stands still unless a test moves it."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(local, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+def waits(barrier: ToolBarrier) -> bool:
+    """Whether a step would wait for a session whose tool runs."""
+
+    async def step() -> bool:
+        barrier.turn_ended(Session([1]))
+        began = asyncio.get_running_loop().time()
+        await barrier.wait()
+        return asyncio.get_running_loop().time() - began >= 0.009
+
+    return asyncio.run(step())
+
+
+def run_tool(barrier: ToolBarrier, clock: SimpleNamespace, seconds: float, sessions: int = 1) -> None:
+    """Between two steps, for so many sessions at once."""
+    away = [Session([1]) for _ in range(sessions)]
+    for session in away:
+        barrier.turn_ended(session)
+    clock.now += seconds
+    for session in away:
+        barrier.came_back(session)
+    asyncio.run(barrier.wait())
+
+
+@pytest.mark.serial
+def test_a_busy_moment_does_not_make_a_quick_tool_a_slow_one(clock: SimpleNamespace) -> None:
+    barrier = ToolBarrier(quick_s=0.05, patience_s=0.01)
+    for seconds in (0.5, *[0.001] * 5, 0.9, 0.9):
+        run_tool(barrier, clock, seconds)
+    assert waits(barrier)
+
+
+@pytest.mark.serial
+def test_a_pause_of_the_machine_counts_once_however_many_were_away(clock: SimpleNamespace) -> None:
+    barrier = ToolBarrier(quick_s=0.05, patience_s=0.01)
+    run_tool(barrier, clock, 0.5, sessions=64)
+    assert waits(barrier)
+
+
+@pytest.mark.serial
+def test_a_slow_tool_holds_the_others_up_once_and_is_measured_on(clock: SimpleNamespace) -> None:
+    barrier = ToolBarrier(quick_s=0.05, patience_s=0.06)
+    assert waits(barrier)
+    assert not waits(barrier)
+    for _ in range(8):
+        run_tool(barrier, clock, 0.001)
+    assert waits(barrier), "quick again"
+    for _ in range(8):
+        run_tool(barrier, clock, 0.2)
+    assert not waits(barrier)
+
+
+@pytest.mark.serial
+def test_a_barrier_that_is_switched_off_never_waits(clock: SimpleNamespace) -> None:
+    barrier = ToolBarrier(enabled=False, quick_s=0.05, patience_s=0.06)
+    for _ in range(8):
+        run_tool(barrier, clock, 0.001)
+    assert not waits(barrier)
+
+
+@pytest.mark.serial
+def test_nobody_waits_for_a_session_that_is_away() -> None:
+    barrier = ToolBarrier(quick_s=10.0, patience_s=60.0)
+
+    async def step() -> None:
+        session = Session([1])
+        barrier.turn_ended(session)
+        asyncio.get_running_loop().call_soon(barrier.forget, session)
+        await asyncio.wait_for(barrier.wait(), 5)
+
+    asyncio.run(step())
+
+
+PINNED_PROMPT = [5, 9, 33, 21, 60, 2, 7, 44]
+
+
+def tiny(kind: str) -> Any:
+    model = load_model("palestra/tiny").model
+    if kind == "full":
+        return model
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+def trainable(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def train(model: Any) -> None:
+    """A few steps of an optimizer that writes in place."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    ids = torch.tensor([PINNED_PROMPT])
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def turns(policy: LocalPolicy) -> list[Turn]:
+    async def main() -> list[Turn]:
+        group = policy.fork(policy.open(PINNED_PROMPT), 3)
+        made = await asyncio.gather(*(policy.sample(s, SamplingParams(12, seed=i)) for i, s in enumerate(group)))
+        for session in group:
+            policy.close(session)
+        return list(made)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_policy_on_a_copy_samples_its_version_until_it_is_updated(kind: str) -> None:
+    model = tiny(kind)
+    policy = LocalPolicy(sampling_copy(model), kv_memory_gib=0.05, self_check=False)
+    before = turns(policy)
+    train(model)
+    assert turns(policy) == before, "the copy must not see the training"
+    assert all(turn.versions.tolist() == [0] * 12 for turn in before)
+
+    policy.update(Weights(1, lambda: trainable(model), model))
+    after = turns(policy)
+    expected = turns(LocalPolicy(model, kv_memory_gib=0.05, self_check=False))
+    assert [turn.token_ids.tolist() for turn in after] == [turn.token_ids.tolist() for turn in expected]
+    assert [turn.token_ids.tolist() for turn in after] != [turn.token_ids.tolist() for turn in before]
+    assert all(turn.versions.tolist() == [1] * 12 for turn in after)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_copy_shares_what_is_frozen_and_owns_what_is_trained(kind: str) -> None:
+    model = tiny(kind)
+    copied = dict(sampling_copy(model).named_parameters())
+    owned = 0
+    for name, parameter in model.named_parameters():
+        assert (copied[name].data_ptr() == parameter.data_ptr()) == (not parameter.requires_grad), name
+        assert not copied[name].requires_grad
+        owned += parameter.requires_grad
+    assert owned == len(trainable(model)) > 0
+    train(model)  # the original can still be trained
+
+
+def test_tied_weights_stay_tied_in_the_copy() -> None:
+    model = tiny("full")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    copied = sampling_copy(model)
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    assert copied.lm_head.weight is not model.lm_head.weight

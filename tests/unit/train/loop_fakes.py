@@ -17,6 +17,7 @@ from palestra.core.config import RunConfig
 from palestra.core.types import Array, Group, Problem, Rollout, Score, Turn
 from palestra.core.weights import Weights
 from palestra.learner.base import nothing
+from palestra.policy.base import Policy
 from palestra.train.group_source import GroupSource, ProblemSource
 from palestra.train.loop import Training
 
@@ -93,7 +94,7 @@ class FakeLearner:
 
 
 @dataclass
-class FakePolicy:
+class FakePolicy(Policy[Any]):
     """Takes weights and says so. Nobody samples from it: the collector makes the rollouts up."""
 
     calls: Calls

@@ -12,7 +12,7 @@ from palestra.algo.batch import Batch
 from palestra.cli.train import starts_ranks
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.ranks import OneProcess, RankVariables
+from palestra.core.ranks import Ranks, RankVariables
 from palestra.core.types import Sample
 from palestra.envs.load import load_env
 from palestra.learner.fsdp import share_of_rows
@@ -78,7 +78,7 @@ def test_only_a_process_that_is_no_rank_starts_ranks(monkeypatch: pytest.MonkeyP
 def test_rows_are_divided_in_runs_with_about_the_same_tokens(size: int) -> None:
     lengths = [40, 10, 10, 10, 10, 80, 20, 20, 30, 10]
     samples = [Sample([1] * n, [True] * n, [False] * n, [0.0] * n, 1.0) for n in lengths]  # type: ignore[arg-type]
-    shares = [slice(*share_of_rows(Batch.of(samples), OneProcess(rank, size))) for rank in range(size)]
+    shares = [slice(*share_of_rows(Batch.of(samples), Ranks(rank, size))) for rank in range(size)]
     assert [i for share in shares for i in range(len(samples))[share]] == list(range(len(samples)))
     tokens = [sum(lengths[share]) for share in shares]
     assert max(tokens) <= sum(lengths) / size + max(lengths)
@@ -86,5 +86,5 @@ def test_rows_are_divided_in_runs_with_about_the_same_tokens(size: int) -> None:
 
 def test_ranks_without_a_row_have_an_empty_share() -> None:
     sample = Sample([1, 2], [False, True], [False] * 2, [0.0] * 2, 1.0)  # type: ignore[arg-type]
-    shares = [share_of_rows(Batch.of([sample]), OneProcess(rank, 3)) for rank in range(3)]
+    shares = [share_of_rows(Batch.of([sample]), Ranks(rank, 3)) for rank in range(3)]
     assert [last - first for first, last in shares].count(1) == 1

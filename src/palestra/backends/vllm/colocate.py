@@ -101,7 +101,7 @@ class VllmColocatePolicy(BoundedSessions):
             raise RolloutError(f"vLLM refuses the request: {error}") from None
 
     async def _drive(self) -> None:
-        """Step while somebody waits; a failed step fails every turn under way."""
+        """Step while callers wait; a failed step fails every turn in flight."""
         await asyncio.sleep(0)
         while self._waiters:
             try:

@@ -100,7 +100,7 @@ class WholeWeights:
 
 
 class LoraAdapters:
-    """Each version of the adapter is loaded beside the earlier ones; requests under way go on with theirs."""
+    """Each version of the adapter is loaded in addition to earlier ones; requests in flight keep theirs."""
 
     def __init__(self, server: VllmServer, folder: Path, rank: int, max_staleness: int) -> None:
         self._server = server
@@ -229,7 +229,7 @@ class VllmServerPolicy(BoundedSessions):
         self._sync.release()
 
     def sleep(self) -> None:
-        """Give the KV cache's memory back; the weights go to the host's memory meanwhile."""
+        """Free the KV cache's memory; the weights are offloaded to the host until `wake`."""
         self._control("/sleep?level=1", "--enable-sleep-mode")
 
     def wake(self) -> None:

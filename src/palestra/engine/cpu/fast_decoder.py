@@ -2,7 +2,7 @@
 
 At a few rows a step costs what its calls cost, not its arithmetic. So the layers are written out here with the
 weights laid out for small matrix products: q, k and v as one, transposed, the norms' weights multiplied in, LoRA
-adapters added. The copies are made anew when the weights change. The engine's self-check compares it with the
+adapters added. The copies are made again when the weights change. The engine's self-check compares it with the
 module at load.
 """
 

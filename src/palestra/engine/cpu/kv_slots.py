@@ -277,7 +277,7 @@ class KVSlots:
             self.sessions[self.sessions.index(session)] = last
 
     def _join_prefix(self, session: Session) -> Prefix | None:
-        """None for an only fork, which shares its prompt with nobody: in a slot of its own one call attends to all."""
+        """None for a single fork: it has no sibling to share a prefix with, so one attention call is enough."""
         assert session.source is not None
         if session.source.forks == 1:
             return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.attention import attend_part, masked_score, merge_parts
+from palestra.engine.attention import AttentionPlan, attend_part, masked_score, merge_parts
 from palestra.engine.cpu.kv_slots import KVSlots
 
 MAX_PADDED_TOKENS = 64  # a longer chunk keeps the kernel busy by itself
@@ -257,7 +257,7 @@ def score_bias(masked: Tensor, slots: KVSlots) -> Tensor:
 
 
 @dataclass(slots=True)
-class SlotPlan:
+class SlotPlan(AttentionPlan):
     """One step over slots: where the new KV is written, and who attends to what."""
 
     slots: KVSlots

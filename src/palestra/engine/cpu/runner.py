@@ -1,4 +1,4 @@
-"""A step on a CPU."""
+"""One step on the CPU: chunks of many sessions in one forward, with logits where a token is sampled."""
 
 from __future__ import annotations
 

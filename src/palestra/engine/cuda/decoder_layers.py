@@ -16,8 +16,10 @@ from palestra.engine.supported import FusedAdapter, base_linear, norm_epsilon, s
 
 
 def fuse(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight [sum of outputs, inputs] and bias [sum of outputs] of the layers, one below the other.
+    """Weight [sum of outputs, inputs] and bias [sum of outputs] of linear layers with one input, one below the other.
 
+    The layers' parameters become views of one buffer, so nothing is held twice, and an optimizer or a policy's update
+    that writes them in place keeps the buffer up to date.
     Layers that lie in one buffer already stay there, so all engines on one module share it.
     """
     with torch.inference_mode(False), torch.no_grad():  # the parameters are trained later

@@ -47,7 +47,7 @@ class Speculation:
         return self._pause == 0
 
     def note(self, tokens: int, steps: int) -> None:
-        """So many tokens came out of so many steps of a row."""
+        """Record that `steps` steps of rows gave `tokens` tokens."""
         self._tokens, self._steps = self._tokens / 2 + tokens, self._steps / 2 + steps
         if self._steps >= NOTED_STEPS and self._tokens < MIN_TOKENS_A_STEP * self._steps:
             self._tokens, self._steps, self._pause = 0.0, 0.0, PAUSE

@@ -36,13 +36,13 @@ class CudaFastDecoder:
         self.kv_heads, self.head_dim = model.config.num_key_value_heads, body.layers[0].self_attn.head_dim
 
     def find_weights(self) -> None:
-        """Note where the weights are; again after somebody has moved them."""
+        """Look up the weights' tensors; to be called again after they have been moved."""
         self._layers = [layer_of(i, layer, self._cos, self._sin) for i, layer in enumerate(self.model.model.layers)]
         self._head = Product.of(self.model.lm_head)
         self._few_rows = FewRows.of(self.model.model.embed_tokens.weight, self._layers)
 
     def refresh_adapters(self) -> None:
-        """Copy the adapters' weights anew; everything else is read where it is."""
+        """Copy the adapters' weights into the fused buffers; all other weights are read in place."""
         for layer in self._layers:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 if product.adapter is not None:
@@ -75,7 +75,7 @@ class CudaFastDecoder:
         def attend(layer: Layer, qkv: Tensor) -> Tensor | None:
             keys, values = plan.keys[layer.index], plan.values[layer.index]
             q = rope_and_store(self._heads(qkv), keys, values, plan.pages, plan.positions, layer.rope)
-            if layer is self._layers[-1]:  # its KV is stored: nobody reads what comes behind it
+            if layer is self._layers[-1]:  # prefill needs the last layer's KV, not its output
                 return None
             return plan.over_pages(q, keys, values, layer.scale, layer.window, None).flatten(1)
 

@@ -90,7 +90,9 @@ class FewRows:
                 break
             self._add(x, out, layer.out.weight, layer.mlp_norm, y, squares)
             gated = self._normed("gated", y, squares, layer.gate_up.weight, layer.mlp_norm)
-            next_norm = layer.mlp_norm if behind is None else behind.attention_norm  # behind the last nobody reads y
+            next_norm = (
+                layer.mlp_norm if behind is None else behind.attention_norm
+            )  # after the last layer y is not read
             self._add(x, gated, layer.down.weight, next_norm, y, squares)
         return x
 

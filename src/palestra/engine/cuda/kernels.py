@@ -157,7 +157,7 @@ def draft_attention(
 ):  # fmt: skip
     """A row's last token and its drafts, N in all, attend to the row's pages; grid (rows, KV heads, splits).
 
-    Their queries are ready and their KV is stored, but for those without a page, which nobody reads. Each sees the keys
+    Their queries are ready and their KV is stored, but for those without a page, which are not read. Each sees the keys
     up to its own. A row of length 0 is dead.
     """
     if OVERLAPS:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from palestra.engine.attention import AttentionPlan
 from palestra.engine.cuda import kernels, layer_kernels
 from palestra.engine.pages import BLOCK_ROWS, SharedPrefixes
 
@@ -93,7 +94,7 @@ APPLIED_ALREADY = RopeAndNorm()
 
 def empty_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Where the parts of queries [N, H, D] go before they are merged: their sums, their maxima and weights."""
-    lead = (*q.shape[:2], parts) if parts > 1 else ()  # nobody reads a single part
+    lead = (*q.shape[:2], parts) if parts > 1 else ()  # a single part is not merged
     part, part_ml = (q.new_empty((*lead, width), dtype=torch.float32) for width in (q.shape[2], 2))
     return part, part_ml
 
@@ -115,7 +116,7 @@ def rope_and_store(
 
 
 @dataclass(slots=True)
-class DecodePlan:
+class DecodePlan(AttentionPlan):
     """One token for each row. `lens` counts it; 0 is a dead row."""
 
     keys: Tensor  # [layers, pages, KV heads, page, D]
@@ -123,7 +124,7 @@ class DecodePlan:
     tables: Tensor  # [B, pages of the longest context]
     lens: Tensor  # [B]
     shared: SharedPrefixes | None = None  # with a sliding window each row reads its own pages all the same
-    side: torch.cuda.Stream | None = None  # where shared prefixes are read, beside what each row reads by itself
+    side: torch.cuda.Stream | None = None  # on which shared prefixes are read, in parallel with each row's own pages
     overlaps: bool = False  # start each kernel while the one before still runs
 
     def attend(
@@ -168,7 +169,7 @@ class DecodePlan:
                     **common, R=BLOCK_ROWS, M=queries, T=min(SHARED_KEYS_AT_ONCE, page),
                     num_warps=4 if queries <= 64 else 8, num_stages=3,
                 )  # fmt: skip
-        shared_tokens = self.lens if shared is None else shared.tokens  # nobody reads the first
+        shared_tokens = self.lens if shared is None else shared.tokens  # unused if there is no shared prefix
         keys_at_once, warps, stages = decode_shape(rows, kv_heads)
         early = overlap(self.overlaps and shared is None and splits > 1)  # programs that fill the GPU are in the way
         kernels.decode_attention[(rows, kv_heads, splits)](
@@ -200,7 +201,7 @@ def _beside(side: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class PrefillPlan:
+class PrefillPlan(AttentionPlan):
     """Several tokens of several rows, one row after the other."""
 
     keys: Tensor  # [layers, pages, KV heads, page, D]

@@ -1,10 +1,10 @@
 """One step on a GPU: the KV of prompts and appends in one ragged forward, then several decode steps.
 
-A row's last token is left to the decode steps, so that whoever has just got a prompt or a tool's answer takes part in
-them. A decode step is a CUDA graph of a bucketed batch size: the fast decoder's forward, or the module's with our
-attention over pages; two kernels that choose the tokens and make every row ready for the next step. The host
-looks every few steps whether a row has ended, while the next ones already run. Prefills of few tokens are captured,
-too: to start their kernels one by one takes longer than they do.
+Prefill leaves the last token of a row to the decode steps, so that sessions with a new prompt or tool result join the
+decode batch without a forward of their own. A decode step is a CUDA graph of a bucketed batch size: the fast decoder's
+forward, or the module's with our attention over pages, then two kernels that choose the tokens and prepare every row
+for the next step. The host polls every few steps whether a row has finished, while the next steps already run. Prefills
+of few tokens are captured as well, because launching their kernels takes longer than running them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
-from palestra.engine.session import Chunk, Collect, Emission, Job, Session, nothing
+from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
 from palestra.engine.supported import CacheTooLarge, KVShape, can_capture, is_llama_like
 
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
-DecodePath = Literal["apart", "together", "drafts"]  # together: rows read their common prefixes once
+# per_row: each row reads all its pages. shared_prefix: rows of a group read their common pages once. speculative:
+# n-gram drafts are verified several tokens at a time.
+DecodePath = Literal["per_row", "shared_prefix", "speculative"]
 
 
 class DecodeShape(NamedTuple):
@@ -59,7 +61,7 @@ class CudaRunner(Runner):
 
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
-    look_every = 4  # steps after which the host looks whether a row has ended
+    poll_interval = 4  # decode steps between two checks whether a row has finished
 
     def __init__(
         self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
@@ -89,11 +91,14 @@ class CudaRunner(Runner):
 
     @property
     def paths(self) -> Sequence[DecodePath]:
-        return ["apart", "together"] if self.fast_decoder is None else ["apart", "together", "drafts"]
+        return (
+            ["per_row", "shared_prefix"] if self.fast_decoder is None else ["per_row", "shared_prefix", "speculative"]
+        )
 
     def copy_page(self, source: int, target: int) -> None:
-        """With the next step, together: a group of 512 has as many copies, and a launch each would take longer than the
-        step. No page changes before, as only steps write."""
+        """Copy with the next step. Forking a group of 512 makes as many copies; launching each would take longer than
+        the step. Deferring is safe because only steps write pages."""
+        # A copy that reads or overwrites the target of a pending one has to run after it.
         if target in self._copies or source in self._copies:
             self._copy_pages()
         self._copies[target] = source
@@ -106,8 +111,9 @@ class CudaRunner(Runner):
             self._copies = {}
 
     def weights_changed(self) -> None:
-        """Captured graphs hold the weights' addresses: capture again if somebody has moved one."""
-        self._speculation = Speculation()  # a step does not depend on those before it, so that a run can be resumed
+        """Drop captured graphs if a weight has moved, since they hold the weights' addresses."""
+        # The choice of path must not depend on earlier training steps: a resumed run has not seen them.
+        self._speculation = Speculation()
         moved = self._weight_addresses() != self._weights_at
         if moved:
             self._forget_graphs()
@@ -157,9 +163,11 @@ class CudaRunner(Runner):
             with phases("prefill"):
                 self._prefill(fills)
         if not decoding:
-            return nothing
+            return no_emissions
         with phases("decode"):
             rows = [SamplingRow.of(c.job) for c in decoding]
+            # What the sampling kernels do not know (truncation, penalties, grammars) is sampled by torch, one step at
+            # a time.
             general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
             others_wait = any(c.job.params is None for c in chunks)  # for a prompt that this step computes
             read = self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows, others_wait)
@@ -197,34 +205,38 @@ class CudaRunner(Runner):
         return _emitted([chunk.job for chunk in chunks], logits, rows)
 
     def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], others_wait: bool) -> Collect:
-        """Decode steps until a row ends, at most `decode_steps`; the first two looks' worth at once."""
-        blind = any(row.params.stop for row in rows)  # only the host can see a stop string
-        most = self.look_every if blind or others_wait else self.decode_steps
+        """Run decode steps until a row finishes, at most `decode_steps`.
+
+        Two poll intervals are enqueued at first. From then on `collect` waits for the last but one interval before it
+        enqueues the next, so that the GPU always has one interval of work left while the host reads the flags.
+        """
+        blind = any(row.params.stop for row in rows)  # stop strings are checked on the host alone
+        most = self.poll_interval if blind or others_wait else self.decode_steps
         shape, steps = self._load(chunks, rows, most)
         state, looks = self._state, list[Callable[[], bool]]()
 
         def enqueue() -> int:
-            done = len(looks) * self.look_every
-            end = min(done + self.look_every, steps)
-            if shape.path != "drafts":
+            done = len(looks) * self.poll_interval
+            end = min(done + self.poll_interval, steps)
+            if shape.path != "speculative":
                 state.draw(done, end)
             elif done == 0:
                 state.draw(0, steps)
             for _ in range(done, end):
                 self._decode(shape)
-            looks.append(state.look(len(looks)))
+            looks.append(state.poll_finished(len(looks)))
             return end
 
         def collect(until_one_ends: bool) -> list[Emission]:
-            done = min(len(looks) * self.look_every, steps)
+            done = min(len(looks) * self.poll_interval, steps)
             while until_one_ends and done < steps and not looks[-2]():
                 done = enqueue()
             emissions = []
-            emitted = state.emitted(steps if shape.path == "drafts" else done)
+            emitted = state.emitted(steps if shape.path == "speculative" else done)
             for chunk, (ids, logprobs) in zip(chunks, emitted, strict=True):
                 chunk.job.session.kv_len += len(ids)
                 emissions.append(Emission(chunk.job, ids, logprobs))
-            if shape.path == "drafts":
+            if shape.path == "speculative":
                 self._speculation.note(
                     sum(len(ids) for ids, _ in emitted), int(state.drafts.steps[: len(chunks)].sum())
                 )
@@ -243,21 +255,21 @@ class CudaRunner(Runner):
             self._state = DecodeState(state.rows, state.tables.shape[1], self.decode_steps, self.device, stops)
             self._forget_graphs()
         shape, shared = self._choose_path([chunk.job.session for chunk in chunks], may_draft)
-        drafts = shape.path == "drafts"
+        drafts = shape.path == "speculative"
         return shape, self._state.load(chunks, rows, shared, drafts, self.page_size, self.context, steps)
 
     def _choose_path(self, sessions: Sequence[Session], may_draft: bool) -> tuple[DecodeShape, SharedArrays | None]:
         bucket = bucket_for(len(sessions))
-        if self.path in (None, "together"):
+        if self.path in (None, "shared_prefix"):
             kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
-            min_tokens = 0 if self.path == "together" else MIN_SAVED_BYTES / kv_bytes
+            min_tokens = 0 if self.path == "shared_prefix" else MIN_SAVED_BYTES / kv_bytes
             shared = SharedArrays.of(sessions, self.page_size, min_tokens)
             if shared is not None:
-                return DecodeShape(bucket, "together"), shared
+                return DecodeShape(bucket, "shared_prefix"), shared
         can_draft = may_draft and self.fast_decoder is not None and bucket <= self._state.drafts.rows
-        if can_draft and (self.path == "drafts" or (self.path is None and self._speculation.is_worth_it())):
-            return DecodeShape(bucket, "drafts"), None
-        return DecodeShape(bucket, "apart"), None
+        if can_draft and (self.path == "speculative" or (self.path is None and self._speculation.is_worth_it())):
+            return DecodeShape(bucket, "speculative"), None
+        return DecodeShape(bucket, "per_row"), None
 
     def _decode(self, shape: DecodeShape) -> Tensor:
         """One decode step over the state's first rows; its logits [rows, V]."""
@@ -267,10 +279,10 @@ class CudaRunner(Runner):
         return graph.logits
 
     def _decode_step(self, shape: DecodeShape) -> Tensor:
-        if shape.path == "drafts":
+        if shape.path == "speculative":
             return self._draft_step(shape.rows)
         state, rows = self._state, shape.rows
-        shared = state.shared(rows) if shape.path == "together" else None
+        shared = state.shared(rows) if shape.path == "shared_prefix" else None
         plan = DecodePlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], shared, self._side)
         if self.fast_decoder is not None:
             logits = self.fast_decoder.decode(state.ids[:rows], plan)
@@ -299,13 +311,14 @@ class CudaRunner(Runner):
     def _captured(self, forward: Callable[[], Tensor | None]) -> Graph:
         state = self._state
         alive = state.lens.clone(), state.left.clone()
-        state.lens.zero_()  # dead rows while capturing: no KV is written, and nobody goes on
+        # Warm-up and capture run the kernels for real. With all rows dead they write no KV and advance no row.
+        state.lens.zero_()
         state.left.zero_()
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(2):
+                for _ in range(2):  # Triton compiles and libraries allocate workspaces here, which a capture forbids
                     forward()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
@@ -344,7 +357,7 @@ def _uncaptured(forward: Callable[[], Tensor | None]) -> Graph:
 
 
 def bucket_for(rows: int) -> int:
-    """The captured batch size that holds so many rows."""
+    """The smallest captured batch size that holds `rows` rows."""
     return next((bucket for bucket in BUCKETS if bucket >= rows), -(-rows // 256) * 256)
 
 

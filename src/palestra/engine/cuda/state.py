@@ -1,4 +1,4 @@
-"""The state of a decode batch on the GPU."""
+"""What decode steps read and write on the device: rows, draws, stops, chosen tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DecodeState:
         numbers = uniforms(self._seeds, self._drawn_from + np.arange(first, end)[:, None])
         put((self.draws[first:end], numbers))
 
-    def look(self, number: int) -> Callable[[], bool]:
+    def poll_finished(self, number: int) -> Callable[[], bool]:
         """Ask whether a row has ended, without waiting; call what comes back to wait for the answer."""
         answer = self._left_on_host[number % 2]
         answer.copy_(self.left, non_blocking=True)

@@ -1,4 +1,8 @@
-"""Call formats whose calls are JSON or Python: parsers and writers."""
+"""Call formats whose calls are JSON or Python: parsers and writers. Python calls are parsed, never run.
+
+A parser returns the text outside of the calls and the calls. A call is a dict with "name" and "arguments" (or
+"parameters"), or `Unreadable`.
+"""
 
 from __future__ import annotations
 

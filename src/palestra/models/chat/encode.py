@@ -1,4 +1,7 @@
-"""Rendered text to tokens: bodies and scaffold, cached segments, and who made each token."""
+"""Rendered text to tokens with their makers: message bodies are the environment's, the scaffold is the template's.
+
+Bodies are found by marks: the template renders a conversation once more with a mark in the place of each body.
+"""
 
 from __future__ import annotations
 
@@ -281,7 +284,7 @@ class ReplyTemplate:
     """What a template writes before and behind one reply.
 
     A text is tokenised between its added tokens; the reply shares such a segment with what stands next to it, and only
-    this segment is tokenised anew.
+    this segment is tokenised for each reply.
     """
 
     def __init__(self, segments: SegmentTokenizer, before: str, behind: str, *, without_first: bool) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Grammar
+from palestra.core.types import Grammar, Matching
 from palestra.models.chat.callformats import CallFormat, format_of
 from palestra.models.chat.callrules import json_rule, rules_of, trigger_of
 from palestra.models.chat.reasoning import is_inside
@@ -29,7 +29,7 @@ _KEPT = 256  # grammars; environments may make up tools for every problem
 _ONE_BLOCK = ("granite", "phi4", "nemotron_v2", "tool_calls", "mistral", "lfm", "llama", "harmony", "minimax", "kimi",
               "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4")  # fmt: skip
 _SETTING = "an answer by a JSON schema, or a required tool call,"
-A_NOTE = "Unknown format"  # a warning that can be passed over: a format may be a mere note
+A_NOTE = "Unknown format"  # a warning that can be ignored: a JSON schema's `format` may be only a note
 
 
 class CallGrammars:
@@ -75,7 +75,7 @@ class _Place:
     after: dict[int, _Place] = field(default_factory=dict)
 
 
-class CallGrammar:
+class CallGrammar(Grammar):
     """What may be said when these tools are at hand. It never changes; each turn follows it with a `start()`."""
 
     def __init__(self, grammars: CallGrammars, matcher: LLMatcher, after_call: bytes | None = None) -> None:
@@ -123,7 +123,7 @@ class CallGrammar:
         return self._openings[begun]
 
 
-class CallMatching:
+class CallMatching(Matching):
     """Follows one turn. Text is free, and so is thinking at the start, where a call is text, not executed."""
 
     def __init__(self, grammar: CallGrammar) -> None:
@@ -268,7 +268,7 @@ class TurnGrammars:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnGrammar:
+class TurnGrammar(Grammar):
     """Never changes; each turn follows it with a `start()`."""
 
     matcher: LLMatcher
@@ -279,7 +279,7 @@ class TurnGrammar:
         return TurnMatching(self, self.matcher.deep_copy())
 
 
-class TurnMatching:
+class TurnMatching(Matching):
     """Follows one turn."""
 
     def __init__(self, grammar: TurnGrammar, matcher: LLMatcher) -> None:

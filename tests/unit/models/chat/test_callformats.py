@@ -89,10 +89,6 @@ def test_a_broken_call_says_what_was_wrong_and_how_its_family_writes_one(form, t
     assert form.example in broken.error
 
 
-def test_calls_in_thinking_are_only_talk():
-    assert parse_assistant(f"<think>{ADD_P}</think>{SUB_P}", LLAMA).calls == (ToolCall("call_0", "sub", SUB.arguments),)
-
-
 def test_a_call_keeps_the_id_that_mistral_gave_it():
     call = '{"name": "add", "arguments": {}, "id": "aB3dE6gH9"}'
     assert parse_assistant(f"[TOOL_CALLS] [{call}]", MISTRAL).calls[0].id == "aB3dE6gH9"

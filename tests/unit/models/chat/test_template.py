@@ -1,6 +1,5 @@
 """The chat format against small tokenizers made here, with templates in the manner of well-known models."""
 
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -335,39 +334,6 @@ def test_a_template_that_does_not_show_tools_is_refused_when_there_are_any():
     assert chat.prompt([Message("user", "x")], [])
     with pytest.raises(PalestraError, match="does not show tools"):
         chat.prompt([Message("user", "x")], [{"type": "function", "function": {"name": "price"}}])
-
-
-@pytest.mark.parametrize(
-    ("name", "end", "takes_tools"),
-    [
-        ("qwen2_5", "<|im_end|>", True),
-        ("qwen3", "<|im_end|>", True),
-        ("qwen3_instruct_2507", "<|im_end|>", True),
-        ("llama3_1", "<|eot_id|>", True),
-        ("gemma", "<end_of_turn>", False),
-        ("phi3", "<|end|>", False),
-    ],
-)
-def test_templates_of_well_known_models_can_be_extended(name, end, takes_tools, monkeypatch):
-    trl = importlib.util.find_spec("trl")
-    folder = Path(trl.origin).parent / "chat_templates" if trl and trl.origin else Path("nowhere")
-    if not (folder / f"{name}.jinja").exists():
-        pytest.skip("TRL, which carries these templates, is not installed")
-    tokenizer = make_tokenizer((folder / f"{name}.jinja").read_text(), eos="<|endoftext|>")
-    tokenizer.add_special_tokens({"bos_token": "<|head|>", "additional_special_tokens": [end]})
-    chat = ChatFormat(tokenizer)
-    assert tokenizer.convert_tokens_to_ids(end) in chat.stop_token_ids
-    for replies in [[Message("user", "tea")], [tool("tea")], [tool("tea", 0), tool("tea", 1)]]:
-        if replies[0].role == "tool" and not takes_tools:
-            with pytest.raises(PalestraError, match="chat template"):
-                chat.continuation(replies)
-        else:
-            turns = chat.continuation(replies)
-            assert environment_texts(tokenizer, turns) == ["tea"] * len(replies)
-            assert tokenizer.decode(ids_of(turns)).count(end) == (1 if name.startswith("qwen") else len(replies))
-            with monkeypatch.context() as patch:  # plain words are written without the template as it writes them
-                patch.setattr("palestra.models.chat.template.PLAIN", re.compile("never"))
-                assert ChatFormat(tokenizer).continuation(replies) == turns
 
 
 def test_no_chat_template_is_a_clear_error():

@@ -107,13 +107,6 @@ def test_thinking_is_stripped(text, expected):
     assert strip_reasoning(text) == expected
 
 
-@given(st.text(alphabet=st.sampled_from(list('{}[]":, naméor\n\\1</tool_call><think>')), max_size=80))
-def test_any_text_is_read_without_an_exception(text):
-    parse_assistant(f"<tool_call>{text}")
-    parse_assistant(text)
-    strip_reasoning(text)
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
