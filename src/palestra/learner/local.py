@@ -211,7 +211,7 @@ class LocalLearner:
         if graphs is not None and graphs.captured:
             graphs.forget()  # its memory may be enough
         else:
-            self._limit.halve(len(failed.batch.token_ids), len(failed.batch.row.unique()))
+            self._limit.halve(len(failed.batch.token_ids), len(set(failed.batch.row.tolist())))
         self._packings.pop(batch, None)  # the next pass packs it by the new limit
         rows = {row for micro in micros for row in micro.batch.row.tolist()}
         return deque(self._packed(batch, echo=echo, rows=rows).micro_batches)

@@ -16,9 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_tinker import VOCABULARY, FakeServer, scored
 
 from palestra.algo.batch import Batch
-from palestra.algo.echo import world_model_loss
 from palestra.algo.losses import Objective, policy_loss, token_weights
-from palestra.algo.step_loss import StepLoss
+from palestra.algo.step_loss import StepLoss, world_model_loss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array, Sample
