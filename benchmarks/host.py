@@ -44,7 +44,7 @@ from palestra.engine.sampler import SamplingRow
 from palestra.engine.session import Chunk, Job
 from palestra.envs.library.calculator import Calculator, CalculatorConfig
 from palestra.envs.running import RunningEnv
-from palestra.learner.base import nothing
+from palestra.learner.base import noop
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.tracking.jsonl import JsonlTracker
@@ -201,11 +201,9 @@ class PackingLearner:
             pack(batch, max_tokens=16384, echo=loss.echo_coefficient > 0)
         return Zeros(batch)
 
-    def optim_step(
-        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
-    ) -> float:
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
         self.gpu.launch(self.gpu.update_ms)
-        meanwhile()
+        host_work()
         self.gpu.wait(self.gpu.free_at)
         return 1.0
 

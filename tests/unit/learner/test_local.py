@@ -223,10 +223,10 @@ def test_other_work_is_done_once_a_step_is_on_its_way() -> None:
     learner, samples, seen = LocalLearner(build(), config=settings()), make_samples(), list[bool]()
     before = weights(learner.model)
     learner.forward_backward(Batch.of(samples), loss_of(samples))
-    learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: seen.append(same(before, weights(learner.model))))
+    learner.optim_step(0.1, max_grad_norm=1.0, host_work=lambda: seen.append(same(before, weights(learner.model))))
     assert seen == [True]  # a CPU has nothing to wait for: the update comes after it
     assert not same(before, weights(learner.model))
-    assert learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: seen.append(False)) == 0.0
+    assert learner.optim_step(0.1, max_grad_norm=1.0, host_work=lambda: seen.append(False)) == 0.0
     assert seen == [True]  # without a gradient there is no step
 
 
@@ -239,7 +239,7 @@ def test_other_work_that_fails_leaves_no_gradient_behind() -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=fail)
+        learner.optim_step(0.1, max_grad_norm=1.0, host_work=fail)
     assert learner.optim_step(0.1, max_grad_norm=1.0) == 0.0
     assert all(weight.grad is None for weight in learner.model.parameters())
     assert same(before, weights(learner.model))

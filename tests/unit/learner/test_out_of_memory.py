@@ -128,7 +128,7 @@ def test_with_master_weights_a_failed_gradient_is_forgotten_and_those_before_it_
     for part in (first, rest):
         expected.forward_backward(Batch.of(part), loss_of(samples))
     for one in learners:
-        one.optimizer.gather()
+        one.optimizer.accumulate_into_masters()
     pairs = zip(learner.optimizer.masters, expected.optimizer.masters, strict=True)
     assert all(torch.allclose(a.grad, b.grad, atol=2e-3) for a, b in pairs)  # type: ignore[arg-type]
 

@@ -179,7 +179,7 @@ def test_other_work_is_done_before_the_servers_answers_are_waited_for(monkeypatc
     answer = learner.model.answer
     monkeypatch.setattr(learner.model, "answer", lambda change: said.append("answer") or answer(change))
     learner.forward_backward(Batch.of(samples), loss_of(samples))
-    learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: said.append("other work"))
+    learner.optim_step(0.1, max_grad_norm=1.0, host_work=lambda: said.append("other work"))
     assert said[0] == "other work"
     assert set(said[1:]) == {"answer"}
 
