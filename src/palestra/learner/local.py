@@ -222,9 +222,8 @@ class LocalLearner:
             return 0.0
         norm = self.optimizer.clip(max_grad_norm)
         checks = torch.stack([torch.stack([outputs.terms.sum() for outputs in pending]).sum(), norm.double()])
-        ahead = (
-            self.optimizer.supports_conditional_step
-        )  # then the update is launched before the host waits for the numbers
+        # If supported, the update is launched before the host waits for the numbers: the device may skip it.
+        ahead = self.optimizer.supports_conditional_step
         if ahead:
             self.optimizer.step(learning_rate, finite=checks.isfinite().all())
         try:
