@@ -27,8 +27,8 @@ from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
+from palestra.rollout.evaluate import process
 from palestra.rollout.opening import tools_of
-from palestra.rollout.process import process
 from palestra.sources.wire.protocol import WireClient
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits

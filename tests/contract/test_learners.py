@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from small_learner import loss_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.algo.batch import Batch
-from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -151,10 +151,6 @@ def rows(count: int = 8, seed: int = 0) -> list[Sample]:
         ids = prompt + tokens(n)
         samples.append(Sample(ids, policy, echo, logprobs, i % 4 - 1.5, i // 4, len(prompt)))  # type: ignore[arg-type]
     return samples
-
-
-def loss_of(samples: Sequence[Sample], loss: str = "dapo", **options: Any) -> StepLoss:
-    return StepLoss.of(Batch.of(samples), Objective(loss=loss), max_completion_length=16, **options)  # type: ignore[arg-type]
 
 
 def step(learner: Learner, batches: Sequence[Batch], loss: StepLoss) -> tuple[float, list[dict[str, float]]]:

@@ -23,8 +23,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from test_learners import LEARNERS, RATE, Case, loss_of, model_of, rows
+from small_learner import loss_of
+from test_learners import LEARNERS, RATE, Case, model_of, rows
 
 from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig

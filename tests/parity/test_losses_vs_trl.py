@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from palestra.algo.advantage import advantages as our_advantages
-from palestra.algo.entropy import entropy_bonus, next_entropy_coefficient
 from palestra.algo.losses import Objective, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
+from palestra.algo.step_loss import entropy_bonus, next_entropy_coefficient
 
 if find_spec("trl") is None:
     pytest.skip("pip install trl", allow_module_level=True)

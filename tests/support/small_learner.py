@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from palestra.algo.batch import Batch
+from palestra.algo.losses import Objective
+from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
+from palestra.learner.local import LocalLearner
 
 VOCABULARY = 64
 
@@ -34,18 +39,38 @@ def settings(**sections: dict[str, Any]) -> RunConfig:
     return RunConfig.build(base, sections)
 
 
-def make_samples(version: int = 0, groups: int = 2, siblings: int = 3, seed: int = 0) -> list[Sample]:
+def make_samples(
+    version: int = 0,
+    groups: int = 2,
+    siblings: int = 3,
+    seed: int = 0,
+    *,
+    prompt: int | None = None,
+    lengths: Callable[[int], int] = lambda sibling: 7 + 2 * sibling,
+    tool_result: tuple[int, ...] = (3, 4),
+) -> list[Sample]:
     """Groups whose rows have a tool result (tokens 3 and 4 of the completion) among the model's tokens."""
     rng = random.Random(seed)
     samples = []
     for group in range(groups):
-        prompt = [rng.randrange(VOCABULARY) for _ in range(5 + group)]
+        ids = [rng.randrange(VOCABULARY) for _ in range(5 + group if prompt is None else prompt)]
         for sibling in range(siblings):
-            n, p = 7 + 2 * sibling, len(prompt)
-            tokens = prompt + [rng.randrange(VOCABULARY) for _ in range(n)]
-            trained = [False] * p + [i not in (3, 4) for i in range(n)]
-            observed = [False] * p + [i in (3, 4) for i in range(n)]
+            n, p = lengths(sibling), len(ids)
+            tokens = ids + [rng.randrange(VOCABULARY) for _ in range(n)]
+            trained = [False] * p + [i not in tool_result for i in range(n)]
+            observed = [False] * p + [i in tool_result for i in range(n)]
             logprobs = [-4.0 if t else 0.0 for t in trained]
             advantage = float(sibling - 1)
-            samples.append(Sample(tokens, trained, observed, logprobs, advantage, group, p, version))
+            samples.append(Sample(tokens, trained, observed, logprobs, advantage, group, p, version))  # type: ignore[arg-type]
     return samples
+
+
+def loss_of(samples: Sequence[Sample], loss: str = "dapo", **options: Any) -> StepLoss:
+    """The loss of an optimizer step on these rows."""
+    objective = Objective(loss=loss)  # type: ignore[arg-type]
+    return StepLoss.of(Batch.of(samples), objective, max_completion_length=16, **options)
+
+
+def gradients(learner: LocalLearner) -> dict[str, torch.Tensor]:
+    """Copies of the gradients at the model's weights."""
+    return {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}

@@ -3,11 +3,15 @@
 Whoever computes gradients needs no more than this and some of the step's rows: the shares of all parts add up to
 the same loss and the same gradient, however the rows are split over calls, micro-batches or processes.
 
+    >>> from palestra.core.types import Sample
     >>> mask = (False, True, True)
     >>> rows = [Sample((1, 2, 3), mask, (False,) * 3, (0.0, -0.1, -0.2), advantages=1.0) for _ in range(4)]
     >>> loss = StepLoss.of(Batch.of(rows), Objective(loss="dapo"), max_completion_length=8)
     >>> loss.rows, loss.policy_tokens
     (4, 8)
+
+ECHO (arXiv 2605.24517) also learns to predict what the tools answer: cross-entropy over the bodies of tool results. It
+has its own denominators, so that it never dilutes the policy term and micro-batches add up.
 """
 
 from __future__ import annotations
@@ -15,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
-from palestra.algo.echo import Normalization, world_model_loss
-from palestra.algo.entropy import entropy_bonus
 from palestra.algo.losses import Objective, TokenStats, policy_loss, token_weights
+from palestra.core.errors import PalestraError
 from palestra.core.types import Array
 
 # (log-probabilities, entropies, which tokens) -> the gradient of the loss by each of both
@@ -237,3 +241,88 @@ class StepLoss(Loss):
         if self.echo_tokens:
             metrics["echo_loss"] = echo
         return metrics | stats.finish()
+
+
+Normalization = Literal["selected_tokens", "sequence_mean", "seq_mean_token_sum_norm"]
+Schedule = Literal["constant", "linear", "step"]
+
+
+def world_model_loss(
+    logprobs: Tensor,  # [N] of the observed tokens
+    row: Tensor,  # [N] int64
+    row_lengths: Tensor,  # [R] observed tokens of each row of this micro-batch
+    *,
+    normalization: Normalization,
+    tokens_total: int,
+    rows_total: int,
+    max_sequence_length: int,
+) -> Tensor:
+    """This micro-batch's share of the step's cross-entropy on tool results; 0 with a live graph if there are none.
+
+    `tokens_total` counts the observed tokens of the step, `rows_total` its rows that have any, and
+    `max_sequence_length` is its longest row.
+    """
+    match normalization:
+        case "selected_tokens":
+            weight: Tensor | float = 1.0 / max(tokens_total, 1)
+        case "sequence_mean":
+            weight = 1.0 / (row_lengths.to(logprobs.dtype).clamp(min=1.0)[row] * max(rows_total, 1))
+        case "seq_mean_token_sum_norm":
+            weight = 1.0 / max(max_sequence_length, 1)
+        case _:
+            raise PalestraError(
+                f"unknown echo normalization {normalization!r}; "
+                "expected selected_tokens, sequence_mean or seq_mean_token_sum_norm"
+            )
+    return -(logprobs * weight).sum()
+
+
+def coefficient_at(
+    step: int,
+    *,
+    schedule: Schedule,
+    initial: float,
+    final: float = 0.0,
+    steps_total: int | None = None,
+    step_every: int = 10,
+) -> float:
+    """λ at a step counted from 0.
+
+    `linear` reaches `final` on the last of `steps_total` steps; `step` halves after every
+    `step_every` steps and never falls below `final`.
+    """
+    match schedule:
+        case "constant":
+            return initial
+        case "linear":
+            if steps_total is None:
+                raise PalestraError("a linear echo schedule needs the number of steps, got None; set max_steps")
+            done = min(step / max(steps_total - 1, 1), 1.0)
+            return initial + (final - initial) * done
+        case "step":
+            return max(initial * 0.5 ** (step // step_every), min(final, initial))
+    raise PalestraError(f"unknown echo schedule {schedule!r}; expected constant, linear or step")
+
+
+def entropy_bonus(entropy: Tensor, coefficient: float, *, tokens_total: int) -> Tensor:
+    """−c · the mean entropy of the step's trained tokens, to be added to the loss of each micro-batch.
+
+    Its denominator is the token count whatever the policy's reduction is, so that a coefficient
+    means the same with every loss.
+    """
+    return entropy.sum() * (-coefficient / max(tokens_total, 1))
+
+
+def next_entropy_coefficient(
+    coefficient: float,
+    entropy: float,
+    target: float,
+    *,
+    increment: float = 0.005,
+    lowest: float = 0.0,
+    highest: float = 1.0,
+) -> float:
+    """The coefficient for the next step: one increment up while entropy is at or below the target, else one down."""
+    if entropy <= target:
+        return min(coefficient + increment, highest)
+    return max(coefficient - increment, lowest)

@@ -31,8 +31,8 @@ class Outputs(Protocol):
         ...
 
 
-def nothing() -> None:
-    """There is no work that could be done meanwhile."""
+def noop() -> None:
+    """No work for the host."""
 
 
 class Learner(Protocol):
@@ -49,12 +49,10 @@ class Learner(Protocol):
         """
         ...
 
-    def optim_step(
-        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
-    ) -> float:
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
         """Clip, update the weights, forget the gradient; gives its norm before clipping, NaN where it is not known.
 
-        `meanwhile` is called before the host waits for a device or a server: work that has nothing to do with weights.
+        `host_work` is called before the host waits for a device or a server: work that has nothing to do with weights.
         A NaN or an infinity in the loss or the gradient raises PalestraError, and the weights stay as they are.
         """
         ...

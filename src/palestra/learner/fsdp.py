@@ -24,7 +24,7 @@ from palestra.core.ranks import Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
 from palestra.learner import state as learner_state
-from palestra.learner.base import nothing
+from palestra.learner.base import noop
 from palestra.learner.local import LocalLearner
 from palestra.learner.micro_batches import LocalOutputs
 from palestra.learner.sharding import is_sharded, load_sharded, load_whole, save_sharded
@@ -96,10 +96,8 @@ class FsdpLearner:
     def forward_backward(self, batch: Batch, loss: Loss) -> GatheredOutputs:
         return GatheredOutputs(self._local.forward_backward(self._own_rows(batch), loss), self._ranks)
 
-    def optim_step(
-        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
-    ) -> float:
-        return self._local.optim_step(learning_rate, max_grad_norm=max_grad_norm, meanwhile=meanwhile)
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
+        return self._local.optim_step(learning_rate, max_grad_norm=max_grad_norm, host_work=host_work)
 
     @torch.no_grad()
     def weights(self, version: int) -> Weights:

@@ -25,7 +25,7 @@ from palestra.core.types import Array
 from palestra.core.weights import Weights
 from palestra.engine.supported import base_model
 from palestra.learner import state as learner_state
-from palestra.learner.base import nothing
+from palestra.learner.base import noop
 from palestra.learner.forward import Scorer
 from palestra.learner.micro_batches import (
     LocalOutputs,
@@ -166,7 +166,7 @@ class LocalLearner:
         waiting = deque(packed.micro_batches)
         while waiting:
             micro = waiting.popleft()
-            self.optimizer.gather()
+            self.optimizer.accumulate_into_masters()
             before = self.optimizer.gradient_marks()
             found = unless_out_of_memory(partial(self._gradient, self._scorer, micro, packed, outputs, weights))
             if found is not None:
@@ -174,7 +174,7 @@ class LocalLearner:
                 continue
             left = [micro, *waiting]
             partly = before != self.optimizer.gradient_marks()  # some weights have their part of the failed one
-            if partly and not self.optimizer.forget_pass():
+            if partly and not self.optimizer.discard_failed_backward():
                 if self._pending:
                     raise torch.OutOfMemoryError("CUDA out of memory in the backward pass of a step's later batch")
                 self.optimizer.clear()
@@ -211,24 +211,23 @@ class LocalLearner:
         if graphs is not None and graphs.captured:
             graphs.forget()  # its memory may be enough
         else:
-            self._limit.halve(len(failed.batch.token_ids), len(failed.batch.row.unique()))
+            self._limit.halve(len(failed.batch.token_ids), len(set(failed.batch.row.tolist())))
         self._packings.pop(batch, None)  # the next pass packs it by the new limit
         rows = {row for micro in micros for row in micro.batch.row.tolist()}
         return deque(self._packed(batch, echo=echo, rows=rows).micro_batches)
 
-    def optim_step(
-        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
-    ) -> float:
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
         pending, self._pending = self._pending, []
         if not any(outputs.token_logprobs for outputs in pending):
             return 0.0
         norm = self.optimizer.clip(max_grad_norm)
         checks = torch.stack([torch.stack([outputs.terms.sum() for outputs in pending]).sum(), norm.double()])
-        ahead = self.optimizer.can_skip  # then the update is launched before the host waits for the numbers
+        # If supported, the update is launched before the host waits for the numbers: the device may skip it.
+        ahead = self.optimizer.supports_conditional_step
         if ahead:
             self.optimizer.step(learning_rate, finite=checks.isfinite().all())
         try:
-            meanwhile()
+            host_work()
         except BaseException:
             self.discard_gradients()
             raise

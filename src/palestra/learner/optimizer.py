@@ -18,7 +18,7 @@ class Optimizer:
     """Gradients in, one AdamW update out.
 
     With `master_weights`, low-precision weights have float32 copies that receive the updates; the model gets the
-    rounded result. Before another backward pass, `gather` adds the last one's gradients up, in float32.
+    rounded result. Before another backward pass, `accumulate_into_masters` adds up the last one's gradients in float32.
     """
 
     def __init__(self, model: nn.Module, train: TrainSection, *, master_weights: bool = False) -> None:
@@ -50,7 +50,7 @@ class Optimizer:
         self._steps: tuple[Tensor, Sequence[Tensor]] = (torch.empty(0), ())
 
     @property
-    def can_skip(self) -> bool:
+    def supports_conditional_step(self) -> bool:
         """Whether a step can be launched before it is known to be sound: the GPU then leaves the weights alone."""
         return self.weights[0].is_cuda and not isinstance(self.weights[0], DTensor)
 
@@ -58,14 +58,14 @@ class Optimizer:
     def by_kernel(self) -> bool:
         """Whether one kernel makes the whole update: of a model on a GPU that has a master for every weight."""
         return (
-            self.can_skip
+            self.supports_conditional_step
             and len(self._pairs) == len(self.weights)
             and len({weight.dtype for weight in self.weights}) == 1
             and all(weight.is_contiguous() for weight in self.weights)
         )
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def accumulate_into_masters(self) -> None:
         """Add what the last backward pass left at low-precision weights to the sums at their masters."""
         found = [(weight, master) for weight, master in self._pairs if weight.grad is not None]
         first = [(weight, master) for weight, master in found if master.grad is None]
@@ -85,7 +85,7 @@ class Optimizer:
             norm = torch.linalg.vector_norm(torch.stack(norms))
             self._clip_factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
             return norm
-        self.gather()
+        self.accumulate_into_masters()
         norm = nn.utils.clip_grad_norm_(self.masters, max_norm, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -96,13 +96,13 @@ class Optimizer:
             group.update(betas=betas, eps=eps, weight_decay=decay)
 
     def step(self, learning_rate: float, finite: Tensor | None = None) -> None:
-        """Update the weights and forget the gradients; nothing changes if `finite` (only where `can_skip`) is false."""
+        """Update the weights and clear the gradients; skipped on the device if `finite` is false (GPU only)."""
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         if self.by_kernel and (found := self._gradients()):
             self._step_by_kernel(found, finite)
         else:
-            self.gather()
+            self.accumulate_into_masters()
             if finite is not None:  # what the fused kernels look at to skip a step, without the host
                 self.adamw.found_inf = (~finite).float()  # type: ignore[attr-defined]
             self.adamw.step()
@@ -112,7 +112,7 @@ class Optimizer:
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
         """(weight, master, gradient): of a single backward pass as it was computed, of several their sum."""
         if any(master.grad is not None for master in self.masters):
-            self.gather()
+            self.accumulate_into_masters()
             return [(w, m, m.grad) for w, m in self._pairs if m.grad is not None]
         return [(w, m, w.grad.contiguous()) for w, m in self._pairs if w.grad is not None]
 
@@ -168,7 +168,7 @@ class Optimizer:
         own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return [None if g is None else (g.data_ptr(), g._version) for g in own]
 
-    def forget_pass(self) -> bool:
+    def discard_failed_backward(self) -> bool:
         """Forget the gradients of a failed backward pass; False where they cannot be told from those before it."""
         if len(self._pairs) < len(self.weights):
             return False
@@ -176,15 +176,15 @@ class Optimizer:
             weight.grad = None
         return True
 
-    def fill(self) -> None:
-        """A gradient of 0 where none was computed: a step then goes on by its momentum, as it should."""
-        self.gather()
+    def zero_missing_gradients(self) -> None:
+        """Set a gradient of 0 where none was computed, so that a step still applies the momentum."""
+        self.accumulate_into_masters()
         for master in self.masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
 
     def reset(self) -> None:
-        """Begin anew with the weights as they are now."""
+        """Reset moments, gradients and masters to the current weights."""
         self.clear()
         self.adamw.state.clear()
         with torch.no_grad():
@@ -199,8 +199,8 @@ class Optimizer:
             state |= {f"{kind}/{name}": value for kind, value in ({"weight": master.detach()} | moments).items()}
         return state
 
-    def make_room(self) -> None:
-        """Moments of 0 for every weight, to be overwritten."""
+    def init_moments(self) -> None:
+        """Create moments of 0 for every weight, to be overwritten."""
         for master in self.masters:
             self._new_state(master)
 
@@ -253,8 +253,8 @@ class UserOptimizer(Optimizer):
         self._user, self._scheduler = chosen, scheduler
 
     @property
-    def can_skip(self) -> bool:
-        return self._user is None and super().can_skip
+    def supports_conditional_step(self) -> bool:
+        return self._user is None and super().supports_conditional_step
 
     def step(self, learning_rate: float, finite: Tensor | None = None) -> None:
         if self._user is None:

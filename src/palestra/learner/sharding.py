@@ -101,7 +101,7 @@ def load_sharded(folder: Path, optimizer: Optimizer) -> None:
         reader = _reader(folder / SHARDS)
         known = reader.read_metadata().state_dict_metadata
         if any(name.startswith("exp_avg/") for name in known):
-            optimizer.make_room()
+            optimizer.init_moments()
         else:  # it was written before the first step
             optimizer.reset()
         tensors = optimizer.tensors()
@@ -189,7 +189,7 @@ def load_whole(optimizer: Optimizer, state: Mapping[str, Any], weights: Mapping[
     low = [name for name, weight in weights.items() if weight.dtype != torch.float32]
     masters = dict(zip(low, state["masters"], strict=False)) if state["masters"] else {}
     moments = state["adamw"]["state"]
-    optimizer.make_room() if moments else optimizer.reset()
+    optimizer.init_moments() if moments else optimizer.reset()
     whole = {f"weight/{name}": masters.get(name, weight) for name, weight in weights.items()}
     for index, name in enumerate(optimizer.names_by_index()):
         whole |= {f"{kind}/{name}": value for kind, value in moments.get(index, {}).items()}

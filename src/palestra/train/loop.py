@@ -24,7 +24,7 @@ from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Group
 from palestra.evals.evidence import Example, RunFacts, find_examples
 from palestra.evals.findings import run_findings
-from palestra.learner.base import Learner, nothing
+from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker
 from palestra.train.batch import has_signal, trainable_batch
@@ -198,7 +198,7 @@ class Training:
         metrics: dict[str, float] = {}
         learned: dict[str, float] = {}
 
-        def beside() -> None:
+        def on_host() -> None:
             """What needs no weights is done while a GPU changes them."""
             if not metrics:
                 self._prepare_next()
@@ -208,15 +208,15 @@ class Training:
 
         if batch.policy_mask.any() or batch.echo_mask.any():
             with self._policy_asleep(), phases("learner"):
-                meanwhile = beside if self.learner_thread is None else nothing
-                learn = partial(update, self.learner, batch, config, coefficients, version, record, meanwhile)
+                host_work = on_host if self.learner_thread is None else noop
+                learn = partial(update, self.learner, batch, config, coefficients, version, record, host_work)
                 learned = self._compute(learn)
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
             version += 1
             with phases("publishing"):
                 self.policy.update(self.learner.weights(version))
-        beside()
+        on_host()
         metrics |= learned | {"update_scale": scale if learned else 0.0}
         after = replace(
             state,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from palestra.algo.echo import coefficient_at
-from palestra.algo.entropy import next_entropy_coefficient
+from palestra.algo.step_loss import coefficient_at, next_entropy_coefficient
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import PalestraError

@@ -15,7 +15,7 @@ from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array
-from palestra.learner.base import Learner, nothing
+from palestra.learner.base import Learner, noop
 from palestra.train.schedule import Coefficients
 from palestra.train.token_record import TokenRecord
 
@@ -31,11 +31,11 @@ def update(
     coefficients: Coefficients,
     version: int,
     record: TokenRecord | None = None,
-    meanwhile: Callable[[], None] = nothing,
+    host_work: Callable[[], None] = noop,
 ) -> dict[str, float]:
     """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights.
 
-    `record` collects the results for each token; `meanwhile` is called once, while the first step is computed.
+    `record` collects the results for each token; `host_work` is called once, while the first step is computed.
     """
     started, train = time.perf_counter(), config.train
     check_batch(batch)
@@ -56,7 +56,7 @@ def update(
             norm = learner.optim_step(
                 coefficients.learning_rate,
                 max_grad_norm=train.max_grad_norm,
-                meanwhile=nothing if updates else meanwhile,
+                host_work=noop if updates else host_work,
             )
             known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
             updates.append(outputs.metrics() | known)

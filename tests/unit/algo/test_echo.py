@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from palestra.algo.echo import coefficient_at, world_model_loss
+from palestra.algo.step_loss import coefficient_at, world_model_loss
 from palestra.core.errors import PalestraError
 
 NORMALIZATIONS = ("selected_tokens", "sequence_mean", "seq_mean_token_sum_norm")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from palestra.algo.entropy import entropy_bonus, next_entropy_coefficient
 from palestra.algo.losses import Objective, TokenStats, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
+from palestra.algo.step_loss import entropy_bonus, next_entropy_coefficient
 from palestra.core.errors import PalestraError
 
 

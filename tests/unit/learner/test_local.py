@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_learner import build, make_samples, settings
+from small_learner import build, loss_of, make_samples, settings
 from torch import nn
 
 from palestra.algo.batch import Batch
-from palestra.algo.losses import Objective
-from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Sample
@@ -224,24 +222,24 @@ def test_an_infinite_loss_names_its_group_and_changes_no_weight() -> None:
 def test_other_work_is_done_once_a_step_is_on_its_way() -> None:
     learner, samples, seen = LocalLearner(build(), config=settings()), make_samples(), list[bool]()
     before = weights(learner.model)
-    learner.forward_backward(Batch.of(samples), StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16))
-    learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: seen.append(same(before, weights(learner.model))))
+    learner.forward_backward(Batch.of(samples), loss_of(samples))
+    learner.optim_step(0.1, max_grad_norm=1.0, host_work=lambda: seen.append(same(before, weights(learner.model))))
     assert seen == [True]  # a CPU has nothing to wait for: the update comes after it
     assert not same(before, weights(learner.model))
-    assert learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: seen.append(False)) == 0.0
+    assert learner.optim_step(0.1, max_grad_norm=1.0, host_work=lambda: seen.append(False)) == 0.0
     assert seen == [True]  # without a gradient there is no step
 
 
 def test_other_work_that_fails_leaves_no_gradient_behind() -> None:
     learner, samples = LocalLearner(build(), config=settings()), make_samples()
     before = weights(learner.model)
-    learner.forward_backward(Batch.of(samples), StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16))
+    learner.forward_backward(Batch.of(samples), loss_of(samples))
 
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=fail)
+        learner.optim_step(0.1, max_grad_norm=1.0, host_work=fail)
     assert learner.optim_step(0.1, max_grad_norm=1.0) == 0.0
     assert all(weight.grad is None for weight in learner.model.parameters())
     assert same(before, weights(learner.model))

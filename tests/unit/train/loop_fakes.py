@@ -16,7 +16,7 @@ from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Array, Group, Problem, Rollout, Score, Turn
 from palestra.core.weights import Weights
-from palestra.learner.base import nothing
+from palestra.learner.base import noop
 from palestra.policy.base import Policy
 from palestra.train.group_source import GroupSource, ProblemSource
 from palestra.train.loop import Training
@@ -62,12 +62,10 @@ class FakeLearner:
         self.losses.append(loss)
         return FakeOutputs(batch, self.entropy)
 
-    def optim_step(
-        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
-    ) -> float:
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
         self.calls.append("optim_step")
         self.on_step(self.weight)
-        meanwhile()
+        host_work()
         self.rates.append(learning_rate)
         self.weight += 1
         return 1.0

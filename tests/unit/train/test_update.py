@@ -132,7 +132,7 @@ def test_what_can_be_done_meanwhile_is_done_once_in_the_first_optimizer_step() -
     config = RunConfig.build(SMALL, {"train": {"minibatches": 2, "iterations": 2}})
     coefficients = Coefficients(0.1, echo=0.0, entropy=0.0)
     update(
-        learner, Batch.of(numbered(4)), config, coefficients, NOW, meanwhile=lambda: learner.calls.append("meanwhile")
+        learner, Batch.of(numbered(4)), config, coefficients, NOW, host_work=lambda: learner.calls.append("meanwhile")
     )
     assert [call for call in learner.calls if call != "forward"][:4] == [
         "forward_backward", "optim_step", "meanwhile", "forward_backward",

@@ -31,7 +31,7 @@ from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.types import Array
 from palestra.core.weights import Weights, saved_tensors
-from palestra.learner.base import nothing
+from palestra.learner.base import noop
 
 CHECKPOINT = "tinker.json"
 _ADAM_EPS = 1e-8  # as the local optimizer
@@ -120,9 +120,7 @@ class TinkerLearner:
         self._pending.append(found)
         return found
 
-    def optim_step(
-        self, learning_rate: float, *, max_grad_norm: float, meanwhile: Callable[[], None] = nothing
-    ) -> float:
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
         pending, self._pending = [found for found in self._pending if found.changes], []
         if not pending:
             return 0.0
@@ -137,7 +135,7 @@ class TinkerLearner:
         gradients = [change for found in pending for change in found.changes]
         step = self.model.change(lambda client: client.optim_step(adam), is_step=True)
         try:
-            meanwhile()
+            host_work()
             if not all(found.terms.is_finite for found in pending):
                 raise _not_finite(pending, "the loss is nan")
             norm = self._step_norm(step)

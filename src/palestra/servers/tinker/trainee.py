@@ -120,7 +120,7 @@ class Trainee:
             return Outputs(_by_row(logprobs, data), _loss_of(loss, batch, logprobs))
         try:
             outputs = self._learner.forward_backward(batch, loss)
-            self._optimizer.fill()
+            self._optimizer.zero_missing_gradients()
             return Outputs(_by_row(outputs.logprobs(), data), outputs.metrics()["loss"])
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_learner import loss_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_tinker import VOCABULARY, FakeServer, scored
 
 from palestra.algo.batch import Batch
-from palestra.algo.echo import world_model_loss
 from palestra.algo.losses import Objective, policy_loss, token_weights
-from palestra.algo.step_loss import StepLoss
+from palestra.algo.step_loss import StepLoss, world_model_loss
 from palestra.backends.tinker.learner import TinkerLearner, gradient_norm
 from palestra.backends.tinker.model import TinkerModel
 from palestra.core.config import RunConfig
@@ -124,7 +124,7 @@ def test_every_loss_has_the_gradient_that_it_has_here(loss: Any, known: str, ech
     samples, server = rows(), FakeServer()
     share = KNOWN[known]
     batch = Batch.of(samples, old_logprobs=None if share is None else old_of(samples, share))
-    terms = StepLoss.of(Batch.of(samples), Objective(loss=loss), max_completion_length=16, echo_coefficient=echo)
+    terms = loss_of(samples, loss, echo_coefficient=echo)
     learner = learner_on(server)
     learner.forward_backward(batch, terms)
     found = learner.model._client.weights.grad
@@ -162,7 +162,7 @@ def test_every_option_of_the_objective_has_its_gradient(options: dict[str, Any])
 
 def step(learner: TinkerLearner, samples: list[Sample]) -> tuple[float, dict[str, float]]:
     batch = Batch.of(samples)
-    found = learner.forward_backward(batch, StepLoss.of(batch, Objective(), max_completion_length=16))
+    found = learner.forward_backward(batch, loss_of(samples))
     norm = learner.optim_step(0.1, max_grad_norm=1.0)
     return norm, found.metrics()
 
@@ -178,8 +178,8 @@ def test_other_work_is_done_before_the_servers_answers_are_waited_for(monkeypatc
     learner, samples, said = learner_on(FakeServer()), rows(), list[str]()
     answer = learner.model.answer
     monkeypatch.setattr(learner.model, "answer", lambda change: said.append("answer") or answer(change))
-    learner.forward_backward(Batch.of(samples), StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16))
-    learner.optim_step(0.1, max_grad_norm=1.0, meanwhile=lambda: said.append("other work"))
+    learner.forward_backward(Batch.of(samples), loss_of(samples))
+    learner.optim_step(0.1, max_grad_norm=1.0, host_work=lambda: said.append("other work"))
     assert said[0] == "other work"
     assert set(said[1:]) == {"answer"}
 
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(where: str) -> Non
     learner = learner_on(server)
     step(learner, samples)
     before = learner.model._client.weights.detach().clone()
-    terms = StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16)
+    terms = loss_of(samples)
     learner.forward_backward(Batch.of(samples[:2]), terms)
     if where == "before it is sent":
         bad = replace(samples[3], advantages=float("nan"))  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(where: str) -> Non
 
 def test_an_entropy_bonus_is_refused_by_name() -> None:
     samples = rows()
-    terms = StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16, entropy_coefficient=0.1)
+    terms = loss_of(samples, entropy_coefficient=0.1)
     with pytest.raises(PalestraError, match=r"entropy_coefficient = 0\.1: .*set train\.entropy_coefficient to 0"):
         learner_on(FakeServer()).forward_backward(Batch.of(samples), terms)
 

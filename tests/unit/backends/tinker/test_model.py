@@ -12,6 +12,7 @@ import httpx
 import pytest
 import tinker
 import torch
+from small_learner import loss_of
 from tinker.types import RequestErrorCategory
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,8 +21,6 @@ from fake_tinker import FakeServer
 from test_learner import learner_on, rows, step
 
 from palestra.algo.batch import Batch
-from palestra.algo.losses import Objective
-from palestra.algo.step_loss import StepLoss
 from palestra.backends.tinker import model as model_module
 from palestra.backends.tinker.policy import TinkerPolicy, sampling_params
 from palestra.core.errors import PalestraError, RolloutError
@@ -63,7 +62,7 @@ def test_a_session_that_is_lost_at_any_moment_changes_nothing(moment: str, tmp_p
         policy.update(learner.weights(1))
         at("sampling")
         tokens = sampled(policy).token_ids.tolist()
-        terms = StepLoss.of(Batch.of(samples), Objective(), max_completion_length=16)
+        terms = loss_of(samples)
         learner.forward_backward(Batch.of(samples[:2]), terms)
         at("reference")
         learner.forward(Batch.of(samples), reference=True)
