@@ -176,17 +176,6 @@ def test_runs_are_compared_by_settings_that_differ_and_by_curves(cli, add_run, t
     assert "no .svg file" in cli("runs", "compare", "aaaa", "bbbb", "--plot", "x.png").err
 
 
-def test_a_training_in_a_terminal_is_listed_too(cli, home, agent_file):
-    path = agent_file()
-    trained = cli("train", str(path), "--json")
-    assert trained.code == 0, trained.err
-    (run,) = json.loads(cli("runs", "list", "--json").out)["runs"]
-    assert (run["name"], run["environment"], run["state"]) == ("clerk", "my_agent", "completed")
-    assert Path(run["folder"]) == Path(json.loads(trained.out.splitlines()[-1])["run_dir"]).resolve()
-    assert run["progress"]["step"] == 1
-    assert cli("runs", "watch", run["run_id"][:4]).code == 0
-
-
 def test_a_folder_in_which_somebody_trains_is_not_trained_in_twice(cli, home, add_run, monkeypatch):
     from palestra.runs.processes import this_process
 
