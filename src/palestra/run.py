@@ -36,7 +36,7 @@ from palestra.envs.running import RunningEnv
 from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.runs.index import Index, State, palestra_home
-from palestra.runs.processes import RUN_VARIABLE, descendants, end_all
+from palestra.runs.processes import RUN_VARIABLE, descendants, end_all, identify
 from palestra.runs.recovery import SUPERVISOR_DIED, recover_own
 from palestra.runs.request import RunRequest, absolute_name
 from palestra.sources.wire import WIRE_DEFAULTS
@@ -54,6 +54,7 @@ Watching = Callable[[RunConfig], AbstractContextManager[Watcher]]  # a display f
 _BACKLOG = 2048  # connections that wait until the server accepts them
 _API_UNREACHABLE_S = 60.0
 _TERMINATE_S = 0.5
+_DYING_MS = 200
 _TRAINER_SERVER = {
     "base_url": TRAINER_URL,
     "api_key_env": "PALESTRA_TOKEN",
@@ -270,27 +271,34 @@ def _outliving_supervisor(part: str) -> Iterator[None]:
     is_rank = RankVariables.of_environment() is not None
     marks = part != "env" and not is_rank
     note = partial(_note_death, home, run_id, supervisor) if marks else None
-    threading.Thread(target=_watch_output, args=(note,), daemon=True).start()
+    output = os.dup(1)  # the pipe that the supervisor reads
+    threading.Thread(target=_watch_output, args=(output, note), daemon=True).start()
     try:
         yield
     finally:
-        if marks and os.getppid() != supervisor:
-            for number in (signal.SIGTERM, signal.SIGINT):  # a second one must not interrupt this
-                signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second one must not interrupt this
+            signal.signal(number, signal.SIG_IGN)
+        # SIGTERM comes with the end of each of the supervisor's threads, so perhaps before that of the process
+        if marks and (_is_closed(output, _DYING_MS) or identify(supervisor) is None):
             end_all(descendants(os.getpid()), _TERMINATE_S)
             trainer = [one for one in Index(home).parts(run_id) if one.part == "trainer" and one.process.is_alive]
             if part == "trainer" or not trainer:
                 recover_own(home, run_id, supervisor)
 
 
-def _watch_output(on_close: Callable[[], None] | None) -> None:
+def _is_closed(pipe: int, wait_ms: int | None) -> bool:
+    """Whether nobody reads from a pipe any more; waits up to `wait_ms` (None: without a limit) for that."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # errors alone
+    return any(event & select.POLLERR for _, event in poll.poll(wait_ms))
+
+
+def _watch_output(output: int, on_close: Callable[[], None] | None) -> None:
     """Wait until the supervisor, which reads our output, has gone; from then on output is discarded.
 
     Otherwise the next line that is printed would fail, perhaps while a checkpoint is being written.
     """
-    poll = select.poll()
-    poll.register(1, 0)  # errors alone
-    poll.poll()
+    _is_closed(output, None)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if on_close is not None:

@@ -105,12 +105,16 @@ def test_a_run_outlives_the_shell_that_started_it_and_a_new_process_lists_it(run
     assert (row["run_id"], row["state"], row["processes"]) == (run_id, "running", {"trainer": "running"})
 
 
-def test_a_run_that_ends_well_is_completed_and_leaves_no_process(runs):
-    run_id = runs.start("begin()\nsys.exit(0)")
+def test_a_run_that_ends_well_is_completed_leaves_no_process_and_goes_on_only_with_more_steps(runs):
+    run_id = runs.start("if not (folder / 'run.json').exists():\n    begin()\nsys.exit(0)")
     run = runs.wait(run_id, "completed")
     assert run.processes == {"trainer": "exited (0)"}
     assert run.ended is not None
     assert eventually(lambda: not runs.all_processes(run_id))
+    with pytest.raises(PalestraError, match="more steps"):
+        runs.manager.resume(run_id)
+    runs.manager.resume(run_id, max_steps=5)
+    assert "max_steps: 5" in (runs.wait(run_id, "completed").folder / "config.yaml").read_text()
 
 
 def test_a_failure_is_told_with_the_lines_of_the_log_that_explain_it(runs):
@@ -228,18 +232,18 @@ from pathlib import Path
 from palestra.runs.manager import RunManager, RunRequest
 manager = RunManager(Path(sys.argv[1]), max_runs=1)
 request = RunRequest(agent_file=sys.argv[2], name="same")
-with ThreadPoolExecutor(5) as pool:
-    for run in pool.map(lambda _: manager.start(request), range(5)):
+with ThreadPoolExecutor(3) as pool:
+    for run in pool.map(lambda _: manager.start(request), range(3)):
         print(run.run_id, run.folder)
 """
 
 
-def test_five_starts_at_once_from_each_of_two_processes_do_not_clash(runs):
+def test_three_starts_at_once_from_each_of_two_processes_do_not_clash(runs):
     words = [sys.executable, "-c", STARTER, str(runs.home), runs.agent_file("begin()\nsys.exit(0)")]
     starters = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     lines = [line.split() for starter in starters for line in starter.communicate(timeout=60)[0].splitlines()]
     assert all(starter.returncode == 0 for starter in starters)
-    assert len({run_id for run_id, _ in lines}) == len({folder for _, folder in lines}) == 10
+    assert len({run_id for run_id, _ in lines}) == len({folder for _, folder in lines}) == 6
     assert {run.run_id for run in runs.manager.list()} == {run_id for run_id, _ in lines}
     for run_id, _ in lines:
         with contextlib.suppress(PalestraError):  # one that has ended already
@@ -265,8 +269,9 @@ def test_whoever_is_killed_nothing_is_left_behind_and_the_index_says_why(runs, v
     assert reason in str(runs.index.row(run_id).reason)
 
 
-def test_a_run_whose_processes_are_all_killed_is_found_dead_by_whoever_looks(runs):
-    run_id = runs.start(SLEEP)
+def test_a_run_whose_processes_are_all_killed_is_found_dead_and_does_not_hold_up_the_queue(runs):
+    runs.manager.max_runs = 1
+    run_id, next_id = runs.start(SLEEP), runs.start(SLEEP)
     runs.wait(run_id, "running")
     supervisor, trainer = runs.index.row(run_id).supervisor, runs.process(run_id, "trainer")
     for process in (supervisor, trainer):
@@ -276,10 +281,8 @@ def test_a_run_whose_processes_are_all_killed_is_found_dead_by_whoever_looks(run
     assert run.state == "failed"
     assert "supervisor has died" in str(run.reason)
     assert run_id in str(run.reason)  # how to resume
-    assert runs.index.row(run_id).state == "running"  # reading changes nothing
-    (ended,) = runs.manager.gc()
-    assert (ended.run_id, ended.state, ended.reason) == (run_id, "failed", run.reason)
-    assert runs.index.row(run_id).state == "failed"
+    assert eventually(lambda: runs.index.row(next_id).state in ("starting", "running"), within_s=20)
+    assert (runs.index.row(run_id).state, runs.index.row(run_id).reason) == ("failed", run.reason)
     assert runs.manager.gc() == []
 
 
@@ -300,45 +303,23 @@ def test_a_supervisor_that_hangs_is_found_by_its_silence_and_ended(runs, monkeyp
     assert eventually(lambda: not any(process.is_alive for process in everything))
 
 
-def test_a_dead_run_before_it_does_not_hold_up_the_queue(runs):
-    runs.manager.max_runs = 1
-    first, second = runs.start(SLEEP), runs.start(SLEEP)
-    runs.wait(first, "running")
-    for process in (runs.index.row(first).supervisor, runs.process(first, "trainer")):
-        os.kill(process.pid, signal.SIGKILL)
-    assert eventually(lambda: runs.index.row(second).state in ("starting", "running"), within_s=20)
-
-
-def test_secrets_reach_the_trainer_and_nothing_else(runs, monkeypatch):
+def test_secrets_reach_the_trainer_and_neither_files_nor_command_lines(runs, monkeypatch):
     secret = "sk-0123456789-secret"
     monkeypatch.setenv("WANDB_API_KEY", secret)
-    run_id = runs.start("begin()\n(folder / 'has').write_text(str('WANDB_API_KEY' in os.environ))\ntime.sleep(300)")
+    code = "begin()\nprint('it is', os.environ['WANDB_API_KEY'], flush=True)\ntime.sleep(300)"
+    run_id = runs.start(code)
     run = runs.wait(run_id, "running")
-    assert eventually((run.folder / "has").is_file)
-    assert (run.folder / "has").read_text() == "True"
+    log = run.logs["trainer"]
+    assert eventually(lambda: "it is [WANDB_API_KEY]" in log.read_text())  # while it goes on
+    assert (log.stat().st_mode & 0o777, log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     for process in runs.all_processes(run_id):
         assert secret not in Path(f"/proc/{process.pid}/cmdline").read_text()
+    os.kill(runs.index.row(run_id).supervisor.pid, signal.SIGKILL)
+    runs.wait(run_id, "failed")
     written = [path for path in (*runs.home.rglob("*"), *run.folder.rglob("*")) if path.is_file()]
     assert not [path for path in written if secret.encode() in path.read_bytes()]
     with pytest.raises(PalestraError, match="holds a secret"):
         runs.start(SLEEP, settings={"track.run_name": secret})
-
-
-@pytest.mark.parametrize("end", ["stopped", "failed"])
-def test_what_a_process_prints_of_the_environment_never_comes_into_its_log(runs, monkeypatch, end):
-    monkeypatch.setenv("WANDB_API_KEY", "sk-0123456789-secret")
-    run_id = runs.start("begin()\nprint('it is', os.environ['WANDB_API_KEY'], flush=True)\ntime.sleep(300)")
-    log = runs.wait(run_id, "running").logs["trainer"]
-    assert eventually(lambda: "it is [WANDB_API_KEY]" in log.read_text())  # while it goes on
-    assert (log.stat().st_mode & 0o777, log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    if end == "stopped":
-        runs.manager.stop(run_id)
-    else:
-        os.kill(runs.index.row(run_id).supervisor.pid, signal.SIGKILL)
-    runs.wait(run_id, end)
-    log = log.read_text()
-    assert "it is [WANDB_API_KEY]" in log
-    assert "sk-0123456789-secret" not in log
 
 
 @pytest.mark.serial
@@ -367,16 +348,6 @@ def test_the_first_step_comes_within_15_seconds_beyond_the_imports_and_a_stop_sa
     assert results["report"]["after"]["pass_rate"]["n"] == 2
     assert Path(results["model_path"], "config.json").is_file()
     assert [row["step"] for row in runs.manager.metrics(run_id)] == list(range(1, 13))
-
-
-def test_a_complete_run_goes_on_only_with_more_steps(runs):
-    run_id = runs.start("if not (folder / 'run.json').exists():\n    begin()\nsys.exit(0)")
-    runs.wait(run_id, "completed")
-    with pytest.raises(PalestraError, match="more steps"):
-        runs.manager.resume(run_id)
-    runs.manager.resume(run_id, max_steps=5)
-    folder = runs.wait(run_id, "completed").folder
-    assert "max_steps: 5" in (folder / "config.yaml").read_text()
 
 
 def test_a_run_goes_on_and_is_listed_again_when_the_index_is_lost(runs):

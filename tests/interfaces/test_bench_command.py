@@ -78,19 +78,7 @@ def test_the_table_has_a_row_for_each_side():
     assert [cell.strip() for cell in row.split("│")][2:8] == ["generate", "2,000", "1.50", "5,000", "4,000", "9,000"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--prompts", "0"), "prompts=0 leaves nothing to measure; use 1 or more"),
-        (("--tool-rounds", "-1"), "tool_rounds=-1 leaves nothing to measure; use 0 or more"),
-        (("--threads", "0"), "threads=0"),
-        (("--plot", "bench.png"), "is no .svg file"),
-        (("--prompt-tokens", "5000"), "the model's context holds 2048; lower prompt_tokens"),
-        (("--model", "palestra/nope"), "there is no model 'palestra/nope'"),
-    ],
-)
-def test_bad_input_is_refused_with_the_remedy(cli, arguments, complaint):
-    answer = cli("bench", *arguments)
-    assert answer.code == 2
-    assert complaint in answer.err
-    assert "Traceback" not in answer.err
+def test_the_longest_rollout_is_prompt_turns_and_tool_results():
+    work = Workload(prompt_tokens=10, new_tokens=5, tool_rounds=2)
+    assert work.longest_rollout == 10 + 3 * 5 + 2 * TOOL_RESULT_TOKENS
+    assert work.scenarios == {"single turn": 0, "2 tool rounds": 2}

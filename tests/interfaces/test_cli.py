@@ -33,27 +33,6 @@ def test_version_is_the_packages(cli):
     assert cli("version").out.startswith(f"palestra {version('palestra')}\n")
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "config"])
-def test_unknown_option_is_refused_with_the_one_that_was_meant(cli, command):
-    answer = cli(command, "--train.lerning_rate", "1e-4")
-    assert answer.code == 2
-    assert "--train.lerning_rate" in answer.err
-    assert "Did you mean" in answer.err
-    assert "--train.learning_rate" in answer.err
-
-
-def test_unknown_command_is_refused_with_the_one_that_was_meant(cli):
-    answer = cli("trian")
-    assert answer.code == 2
-    assert "Did you mean 'train'?" in answer.err
-
-
-def test_file_without_command_is_sent_to_train(cli):
-    answer = cli("my_agent.py")
-    assert answer.code == 2
-    assert "palestra train my_agent.py" in answer.err
-
-
 def test_every_setting_is_listed_with_its_default(cli):
     listing = cli("config", "--keys").out
     for key in list(RunConfig.keys()):
@@ -115,22 +94,6 @@ def test_options_are_read_by_their_type(cli, option, text, value):
     assert config[section][key] == value
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--train.learning_rate", "fast"), ("train.learning_rate", "valid number", "'fast'")),
-        (("--train.loss", "ppo"), ("train.loss", "'grpo'", "'ppo'")),
-        (("--rollout.group_size", "1"), ("group_size", "use 2 or more")),
-        (("--seed", "-1"), ("seed", "greater than or equal to 0")),
-    ],
-)
-def test_wrong_value_is_refused_with_what_was_expected(cli, arguments, words):
-    answer = cli("config", *arguments)
-    assert answer.code == 2
-    assert all(word in answer.err for word in words), answer.err
-    assert "Traceback" not in answer.err
-
-
 def test_yaml_of_other_trainers_is_translated(cli):
     Path("run.yaml").write_text(
         """
@@ -149,32 +112,7 @@ def test_yaml_of_other_trainers_is_translated(cli):
     assert (config.track.report_to, config.track.project, config.track.entity) == (["wandb"], "shop", "me")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("train: {lerning_rate: 1}", ("run.yaml", "'train.lerning_rate'", "Did you mean 'train.learning_rate'?")),
-        ("rl: {training: {max_step: 1}}", ("'rl.training.max_step'", "Did you mean 'rl.training.max_steps'?")),
-        ("train: {max_steps: 1}\nrl: {training: {max_steps: 2}}", ("train.max_steps and rl.training.max_steps",)),
-        ("wandb: {enabled: maybe}", ("wandb.enabled", "true or false")),
-        ("train: [1", ("run.yaml", "not valid YAML")),
-        ("- 1", ("run.yaml", "list", "expected sections")),
-        ("train: 5", ("'train' is 5; it is a section",)),
-        ("train: {max_steps: 1}\nlora: {r: 8}\ntrain: {epochs: 2}", ("run.yaml has 'train' twice, in lines 1 and 3",)),
-        ("train:\n  max_steps: 1\n  max_steps: 2", ("'max_steps' twice, in lines 2 and 3",)),
-        ("train: {max_steps: 1}\ntrain.max_steps: 2", ("train.max_steps is given twice",)),
-    ],
-)
-def test_wrong_yaml_is_refused(cli, text, words):
-    Path("run.yaml").write_text(text)
-    answer = cli("config", "--config", "run.yaml")
-    assert answer.code == 2
-    assert all(word in answer.err for word in words), answer.err
-
-
 def test_yaml_may_merge_and_repeat_by_anchors(cli):
-    Path("run.yaml").write_text("train: &base {max_steps: 3}\nrl: {training: {<<: *base, num_train_epochs: 2}}\n")
-    answer = cli("config", "--config", "run.yaml")
-    assert "train.max_steps and rl.training.max_steps are one setting" in answer.err
     Path("run.yaml").write_text("rollout: {<<: {top_p: 0.5, top_k: 3}, top_k: 4}\n")
     rollout = yaml.safe_load(cli("config", "--config", "run.yaml").out)["rollout"]
     assert (rollout["top_p"], rollout["top_k"]) == (0.5, 4)
@@ -185,12 +123,6 @@ def test_empty_yaml_sections_change_nothing(cli):
     assert cli("config", "--config", "run.yaml").out == cli("config").out
 
 
-def test_missing_yaml_is_named(cli):
-    answer = cli("train", "--config", "nope.yaml")
-    assert answer.code == 2
-    assert "nope.yaml" in answer.err
-
-
 def test_missing_run_is_answered_with_the_recent_ones(cli):
     for name in ("clerk-1", "clerk-2"):
         Path("runs", name).mkdir(parents=True)
@@ -199,22 +131,6 @@ def test_missing_run_is_answered_with_the_recent_ones(cli):
     assert answer.code == 2
     assert "runs/clerk-1" in answer.err
     assert "runs/clerk-2" in answer.err
-
-
-def test_resuming_where_no_run_is_says_how_to_start_one(cli):
-    answer = cli("train", "--resume", "runs/none")
-    assert answer.code == 2
-    assert "`palestra train` starts one" in answer.err
-
-
-def test_resuming_with_new_settings_is_refused(cli):
-    answer = cli("train", "--resume", "runs/none", "--train.learning_rate", "1", "--seed", "2")
-    assert answer.code == 2
-    assert "--seed, --train.learning_rate" in answer.err
-    assert "keeps its own settings" in answer.err
-    answer = cli("train", "--resume", "runs/none", "--train.max_steps", "none")
-    assert answer.code == 2
-    assert "say how many steps" in answer.err
 
 
 def test_debug_shows_the_traceback(cli, monkeypatch):

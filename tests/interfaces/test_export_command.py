@@ -74,23 +74,9 @@ def test_a_model_becomes_a_hugging_face_folder(cli: Any, tmp_path: Path) -> None
     assert {"config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"} <= names
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("palestra/tiny", "--to", "gguf", "--type", "q9"), "there is no GGUF type 'q9'"),
-        (("palestra/tiny", "--to", "ollama", "--name", "a b"), "'a b' is not a valid name in Ollama"),
-        (("missing.gguf", "--to", "gguf"), "missing.gguf"),
-        (("runs/none/model", "--to", "gguf"), "runs/none/model"),
-        (("palestra/tiny", "--to", "exe"), "'exe' is not one of 'hf', 'gguf', 'ollama'"),
-    ],
-)
-def test_bad_input_is_named_and_leaves_nothing(
-    cli: Any, tmp_path: Path, arguments: tuple[str, ...], words: str
-) -> None:
-    answer = cli("export", *arguments)
-    assert answer.code == 2
-    assert words in answer.err
-    assert list(tmp_path.iterdir()) == []
+def test_a_name_that_ollama_does_not_take_is_rejected(cli: Any, tmp_path: Path) -> None:
+    answer = cli("export", "palestra/tiny", "--to", "ollama", "--name", "a b")
+    assert (answer.code, "'a b'" in answer.err, list(tmp_path.iterdir())) == (2, True, [])
 
 
 def test_a_run_without_a_model_says_how_to_go_on(cli: Any, run: RunFolder) -> None:

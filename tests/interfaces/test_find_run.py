@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from listed_runs import ended_run
 
 from palestra.cli.find_run import find_run, model_of, require_run, require_run_id
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import FORMAT, Resume, RunFolder
-from palestra.runs.index import Index
-from palestra.runs.processes import this_host
 
 AddRun = Callable[..., RunFolder]
 
@@ -32,14 +30,9 @@ def add_run(home: Path, tmp_path: Path) -> AddRun:
     """A run in the index whose folder is not in ./runs."""
 
     def add(run_id: str, name: str, folder: str, model: bool = True) -> RunFolder:
-        run = RunFolder.create(tmp_path, name, RunConfig(), {}, at=tmp_path / "elsewhere" / folder)
+        run = ended_run(home, tmp_path / "elsewhere" / folder, run_id, name, kind="foreground")
         if model:
             run.model.mkdir()
-        now = time.time()
-        Index(home).add(
-            run_id=run_id, name=name, environment=name, folder=str(run.path), state="completed", host=this_host(),
-            created=now, launched=now, started=now, ended=now, kind="foreground",
-        )  # fmt: skip
         return run
 
     return add

@@ -51,28 +51,6 @@ def test_a_folder_a_yaml_file_and_settings_of_a_run_are_taken(cli, tmp_path):
     assert (found["steps"], found["rows_at_once"]) == (7, 15)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("--model qwen3-5b", "Did you mean 'qwen3-8b'"),
-        ("--model qwen3-8b --gpu voodoo", "there are no figures for the GPU 'voodoo'"),
-        ("--model qwen3-8b --context many", "not a number of tokens"),
-        ("--model qwen3-8b --context 64k", "the context of qwen3-8b holds 40960; lower --context"),
-        ("--model qwen3-8b --context 1k --new-tokens 1k", "leaves no room for a prompt"),
-        ("--model qwen3-8b --group 1", "use 2 or more"),
-        ("--model qwen3-8b --gpus 0", "gpus=0; use 1 or more"),
-        ("--model qwen3-8b --signal 0", "signal=0.0"),
-        ("--model qwen3-8b --gpus 2 --method qlora", "4 bits are not divided among GPUs"),
-        ("--model ./nowhere", "is not known"),
-    ],
-)
-def test_bad_input_is_refused_with_the_remedy(cli, arguments, complaint):
-    answer = cli("plan", *arguments.split())
-    assert answer.code == 2
-    assert complaint in answer.err
-    assert "Traceback" not in answer.err
-
-
 def test_a_gpu_that_is_not_listed_is_described(cli):
     answer = cli("plan", *"--model qwen3-4b --gpu mine --memory-gib 200 --bandwidth 6 --tflops 1500 --json".split())
     assert json.loads(answer.out)["device"] == "mine"

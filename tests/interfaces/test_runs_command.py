@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listed_runs import ended_run
 
 from palestra.cli.main import COMMANDS
 from palestra.core.config import RunConfig
-from palestra.core.run_folder import RunFolder
 from palestra.runs.index import Index
-from palestra.runs.processes import this_host
 
 AddRun = Callable[..., Path]
 
@@ -34,15 +33,10 @@ def add_run(home: Path, tmp_path: Path) -> AddRun:
 
     def add(run_id: str, rewards: list[float], state: str = "completed", **more: Any) -> Path:
         config = RunConfig.build({"train.learning_rate": 1e-3 / (1 + len(run_id))}, more.pop("settings", {}))
-        run = RunFolder.create(tmp_path / "runs", "clerk", config, {"source": None}, at=tmp_path / "runs" / run_id)
+        path = tmp_path / "runs" / run_id
+        run = ended_run(home, path, run_id, config=config, record={"source": None}, state=state, **more)
         rows = [{"step": i + 1, "reward_mean": r, "pass_rate": r, "loss": -0.1} for i, r in enumerate(rewards)]
-        (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        now = time.time()
-        row = {"created": now - 90, "launched": now - 90, "started": now - 80, "ended": now - 5, "kind": "managed"}
-        Index(home).add(
-            run_id=run_id, name="clerk", environment="clerk", folder=str(run.path), state=state, host=this_host(),
-            **{**row, **more},
-        )  # fmt: skip
+        run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (run.path / "logs").mkdir()
         (run.path / "logs" / "trainer.log").write_text("one\ntwo\nthree\n")
         return run.path
@@ -107,13 +101,6 @@ def test_a_copy_of_a_run_is_told_from_it_by_its_folder(cli, add_run, tmp_path):
     assert "copy  " in answer.out
     svg = ET.fromstring((tmp_path / "curves.svg").read_text())
     assert len(svg.findall("{http://www.w3.org/2000/svg}polyline")) == 4  # a curve each, and a line below it
-
-
-def test_an_unknown_run_is_refused_with_the_remedy(cli, home):
-    answer = cli("runs", "show", "nosuch")
-    assert answer.code == 2
-    assert "there is no run 'nosuch'" in answer.err
-    assert "palestra runs list" in answer.err
 
 
 def test_the_last_lines_of_a_log_are_printed(cli, add_run):
@@ -189,17 +176,6 @@ def test_runs_are_compared_by_settings_that_differ_and_by_curves(cli, add_run, t
     assert "no .svg file" in cli("runs", "compare", "aaaa", "bbbb", "--plot", "x.png").err
 
 
-def test_a_training_in_a_terminal_is_listed_too(cli, home, agent_file):
-    path = agent_file()
-    trained = cli("train", str(path), "--json")
-    assert trained.code == 0, trained.err
-    (run,) = json.loads(cli("runs", "list", "--json").out)["runs"]
-    assert (run["name"], run["environment"], run["state"]) == ("clerk", "my_agent", "completed")
-    assert Path(run["folder"]) == Path(json.loads(trained.out.splitlines()[-1])["run_dir"]).resolve()
-    assert run["progress"]["step"] == 1
-    assert cli("runs", "watch", run["run_id"][:4]).code == 0
-
-
 def test_a_folder_in_which_somebody_trains_is_not_trained_in_twice(cli, home, add_run, monkeypatch):
     from palestra.runs.processes import this_process
 
@@ -272,15 +248,3 @@ def test_completing_run_ids_makes_no_index(home):
 
     assert ShellComplete(commands, {}, "palestra", "_PALESTRA_COMPLETE").get_completions(["runs", "show"], "") == []
     assert not home.exists()
-
-
-def test_what_cannot_be_detached_is_refused(cli, home):
-    assert "`palestra runs resume` continues one" in cli("train", "--detach", "--resume", "x").err
-    assert "there is no agent file nosuch.py" in cli("train", "nosuch.py", "--detach").err
-    assert "Did you mean 'train.max_steps'" in cli("train", "--detach", "--config", _yaml()).err
-    assert json.loads(cli("runs", "list", "--json").out)["count"] == 0
-
-
-def _yaml() -> str:
-    Path("run.yaml").write_text("train: {max_stepz: 3}\n")
-    return "run.yaml"

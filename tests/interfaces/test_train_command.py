@@ -24,33 +24,41 @@ INTERRUPTIBLE = (
 )
 
 
-def test_training_ends_with_json_and_leaves_a_whole_run_folder(cli, agent_file):
-    answer = cli("train", str(agent_file()), "--json", "--seed", "3")
+def test_a_training_leaves_a_whole_run_that_is_shown_listed_and_scored(cli, agent_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
+    path = str(agent_file())
+    answer = cli("train", path, "--json", "--seed", "3")
     assert answer.code == 0, answer.err
     assert len(answer.out.splitlines()) == 1
     summary = json.loads(answer.out)
     assert 0 <= summary["held_out_before"] <= 1
-    assert 0 <= summary["held_out_after"] <= 1
     assert summary["seconds"] > 0
-    run = Path(summary["run_dir"])
+    folder = RunFolder.open(Path(summary["run_dir"]))
     for name in ("run.json", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.json", "report.html", "model"):
-        assert (run / name).exists(), name
-    report = json.loads((run / "report.json").read_text())
-    folder = RunFolder.open(run)
+        assert (folder.path / name).exists(), name
+    report = json.loads(folder.report_file.read_text())
     assert folder.eval_names() == ["before", "after"]
     assert len(list(folder.eval_rollouts("after"))) == report["after"]["pass_rate"]["n"]
-    assert report["seed"] == 3
+    assert (report["seed"], len(report["metrics"])) == (3, 1)
     assert report["after"]["pass_rate"]["rate"] == summary["held_out_after"]
-    assert len(report["metrics"]) == 1
 
-
-def test_summary_shows_the_table_the_talk_and_where_things_are(cli, agent_file):
-    answer = cli("train", str(agent_file()))
-    assert answer.code == 0, answer.err
     for words in ("run folder runs/clerk-", "step 1/1", "Held-out cases", "right_price", "user: What does a"):
-        assert words in answer.out
-    assert "report.html" in answer.out
-    assert "palestra eval my_agent.py --model.name runs/clerk-" in answer.out
+        assert words in answer.err
+    assert "report.html" in answer.err
+    assert "palestra eval my_agent.py --model.name runs/clerk-" in answer.err
+
+    (run,) = json.loads(cli("runs", "list", "--json").out)["runs"]
+    assert (run["name"], run["environment"], run["state"]) == ("clerk", "my_agent", "completed")
+    assert (Path(run["folder"]), run["progress"]["step"]) == (folder.path.resolve(), 1)
+    assert cli("runs", "watch", run["run_id"][:4]).code == 0
+
+    answer = cli("eval", path, "--model.name", f"{folder.path}/model", "--json", "--split", "all")
+    assert answer.code == 0, answer.err
+    assert "all 5 cases of the suite" in answer.err
+    scores = json.loads(answer.out.splitlines()[-1])
+    assert (scores["split"], scores["cases"]) == ("all", 5)
+    assert 0 <= scores["interval"][0] <= scores["pass_rate"] <= scores["interval"][1] <= 1
+    assert scores["measures"]["right_price"] == scores["pass_rate"]
 
 
 def test_a_dry_run_says_what_it_would_need_and_leaves_nothing(cli, agent_file):
@@ -60,18 +68,6 @@ def test_a_dry_run_says_what_it_would_need_and_leaves_nothing(cli, agent_file):
         assert words in answer.out
     assert "scoring" not in answer.out
     assert not Path("runs").exists()
-
-
-def test_trained_model_can_be_scored(cli, agent_file):
-    path = str(agent_file())
-    run = json.loads(cli("train", path, "--json").out)["run_dir"]
-    answer = cli("eval", path, "--model.name", f"{run}/model", "--json", "--split", "all")
-    assert answer.code == 0, answer.err
-    assert "all 5 cases of the suite" in answer.err
-    scores = json.loads(answer.out.splitlines()[-1])
-    assert (scores["split"], scores["cases"]) == ("all", 5)
-    assert 0 <= scores["interval"][0] <= scores["pass_rate"] <= scores["interval"][1] <= 1
-    assert scores["measures"]["right_price"] == scores["pass_rate"]
 
 
 def test_measure_that_raises_in_every_rollout_stops_the_run_after_the_first_evaluation(cli, agent_file):

@@ -90,7 +90,8 @@ def _is_being_stopped(row: Row) -> bool:
 
 def _with_earlier(row: Row, reason: str) -> str:
     """What had gone wrong before comes first."""
-    return f"{row.reason}; then {reason}" if row.state == "stopping" and row.reason else reason
+    is_other = row.state == "stopping" and row.reason not in (None, reason)
+    return f"{row.reason}; then {reason}" if is_other else reason
 
 
 def _hang_of(index: Index, row: Row) -> str | None:

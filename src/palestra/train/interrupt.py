@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+_SAME_SIGNAL_S = 0.5
+_last_sigterm = float("-inf")
 
 
 @contextmanager
@@ -45,7 +49,16 @@ def sigterm_as_ctrl_c(*more: signal.Signals) -> Iterator[None]:
         yield
         return
 
+    global _last_sigterm
+    if not callable(signal.getsignal(signal.SIGTERM)):  # the outermost of these blocks
+        _last_sigterm = float("-inf")
+
     def stop(number: int, frame: FrameType | None) -> None:
+        global _last_sigterm
+        last, _last_sigterm = _last_sigterm, time.monotonic()
+        # Linux sends one for each thread of a parent that dies; a second Ctrl-C would not wait for the step
+        if _last_sigterm - last < _SAME_SIGNAL_S:
+            return
         on_ctrl_c(signal.getsignal(signal.SIGINT), frame)
 
     numbers = [n for n in (signal.SIGTERM, *more) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP

@@ -5,24 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from listed_runs import list_run
 
 from palestra.core.errors import PalestraError
 from palestra.runs.index import Index
 from palestra.runs.processes import Process
-
-
-def add(index: Index, run_id: str, **values: Any) -> None:
-    now = time.time()
-    row = {
-        "run_id": run_id, "name": "n", "environment": "e", "folder": f"/runs/{run_id}", "kind": "managed",
-        "state": "pending", "created": now, "launched": now, "host": "here",
-    }  # fmt: skip
-    index.add(**{**row, **values})
 
 
 @pytest.fixture
@@ -31,32 +21,32 @@ def index(tmp_path: Path) -> Index:
 
 
 def test_a_state_changes_only_from_where_it_may(index):
-    add(index, "a")
+    list_run(index, "a")
     assert not index.move("a", ["running"], "completed")
     assert index.move("a", ["pending", "starting"], "running", reason="why")
     assert (index.row("a").state, index.row("a").reason) == ("running", "why")
 
 
 def test_only_one_of_two_gets_to_resume(index):
-    add(index, "a", state="failed")
+    list_run(index, "a", state="failed")
     assert [index.move("a", ["failed"], "pending") for _ in range(2)] == [True, False]
 
 
 def test_an_unknown_run_is_told_with_the_closest_known_one(index):
-    add(index, "abcd2345")
+    list_run(index, "abcd2345")
     with pytest.raises(PalestraError, match=r"no run 'abcd2346'\. Did you mean 'abcd2345'"):
         index.row("abcd2346")
 
 
 def test_the_newest_run_comes_first(index):
     for name in ("a", "b", "c"):
-        add(index, name)
+        list_run(index, name)
     assert [row.run_id for row in index.rows()] == ["c", "b", "a"]
 
 
 def test_ports_of_runs_differ_and_are_free_again_afterwards(index):
     for name in ("a", "b"):
-        add(index, name, state="starting")
+        list_run(index, name, state="starting")
     ports = [index.claim_port(run, part) for run in ("a", "b") for part in ("api", "trainer")]
     assert len(set(ports)) == 4
     assert index.ports("a") == {"api": ports[0], "trainer": ports[1]}
@@ -69,7 +59,7 @@ def test_a_port_that_somebody_listens_on_is_not_taken(index, monkeypatch):
         other.bind(("127.0.0.1", 0))
         free = other.getsockname()[1]
         other.close()
-        add(index, "a")
+        list_run(index, "a")
         monkeypatch.setattr("palestra.runs.index._PORTS", [taken.getsockname()[1], free])
         assert index.claim_port("a", "api") == free
         with pytest.raises(PalestraError, match="no loopback port"):
@@ -78,7 +68,7 @@ def test_a_port_that_somebody_listens_on_is_not_taken(index, monkeypatch):
 
 def test_runs_wait_for_room_in_the_order_of_their_coming(index):
     for name in ("a", "b", "c"):
-        add(index, name)
+        list_run(index, name)
 
     def admit(name: str) -> str | None:
         return index.admit(name, free_memory_gib=100.0, machine_gpus=0, default_runs=1)
@@ -94,22 +84,22 @@ def test_runs_wait_for_room_in_the_order_of_their_coming(index):
 
 
 def test_a_run_that_needs_no_gpu_passes_one_that_waits_for_it(index):
-    add(index, "a", state="running", gpus=1)
-    add(index, "b", gpus=1)
-    add(index, "c", gpus=0)
+    list_run(index, "a", state="running", gpus=1)
+    list_run(index, "b", gpus=1)
+    list_run(index, "c", gpus=0)
     assert index.admit("b", 100.0, machine_gpus=1, default_runs=4) == "1 of 1 GPUs are in use"
     assert index.admit("c", 100.0, machine_gpus=1, default_runs=4) is None
 
 
 def test_a_run_waits_for_memory_unless_it_is_alone(index):
-    add(index, "a", memory_gib=10.0)
+    list_run(index, "a", memory_gib=10.0)
     assert index.admit("a", 5.0, machine_gpus=0, default_runs=4) is None
-    add(index, "b", memory_gib=10.0)
+    list_run(index, "b", memory_gib=10.0)
     assert "needs about 10.0 GiB" in str(index.admit("b", 5.0, machine_gpus=0, default_runs=4))
 
 
 def test_processes_of_a_run_are_remembered_with_their_exit_codes(index):
-    add(index, "a")
+    list_run(index, "a")
     index.part_started("a", "trainer", Process(7, "then"))
     index.part_ended("a", "trainer", -9)
     (part,) = index.parts("a")
@@ -117,7 +107,7 @@ def test_processes_of_a_run_are_remembered_with_their_exit_codes(index):
 
 
 def test_only_a_run_that_has_ended_is_forgotten(index):
-    add(index, "a", state="running")
+    list_run(index, "a", state="running")
     assert not index.remove("a")
     index.move("a", ["running"], "stopped")
     assert index.remove("a")
@@ -168,7 +158,7 @@ def test_a_home_that_cannot_be_made_is_told_with_the_remedy(tmp_path):
 def test_each_run_gets_a_gpu_of_its_own(index):
     devices = ["0", "GPU-7f"]
     for name in ("a", "b", "c", "cpu"):
-        add(index, name, gpus=0 if name == "cpu" else 1)
+        list_run(index, name, gpus=0 if name == "cpu" else 1)
         index.admit(name, 8.0, 2, 9, devices)
     assert {name: index.gpus(name) for name in ("a", "b", "c", "cpu")} == {
         "a": ["0"], "b": ["GPU-7f"], "c": [], "cpu": [],
@@ -186,7 +176,7 @@ def test_a_run_gets_as_many_gpus_as_it_asks_for_and_waits_until_they_are_free(in
         return index.admit(run, 100.0, len(devices), 9, devices)
 
     for name, gpus in {"a": 1, "b": 2, "c": 2, "d": 1}.items():
-        add(index, name, gpus=gpus)
+        list_run(index, name, gpus=gpus)
     assert [admit(name) for name in "ab"] == [None, None]
     assert admit("c") == "3 of 4 GPUs are in use"
     assert admit("d") == "run c is before it"  # it would fit: but then c might wait for ever
@@ -199,12 +189,12 @@ def test_a_run_gets_as_many_gpus_as_it_asks_for_and_waits_until_they_are_free(in
 def test_gpus_are_held_again_by_their_runs_when_the_index_was_lost(index):
     devices = ["0", "1"]
     for name in ("a", "b"):
-        add(index, name, gpus=1)
+        list_run(index, name, gpus=1)
     assert index.admit("a", 100.0, 2, 9, devices) is None
     row, held = index.row("a"), index.gpus("a")
     for path in index.path.parent.glob("runs.db*"):
         path.unlink()
     index.keep(row, held)
-    add(index, "c", gpus=1)
+    list_run(index, "c", gpus=1)
     assert index.admit("c", 100.0, 2, 9, devices) is None
     assert (index.gpus("a"), index.gpus("c")) == (["0"], ["1"])

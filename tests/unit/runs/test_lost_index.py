@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listed_runs import list_run
 
 from palestra.cli.find_run import require_run_id
 from palestra.core.config import RunConfig
@@ -18,18 +19,9 @@ from palestra.runs.folder_lock import hold
 from palestra.runs.foreground import listed
 from palestra.runs.index import Index, Row, UnknownRun
 from palestra.runs.manager import RunManager, RunRequest
-from palestra.runs.processes import this_host, this_process
+from palestra.runs.processes import this_process
 from palestra.runs.reader import RunReader
 from palestra.runs.supervisor import patiently
-
-
-def add(index: Index, folder: RunFolder, run_id: str, **values: Any) -> None:
-    now = time.time()
-    row = {
-        "run_id": run_id, "name": f"name of {run_id}", "environment": "e", "folder": str(folder.path),
-        "kind": "managed", "state": "running", "created": now, "launched": now, "host": this_host(),
-    }  # fmt: skip
-    index.add(**{**row, **values})
 
 
 @pytest.fixture
@@ -38,7 +30,7 @@ def home(tmp_path: Path) -> Path:
     index = Index(tmp_path / "home")
     for run_id in ("complete", "stopped2", "training"):
         folder = RunFolder.create(tmp_path, run_id, RunConfig(), {}, at=tmp_path / "elsewhere" / run_id)
-        add(index, folder, run_id)
+        list_run(index, run_id, folder, state="running")
         if run_id == "complete":
             folder.model.mkdir()
     return index.path.parent

@@ -1,0 +1,86 @@
+"""The own reader of each tracking service finds what a run wrote. tests/interfaces/test_wandb_sync.py has W&B's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
+from palestra.runs.tracking.open import open_trackers
+
+LOSSES = [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]  # of `track`, by step
+# Trackio fixes its folder when it is imported, so it runs in a process of its own.
+TRACKIO = """
+from pathlib import Path
+from palestra.core.config import RunConfig
+from palestra.core.run_folder import RunFolder
+from palestra.runs.tracking.open import open_trackers
+
+config = RunConfig.build({"track": {"report_to": ["trackio"], "project": "gym", "run_name": "first"}})
+for steps, resume_after in ((range(1, 3), None), (range(3, 5), 2)):
+    trackers = open_trackers(config, RunFolder(Path(".")), {"agent": "calculator"}, resume_after)
+    for step in steps:
+        trackers.metrics(step, {"loss": step / 2})
+    trackers.close()
+"""
+
+
+def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from palestra.runs.tracking.wandb import _has_key
+
+    with pytest.raises(PalestraError, match="WANDB_API_KEY"):
+        open_trackers(RunConfig.build({"track.report_to": ["wandb"]}), RunFolder(tmp_path), {}, None)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert _has_key()
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(track: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track(tmp_path / "run", ["tensorboard"], range(1, 5), None)
+    track(tmp_path / "run", ["tensorboard"], range(3, 5), 2)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= {"loss", "reward_mean", "pass_rate/is exact?"}
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == LOSSES
+
+
+def test_trackio_has_a_run_and_its_resumption_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    read = ["from trackio.cli import main; main()", "get", "metric", "--json", "--project", "gym"]
+    read += ["--run", "first", "--metric", "loss"]
+    for words in ([TRACKIO], read):
+        command = [sys.executable, "-c", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert [(value["step"], value["value"]) for value in json.loads(done.stdout)["values"]] == LOSSES
+
+
+def test_mlflow_has_a_run_and_its_resumption_as_one(track: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    folder = tmp_path / "run"
+    track(folder, ["mlflow"], range(1, 3), None)
+    track(folder, ["mlflow"], range(3, 5), 2)
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("gym").experiment_id])
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")] == LOSSES
+    assert run.data.metrics["pass_rate/is exact_"] == 1.0  # MLflow allows no question mark
+    assert (run.data.params["rollout.group_size"], run.data.params["run.agent"]) == ("4", "calculator")
+    assert run.info.status == "FINISHED"
