@@ -148,6 +148,7 @@ def test_the_gateway_tokenises_no_long_text_on_its_event_loop(tiny_tokenizer):
             await client.post("/v1/messages/count_tokens", json={"model": "m", "messages": ASK["messages"]})
             first = {"role": "user", "content": long}
             said = await client.post("/v1/chat/completions", json={"messages": [first]})
+            assert said.is_success, said.text
             reply = said.json()["choices"][0]["message"]
             more = [first, reply, {"role": "user", "content": long[:30_000]}]
             went_on = await client.post("/v1/chat/completions", json={"messages": more})

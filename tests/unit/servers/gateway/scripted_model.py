@@ -26,7 +26,7 @@ def completer(
     kind: type[ScriptedPolicy] = ScriptedPolicy,
 ) -> Completer:
     speak = say if callable(say) else lambda i: say[i]
-    return Completer(kind(tokenizer, speak), tokenizer, "scripted", context)
+    return Completer(kind(tokenizer, speak, context=context), tokenizer, "scripted", context)
 
 
 def attempt(model: Completer, **options: Any) -> Attempt:
