@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-WORKERS = os.environ.get("TEST_WORKERS", "3")  # on two cores: many tests wait for processes that they started
+WORKERS = os.environ.get("TEST_WORKERS", "4")  # on two cores: many tests wait for processes that they started
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # the workers share the cores

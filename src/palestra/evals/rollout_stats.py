@@ -139,17 +139,21 @@ def _tool_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "tool_error_rate": sum(not result.ok for result, _ in results) / count,
         "other_format_rate": sum(bool(result.call.format) for result, _ in results) / count,
         **{metric: problems[problem] / count for problem, metric in CALL_PROBLEM_RATES.items()},
-        "repeated_call_rate": sum(map(_repeated_calls, rollouts)) / count,
+        "repeated_call_rate": _repeated_call_rate(rollouts),
         "tool_limit_rate": statistics.fmean(r.stop == "tool_limit" for r in rollouts),
         "unread_call_rate": statistics.fmean(has_unread_call(r) for r in rollouts),
         "unrun_call_rate": statistics.fmean(has_unrun_call(r) for r in rollouts),
     }
 
 
-def _repeated_calls(rollout: Rollout) -> int:
-    """Count the calls with the name and arguments of an earlier call of the same rollout."""
-    calls = {(result.call.name, repr(result.call.arguments)) for result in rollout.tool_results}
-    return len(rollout.tool_results) - len(calls)
+def _repeated_call_rate(rollouts: Sequence[Rollout]) -> float:
+    """Return the share of the calls that have the name and arguments of an earlier call of the same rollout."""
+    total = distinct = 0
+    for rollout in rollouts:
+        calls = [(call.name, repr(call.arguments)) for m in model_messages(rollout) for call in m.tool_calls]
+        total += len(calls)
+        distinct += len(set(calls))
+    return (total - distinct) / max(1, total)
 
 
 def _scores(rollouts: Sequence[Rollout]) -> dict[str, list[Score]]:

@@ -414,10 +414,13 @@ def result(name: str, content: str = "2", ok: bool = True) -> ToolResult:
 
 
 def test_stats_count_repeated_calls_and_rollouts_that_end_at_the_limit_of_rounds() -> None:
-    stats = rollout_stats(
-        [rollout(1, stop="tool_limit", calls=(result("add"),) * 3), rollout(1, calls=(result("add"),))]
-    )
-    assert (stats["repeated_call_rate"], stats["tool_limit_rate"]) == (0.5, 0.5)
+    asks = Message("assistant", "", (ToolCall("c", "add", {"a": 1}),))
+    other = Message("assistant", "", (ToolCall("c", "add", {"a": 2}),))
+    stats = rollout_stats([rollout(1, stop="tool_limit", messages=(asks,)), rollout(1, messages=(other,))])
+    assert (stats["repeated_call_rate"], stats["tool_limit_rate"]) == (0.0, 0.5)
+    turns = (Turn("model", (1,), [-0.1]),) * 4  # type: ignore[arg-type]
+    again = replace(rollout(1, messages=(asks, asks, other, asks)), turns=turns)
+    assert rollout_stats([again])["repeated_call_rate"] == 0.5
 
 
 def test_stats_tell_why_rollouts_were_cut_off_and_which_tools_do_not_exist() -> None:
