@@ -71,6 +71,12 @@ RUNS: dict[str, tuple[RunKind, dict[str, Any], Callable[[RunConfig], Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_wait_for_a_vllm_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none; only the checks before it is asked are of interest."""
+    monkeypatch.setattr("palestra.backends.vllm.server._START_S", 0.0)
+
+
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("setting", VALUES)
 def test_no_setting_is_recommended_that_the_run_refuses(run: str, setting: str) -> None:
