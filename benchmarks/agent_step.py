@@ -98,7 +98,7 @@ def write_model(args: argparse.Namespace) -> None:
 
 
 def end_turns_after(model: Any, end_ids: Sequence[int], tokens: float, temperature: float) -> None:
-    """Make the end tokens as likely as turns of so many tokens on average need, through the weights.
+    """Set the weights of the end tokens so that turns have `tokens` tokens on average.
 
     Channel 0 of the hidden state becomes the same for every token (no layer adds to it), about 1 behind the last norm,
     and is all that the end tokens' logits depend on. The other tokens' logits are measured.

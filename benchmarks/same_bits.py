@@ -1,6 +1,6 @@
 """Does the learner's forward pass on a GPU give the same numbers each time?
 
-    python benchmarks/same_bits.py [--kernels FILE]    beside `learner/kernels.py` another version of it
+    python benchmarks/same_bits.py [--kernels FILE]    also check another version of `learner/kernels.py`
 
 Counts, over many runs of each: (token, head) pairs of which the merge of tree attention's halves is wrong, and tokens
 of SmolLM2's shape whose log-probability is not the same in every pass.

@@ -37,7 +37,7 @@ PAGES = ("", "/metrics", "/logs", "/evaluations", "/rollouts", "/facets", "/prob
 
 
 def fuzz(count: int, rng: random.Random, folder: Path) -> Tally:
-    tally = Tally("run folders of others")
+    tally = Tally("foreign run folders")
     whole = make_runs.write_run(folder / "whole", make_runs.plain_groups(8, per_step=1, size=4)).path
     (whole / "report.json").write_text(
         json.dumps({"findings": [{"sentence": "s"}], "after": {"pass_rate": {"rate": 1}}})

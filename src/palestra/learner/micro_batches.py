@@ -180,7 +180,7 @@ class MicroBatchLimit:
         self._warned = False
 
     def halve(self, tokens: int, rows: int) -> None:
-        """A micro-batch of so many tokens and rows did not fit."""
+        """Halve the limit, since a micro-batch of `tokens` tokens and `rows` rows did not fit."""
         if rows < 2:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory: one row of {tokens} tokens does not fit, and cannot be divided"

@@ -83,10 +83,10 @@ def update_scale(signal_groups: int, problems: int, full_update_share: float, so
     >>> [update_scale(signal, 64, 1 / 4, solved_share=0.9) for signal in (1, 4)]
     [0.5, 1.0]
     """
-    if not full_update_share or not signal_groups:
-        return 0.0 if full_update_share else 1.0
+    if not full_update_share:
+        return 1.0
     full = full_update_share * problems
+    by_noise = math.sqrt(signal_groups / min(FEW_GROUPS, full))
     enough = full * (1 - solved_share)
     by_share = signal_groups / enough if enough > 0 else 1.0
-    by_noise = math.sqrt(signal_groups / min(FEW_GROUPS, full))
-    return min(1.0, by_share, by_noise)
+    return min(1.0, by_noise, by_share)
