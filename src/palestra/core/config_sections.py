@@ -146,8 +146,8 @@ class TrainSection(Section):
         1 / 4,
         ge=0,
         le=1,
-        description="share of a step's unsolved problems that must have signal for a full update; with fewer, the "
-        "learning rate of the step is lowered in proportion; 0 always makes full updates",
+        description="share of a step's problems that must have signal, or be solved by every rollout, for a full "
+        "update; with fewer, the learning rate of the step is lowered in proportion; 0 always makes full updates",
     )
     max_rollbacks: int = Field(
         3,

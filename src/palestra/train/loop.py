@@ -246,8 +246,8 @@ class Training:
         # outside of a run, the caller chooses the groups of a step
         problems = len(groups) if self.total_steps is None else self.config.train.problems_per_step
         signal = sum(has_signal(group, row) for group, row in zip(groups, advantages, strict=True))
-        solved_share = sum(all(r.passed for r in group.rollouts) for group in groups) / max(1, len(groups))
-        return update_scale(signal, problems, self.config.train.full_update_share, solved_share)
+        solved = sum(all(r.passed for r in group.rollouts) for group in groups)
+        return update_scale(signal, solved, problems, self.config.train.full_update_share)
 
     def _times(self, sample_s: float, train_s: float, sampled_tokens: float) -> dict[str, float]:
         """Of a step; `sample_s` is how long the learner waited for its rollouts."""

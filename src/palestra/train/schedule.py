@@ -11,7 +11,6 @@ from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import PalestraError
 
 MIN_STEPS = 40  # of a run whose length is not given
-FEW_GROUPS = 4  # with signal in fewer groups than this, the direction of an update is noisy
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +66,21 @@ def total_steps(config: RunConfig, problems: int | None) -> int:
     return max(MIN_STEPS, per_epoch) if config.train.epochs is None else config.train.epochs * per_epoch
 
 
-def update_scale(signal_groups: int, problems: int, full_update_share: float, solved_share: float = 0.0) -> float:
-    """Return the factor of a step's learning rate: 1 if enough of its groups have signal, else less.
+def update_scale(signal_groups: int, solved_groups: int, problems: int, full_update_share: float) -> float:
+    """Return the factor of a step's learning rate: 1 if enough of its groups have signal or are solved, else less.
 
     AdamW divides the gradient by its own running scale, so a step with one lucky group would change every weight as
-    much as a step with signal in all groups; such steps destroyed a 1.5B model within ten steps. Two rules, of which
-    the smaller factor counts:
-    - Below `full_update_share` of the problems that are not solved yet, the factor is proportional to the groups with
-      signal. Groups in which every rollout passed are no sign of luck: a model that solves nine problems in ten still
-      has to learn the tenth.
-    - Below `FEW_GROUPS` the direction is noisy, and the factor goes with the square root of their number.
+    much as a step with signal in all groups; such steps destroyed a 1.5B model within ten steps. Where every rollout
+    of other groups passed, a single group is no luck: a model that solves nine problems in ten learns the tenth from
+    few groups, and only with full updates.
 
-    >>> [update_scale(signal, 32, 1 / 4) for signal in (0, 1, 4, 8)]
+    >>> [update_scale(signal, 0, 32, 1 / 4) for signal in (0, 1, 4, 8)]
     [0.0, 0.125, 0.5, 1.0]
-    >>> [update_scale(signal, 64, 1 / 4, solved_share=0.9) for signal in (1, 4)]
-    [0.5, 1.0]
+    >>> update_scale(1, 60, 64, 1 / 4)
+    1.0
     """
     if not full_update_share:
         return 1.0
-    full = full_update_share * problems
-    by_noise = math.sqrt(signal_groups / min(FEW_GROUPS, full))
-    enough = full * (1 - solved_share)
-    by_share = signal_groups / enough if enough > 0 else 1.0
-    return min(1.0, by_noise, by_share)
+    if not signal_groups:
+        return 0.0
+    return min(1.0, (signal_groups + solved_groups) / (full_update_share * problems))

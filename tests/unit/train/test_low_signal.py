@@ -31,7 +31,7 @@ def scales(loop: Loop) -> list[float]:
 
 @pytest.mark.parametrize(("signal", "scale"), [(0, 0.0), (1, 0.125), (4, 0.5), (8, 1.0), (32, 1.0)])
 def test_the_scale_is_proportional_up_to_the_share_of_a_full_update(signal: int, scale: float) -> None:
-    assert update_scale(signal, 32, 0.25) == scale
+    assert update_scale(signal, 0, 32, 0.25) == scale
 
 
 def test_solved_groups_do_not_make_an_update_smaller_but_failed_ones_do() -> None:
@@ -45,9 +45,9 @@ def test_solved_groups_do_not_make_an_update_smaller_but_failed_ones_do() -> Non
         assert loop.learner.rates == [rate]
 
 
-@pytest.mark.parametrize(("signal", "scale"), [(0, 0.0), (1, 0.5), (4, 1.0)])
-def test_among_solved_groups_the_scale_goes_with_the_root_of_the_groups_with_signal(signal: int, scale: float) -> None:
-    assert update_scale(signal, 64, 0.25, solved_share=1 - signal / 64) == scale
+@pytest.mark.parametrize(("signal", "solved", "scale"), [(0, 64, 0.0), (1, 63, 1.0), (1, 7, 0.5), (1, 0, 1 / 16)])
+def test_solved_groups_count_like_those_with_signal(signal: int, solved: int, scale: float) -> None:
+    assert update_scale(signal, solved, 64, 0.25) == scale
 
 
 def test_a_step_with_one_group_of_eight_with_signal_is_applied_at_a_quarter_of_the_learning_rate() -> None:
