@@ -30,7 +30,7 @@ from torch import Tensor
 
 from palestra.core.errors import PalestraError, did_you_mean
 
-LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo", "cross_entropy"]
 Ratio = Literal["token", "sequence"]
 ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -43,7 +43,10 @@ VESPO_LOG_FLOOR = math.log(1e-8)
 
 @dataclass(frozen=True)
 class Objective:
-    """Which formula, and its constants. `gspo` is `grpo` with the sequence ratio."""
+    """Which formula, and its constants.
+
+    `gspo` is `grpo` with the sequence ratio; `cross_entropy` is −advantage · logprob, for demonstrations.
+    """
 
     loss: LossName = "dapo"
     ratio: Ratio = "token"
@@ -182,7 +185,7 @@ def token_weights(
             return ones / max(rows_total, 1)
         case "dr_grpo":
             return ones / (max(rows_total, 1) * max_completion_length)
-        case "bnpo" | "dapo" | "cispo" | "vespo":
+        case "bnpo" | "dapo" | "cispo" | "vespo" | "cross_entropy":
             return ones / max(tokens_total, 1.0)
     raise PalestraError(f"unknown loss {loss!r}.{did_you_mean(str(loss), get_args(LossName))}")
 
@@ -222,6 +225,8 @@ def _surrogate(objective: Objective, ratio: Tensor, advantage: Tensor, logprobs:
     match objective.loss:
         case "cispo":
             return -ratio.clamp(max=objective.upper).detach() * advantage * logprobs
+        case "cross_entropy":
+            return -advantage * logprobs
         case "sapo":
             tau = torch.where(advantage > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg)
             return -torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau * advantage
@@ -242,9 +247,9 @@ def _token_stats(
     entropy: Tensor | None,
 ) -> TokenStats:
     low = high = torch.zeros_like(ratio, dtype=torch.bool)
-    if objective.loss not in ("sapo", "vespo"):
+    if objective.loss not in ("sapo", "vespo", "cross_entropy"):
         high = (ratio > objective.upper) & (advantage > 0)
-    if objective.loss not in ("sapo", "vespo", "cispo"):
+    if objective.loss not in ("sapo", "vespo", "cispo", "cross_entropy"):
         low = (ratio < 1.0 - objective.epsilon) & (advantage < 0)
     values = {"clip_fraction_low": low, "clip_fraction_high": high, "ratio_mean": ratio}
     if sampler_logprobs is not None:

@@ -86,6 +86,7 @@ class Loss:
     weights: tuple[float, ...] = (1.0,)  # of the terms
     scores_echo: bool = False  # whether the tokens of `echo_mask` are scored, too
     entropy_gradient: bool = False
+    temperature: float | None = None  # by which logits are divided; None: as the tokens were sampled
 
     def __call__(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
         """The share of these tokens in the loss; `entropy` is None where it is unknown."""
@@ -161,6 +162,10 @@ class StepLoss(Loss):
     @property
     def entropy_gradient(self) -> bool:  # type: ignore[override]
         return self.entropy_coefficient != 0.0
+
+    @property
+    def temperature(self) -> float | None:  # type: ignore[override]
+        return 1.0 if self.objective.loss == "cross_entropy" else None
 
     def __call__(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
         policy, own, spread = tokens, logprobs, entropy

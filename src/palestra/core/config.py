@@ -33,6 +33,7 @@ from palestra.core.config_sections import (
     RaySection,
     RolloutSection,
     Section,
+    StagesSection,
     TinkerSection,
     TrackSection,
     TrainSection,
@@ -86,6 +87,7 @@ class RunConfig(Section):
     ray: RaySection = Field(default_factory=RaySection)
     ranks: RanksSection = Field(default_factory=RanksSection)
     echo: EchoSection = Field(default_factory=EchoSection)
+    stages: StagesSection = Field(default_factory=StagesSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     track: TrackSection = Field(default_factory=TrackSection)

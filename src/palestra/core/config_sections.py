@@ -13,8 +13,9 @@ TINKER_LORA_RANK = 32  # as the SDK has it
 STEP_PROBLEMS, STEP_GROUP_SIZE = 4, 4  # of a step where neither model nor device is known
 NEW_TOKENS = 1024  # of a rollout, unless the context of the model is small
 STEPS = 100_000_000  # upper bound of all that is counted in steps
+STAGE_NAMES = ("sft", "rft", "grpo")
 WEEK_S = 604_800.0  # upper bound of all timeouts
-LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo", "cross_entropy"]
 
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ class TrainSection(Section):
         le=65_536,
         description="problems in one optimizer step, each with a group of rollouts; default 4 to 64, by model and GPU",
     )
-    loss: LossName = Field("dapo", description="gspo is grpo with the sequence ratio")
+    loss: LossName = Field(
+        "dapo", description="gspo is grpo with the sequence ratio; cross_entropy (sft stages) is -advantage * logprob"
+    )
     ratio: Literal["token", "sequence"] = Field(
         "token", description="importance ratio per token or per sequence (GSPO)"
     )
@@ -372,6 +375,65 @@ class EchoSection(Section):
     schedule: Literal["constant", "linear", "step"] = "constant"
     final_coefficient: float = Field(0.0, ge=0, description="where linear and step schedules end")
     step_every: int = Field(10, ge=1, le=STEPS, description="step schedule: halve after this many steps")
+
+
+class StagesSection(Section):
+    """What a run does one after the other: warm starts for models that pass too rarely for GRPO to begin with."""
+
+    plan: str = Field(
+        "grpo",
+        description="stages in order: sft (learn from demonstrations), rft (from its own best attempts), grpo; such as "
+        "sft,rft,grpo. auto chooses them by what the model can do (docs/warm_start.md)",
+    )
+    traces: str | None = Field(
+        None, description="sft: a file of conversations (JSON lines), or a run whose passed rollouts are learned from"
+    )
+    sft_epochs: float = Field(3.0, gt=0, le=1000, description="passes over the demonstrations, of an rft round too")
+    sft_batch: int = Field(16, ge=1, le=65_536, description="demonstrations in one optimizer step")
+    sft_learning_rate: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="default: 5 times train.learning_rate, with LoRA 2 times"
+    )
+    rft_rounds: int = Field(6, ge=1, le=1000, description="rounds of sampling and learning from what passed, at most")
+    rft_attempts: int | None = Field(
+        None,
+        ge=1,
+        le=65_536,
+        description="attempts at one case in a pass, at most; a round begins with few. Default: 4 times "
+        "rollout.group_size",
+    )
+    rft_pass: int | None = Field(
+        None,
+        ge=1,
+        le=10_000_000,
+        description="attempts in one pass over the cases; default: those of 4 grpo steps",
+    )
+    rft_keep: int = Field(4, ge=1, le=1000, description="demonstrations that are kept of one case")
+    rft_until: float = Field(
+        0.4, gt=0, le=1, description="the rft stage ends when this share of the plain attempts passes"
+    )
+    hints: bool = Field(
+        True,
+        description="rft: cases that do not pass are attempted again with a hint in the prompt, which is left out of "
+        "what is learned",
+    )
+
+    @model_validator(mode="after")
+    def _known_stages(self) -> StagesSection:
+        if self.plan == "auto":
+            return self
+        if bad := [name for name in self.names if name not in STAGE_NAMES]:
+            raise ValueError(
+                f"stages.plan = {self.plan!r} has an unknown stage {bad[0]!r}; use {', '.join(STAGE_NAMES)}, separated "
+                "by commas, or auto alone"
+            )
+        if self.traces is not None and "sft" not in self.names:
+            raise ValueError(f"stages.traces is for an sft stage, and stages.plan = {self.plan!r} has none")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """The stages of the plan, in order."""
+        return [name.strip() for name in self.plan.split(",")]
 
 
 class EvalSection(Section):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -84,22 +84,29 @@ class Scorer(nn.Module):
             yield
 
     def forward(
-        self, micro: PackedMicroBatch, *, entropy_gradient: bool = False, loss_gradient: LossGradient | None = None
+        self,
+        micro: PackedMicroBatch,
+        *,
+        temperature: float | None = None,
+        entropy_gradient: bool = False,
+        loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor]:
         """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens.
 
-        Sampled tokens are scored at the temperature that they were sampled with, tool results at 1. `loss_gradient`
-        saves memory and time where the loss is a sum over tokens.
+        Sampled tokens are scored at the temperature that they were sampled with, unless another is given, tool results
+        at 1. `loss_gradient` saves memory and time where the loss is a sum over tokens.
         """
         if self.mode == "reference":
-            return self.from_logits(micro.batch)
+            return self.from_logits(micro.batch, temperature)
         hidden = self._packed_hidden(micro).index_select(0, micro.layout.computed_at(micro.batch.source))
         target = micro.batch.target
-        if not len(micro.echo) or self.head.rule.temperature == 1.0:
-            return self.head(hidden, target, entropy_gradient=entropy_gradient, loss_gradient=loss_gradient)
+        temperature = temperature or self.head.rule.temperature
+        if not len(micro.echo) or temperature == 1.0:
+            options: dict[str, Any] = {"entropy_gradient": entropy_gradient, "loss_gradient": loss_gradient}
+            return self.head(hidden, target, temperature=temperature, **options)
         parts = [
-            self.head(hidden[chosen], target[chosen], temperature=temperature, entropy_gradient=entropy_gradient)
-            for chosen, temperature in ((micro.policy, None), (micro.echo, 1.0))
+            self.head(hidden[chosen], target[chosen], temperature=own, entropy_gradient=entropy_gradient)
+            for chosen, own in ((micro.policy, temperature), (micro.echo, 1.0))
         ]
         order = torch.cat([micro.policy, micro.echo]).argsort()
         logprobs, entropies = (torch.cat(both)[order] for both in zip(*parts, strict=True))
@@ -123,14 +130,14 @@ class Scorer(nn.Module):
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def from_logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def from_logits(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """The same from the model's own whole logits."""
         ids, mask = self._pad(batch)
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
-        temperature: Tensor | float = self.head.rule.temperature
-        if temperature != 1.0:
-            temperature = torch.where(batch.echo_mask, 1.0, temperature)[:, None]
-        logp = torch.log_softmax(logits.index_select(0, batch.source).float() / temperature, dim=-1)
+        divisor: Tensor | float = temperature or self.head.rule.temperature
+        if divisor != 1.0:
+            divisor = torch.where(batch.echo_mask, 1.0, divisor)[:, None]
+        logp = torch.log_softmax(logits.index_select(0, batch.source).float() / divisor, dim=-1)
         return -nn.functional.nll_loss(logp, batch.target, reduction="none"), -(logp.exp() * logp).sum(-1)
 
     def _pad(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:

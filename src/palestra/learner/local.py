@@ -328,7 +328,12 @@ class LocalLearner:
             policy_lengths=packed.policy_lengths,
             echo_lengths=packed.echo_lengths,
         )
-        logprobs, entropy = scorer(micro, entropy_gradient=loss.entropy_gradient, loss_gradient=loss.gradient(tokens))
+        logprobs, entropy = scorer(
+            micro,
+            temperature=loss.temperature,
+            entropy_gradient=loss.entropy_gradient,
+            loss_gradient=loss.gradient(tokens),
+        )
         logprobs, entropy = _of_each(micro, logprobs), _of_each(micro, entropy)
         return MicroOutputs(loss(tokens, logprobs, entropy), logprobs.detach(), entropy.detach())
 

@@ -43,6 +43,13 @@ class TrainState:
     best_reward: float = float("-inf")
     best_step: int = 0
     safety: SafetyState = UNTOUCHED
+    stage: int = 0  # of the plan's stages, counted from 0
+    stage_start: int = 0  # the steps before that stage
+
+    @property
+    def stage_steps(self) -> int:
+        """Steps that its stage has taken."""
+        return self.step - self.stage_start
 
     def to_dict(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -21,6 +21,7 @@ from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
 from palestra.train.batch import group_advantages, has_signal
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
+T = TypeVar("T")
 
 
 class GroupSource(Protocol):
@@ -219,8 +220,8 @@ def staleness(group: Group, version: int) -> int:
     return 0 if oldest is None else version - oldest
 
 
-def draw(problems: Sequence[Problem], start: int, count: int, seed: int) -> list[Problem]:
-    """Problems number `start` to `start + count` of an endless stream, shuffled anew each epoch."""
+def draw(problems: Sequence[T], start: int, count: int, seed: int) -> list[T]:
+    """Items number `start` to `start + count` of an endless stream, shuffled anew each epoch."""
     size = len(problems)
     orders = {epoch: _order(size, seed, epoch) for epoch in range(start // size, (start + count - 1) // size + 1)}
     return [problems[orders[i // size][i % size]] for i in range(start, start + count)]

@@ -36,6 +36,7 @@ from palestra.train.checkpoint import (
     save_checkpoint,
     step_folder,
 )
+from palestra.train.demonstration_source import DemonstrationSource
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
@@ -99,10 +100,10 @@ class Training:
         total = self.total_steps or 0
         try:
             if evaluate and lacks_evaluation:
-                self._take_evaluation(evaluate(self.state.step))
+                self.take_evaluation(evaluate(self.state.step))
             self.watcher.phase("training", total)
             by_evaluation = evaluate is not None and self.config.eval.every > 0
-            while self.state.step < total and self.ended_early is None:
+            while self.state.step < total and self.ended_early is None and not self._has_learned_all:
                 try:
                     metrics = self.step()
                 except NotFiniteError as error:
@@ -111,14 +112,16 @@ class Training:
                     self._roll_back(str(error))
                     continue
                 self.watcher.advance(self.state.step, metrics)
-                self._judge(metrics, total)
+                if self.demonstrations is None:
+                    self._judge(metrics, total)
                 self._log(metrics, total)
-                self._check_health(metrics)
+                if self.demonstrations is None:
+                    self._check_health(metrics)
                 if self.state.step >= total or self.ended_early is not None:
                     self.save_model()
                 self._save_if_due(NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST))
                 if evaluate and self.evaluates_after(self.state.step):
-                    self._take_evaluation(evaluate(self.state.step))
+                    self.take_evaluation(evaluate(self.state.step))
                     self.watcher.phase("training", total)
             self.tracker.flush()
         except KeyboardInterrupt:
@@ -137,6 +140,15 @@ class Training:
                 raise self.failure("saving the last checkpoint", error) from error
 
     @property
+    def demonstrations(self) -> DemonstrationSource | None:
+        """The source, where its groups are demonstrations: their rewards say nothing about the model."""
+        return self.source if isinstance(self.source, DemonstrationSource) else None
+
+    @property
+    def _has_learned_all(self) -> bool:
+        return self.demonstrations is not None and self.demonstrations.is_done
+
+    @property
     def steps_left(self) -> int | None:
         """With the one in progress; None where steps are taken one by one."""
         return None if self.total_steps is None else self.total_steps - self.state.step
@@ -150,7 +162,7 @@ class Training:
         """A log line every `track.log_every` steps, for runs without a display."""
         step = self.state.step
         if step % self.config.track.log_every == 0 or step == total:
-            names = ("loss", "reward_mean", "pass_rate")
+            names = ("loss", "reward_mean", "pass_rate", "demonstrations")
             shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
             log.info("step %d of %d: %s", step, total, shown)
 
@@ -176,7 +188,7 @@ class Training:
         phases.take()
         state = self.state
         rollouts = self.runner.run(gather(self.source, count, self.config, state.policy_version, state.signal_rate))
-        if state.step == 0:
+        if state.step == 0 and self.demonstrations is None:
             self.on_first_groups(rollouts.groups)
         times = phases.take()
         times["agent_loop"] = max(0.0, rollouts.seconds - sum(times.values()))
@@ -188,7 +200,8 @@ class Training:
         """Learn from the groups, publish the weights, record the step; `times` is where its sampling's went."""
         began, state, config = time.perf_counter(), self.state, self.config
         groups, advantages = rollouts.groups, rollouts.advantages
-        coefficients = coefficients_at(state.step, config, self.total_steps, self.entropy_coefficient)
+        steps = None if self.total_steps is None else self.total_steps - state.stage_start
+        coefficients = coefficients_at(state.step - state.stage_start, config, steps, self.entropy_coefficient)
         scale = self._update_scale(groups, advantages, coefficients)
         rate = coefficients.learning_rate * scale * state.safety.rate_factor
         coefficients = replace(coefficients, learning_rate=rate)
@@ -260,6 +273,8 @@ class Training:
         }
 
     def _rollout_metrics(self, rollouts: StepRollouts, advantages: Sequence[Sequence[float]]) -> dict[str, float]:
+        if self.demonstrations is not None:
+            return {"peak_memory_gib": peak_memory_gib(), **self.demonstrations.metrics}
         found = rollout_metrics(rollouts.groups, advantages, self.state.policy_version)
         step = self.state.step + 1
         if self.config.track.records_rollouts(step):  # examples refer to rollouts on disk
@@ -307,7 +322,7 @@ class Training:
 
     def _snapshot_if_best(self, groups: Sequence[Group]) -> None:
         """Before a step changes the weights, take a snapshot if their smoothed reward is the best so far."""
-        if self.snapshots is None or self.config.eval.every:
+        if self.snapshots is None or self.config.eval.every or self.demonstrations is not None:
             return
         rewards = [rollout.reward for group in groups for rollout in group.rollouts if rollout.error is None]
         if (reward := self.state.safety.new_best(self.state.step, sum(rewards) / len(rewards))) is not None:
@@ -319,7 +334,7 @@ class Training:
         safety = replace(self.state.safety, best_step=self.state.step, best_reward=reward)
         self.state = replace(self.state, safety=safety)
 
-    def _take_evaluation(self, reward: float) -> None:
+    def take_evaluation(self, reward: float) -> None:
         """Keep the weights if their held-out reward is the best, or roll back if it has clearly fallen."""
         if self.held_out_fall and self.snapshots is not None:
             self._roll_back(self.held_out_fall)

@@ -46,6 +46,7 @@ from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
 from palestra.train.schedule import total_steps
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, parameter_count, use_threads
+from palestra.train.stages import Stages, stage_names
 from palestra.train.tasks import Parts, Task, require_ranks_support
 from palestra.train.watcher import SilentWatcher, Watcher
 
@@ -73,6 +74,7 @@ class Run:
     folder: RunFolder
     backend: Backend
     training: Training
+    stages: Stages
     evaluator: Evaluator | None
     resume_from: tuple[Path, TrainState] | None = None
     resume_after: int | None = None  # the step after which all is done again; None for a new run
@@ -111,7 +113,7 @@ class Run:
         resume_from = None
         if resume is not None:
             resume_from = ranks.from_first(lambda: checkpoint_of(folder, resume, watcher))
-            config = resume.config(config, resume_from[1].step if resume_from else 0)
+            config = resume.config(config, resume_from[1].stage_steps if resume_from else 0)
         check_trackers(config.track)
         loaded = loaded or load_for_run(config)
         if hasattr(loaded.model, "config"):
@@ -149,7 +151,9 @@ class Run:
         )
         resume_after = done if resume or done else None
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)
-        return cls(folder, backend, training, evaluator, resume_from, resume_after, task.problem_count, queue, chosen)
+        stages = Stages(training, parts, task, folder, lambda chat: (), stage_names(config, has_demonstrations=False))
+        count = task.problem_count
+        return cls(folder, backend, training, stages, evaluator, resume_from, resume_after, count, queue, chosen)
 
     def train(self) -> Outcome:
         """Everything from the first evaluation to the report; the run is listed meanwhile."""
@@ -158,7 +162,7 @@ class Run:
         training.watcher.note(overview.text(self.folder.path))
         ranks.from_first(lambda: overview.require_disk(self.folder.path))
         training.checkpoint_bytes, training.model_bytes = overview.checkpoint_bytes, overview.model_bytes
-        training.save_model = self._save_model
+        self.stages.save_model = self._save_model
         with ExitStack() as stack:
             stack.enter_context(sigterm_as_ctrl_c())
             stack.enter_context(interpreter_for_many_rollouts())
@@ -181,16 +185,19 @@ class Run:
                 training.watcher.note(overview.time_text(before))
             if self.resume_from is not None:
                 training.watcher.note(self._going_on(self.resume_from[1].step))
-                training.resume(*self.resume_from)
+                self.stages.resume(*self.resume_from)
                 ranks.from_first(lambda: drop_after(self.folder, training.state.step))
             training.on_first_groups = lambda groups: self._report_capability(before, groups)
+            if self.stages.plan[0] != "grpo" and self.resume_from is None:
+                self._report_capability(before, [])
             lacks_evaluation = ranks.from_first(self._lacks_evaluation)
-            training.run(self._evaluate_between if self.evaluator else None, lacks_evaluation)
+            self.stages.run(self._evaluate_between if self.evaluator else None, lacks_evaluation, self._score_stage)
             try:
                 path = self.model_path or self._save_model()  # already saved, unless no step was left
             except Exception as error:
                 raise training.failure("saving the model", error) from error
             after, choice = self._best_of(before)
+            self._report_stages(before, after)
             if choice:
                 path = self._save_model()  # the restored weights
             metrics, seconds = self.folder.metrics(), training.elapsed_s
@@ -353,6 +360,22 @@ class Run:
             write_evaluation(self.folder.eval_file(step), report)
         self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})
         return report.mean_reward
+
+    def _score_stage(self) -> float | None:
+        """The held-out pass rate between two stages; the best weights so far are kept."""
+        if self.evaluator is None:
+            return None
+        step = self.training.state.step
+        self.training.take_evaluation(self._evaluate_between(step))
+        found = read_evaluation(self.folder.eval_file(step))
+        return None if found is None else found.pass_rate.rate
+
+    def _report_stages(self, before: EvalReport | None, after: EvalReport | None) -> None:
+        rates = [None if report is None else report.pass_rate.rate for report in (before, after)]
+        results = self.stages.with_scores(*rates)
+        if self.stages.plan != ["grpo"]:
+            for result in results:
+                self.training.watcher.note(result.text)
 
     def _fall_to(self, report: EvalReport, step: int) -> str | None:
         """How far the held-out reward has clearly fallen: its interval lies below that of an earlier evaluation."""

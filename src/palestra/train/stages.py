@@ -1,0 +1,253 @@
+"""The stages of a run: one after the other through the same loop, each with a source of groups and settings of its own.
+
+`sft` learns from demonstrations, `rft` from the model's own best attempts (train/rft.py), `grpo` by reinforcement.
+Where the run stands is part of its checkpoints: a resumed run goes on in the right stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Rollout
+from palestra.learner.local import LocalLearner
+from palestra.models.chat.template import ChatFormat
+from palestra.train.checkpoint import TrainState
+from palestra.train.demonstration_source import DemonstrationSource, DemonstrationStore, steps_for
+from palestra.train.group_source import GroupSource
+from palestra.train.loop import Training
+from palestra.train.rft import RftSource
+from palestra.train.tasks import EnvironmentTask, Parts, Task, agent_collector, rewards_of
+
+FULL_RATE_FACTOR = 5.0  # the learning rate of demonstrations, as a multiple of that of GRPO
+LORA_RATE_FACTOR = 2.0
+MAX_STAGE_STEPS = 1_000_000
+RFT_ATTEMPTS = 4  # groups' worth of attempts at one case
+RFT_PASS = 4  # steps' worth of attempts in one pass over the cases
+SIGNAL_PASS_RATE = 0.1  # above it, GRPO has enough signal from the beginning
+
+
+@dataclass(slots=True)
+class StageResult:
+    """What one stage did; the rates are of held-out cases, None where nothing could be scored."""
+
+    name: str
+    first_step: int
+    last_step: int
+    seconds: float
+    sampled_tokens: float
+    before: float | None = None
+    after: float | None = None
+
+    @property
+    def text(self) -> str:
+        steps = self.last_step - self.first_step
+        gain = "" if self.after is None or self.before is None else f": {self.before:.1%} -> {self.after:.1%}"
+        return f"stage {self.name}, {steps} {'step' if steps == 1 else 'steps'}, {self.seconds:.0f} s{gain}"
+
+
+@dataclass(slots=True)
+class Stages:
+    """Takes a training from stage to stage. The training that is given is in the grpo stage."""
+
+    training: Training
+    parts: Parts
+    task: Task
+    folder: RunFolder
+    demonstrations: Callable[[ChatFormat], Sequence[Rollout]]  # for sft
+    plan: list[str]
+    save_model: Callable[[], object] = lambda: None
+    results: list[StageResult] = field(default_factory=list)
+    _grpo: tuple[RunConfig, GroupSource, int] = field(init=False)
+    _store: DemonstrationStore | None = None
+
+    def __post_init__(self) -> None:
+        training = self.training
+        self._grpo = training.config, training.source, training.total_steps or 0
+        if self.plan != ["grpo"]:
+            self._require_support()
+
+    def _require_support(self) -> None:
+        training = self.training
+        if training.ranks.size > 1:
+            raise PalestraError("stages other than grpo train in one process; start it without --nproc")
+        if training.learner_thread is not None:
+            training.config.refuse(["rollout.max_staleness"], "a run with several stages samples and learns in turns")
+        if "rft" in self.plan and (not isinstance(self.task, EnvironmentTask) or self.task.rollout_func is not None):
+            raise PalestraError(
+                "an rft stage attempts the cases with our agent loop; agents that are programs, rollout_func and "
+                "environments over the wire cannot be attempted with hints. Use sft or grpo"
+            )
+
+    @property
+    def store(self) -> DemonstrationStore:
+        if self._store is None:
+            self._store = DemonstrationStore(self.folder.demonstrations_file, writes=self.training.ranks.is_first)
+        return self._store
+
+    def run(
+        self, evaluate: Callable[[int], float] | None, lacks_evaluation: bool, score: Callable[[], float | None]
+    ) -> None:
+        """Run what is left of the plan; `score` gives the held-out pass rate between two stages."""
+        training = self.training
+        for number in range(training.state.stage, len(self.plan)):
+            if number > training.state.stage or training.state.step == 0:
+                self.enter(number)
+            began, first = training.elapsed_s, training.state.step
+            training.run(evaluate, lacks_evaluation)
+            lacks_evaluation = False
+            self._note_result(number, began, first, score)
+            if training.ended_early is not None:
+                break
+
+    def enter(self, number: int) -> None:
+        """Begin a stage: its settings and its source, from the step where the training stands."""
+        training, name = self.training, self.plan[number]
+        if number == 0 and name != "grpo":
+            self.store.cut(0)  # of a run that was killed before its first checkpoint
+        self._arrange(number)
+        if name == "sft":
+            self._add_demonstrations()
+        if number and isinstance(training.learner, LocalLearner):
+            training.learner.optimizer.reset()
+        source = training.source.state()
+        training.state = replace(training.state, stage=number, stage_start=training.state.step, source=source)
+        training.total_steps = training.state.step + self._steps(number)
+        if self.plan != ["grpo"]:
+            training.watcher.note(f"stage {number + 1} of {len(self.plan)}: {name}")
+        if number == len(self.plan) - 1:
+            training.save_model = self.save_model
+            self.folder.add_to_record(steps=training.total_steps)
+
+    def resume(self, folder: Path, state: TrainState) -> None:
+        """Go on from a checkpoint, in its stage."""
+        self._arrange(state.stage)
+        self.training.resume(folder, state)
+        self.training.total_steps = state.stage_start + self._steps(state.stage)
+        if state.stage == len(self.plan) - 1:
+            self.training.save_model = self.save_model
+        self.results = [StageResult(**result) for result in self.folder.record.get("stages", ())][: state.stage]
+
+    def _arrange(self, number: int) -> None:
+        """Give the training the settings and the source of a stage."""
+        training, name = self.training, self.plan[number]
+        training.config, training.source, _ = self._grpo
+        if name != "grpo":
+            training.config = stage_config(self._grpo[0])
+            training.source = self._rft_source() if name == "rft" else self._sft_source()
+
+    def _sft_source(self) -> DemonstrationSource:
+        return DemonstrationSource(self.store, self._grpo[0].seed, first=len(self.store))
+
+    def _add_demonstrations(self) -> None:
+        source = self.training.demonstrations
+        assert source is not None
+        self.store.add(self.demonstrations(self.parts.chat))
+        source.count = len(self.store) - source.first
+        if not source.count:
+            raise PalestraError(
+                "the sft stage has no demonstrations; give stages.traces (a file of conversations, or a run), "
+                "Agent(examples=[…]) or --teacher, or leave sft out of stages.plan"
+            )
+
+    def _note_result(self, number: int, began: float, first: int, score: Callable[[], float | None]) -> None:
+        """Record what the stage has done. The model is scored here, unless the run ends with this stage."""
+        training, is_last = self.training, number == len(self.plan) - 1
+        rows = [row for row in self.folder.metrics() if first < row["step"] <= training.state.step]
+        tokens = sum(row.get("sampled_tokens", 0.0) for row in rows)
+        seconds = training.elapsed_s - began
+        result = StageResult(self.plan[number], first, training.state.step, seconds, tokens)
+        self.results = [*self.results[:number], result]
+        if not is_last and training.ended_early is None:
+            result.after = score()
+        self.record()
+
+    def record(self) -> None:
+        """Write the results into run.json."""
+        if self.plan != ["grpo"]:
+            self.folder.add_to_record(stages=[asdict(result) for result in self.results])
+
+    def with_scores(self, before: float | None, after: float | None) -> list[StageResult]:
+        """The results with the rates before each stage, and after the last one."""
+        if self.results:
+            self.results[-1].after = after
+            for result, earlier in zip(self.results, [before, *(r.after for r in self.results)], strict=False):
+                result.before = earlier
+        self.record()
+        return self.results
+
+    def _rft_source(self) -> RftSource:
+        task, parts, config = self.task, self.parts, self._grpo[0]
+        assert isinstance(task, EnvironmentTask)
+        rewards = rewards_of(task.environment, task.reward_functions, parts)
+
+        def collector(environment: Any, temperature: float) -> Any:
+            hotter = config.with_settings({"rollout.temperature": temperature})
+            found = agent_collector(environment, parts.policy, parts.chat, hotter, training=True)
+            return replace(found, rewards=rewards)
+
+        size, stages = config.rollout.group_size, config.stages
+        chosen = {
+            "rft_attempts": stages.rft_attempts or RFT_ATTEMPTS * size,
+            "rft_pass": stages.rft_pass or RFT_PASS * size * config.train.problems_per_step,
+        }
+        return RftSource(
+            self.store,
+            config.seed,
+            first=len(self.store),
+            environment=task.environment,
+            collector=collector,
+            chat=parts.chat,
+            settings=stages.model_copy(update=chosen),
+            temperature=config.rollout.temperature,
+            note=parts.watcher.note,
+            on_rollout=lambda rollout: parts.watcher.rollout(),
+        )
+
+    def _steps(self, number: int) -> int:
+        """How many steps a stage has; at most, where it ends by itself."""
+        source, settings = self.training.source, self._grpo[0].stages
+        match self.plan[number]:
+            case "grpo":
+                return self._grpo[2]
+            case "sft":
+                assert isinstance(source, DemonstrationSource)
+                return steps_for(source.count, settings.sft_epochs, settings.sft_batch)
+            case _:
+                return MAX_STAGE_STEPS
+
+
+def stage_config(config: RunConfig) -> RunConfig:
+    """The settings for learning from demonstrations, from those of GRPO."""
+    stages = config.stages
+    factor = LORA_RATE_FACTOR if config.lora.r else FULL_RATE_FACTOR
+    rate = stages.sft_learning_rate or factor * (config.train.learning_rate or 1e-5)
+    return config.with_settings(
+        {
+            "train.loss": "cross_entropy",
+            "train.learning_rate": rate,
+            "train.problems_per_step": stages.sft_batch,
+            "train.full_update_share": 0.0,
+            "train.beta": 0.0,
+            "train.ratio": "token",
+            "train.importance_correction": "none",
+            "train.off_policy_mask_threshold": None,
+            "train.iterations": 1,
+            "train.minibatches": 1,
+            "train.entropy_coefficient": 0.0,
+            "train.target_entropy": None,
+            "echo.coefficient": 0.0,
+        }
+    )
+
+
+def stage_names(config: RunConfig, *, has_demonstrations: bool) -> list[str]:
+    """The plan of a run; `auto` begins with what it has demonstrations for, and lets rft find out whether it helps."""
+    if config.stages.plan != "auto":
+        return config.stages.names
+    return [*(["sft"] if has_demonstrations else []), "rft", "grpo"]
