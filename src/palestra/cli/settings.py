@@ -23,24 +23,41 @@ _HELP = {
     "seed": "The same seed and settings give the same run.",
     "backend": "Where the model is trained: local, ray (actors of a Ray cluster sample), or tinker.",
     "output_dir": "Where run folders are made.",
+    "stages.plan": "Stages in order, such as sft:traces.jsonl,rft,grpo; auto chooses them (docs/warm_start.md).",
+    "stages.traces": "For an sft stage: conversations as JSON lines, or a run whose passed rollouts are learned.",
 }
+_SHORT = {"stages.plan": ("--stages", "--warm-start"), "stages.traces": ("--traces",)}
 
 
 def options(command: click.Command) -> click.Command:
     """Add an option for every setting. Those in sections are hidden from --help: there are too many."""
     for key in RunConfig.settings():
-        names = [f"--{key}", _parameter(key)]
-        command.params.append(click.Option(names, metavar="VALUE", hidden="." in key, help=_HELP.get(key)))
+        names = [f"--{key}", *_SHORT.get(key, ()), _parameter(key)]
+        command.params.append(click.Option(names, metavar="VALUE", hidden=key not in _HELP, help=_HELP.get(key)))
     return command
 
 
 def from_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The settings on the command line, by their dotted names, from all parameters of a command."""
-    return {
+    found = {
         key: read(info, text)
         for key, info in RunConfig.settings().items()
         if (text := parameters.get(_parameter(key))) is not None
     }
+    return found | _split_plan(str(found["stages.plan"])) if "stages.plan" in found else found
+
+
+def _split_plan(plan: str) -> dict[str, str]:
+    """
+    >>> _split_plan("sft:traces.jsonl,rft,grpo")
+    {'stages.plan': 'sft,rft,grpo', 'stages.traces': 'traces.jsonl'}
+    """
+    stages = [stage.strip().partition(":") for stage in plan.split(",")]
+    files = [file for _, _, file in stages if file]
+    if len(files) > 1:
+        raise PalestraError(f"--stages {plan} names {len(files)} files; put the conversations into one")
+    traces = {"stages.traces": files[0]} if files else {}
+    return {"stages.plan": ",".join(name for name, _, _ in stages)} | traces
 
 
 def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -> int | None:

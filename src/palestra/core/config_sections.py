@@ -407,9 +407,9 @@ class StagesSection(Section):
         le=10_000_000,
         description="attempts in one pass over the cases; default: those of 4 grpo steps",
     )
-    rft_keep: int = Field(4, ge=1, le=1000, description="demonstrations that are kept of one case")
+    rft_keep: int = Field(2, ge=1, le=1000, description="demonstrations that are kept of one case")
     rft_until: float = Field(
-        0.4, gt=0, le=1, description="the rft stage ends when this share of the plain attempts passes"
+        0.8, gt=0, le=1, description="the rft stage ends when this share of the cases passes in a few plain attempts"
     )
     hints: bool = Field(
         True,

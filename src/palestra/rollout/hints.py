@@ -155,31 +155,39 @@ def _never_answers(rollout: Rollout) -> bool:
     return rollout.stop == "tool_limit"
 
 
-def is_grounded(rollout: Rollout) -> bool:
-    """Whether all numbers in its calls and in its answer appear in the prompt, or in the result of an earlier call.
+def is_grounded(rollout: Rollout, *, answer: bool = False) -> bool:
+    """Whether all numbers in its calls (or in its answer) appear in the prompt, or in the result of an earlier call.
 
     Numbers from nowhere are guesses. A solution with guesses may pass by luck, and is not to be imitated.
     """
     written = model_messages(rollout)
     first = next((i for i, message in enumerate(rollout.messages) if any(message is own for own in written)), 0)
-    known = " ".join(message.text for message in rollout.messages[:first])
+    known = _words(" ".join(message.text for message in rollout.messages[:first]))
     for message in rollout.messages[first:]:
         if message.role != "assistant":
-            known += " " + message.text
+            known |= _words(message.text)
             continue
-        values = [value for call in message.tool_calls for value in _leaves(call.arguments)]
-        if not message.tool_calls and rollout.tool_names:
-            values = [message.text]
-        if not all(_numbers_of(value) <= _words(known) for value in values):
+        said = [value for call in message.tool_calls for value in _leaves(call.arguments)]
+        if answer:
+            said = [] if message.tool_calls else [message.text]
+        if not all(_numbers_of(value) <= known for value in said):
             return False
     return True
 
 
 def quality(rollout: Rollout) -> int:
-    """How well a passed rollout serves as a demonstration; lower is better. 2: no tool helped it, so it was a guess."""
-    if rollout.tool_names and not called_successfully(rollout):
+    """How well a passed rollout serves as a demonstration; lower is better.
+
+    0: all that it says comes from the question and the tools. 1: it worked out its answer by itself. 2: it guessed an
+    argument of a call. 3: no tool helped it.
+    """
+    if not rollout.tool_names:
+        return 0
+    if not called_successfully(rollout):
+        return 3
+    if not is_grounded(rollout):
         return 2
-    return 0 if is_grounded(rollout) else 1
+    return 0 if is_grounded(rollout, answer=True) else 1
 
 
 def _numbers_of(value: Any) -> set[str]:

@@ -68,7 +68,9 @@ class DemonstrationSource:
     gives_back: bool = False
     max_staleness: int | None = None
     concurrent: int = 0
+    stage: str = "sft"
     is_done: bool = False
+    ends_by_itself: bool = False  # the number of steps is not known before
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
     async def next(self, count: int, version: int) -> list[Group]:

@@ -101,7 +101,7 @@ class Training:
         try:
             if evaluate and lacks_evaluation:
                 self.take_evaluation(evaluate(self.state.step))
-            self.watcher.phase("training", total)
+            self._show_phase()
             by_evaluation = evaluate is not None and self.config.eval.every > 0
             while self.state.step < total and self.ended_early is None and not self._has_learned_all:
                 try:
@@ -122,7 +122,7 @@ class Training:
                 self._save_if_due(NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST))
                 if evaluate and self.evaluates_after(self.state.step):
                     self.take_evaluation(evaluate(self.state.step))
-                    self.watcher.phase("training", total)
+                    self._show_phase()
             self.tracker.flush()
         except KeyboardInterrupt:
             if self.checkpoints is None:
@@ -157,6 +157,14 @@ class Training:
         """Whether an evaluation is due between this step and the next."""
         every = self.config.eval.every
         return bool(every) and step > 0 and step % every == 0 and step < (self.total_steps or 0)
+
+    def _show_phase(self) -> None:
+        source = self.demonstrations
+        if source is None:
+            self.watcher.phase("training", self.total_steps or 0)
+        else:
+            total = None if source.ends_by_itself else self.total_steps
+            self.watcher.phase(f"training ({source.stage})", total)
 
     def _log(self, metrics: dict[str, float], total: int) -> None:
         """A log line every `track.log_every` steps, for runs without a display."""

@@ -97,6 +97,12 @@ class Phase:
         if "reward_max" in row:  # the scale: what the worst and the best rollout earned
             out[0] += f" ({row['reward_min']:.3g} to {row['reward_max']:.3g})"
         out += [f"pass rate {row['pass_rate']:4.0%}"] if "pass_rate" in row else []
+        if "demonstrations" in row:
+            return [
+                *out,
+                *([f"loss {row['loss']:.3g}"] if "loss" in row else []),
+                f"{row['demonstrations']:.0f} demonstrations",
+            ]
         out += [f"{row['sample_tokens_per_second']:,.0f} tokens/s"] if "sample_tokens_per_second" in row else []
         out += [f"epoch {row['epoch']:.2f}"] if "epoch" in row else []
         return out
@@ -119,8 +125,8 @@ class Display(Watcher):
         self.run_dir = folder
         self.console.print(Text(f"run folder {show_path(folder)}", style="dim"))
 
-    def phase(self, name: str, total: int) -> None:
-        unit: Unit = "steps" if name == "training" else "rollouts"
+    def phase(self, name: str, total: int | None) -> None:
+        unit: Unit = "steps" if name.startswith("training") else "rollouts"
         self.begin(self._phases.setdefault(name, Phase(name, total, unit)))
 
     def busy(self, name: str) -> None:
@@ -172,11 +178,11 @@ class LineDisplay(Display):
         self._closed = True
         self._printed.set()
 
-    def phase(self, name: str, total: int) -> None:
+    def phase(self, name: str, total: int | None) -> None:
         is_new = name not in self._phases
         super().phase(name, total)
         if is_new:
-            self._print(f"{name}: {total} {self._phase.unit}")
+            self._print(f"{name}: {total} {self._phase.unit}" if total is not None else name)
 
     def advance(self, done: int, metrics: dict[str, float]) -> None:
         super().advance(done, metrics)
@@ -185,8 +191,9 @@ class LineDisplay(Display):
             if phase.is_over:
                 self._print(f"{phase.name}: done in {show_seconds(phase.seconds)}")
         elif done % self.log_every == 0 or phase.is_over:
-            left = f"{show_seconds(phase.seconds_left or 0)} left"
-            self._print(f"step {done}/{phase.total}  " + "  ".join([*phase.numbers, left]))
+            left = [] if phase.total is None else [f"{show_seconds(phase.seconds_left or 0)} left"]
+            place = f"step {done}" if phase.total is None else f"step {done}/{phase.total}"
+            self._print("  ".join([place, *phase.numbers, *left]))
 
     def _break_silence(self) -> None:
         while not self._closed:

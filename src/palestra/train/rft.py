@@ -8,10 +8,12 @@ cases as examples, in the end the expected answer. What passed becomes a demonst
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from palestra.core.config_sections import StagesSection
 from palestra.core.types import Group, Problem, Rollout
@@ -26,7 +28,7 @@ HOTTER = 0.1  # the temperature rises by this with each pass over the cases that
 MAX_TEMPERATURE = 1.2
 PLAIN_ATTEMPTS = 8
 EXAMPLES = 2  # solved cases that a hint shows
-ENOUGH = 64  # new demonstrations in a round: a model that learned from these finds others faster
+WORTH_IMITATING = 1  # the `quality` up to which a rollout becomes a demonstration, if there are any
 MIN_STEPS = 6  # of a round
 NEW_TOKENS = "sampled_tokens"
 
@@ -41,19 +43,20 @@ class Round:
     found: dict[str, list[Rollout]] = field(default_factory=lambda: defaultdict(list))  # passed, by problem
 
     @property
-    def plain_pass_rate(self) -> float:
-        return _pass_rate(self.plain)
+    def solved_share(self) -> float:
+        """The share of the cases in which at least one plain attempt passed."""
+        cases = {r.problem_id for r in self.plain}
+        return len({r.problem_id for r in self.plain if r.passed}) / max(1, len(cases))
 
     def metrics(self) -> dict[str, float]:
         attempts = [*self.plain, *self.hinted]
-        rates = {"rft/pass_rate": self.plain_pass_rate}
+        rates = {"rft/pass_rate": _pass_rate(self.plain), "rft/solved_cases": self.solved_share}
         if self.hinted:
             rates["rft/hinted_pass_rate"] = _pass_rate(self.hinted)
         return rates | {
             "rft/round": float(self.number),
             "rft/attempts": float(len(attempts)),
             "rft/passed": float(sum(r.passed for r in attempts)),
-            "rft/cases_passed": float(len(self.found)),
             NEW_TOKENS: float(sum(r.sampled_tokens for r in attempts)),
         }
 
@@ -71,6 +74,9 @@ class RftSource(DemonstrationSource):
     on_rollout: OnRollout = lambda rollout: None
     round: int = 0
     steps_left: int = 0  # of this round
+    stage: str = "rft"
+    ends_by_itself: bool = True
+    best: float = 0.0  # the highest share of solved cases so far
 
     async def next(self, count: int, version: int) -> list[Group]:
         self.metrics = {}
@@ -87,21 +93,28 @@ class RftSource(DemonstrationSource):
         self.round += 1
         this = Round(self.round)
         await self._attempt(this)
-        before = self.count
+        covered, before = self._covered(), self.count
         self.store.add(self._chosen(this))
         self.count, self.drawn = len(self.store) - self.first, 0
-        self.metrics = this.metrics()
+        self.metrics = this.metrics() | {"rft/covered_cases": float(len(self._covered()))}
         self.note(self._text(this, self.count - before))
-        self.is_done = this.plain_pass_rate >= self.settings.rft_until or self.count == before
+        helps = this.solved_share > self.best or len(self._covered()) > len(covered)
+        self.best = max(self.best, this.solved_share)
+        self.is_done = not self.count or not helps or this.solved_share >= self.settings.rft_until
         self.steps_left = max(MIN_STEPS, steps_for(max(1, self.count), self.settings.sft_epochs, batch))
 
+    def _covered(self) -> set[str]:
+        """The cases that there is a demonstration of."""
+        return {rollout.problem_id for rollout in self.store.rollouts[self.first :]}
+
     async def _attempt(self, this: Round) -> None:
-        """Plain attempts, then passes with hints over cases that have not passed: ever more attempts at fewer cases."""
+        """Plain attempts, then passes with hints over cases without a demonstration: more attempts at fewer cases."""
         most, in_pass = self.settings.rft_attempts or 1, self.settings.rft_pass or 1
         problems, attempts, passes = self._cases(), min(PLAIN_ATTEMPTS, most), 1
         this.plain = await self._sample(this, problems[: max(1, in_pass // attempts)], {}, attempts, 0)
-        while attempts <= most and sum(map(len, this.found.values())) < ENOUGH:
-            problems = [problem for problem in problems if problem.id not in this.found]
+        covered = self._covered()
+        while attempts <= most:
+            problems = [problem for problem in problems if problem.id not in covered and problem.id not in this.found]
             if not problems:
                 break
             some = problems[: max(1, in_pass // attempts)]
@@ -120,7 +133,8 @@ class RftSource(DemonstrationSource):
         rollouts = [r for group in groups for r in group.rollouts if r.error is None]
         rollouts = [hinted.without_hint(r, self.chat) if r.passed or r.problem_id in hints else r for r in rollouts]
         for rollout in rollouts:
-            if rollout.passed and not rollout.cut_off:
+            is_told = rollout.problem_id in hints and hints[rollout.problem_id].tells_answer
+            if rollout.passed and not rollout.cut_off and not (is_told and quality(rollout) > 0):
                 this.found[rollout.problem_id].append(rollout)
         return rollouts
 
@@ -133,55 +147,61 @@ class RftSource(DemonstrationSource):
     def _hints(self, this: Round, problems: Sequence[Problem], passes: int) -> dict[str, Hint]:
         """Rules against what went wrong, and solved cases; the expected answer where that did not help."""
         rules = rules_for([r for r in this.plain if not r.passed])
-        solved = [*self.store.rollouts[self.first :], *(r for found in this.found.values() for r in found)]
-        best = min(map(quality, solved), default=0)
-        examples = [_conversation(r) for r in solved if quality(r) == best]
-        tells_answer = (passes > 1 and passes % 2 == 0) or (passes > 1 and not examples)
+        found = [r for rollouts in this.found.values() for r in rollouts]
+        solved = [r for r in (*self.store.rollouts[self.first :], *found) if quality(r) <= WORTH_IMITATING]
+        tells_answer = passes % 2 == 0
         hints = {}
         for problem in problems:
             chosen = random.Random(f"{self.seed}/{self.round}/{passes}/{problem.id}")
-            shown = tuple(chosen.sample(examples, min(EXAMPLES, len(examples))))
-            hints[problem.id] = Hint(rules, shown, tells_answer=tells_answer)
+            weights = [1 + len(r.tool_results) for r in solved]  # cases that are left tend to need more calls
+            shown = {id(r): r for r in chosen.choices(solved, weights, k=EXAMPLES)} if solved else {}
+            hints[problem.id] = Hint(rules, tuple(map(_conversation, shown.values())), tells_answer=tells_answer)
         return hints
 
     def _chosen(self, this: Round) -> list[Rollout]:
-        """Demonstrations of the best quality that the round has, a few of each case, none twice."""
-        known = {_key(rollout) for rollout in self.store.rollouts[self.first :]}
-        counts = defaultdict[str, int](int)
-        for rollout in self.store.rollouts[self.first :]:
-            counts[rollout.problem_id] += 1
-        best = min((quality(r) for found in this.found.values() for r in found), default=0)
+        """The best of what passed, a few of each case, none twice; guesses only where there is nothing else."""
+        stored = self.store.rollouts[self.first :]
+        known, counts = {_key(rollout) for rollout in stored}, Counter(rollout.problem_id for rollout in stored)
+        found = [r for rollouts in this.found.values() for r in rollouts]
+        best = min((quality(r) for r in (*found, *stored)), default=0)
         chosen: list[Rollout] = []
-        for problem_id in sorted(this.found):
-            for rollout in sorted(this.found[problem_id], key=lambda r: (len(r.tool_results), r.sampled_tokens)):
-                if quality(rollout) > best or _key(rollout) in known or counts[problem_id] >= self.settings.rft_keep:
-                    continue
+        for rollout in sorted(found, key=_order):
+            if quality(rollout) > max(best, WORTH_IMITATING) or _key(rollout) in known:
+                continue
+            if counts[rollout.problem_id] < self.settings.rft_keep:
                 known.add(_key(rollout))
-                counts[problem_id] += 1
+                counts[rollout.problem_id] += 1
                 chosen.append(rollout)
         return chosen
 
     def _text(self, this: Round, new: int) -> str:
         hinted = f", {_pass_rate(this.hinted):.1%} of {len(this.hinted)} with hints" if this.hinted else ""
         return (
-            f"rft round {this.number}: {this.plain_pass_rate:.1%} of {len(this.plain)} attempts passed{hinted}; "
-            f"{new} new demonstrations, {self.count} in all"
+            f"rft round {this.number}: {_pass_rate(this.plain):.1%} of {len(this.plain)} attempts passed{hinted}; "
+            f"{new} new demonstrations, {self.count} in all, of {len(self._covered())} cases"
         )
 
     def state(self) -> dict[str, Any]:
-        own = {"round": self.round, "steps_left": self.steps_left, "is_done": self.is_done}
+        own = {"round": self.round, "steps_left": self.steps_left, "is_done": self.is_done, "best": self.best}
         return DemonstrationSource.state(self) | own
 
     def restore(self, state: Mapping[str, Any]) -> None:
         DemonstrationSource.restore(self, state)
         self.round, self.steps_left = int(state.get("round", 0)), int(state.get("steps_left", 0))
-        self.is_done = bool(state.get("is_done"))
+        self.is_done, self.best = bool(state.get("is_done")), float(state.get("best", 0.0))
 
 
 def _key(rollout: Rollout) -> tuple[Any, ...]:
     """What the model said, for finding repetitions."""
     turns = (turn.token_ids.tobytes() for turn in rollout.turns if turn.maker == "model")
     return (rollout.problem_id, *turns)
+
+
+def _order(rollout: Rollout) -> tuple[float, ...]:
+    """The better demonstrations first: by quality, failed calls, and how likely the model was to say them."""
+    failed = sum(not result.ok for result in rollout.tool_results)
+    logprobs = [turn.logprobs for turn in rollout.turns if turn.maker == "model"]
+    return quality(rollout), failed, -float(np.concatenate(logprobs).mean())
 
 
 def _conversation(rollout: Rollout) -> tuple[Any, ...]:

@@ -98,10 +98,11 @@ class Stages:
         for number in range(training.state.stage, len(self.plan)):
             if number > training.state.stage or training.state.step == 0:
                 self.enter(number)
-            began, first = training.elapsed_s, training.state.step
+            began, version = training.elapsed_s, training.state.policy_version
             training.run(evaluate, lacks_evaluation)
             lacks_evaluation = False
-            self._note_result(number, began, first, score)
+            learned = training.state.policy_version > version
+            self._note_result(number, began, score if learned else lambda: None)
             if training.ended_early is not None:
                 break
 
@@ -155,9 +156,10 @@ class Stages:
                 "Agent(examples=[…]) or --teacher, or leave sft out of stages.plan"
             )
 
-    def _note_result(self, number: int, began: float, first: int, score: Callable[[], float | None]) -> None:
+    def _note_result(self, number: int, began: float, score: Callable[[], float | None]) -> None:
         """Record what the stage has done. The model is scored here, unless the run ends with this stage."""
         training, is_last = self.training, number == len(self.plan) - 1
+        first = training.state.stage_start
         rows = [row for row in self.folder.metrics() if first < row["step"] <= training.state.step]
         tokens = sum(row.get("sampled_tokens", 0.0) for row in rows)
         seconds = training.elapsed_s - began
@@ -176,8 +178,10 @@ class Stages:
         """The results with the rates before each stage, and after the last one."""
         if self.results:
             self.results[-1].after = after
-            for result, earlier in zip(self.results, [before, *(r.after for r in self.results)], strict=False):
-                result.before = earlier
+            for result in self.results:
+                result.before = before
+                result.after = before if result.after is None else result.after
+                before = result.after
         self.record()
         return self.results
 

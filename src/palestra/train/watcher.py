@@ -16,8 +16,8 @@ class Watcher:
     def started(self, folder: Path) -> None:
         """The run has its folder; whatever happens now, it can be resumed from there."""
 
-    def phase(self, name: str, total: int) -> None:
-        """A stretch of work begins: `total` rollouts to score or steps to train."""
+    def phase(self, name: str, total: int | None) -> None:
+        """A stretch of work begins: `total` rollouts to score or steps to train; None where it is not known."""
 
     def busy(self, name: str) -> None:
         """Work without a count begins, such as saving the model."""
