@@ -93,18 +93,17 @@ def conversation_of(
     messages: Sequence[Mapping[str, Any] | Message], tools: Sequence[dict[str, Any]] = (), origin: str = "an example"
 ) -> Conversation:
     """The conversation of messages in OpenAI's form, checked: roles, weights, calls and their results."""
-    rows = [to_dict(m) if isinstance(m, Message) else m for m in messages]
     found: list[Message] = []
     untrained, reasoning = set[int](), dict[int, str]()
-    for i, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise ValueError(f"message {i} is {row!r:.100}; expected an object with `role` and `content`")
-        message = from_dict(row)
+    for i, given in enumerate(messages):
+        if not isinstance(given, Mapping | Message):
+            raise ValueError(f"message {i} is {given!r:.100}; expected an object with `role` and `content`")
+        row, message = ({}, given) if isinstance(given, Message) else (given, from_dict(given))
         if message.role == "assistant":
             if not _weight(row, i):
                 untrained.add(i)
-            if text := row.get("reasoning_content") or row.get("reasoning") or row.get("thinking"):
-                reasoning[i] = str(text)
+            if message.reasoning:
+                reasoning[i] = message.reasoning
         elif row.get("weight") is not None or message.tool_calls:
             key = "weight" if row.get("weight") is not None else "tool_calls"
             raise ValueError(f"message {i} of the role {message.role} has {key!r}, which only an assistant's may have")
