@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from palestra.agents.tools.mcp_client import as_mcp_server
 from palestra.agents.tools.tool import as_tool, tools_by_name
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, did_you_mean
+
+if TYPE_CHECKING:
+    from palestra.core.conversations import Conversation
 
 
 @dataclass
 class Agent:
     """What is to be trained. Tools may be `@function_tool`s or plain typed functions with docstrings; MCP servers, as
-    commands or `McpServer`s, add theirs.
+    commands or `McpServer`s, add theirs. Examples show how the agent solves a case: lists of messages, or the path of a
+    file of them. Supervised stages train on them; they are not part of any prompt.
 
     >>> agent = Agent("clerk", "palestra/tiny", "You answer with the tools.", tools=[])
     """
@@ -24,6 +29,8 @@ class Agent:
     instructions: str | Callable[..., Any] = ""
     tools: Sequence[Any] = ()
     mcp_servers: Sequence[Any] = ()
+    examples: Any = ()  # conversations, or the path of a file of them
+    has_own_tools: ClassVar[bool] = False  # tools that are not in `tools`
 
     def __post_init__(self) -> None:
         enabled = (
@@ -32,6 +39,8 @@ class Agent:
         self.tools = tuple(as_tool(tool) for tool in enabled)
         tools_by_name(self.tools)  # refuses two of one name
         self.mcp_servers = tuple(as_mcp_server(server) for server in self.mcp_servers or ())
+        if self.examples:
+            self.examples = tuple(self._checked_examples())
 
     @property
     def fixed_instructions(self) -> str:
@@ -53,3 +62,50 @@ class Agent:
                 "a hub id such as 'Qwen/Qwen3-0.6B', or a local folder."
             )
         return self.model
+
+    def _checked_examples(self) -> Iterator[Conversation]:
+        known = None if self.has_own_tools or self.mcp_servers else [tool.name for tool in self.tools]
+        for example in _read_examples(self.examples, self.name):
+            called = [call.name for message in example.messages for call in message.tool_calls]
+            unknown = [name for name in called if known is not None and name not in known]
+            if known is not None and unknown:
+                has = f"it has {', '.join(known)}" if known else "it has no tools"
+                raise PalestraError(
+                    f"{example.origin} calls {unknown[0]!r}, which is no tool of agent {self.name!r}; {has}."
+                    f"{did_you_mean(unknown[0], known)}"
+                )
+            yield example
+
+
+def agent_examples(agent: Agent) -> list[Conversation]:
+    """The agent's examples with its instructions in front, where they have no system message, and with its tools."""
+    examples: list[Conversation] = list(agent.examples)
+    if not all(any(m.role == "system" for m in example.messages) for example in examples):
+        examples = [example.with_system(agent.fixed_instructions) for example in examples]
+    schemas = tuple(tool.schema for tool in agent.tools)
+    return [replace(example, tools=schemas) if schemas else example for example in examples]
+
+
+def _read_examples(examples: Any, name: str) -> Iterator[Conversation]:
+    from palestra.core.conversations import Conversation, conversation_from, conversation_of, read_conversations
+
+    if isinstance(examples, str | Path):
+        yield from read_conversations(Path(examples))
+        return
+    for i, example in enumerate(examples):
+        origin = f"example {i} of agent {name!r}"
+        if isinstance(example, Conversation):
+            yield example
+            continue
+        if isinstance(example, str | Path):
+            yield from read_conversations(Path(example))
+            continue
+        try:
+            is_record = isinstance(example, Mapping)
+            found = conversation_from(dict(example), origin) if is_record else conversation_of(example, (), origin)
+        except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PalestraError(
+                f"{origin}: {str(error).rstrip('.')}. Give a list of messages, "
+                "[{'role': 'user', 'content': …}, {'role': 'assistant', 'content': …}], or the path of a file"
+            ) from None
+        yield found

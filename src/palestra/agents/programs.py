@@ -74,6 +74,7 @@ class ProgramAgent(Agent):
     """An agent whose loop is a program: it gets a case and an endpoint, and does the rest itself."""
 
     port: int = 0  # of the gateway; 0: any that is free
+    has_own_tools: ClassVar[bool] = True
     posts_reward: ClassVar[bool] = False  # it reports the reward itself, so no measure is needed
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:

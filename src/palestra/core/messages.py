@@ -11,6 +11,7 @@ from palestra.core.types import Message, ToolCall
 
 MAX_JSON_DEPTH = 100  # Python's recursion limit ends writing and walking values that are nested much deeper
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of servers and datasets for it
 
 
 def to_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def from_dict(row: Mapping[str, Any]) -> Message:
         tool_calls=tuple(_call_from_dict(call, i) for i, call in enumerate(row.get("tool_calls") or ())),
         tool_call_id=row.get("tool_call_id"),
         name=row.get("name"),
+        reasoning=next((text for key in _REASONING if (text := row.get(key)) and isinstance(text, str)), ""),
     )
 
 

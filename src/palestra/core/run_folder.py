@@ -51,6 +51,7 @@ class RunFolder:
       demonstrations.jsonl    what sft and rft stages learn from
       tokens/             what the learner found for each token of these: step-000050.npy, as `train.token_record` says
       queue.sqlite        groups that were sampled ahead of their step, where rollout.max_staleness allows it
+      demonstrations.jsonl  what a teacher said, one conversation that passed a line, in OpenAI's chat form
       evals/              rollouts of the evaluations: before.jsonl, step-000050.jsonl, after.jsonl
       checkpoints/        step-000050, …
       model/              the trained weights, once training has ended

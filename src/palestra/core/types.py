@@ -55,13 +55,17 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message. `text` is what a reader sees; tool calls are apart from it."""
+    """One chat message. `text` is what a reader sees; tool calls are apart from it.
+
+    `reasoning` is what a chat endpoint returned apart from the text. It is not sent back, stored or compared.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -17,6 +18,7 @@ from palestra.core.types import Finish, Message, SamplingParams
 
 _OTHER_NAMES = {"timeout": "timeout_s", "num_max_requests_at_once": "max_concurrent"}
 _NO_KEYS = ("", "none", "x", "empty")  # what is written where no key is needed
+_KINDS = ("prompt", "completion")
 _RETRIES = Retries(attempts=3, backoff=2.0)
 
 
@@ -50,11 +52,29 @@ class OpenAISettings(Section):
             raise PalestraError(f"openai: {explain(error, list(cls.model_fields))}") from None
 
 
+@dataclass(slots=True)
+class EndpointUsage:
+    """What an endpoint has been asked so far, and the tokens that it reported."""
+
+    requests: int = 0  # that were answered
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    unreported: int = 0  # requests whose answer does not say how many tokens they took
+
+    def add(self, usage: Any) -> None:
+        prompt, completion = (usage.get(f"{kind}_tokens") if isinstance(usage, dict) else None for kind in _KINDS)
+        self.requests += 1
+        self.prompt_tokens += prompt if isinstance(prompt, int) else 0
+        self.completion_tokens += completion if isinstance(completion, int) else 0
+        self.unreported += not (isinstance(prompt, int) and isinstance(completion, int))
+
+
 class OpenAIChat:
     """A chat endpoint that is asked for one assistant message at a time."""
 
     def __init__(self, settings: OpenAISettings) -> None:
         self.settings = settings
+        self.usage = EndpointUsage()
         self._url = f"{settings.base_url.rstrip('/')}/chat/completions"
         self._limit = ConcurrencyLimit(settings.max_concurrent)
 
@@ -79,6 +99,7 @@ class OpenAIChat:
                 answer = await ask_async(request, _RETRIES)
         except HttpError as error:
             raise RolloutError(str(error)) from None
+        self.usage.add(answer.get("usage") if isinstance(answer, dict) else None)
         try:
             choice = answer["choices"][0]
             message = from_dict({**choice["message"], "role": "assistant"})

@@ -1,14 +1,16 @@
 import asyncio
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from palestra import EvalSuite
-from palestra.agents.agent import Agent
+from palestra import EvalSuite, command_agent, function_tool
+from palestra.agents.agent import Agent, agent_examples
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.tools.run import run_calls
 from palestra.core.errors import PalestraError
-from palestra.core.types import ToolCall
+from palestra.core.types import Message, ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
 
 
@@ -38,6 +40,54 @@ def test_plain_functions_become_tools():
 def test_what_cannot_be_trained_is_refused_with_the_remedy(make, words):
     with pytest.raises(PalestraError, match=words):
         make()
+
+
+QUESTION = {"role": "user", "content": "Tea?"}
+CALL = {"id": "a", "function": {"name": "price", "arguments": '{"item": "tea"}'}}
+EXAMPLE = [
+    QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": "2.0"},
+    {"role": "assistant", "content": "It costs 2."},
+]
+
+
+class TestExamples:
+    def test_lists_of_messages_records_and_files_are_taken_with_instructions_and_tools(self, tmp_path):
+        file = tmp_path / "examples.jsonl"
+        file.write_text(json.dumps({"messages": EXAMPLE}) + "\n")
+        own = [Message("system", "Own."), Message("user", "Hi"), Message("assistant", "Ho")]
+        agent = Agent("clerk", instructions="Use the tools.", tools=[price], examples=[EXAMPLE, own, file])
+        first, second, third = agent_examples(agent)
+        assert [m.role for m in first.messages] == ["system", "user", "assistant", "tool", "assistant"]
+        assert first.messages[0].text == "Use the tools."
+        assert second.messages == tuple(own)
+        assert third.messages == first.messages
+        assert first.tool_names == ("price",)
+        assert agent_examples(Agent("clerk", tools=[price], examples=str(file)))[0].messages == first.messages[1:]
+
+    def test_there_are_none_unless_given(self):
+        assert agent_examples(Agent("clerk", instructions=lambda c, a: "hi")) == []
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"examples": [EXAMPLE]}, "example 0 of agent 'clerk' calls 'price'.*has no tools"),
+            ({"examples": [EXAMPLE], "tools": [function_tool(name="prices")(price)]}, "Did you mean 'prices'"),
+            ({"examples": [[QUESTION]]}, "example 0 .* no assistant message"),
+            ({"examples": [[{"role": "bot", "content": "x"}]]}, "the role 'bot'"),
+            ({"examples": ["none.jsonl"]}, "none.jsonl cannot be read"),
+            ({"examples": [EXAMPLE[0]]}, "the format"),
+            ({"examples": [7]}, "Give a list of messages"),
+        ],
+    )
+    def test_a_wrong_example_is_refused_when_the_agent_is_made(self, options, words):
+        with pytest.raises(PalestraError, match=words):
+            Agent("clerk", **options)
+
+    def test_programs_bring_their_own_tools(self):
+        agent = replace(command_agent(["python", "shop.py"]), examples=[EXAMPLE])
+        assert len(agent_examples(agent)) == 1
 
 
 class TestOpenAIAgents:

@@ -30,6 +30,7 @@ def add_checkpoint(run: RunFolder, step: int) -> Path:
         ("config_file", "config.yaml"),
         ("metrics_file", "metrics.jsonl"),
         ("rollouts_file", "rollouts.jsonl"),
+        ("demonstrations_file", "demonstrations.jsonl"),
         ("evals", "evals"),
         ("checkpoints", "checkpoints"),
         ("model", "model"),

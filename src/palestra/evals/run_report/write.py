@@ -228,7 +228,7 @@ def _transcript(rollout: Rollout) -> dict[str, Any]:
         "passed": rollout.passed,
         "stop": rollout.stop,
         "error": rollout.error,
-        "messages": [asdict(message) for message in rollout.messages],
+        "messages": [{k: v for k, v in asdict(m).items() if k != "reasoning"} for m in rollout.messages],
         "scores": {name: asdict(score) for name, score in rollout.scores.items()},
     }
 

@@ -86,3 +86,12 @@ def closing_tag(prompt: str) -> str:
     """The tag that ends the reasoning which a prompt's end has opened; empty if it has not."""
     end = prompt.rstrip()
     return next((closing for opening, closing in TAGS if end.endswith(opening)), "")
+
+
+def has_closed(prompt: str) -> bool:
+    """Whether a prompt ends behind reasoning, which is empty then.
+
+    >>> has_closed("<think>\\n\\n</think>\\n\\n")
+    True
+    """
+    return prompt.rstrip().endswith(tuple(closing for _, closing in TAGS))

@@ -114,11 +114,16 @@ class TemplateRenderer:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
         add_generation_prompt: bool = False,
+        *,
+        last_reasoning: str = "",
         **variables: Any,
     ) -> str:
-        """The conversation as the template writes it."""
+        """The conversation as the template writes it; `last_reasoning` is that of the last assistant message."""
         has_calls = any(message.tool_calls or message.tool_call_id for message in messages)
         plain = self._plain(messages, self._calls_as) if has_calls else [to_dict(message) for message in messages]
+        if last_reasoning:  # templates have one of two names for it
+            last = next(row for row in reversed(plain) if row["role"] == "assistant")
+            last |= {"reasoning_content": last_reasoning, "thinking": last_reasoning}
         return render(self.tokenizer, plain, tools, add_generation_prompt, **variables)
 
     @cached_property

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.written import common_start
 
 _TOOL = "palestra_lookup"
 _ARGUMENTS: tuple[dict[str, Any], ...] = (
@@ -52,6 +53,14 @@ def tool_call_problem(chat: ChatFormat, *, appends: bool = True) -> str | None:
     if key not in known:
         known[key] = _reason(chat, appends)
     return known[key]
+
+
+def takes_parallel_calls(chat: ChatFormat) -> bool:
+    """Whether the template writes several calls of one message, so that they are read back."""
+    try:
+        return _read_back(chat, _ARGUMENTS) == list(_ARGUMENTS)
+    except PalestraError:
+        return False
 
 
 def check_tool_calls(chat: ChatFormat, *, appends: bool = True) -> None:
@@ -101,20 +110,7 @@ def written_calls(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> tupl
         if len(calls) > 1:
             return "", prompt
         raise
-    start = _common_start(prompt, whole)
+    start = common_start(prompt, whole)
     written = whole[start:].partition(_RESULT)[0]
     ends = [end for stop in chat.stop_texts if (end := written.find(stop)) >= 0]
     return written[: min(ends, default=len(written))], whole[:start]
-
-
-def _common_start(prompt: str, whole: str) -> int:
-    """Where the assistant's message begins: behind the prompt, or at the tag in which the two begin to differ.
-
-    A template may close the reasoning that its prompt opens.
-    """
-    common = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
-    if common < len(prompt):
-        at = max(whole.rfind(bracket, 0, common) for bracket in "<[")
-        if at >= 0 and not any(bracket in whole[at:common] for bracket in ">]"):
-            return at
-    return common

@@ -94,11 +94,11 @@ class ChatFormat:
         self._reply_templates: dict[Any, ReplyTemplate] = {}
         self._prompts: list[_Opening] = []
         self._segments = SegmentTokenizer(tokenizer)
-        self._pieces = PieceTokenizer(self._segments, self._special)
+        self.pieces = PieceTokenizer(self._segments, self._special)
         self._shows_tools = False  # not known yet
         tokens = [str(token.content) for token in added.values()]
         self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
-        self._renderer = TemplateRenderer(tokenizer, self.call_format)
+        self.renderer = TemplateRenderer(tokenizer, self.call_format)
         # transformers' own parser, for a format that is not known here
         ships = getattr(tokenizer, "response_template", None) is not None
         self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
@@ -121,7 +121,7 @@ class ChatFormat:
             pieces = self._prompt_with_last(messages, tools)
         else:
             pieces = self._prompt_pieces(messages, tools, more)
-        return Turn("template", np.array([i for _, ids in self._pieces.encode(pieces).runs for i in ids], np.int32))
+        return Turn("template", np.array([i for _, ids in self.pieces.encode(pieces).runs for i in ids], np.int32))
 
     def _prompt_with_last(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Piece]:
         """The prompt of a last message so plain that a template writes it as it is: all before it is remembered."""
@@ -154,7 +154,7 @@ class ChatFormat:
         forged = list[str]()  # texts with that of a special token, no others: an empty one may be written otherwise
 
         def marked(written: str) -> str:
-            if not self._pieces.has_special(written):
+            if not self.pieces.has_special(written):
                 return written
             forged.append(written)
             return mark(len(forged) - 1)
@@ -197,13 +197,13 @@ class ChatFormat:
         last_token: int | None = None,
     ) -> tuple[Turn, ...]:
         # the model makes up the names of its calls, and some templates write them into the scaffold
-        replies = [replace(r, name=None) if r.name and self._pieces.has_special(r.name) else r for r in replies]
+        replies = [replace(r, name=None) if r.name and self.pieces.has_special(r.name) else r for r in replies]
         more = self._check_variables(variables)
         stop, scaffold = self._scaffold(replies, more)
         if last_token is not None and self._special.get(stop) in self._begins_next - {last_token}:
             after_stop_token = False
         bodies = [reply.text for reply in replies]
-        is_plain = len(bodies) == 1 and PLAIN.fullmatch(bodies[0]) and not self._pieces.has_special(bodies[0])
+        is_plain = len(bodies) == 1 and PLAIN.fullmatch(bodies[0]) and not self.pieces.has_special(bodies[0])
         if is_plain and after_stop_token:
             make = partial(ReplyTemplate, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
             if turns := cached(self._reply_templates, (stop, scaffold), make).turns(bodies[0]):
@@ -216,7 +216,7 @@ class ChatFormat:
         else:
             pieces = cut_into_pieces(self._delta(replies, more)[1], scaffold, bodies)
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
-        found = self._pieces.encode([Piece(stop, False), *pieces] if stop else pieces)
+        found = self.pieces.encode([Piece(stop, False), *pieces] if stop else pieces)
         if stop and after_stop_token:
             del found.runs[0][1][0]
         return found.turns()
@@ -341,7 +341,9 @@ class ChatFormat:
                 refusal = error
                 continue
             if all(said in text for said in (_QUESTION, _ANSWER) for text in (before, after)):
-                return self._difference(before, after)
+                stop, text = self._difference(before, after)
+                if _SYSTEM not in text:  # some write the system message into the last user message
+                    return stop, text
         raise refusal
 
     @cached_property
@@ -393,4 +395,4 @@ class ChatFormat:
         **variables: Any,
     ) -> str:
         """The conversation as the template writes it."""
-        return self._renderer.render(messages, tools, add_generation_prompt, **variables)
+        return self.renderer.render(messages, tools, add_generation_prompt, **variables)

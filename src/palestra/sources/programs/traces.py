@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+
+from palestra.core.trace_formats import anthropic_messages, anthropic_reply, chat_call, chat_tool, text_of_parts
 
 Dialect = Literal["chat", "responses", "messages"]
 Json = dict[str, Any]
@@ -41,10 +43,10 @@ class Traces:
             case "responses":
                 messages, replies, tools = self._from_responses(request, answer)
             case "messages":
-                messages = list(_anthropic_messages(request))
-                replies = [_anthropic_reply(answer.get("content") or ())]
+                messages = list(anthropic_messages(request))
+                replies = [anthropic_reply(answer.get("content") or ())]
                 tools = [
-                    _tool(t.get("name"), t.get("description"), t.get("input_schema"))
+                    chat_tool(t.get("name"), t.get("description"), t.get("input_schema"))
                     for t in request.get("tools") or ()
                 ]
         about = {"model": answer.get("model") or request.get("model"), "dialect": dialect, "usage": answer.get("usage")}
@@ -65,7 +67,7 @@ class Traces:
                 self._responses.popitem(last=False)
         system = [{"role": "system", "content": request["instructions"]}] if request.get("instructions") else []
         tools = [
-            _tool(t.get("name"), t.get("description"), t.get("parameters")) if t.get("type") == "function" else t
+            chat_tool(t.get("name"), t.get("description"), t.get("parameters")) if t.get("type") == "function" else t
             for t in request.get("tools") or ()
         ]
         return [*system, *history], [reply], tools
@@ -149,30 +151,6 @@ def _anthropic_stream(events: Sequence[Json]) -> Json:
     return whole
 
 
-def _anthropic_messages(request: Json) -> Iterator[Json]:
-    if request.get("system"):
-        yield {"role": "system", "content": _text(request["system"])}
-    for message in request.get("messages") or ():
-        content = message.get("content")
-        if isinstance(content, str):
-            yield {"role": message.get("role"), "content": content}
-        elif message.get("role") == "assistant":
-            yield _anthropic_reply(content or ())
-        else:
-            results = [block for block in content or () if block.get("type") == "tool_result"]
-            for block in results:
-                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
-            if rest := [block for block in content or () if block.get("type") != "tool_result"]:
-                yield {"role": "user", "content": _text(rest)}
-
-
-def _anthropic_reply(blocks: Sequence[Json]) -> Json:
-    calls = [_call(b.get("id"), b.get("name"), b.get("input")) for b in blocks if b.get("type") == "tool_use"]
-    thinking = "".join(b.get("thinking", "") for b in blocks if b.get("type") == "thinking")
-    text = "".join(b.get("text", "") for b in blocks if b.get("type") == "text")
-    return {"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thinking}
-
-
 def _items_as_messages(items: Sequence[Json]) -> list[Json]:
     """Items of the Responses API; an assistant's text and the calls behind it are one message."""
     messages: list[Json] = []
@@ -183,30 +161,15 @@ def _items_as_messages(items: Sequence[Json]) -> list[Json]:
             if own is None:
                 own = {"role": "assistant", "content": ""}
                 messages.append(own)
-            call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            call = chat_call(item.get("call_id"), item.get("name"), item.get("arguments"))
             own.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": text_of_parts(item.get("output"))}
+            )
         elif kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+            messages.append({"role": item.get("role"), "content": text_of_parts(item.get("content"))})
     return messages
-
-
-def _call(call_id: Any, name: Any, arguments: Any) -> Json:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
-
-
-def _tool(name: Any, description: Any, parameters: Any) -> Json:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def _text(content: Any) -> Any:
-    """The text of content parts; content with other parts stays as it was sent."""
-    if not isinstance(content, list):
-        return "" if content is None else content
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
 
 
 def _without_nothing(message: Json) -> Json:

@@ -67,6 +67,13 @@ MOVING = """
 {{- message.role + ' ' + message.content + '<|im_end|>' }}
 {%- endfor %}"""
 
+# The instructions stand in a user message that comes last, and nowhere else. As Mistral Nemo has it.
+SYSTEM_LAST = """
+{%- for message in messages if message.role != 'system' %}
+{%- if loop.last and message.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{{- message.role + ' ' + message.content + '<|im_end|>' }}
+{%- endfor %}"""
+
 # The end of the assistant's message depends on what follows.
 CHANGING = """
 {%- for message in messages %}{{ message.role + message.content + ('<|im_end|>' if loop.last else '<|eot_id|>') }}
@@ -128,6 +135,12 @@ def test_a_continuation_begins_right_behind_the_stop_token():
     assert tokenizer.decode(ids_of(turns)) == (
         "\n<|im_start|>user\n<tool_response>\n4.50\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_users_reply_brings_no_instructions_that_nobody_gave():
+    tokenizer = make_tokenizer(SYSTEM_LAST)
+    turns = ChatFormat(tokenizer).continuation([Message("user", "And milk?")])
+    assert tokenizer.decode(ids_of(turns)) == "user And milk?<|im_end|>"
 
 
 def test_the_same_replies_are_rendered_once_others_with_one_rendering_and_plain_ones_without(monkeypatch):

@@ -1,0 +1,210 @@
+"""An assistant's message -> the tokens with which the model would have said it, by its own chat template.
+
+Needed for messages that the model did not sample: demonstrations. The template renders a small conversation that ends
+with the message; what stands behind the generation prompt, up to the stop token, is the model's turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, ToolCall
+from palestra.models.chat.encode import Piece, at_marks, cut_into_pieces, mark, not_append_only, with_texts
+from palestra.models.chat.reasoning import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
+from palestra.models.chat.render import TemplateRefusal
+from palestra.models.chat.template import ChatFormat
+
+Schemas = Sequence[dict[str, Any]]
+_QUESTION, _NEXT = "PALESTRAQUESTION", "PALESTRANEXT"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenReply:
+    """The tokens of a turn with its stop token, and its message as `ChatFormat.read` gives it back."""
+
+    token_ids: list[int]
+    message: Message
+    left_out: tuple[str, ...] = ()  # "text", "reasoning": what the template does not write
+
+
+def write_reply(
+    chat: ChatFormat,
+    message: Message,
+    tools: Schemas = (),
+    *,
+    after: str = "user",
+    reasoning: str = "",
+    prompt_end: Sequence[int] = (),
+) -> WrittenReply:
+    """The turn of an assistant's message behind a message of the role `after`. `prompt_end` are the tokens before it.
+
+    Some templates leave out reasoning, or the text of a message with calls. PalestraError if the tokens cannot be read
+    back as the same text and calls.
+    """
+    refusal: PalestraError | None = None
+    for attempt, thought in _attempts(message, reasoning):
+        try:
+            prompt, pieces = _pieces(chat, attempt, tools, after, thought)
+        except PalestraError as error:
+            refusal = refusal or error
+            continue
+        ids = _ids_behind(chat, prompt, pieces)
+        found = chat.read(ids, tools, prompt_end)
+        if _same(found, attempt):
+            return WrittenReply(ids, found, _left_out(message, reasoning, found, pieces))
+        refusal = refusal or PalestraError(
+            f"the chat template writes the assistant's message {_shown(message)} so that it is read back as "
+            f"{_shown(found)}. Change the message, or take the conversation out"
+        )
+    assert refusal is not None
+    raise refusal
+
+
+def _attempts(message: Message, reasoning: str) -> Iterator[tuple[Message, str]]:
+    """The message and its reasoning as they are, then with less, since templates differ in what they write."""
+    yield message, reasoning
+    thought, spoken = split_reasoning(message.text)
+    if thought and not reasoning:
+        message, reasoning = replace(message, text=spoken.strip()), thought
+        yield message, reasoning
+    if reasoning:
+        yield message, ""
+    if message.tool_calls and message.text.strip():
+        yield from ((replace(message, text=""), each) for each in dict.fromkeys((reasoning, "")))
+
+
+def _left_out(message: Message, reasoning: str, found: Message, pieces: Sequence[Piece]) -> tuple[str, ...]:
+    written = "".join(piece.text for piece in pieces)
+    has_text = found.text or not strip_reasoning(message.text)
+    thought = (reasoning or split_reasoning(message.text)[0]).strip()
+    return ("text",) * (not has_text) + ("reasoning",) * (thought not in written)
+
+
+def _same(found: Message, message: Message) -> bool:
+    calls = [(call.name, call.arguments, call.error, call.format) for call in found.tool_calls]
+    expected = [(call.name, call.arguments, None, "") for call in message.tool_calls]
+    return found.text == strip_reasoning(message.text) and calls == expected
+
+
+def _shown(message: Message) -> str:
+    calls = "".join(f" [{call.name or 'a call'} {call.error or call.arguments}]" for call in message.tool_calls)
+    return f"{message.text!r:.200}{calls:.300}"
+
+
+def _pieces(chat: ChatFormat, message: Message, tools: Schemas, after: str, reasoning: str) -> tuple[str, list[Piece]]:
+    """The prompt of a small conversation, and what the template writes behind it, up to and with the stop token."""
+    forged: list[str] = []  # texts with that of a special token, which must not become one
+
+    def marked(text: str) -> str:
+        if not chat.pieces.has_special(text):
+            return text
+        forged.append(text)
+        return mark(len(forged) - 1)
+
+    blank, blank_reasoning = with_texts(message, marked), marked(reasoning)
+    refusal: PalestraError = not_append_only("it ends an assistant's message without a stop token")
+    alone: list[Piece] = []
+    for context, following in _surroundings(message, tools, after):
+        try:
+            prompt = chat.render(context, tools, add_generation_prompt=True)
+            if has_closed(prompt):  # as without thinking
+                reasoning = blank_reasoning = ""
+            text, around = (
+                _behind(
+                    prompt, chat.renderer.render([*context, each, *following], tools, last_reasoning=thought), thought
+                )
+                for each, thought in ((message, reasoning), (blank, blank_reasoning))
+            )
+        except TemplateRefusal as error:
+            refusal = error
+            continue
+        scaffold, order = at_marks(around)
+        pieces = cut_into_pieces(text, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
+        if turn := _up_to_stop(pieces, chat.stop_texts):
+            stop = next(stop for stop in chat.stop_texts if turn[-1].text.endswith(stop))
+            return prompt, [*alone, Piece(stop, False)] if alone else turn
+        alone = [] if following else pieces  # without the next message, which may change this one
+    raise refusal
+
+
+def _surroundings(message: Message, tools: Schemas, after: str) -> Iterator[tuple[list[Message], list[Message]]]:
+    """Messages before and behind an assistant's message. Alone at the end, templates write it as it is sampled; but
+    some end a turn with what begins the next message, and some refuse calls without results."""
+    calls = message.tool_calls
+    next_one: list[Message] = [Message("tool", f"{_NEXT}{i}", (), call.id, call.name) for i, call in enumerate(calls)]
+    question = [Message("user", _QUESTION)]
+    contexts = [question]
+    if after == "tool" and tools:
+        name = str(tools[0].get("function", tools[0]).get("name"))
+        call = ToolCall("call00000", name)
+        contexts.insert(0, [*question, Message("assistant", "", (call,)), Message("tool", "4", (), call.id, name)])
+    for context in contexts:
+        yield context, []
+        yield context, next_one or [Message("user", _NEXT)]
+
+
+def _behind(prompt: str, whole: str, reasoning: str) -> str:
+    """What a conversation says behind its generation prompt, up to the next message."""
+    start = common_start(prompt, whole)
+    if (same := _same_but_for_spaces(prompt, whole, start)) is not None:
+        return whole[same:].partition(_NEXT)[0]
+    written, opened = whole[start:].partition(_NEXT)[0], prompt[start:]
+    if closing := closing_tag(opened):  # the prompt opens reasoning that finished messages leave out
+        return f"{reasoning}\n{closing}\n\n{written.lstrip()}"
+    if closing := next((tag for _, tag in TAGS if tag in opened), ""):  # the prompt has empty reasoning
+        written = written.removeprefix(closing)
+    if split_reasoning(opened)[1].strip() or (closing and closing in written):
+        raise not_append_only("it writes an assistant's message differently from its generation prompt")
+    return written
+
+
+def _same_but_for_spaces(prompt: str, whole: str, start: int) -> int | None:
+    """Where the prompt ends in a conversation whose template is careless of whitespace; None if it differs."""
+    end = start
+    while start < len(prompt):
+        if prompt[start] == whole[end : end + 1]:
+            start, end = start + 1, end + 1
+        elif prompt[start].isspace():
+            start += 1
+        elif whole[end : end + 1].isspace():
+            end += 1
+        else:
+            return None
+    return end
+
+
+def common_start(prompt: str, whole: str) -> int:
+    """Where the assistant's message begins: behind the prompt, or at the tag in which the two begin to differ.
+
+    A template may close the reasoning that its prompt opens.
+    """
+    common = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+    if common < len(prompt):
+        at = max(whole.rfind(bracket, 0, common) for bracket in "<[")
+        if at >= 0 and not any(bracket in whole[at:common] for bracket in ">]"):
+            return at
+    return common
+
+
+def _up_to_stop(pieces: Sequence[Piece], stops: Sequence[str]) -> list[Piece]:
+    """The pieces up to the end of the first stop token; none if there is no stop token."""
+    turn: list[Piece] = []
+    for piece in pieces:
+        ends = [(at, at + len(stop)) for stop in stops if (at := piece.text.find(stop)) >= 0 and not piece.is_body]
+        if ends:
+            return [*turn, Piece(piece.text[: min(ends)[1]], False)]
+        turn.append(piece)
+    return []
+
+
+def _ids_behind(chat: ChatFormat, prompt: str, pieces: Sequence[Piece]) -> list[int]:
+    """The tokens of a turn, tokenised in its place; on its own where a token would reach back into the prompt."""
+    before, whole = _ids(chat, [Piece(prompt, False)]), _ids(chat, [Piece(prompt, False), *pieces])
+    return whole[len(before) :] if whole[: len(before)] == before else _ids(chat, pieces)
+
+
+def _ids(chat: ChatFormat, pieces: Sequence[Piece]) -> list[int]:
+    return [token_id for _, ids in chat.pieces.encode(pieces).runs for token_id in ids]

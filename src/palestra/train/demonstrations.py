@@ -1,0 +1,277 @@
+"""Demonstrations: conversations and earlier rollouts as rollouts that supervised stages train on.
+
+A conversation gets the tokens that our agent loop would have: the prompt and the replies by the model's own chat
+template, append-only, and each assistant message as a turn of the model, with calls in the model's own format.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, Literal
+
+import numpy as np
+
+from palestra.core.conversations import Conversation
+from palestra.core.errors import PalestraError
+from palestra.core.group_codec import rollout_from_dict
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Lineage, Message, Rollout, ToolCall, ToolResult, Turn
+from palestra.models.chat.roundtrip import takes_parallel_calls
+from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
+from palestra.models.chat.written import write_reply
+
+log = logging.getLogger("palestra")
+Schemas = Sequence[dict[str, Any]]
+TooLong = Literal["error", "skip"]
+
+
+class TooLongError(PalestraError):
+    """A conversation with more tokens than the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """Rollouts to train on, and what could not be trained."""
+
+    rollouts: list[Rollout]
+    too_long: int = 0  # conversations that were skipped because they do not fit the context
+    without_reasoning: int = 0  # conversations whose reasoning the template does not write
+    without_text: int = 0  # conversations with calls beside whose text the template does not write
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One message of a conversation."""
+
+    message: Message
+    is_trained: bool = True
+    reasoning: str = ""
+
+
+def demonstrations(
+    conversations: Sequence[Conversation],
+    chat: ChatFormat,
+    tools: Schemas = (),
+    *,
+    max_tokens: int | None = None,
+    too_long: TooLong = "error",
+) -> Demonstrations:
+    """One rollout per conversation; those of more than `max_tokens` tokens are an error, or skipped and counted."""
+    rollouts: list[Rollout] = []
+    skipped, left_out = 0, Counter[str]()
+    for conversation in conversations:
+        try:
+            rollouts.append(demonstration(conversation, chat, tools, max_tokens=max_tokens))
+        except TooLongError:
+            if too_long == "error":
+                raise
+            skipped += 1
+            continue
+        left_out.update(rollouts[-1].info.get("left_out", ()))
+    if skipped:
+        log.warning("%d of %d conversations do not fit the context; skipped", skipped, len(conversations))
+    for part, count in left_out.items():
+        log.warning("the chat template writes no %s for %d of %d conversations", part, count, len(conversations))
+    return Demonstrations(rollouts, skipped, left_out["reasoning"], left_out["text beside calls"])
+
+
+def demonstration(
+    conversation: Conversation, chat: ChatFormat, tools: Schemas = (), *, max_tokens: int | None = None
+) -> Rollout:
+    """A conversation as a rollout. `tools` are the schemas of the agent's tools; the conversation's own if empty.
+
+    Each assistant message is a `model` turn, one with weight 0 a `template` turn. PalestraError, which names the
+    conversation, if the template refuses it or if its tokens do not read back as the same text and calls.
+    """
+    schemas = list(tools or conversation.tools)
+    try:
+        _check_tools(conversation, schemas)
+        rollout = _demonstration(conversation, _steps(conversation, chat), chat, schemas)
+    except PalestraError as error:
+        raise PalestraError(f"{conversation.origin}: {error}") from None
+    count = _token_count(rollout)
+    if max_tokens is not None and count > max_tokens:
+        raise TooLongError(
+            f"{conversation.origin}: the conversation has {count} tokens, and the context {max_tokens}; shorten it, "
+            "take it out, or use a longer context"
+        )
+    return rollout
+
+
+def as_demonstrations(rollout: Rollout) -> list[Rollout]:
+    """A rollout's conversations as demonstrations: the tokens as sampled, all with advantage 1.
+
+    Its log-probabilities and versions are those of another policy, so they are left out.
+    """
+    found = []
+    for part in rollout.conversations:
+        turns = tuple(_unsampled(turn) for turn in part.turns)
+        if not any(turn.maker == "model" and len(turn.token_ids) for turn in turns):
+            continue
+        own = rollout if isinstance(part, Rollout) else _alone(rollout, part)
+        found.append(replace(own, turns=turns, lineages=(), advantages=_ones(turns), reward=1.0))
+    return found
+
+
+def read_run(folder: RunFolder, per_problem: int | None = None) -> list[Rollout]:
+    """Rollouts of an earlier run that passed, as demonstrations for the same model (the tokens are that model's).
+
+    Each sequence of tokens comes once. The best rollout of each problem comes first, then the second best, and so on;
+    at most `per_problem` of each.
+    """
+    by_problem: dict[str, list[tuple[float, Rollout]]] = defaultdict(list)
+    seen: set[bytes] = set()
+    for rollout in _passed(folder):
+        for each in as_demonstrations(rollout):
+            key = np.concatenate([turn.token_ids for turn in each.turns]).tobytes()
+            if key not in seen:
+                seen.add(key)
+                by_problem[rollout.problem_id].append((rollout.reward, each))
+    ranked = [sorted(found, key=lambda pair: -pair[0])[:per_problem] for found in by_problem.values()]
+    longest = max(map(len, ranked), default=0)
+    return [found[rank][1] for rank in range(longest) for found in ranked if rank < len(found)]
+
+
+def run_conversations(folder: RunFolder, tools: Schemas = ()) -> list[Conversation]:
+    """What an earlier run's rollouts that passed say, for another model. Each conversation comes once."""
+    found: dict[str, Conversation] = {}
+    for number, rollout in enumerate(_passed(folder)):
+        origin = f"{folder.rollouts_file}, rollout {number} that passed"
+        conversation = Conversation(rollout.messages, tuple(tools), origin)
+        found.setdefault(repr(rollout.messages), conversation)
+    return list(found.values())
+
+
+def _passed(folder: RunFolder) -> Iterator[Rollout]:
+    if not folder.rollouts_file.is_file():
+        raise PalestraError(f"{folder.path} has no rollouts.jsonl; give the folder of a run that has trained")
+    for number, row in enumerate(folder.rollouts(), start=1):
+        if not row.get("passed"):
+            continue
+        try:
+            rollout = rollout_from_dict(row)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PalestraError(
+                f"{folder.rollouts_file}, row {number} is no rollout ({type(error).__name__}: {error}); "
+                "restore the file from a copy"
+            ) from None
+        if rollout.error is None and not rollout.cut_off:
+            yield rollout
+
+
+def _check_tools(conversation: Conversation, schemas: Schemas) -> None:
+    known = [str(schema.get("function", schema).get("name")) for schema in schemas]
+    for message in conversation.messages:
+        for call in message.tool_calls:
+            if call.name not in known:
+                has = f"the tools are {', '.join(known)}" if known else "it has no tools"
+                raise PalestraError(f"it calls {call.name!r}, and {has}; give the schema of that tool, or take it out")
+
+
+def _steps(conversation: Conversation, chat: ChatFormat) -> list[_Step]:
+    """The messages; parallel calls one after the other for a template that writes one call per message."""
+    steps = [
+        _Step(message, i not in conversation.untrained, conversation.reasoning.get(i, ""))
+        for i, message in enumerate(conversation.messages)
+    ]
+    if all(len(step.message.tool_calls) < 2 for step in steps) or takes_parallel_calls(chat):
+        return steps
+    single: list[_Step] = []
+    while steps:
+        step = steps.pop(0)
+        calls = step.message.tool_calls
+        if len(calls) < 2:
+            single.append(step)
+            continue
+        behind = list(takewhile(lambda each: each.message.role == "tool", steps))
+        del steps[: len(behind)]
+        for i, call in enumerate(calls):
+            text = "" if i else step.message.text
+            own = replace(step, message=replace(step.message, text=text, tool_calls=(call,)))
+            single += [replace(own, reasoning="" if i else step.reasoning)]
+            single += [result for result in behind if result.message.tool_call_id == call.id]
+    return single
+
+
+def _demonstration(conversation: Conversation, steps: Sequence[_Step], chat: ChatFormat, schemas: Schemas) -> Rollout:
+    first = next(i for i, step in enumerate(steps) if step.message.role == "assistant")
+    messages = [step.message for step in steps[:first]]
+    turns = [chat.prompt(messages, schemas)]
+    calls: dict[str | None, ToolCall] = {}  # of the last assistant message, by the conversation's ids
+    replies: list[Message] = []
+    results: list[ToolResult] = []
+    left_out: set[str] = set()
+    for step in steps[first:]:
+        if step.message.role != "assistant":
+            reply = _as_reply(step.message, calls)
+            results += [ToolResult(calls[step.message.tool_call_id], reply.text)] if reply.role == "tool" else []
+            replies.append(reply)
+            continue
+        if len(messages) > first:  # not the first assistant message
+            turns += chat.continuation(replies, last_token=int(turns[-1].token_ids[-1]))
+        after = (*messages, *replies)[-1].role
+        prompt_end = [i for turn in turns[-4:] for i in turn.token_ids.tolist()][-PROMPT_END_TOKENS:]
+        own = _with_ids(step.message, chat, len(results))
+        written = write_reply(chat, own, schemas, after=after, reasoning=step.reasoning, prompt_end=prompt_end)
+        ids = np.array(written.token_ids, np.int32)
+        turns.append(_model_turn(ids) if step.is_trained else Turn("template", ids))
+        messages += [*replies, written.message]
+        read_back = zip(step.message.tool_calls, written.message.tool_calls, strict=True)
+        calls, replies = {said.id: call for said, call in read_back}, []
+        left_out |= {"text beside calls" if part == "text" else part for part in written.left_out}
+    return Rollout(
+        problem_id=conversation.origin,
+        turns=tuple(turns),
+        messages=tuple(messages),
+        stop="answered",
+        tool_results=tuple(results),
+        reward=1.0,
+        advantages=_ones(turns),
+        tool_names=tuple(str(schema.get("function", schema).get("name")) for schema in schemas),
+        info={"left_out": sorted(left_out)} if left_out else {},
+    )
+
+
+def _as_reply(message: Message, calls: dict[str | None, ToolCall]) -> Message:
+    """A tool result with the id of its call as the model wrote it."""
+    if message.role != "tool":
+        return message
+    call = calls.get(message.tool_call_id)
+    if call is None:
+        raise PalestraError(f"a tool result belongs to no call before it (id {message.tool_call_id!r}); take it out")
+    return replace(message, tool_call_id=call.id, name=call.name)
+
+
+def _with_ids(message: Message, chat: ChatFormat, calls_before: int) -> Message:
+    """Kimi's models write the name of the tool into the id of a call."""
+    if chat.call_format.name != "kimi":
+        return message
+    calls = (
+        replace(call, id=f"functions.{call.name}:{i}") for i, call in enumerate(message.tool_calls, start=calls_before)
+    )
+    return replace(message, tool_calls=tuple(calls))
+
+
+def _model_turn(token_ids: Any) -> Turn:
+    count = len(token_ids)
+    return Turn("model", token_ids, np.full(count, np.nan, np.float32), np.zeros(count, np.int32), "stop")
+
+
+def _unsampled(turn: Turn) -> Turn:
+    return _model_turn(turn.token_ids) if turn.maker == "model" else turn
+
+
+def _alone(rollout: Rollout, lineage: Lineage) -> Rollout:
+    return replace(rollout, messages=lineage.messages, stop=lineage.stop, tool_results=())
+
+
+def _ones(turns: Sequence[Turn]) -> Any:
+    return np.ones(sum(len(turn.token_ids) for turn in turns), np.float32)
+
+
+def _token_count(rollout: Rollout) -> int:
+    return sum(len(turn.token_ids) for turn in rollout.turns)

@@ -1,0 +1,267 @@
+"""Conversations in four formats become the same messages; what is wrong is named with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.core.conversations import Conversation, conversation_of, read_conversations
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, ToolCall
+
+SCHEMA = {"type": "object", "properties": {"item": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "price", "description": "Look up.", "parameters": SCHEMA}}
+
+
+def call(call_id: str, item: str, as_text: bool = True) -> dict[str, Any]:
+    arguments: Any = {"item": item}
+    return {"id": call_id, "function": {"name": "price", "arguments": json.dumps(arguments) if as_text else arguments}}
+
+
+OPENAI = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Tea "}, {"type": "text", "text": "and milk?"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call("a", "tea"), call("b", "milk", as_text=False)],
+            "reasoning_content": "Two calls.",
+        },
+        {"role": "tool", "tool_call_id": "b", "content": "2"},
+        {"role": "tool", "tool_call_id": "a", "content": "4"},
+        {"role": "assistant", "content": "4 and 2."},
+    ],
+    "tools": [TOOL],
+}
+ANTHROPIC = {
+    "system": [{"type": "text", "text": "Be brief."}],
+    "messages": [
+        {"role": "user", "content": "Tea and milk?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Two calls.", "signature": "x"},
+                {"type": "tool_use", "id": "a", "name": "price", "input": {"item": "tea"}},
+                {"type": "tool_use", "id": "b", "name": "price", "input": {"item": "milk"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "2"}]},
+                {"type": "tool_result", "tool_use_id": "a", "content": "4"},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "4 and 2."}]},
+    ],
+    "tools": [{"name": "price", "description": "Look up.", "input_schema": SCHEMA}],
+}
+ATIF = {
+    "schema_version": "ATIF-v1.5",
+    "session_id": "s",
+    "agent": {"name": "clerk", "version": "1", "tool_definitions": [TOOL]},
+    "steps": [
+        {"step_id": 1, "source": "system", "message": "Be brief."},
+        {"step_id": 2, "source": "user", "message": "Tea and milk?"},
+        {
+            "step_id": 3,
+            "source": "agent",
+            "message": "",
+            "reasoning_content": "Two calls.",
+            "tool_calls": [
+                {"tool_call_id": "a", "function_name": "price", "arguments": {"item": "tea"}},
+                {"tool_call_id": "b", "function_name": "price", "arguments": {"item": "milk"}},
+            ],
+            "observation": {
+                "results": [{"source_call_id": "b", "content": "2"}, {"source_call_id": "a", "content": "4"}]
+            },
+        },
+        {"step_id": 4, "source": "agent", "message": "4 and 2."},
+    ],
+}
+EXPECTED = (
+    Message("system", "Be brief."),
+    Message("user", "Tea and milk?"),
+    Message("assistant", "", (ToolCall("a", "price", {"item": "tea"}), ToolCall("b", "price", {"item": "milk"}))),
+    Message("tool", "2", (), "b", "price"),
+    Message("tool", "4", (), "a", "price"),
+    Message("assistant", "4 and 2."),
+)
+
+
+def written(tmp_path: Path, *records: Any) -> Path:
+    path = tmp_path / "traces.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def read_one(tmp_path: Path, record: Any) -> Conversation:
+    (conversation,) = read_conversations(written(tmp_path, record))
+    return conversation
+
+
+@pytest.mark.parametrize("record", [OPENAI, ANTHROPIC, ATIF], ids=["openai", "anthropic", "atif"])
+def test_parallel_calls_results_reasoning_and_tools_are_the_same_in_each_format(tmp_path, record):
+    conversation = read_one(tmp_path, record)
+    assert conversation.messages == EXPECTED
+    assert conversation.tools == (TOOL,)
+    assert conversation.reasoning == {2: "Two calls."}
+    assert conversation.origin == f"{tmp_path / 'traces.jsonl'}, line 1"
+
+
+def test_sharegpt_calls_belong_to_the_text_before_them(tmp_path):
+    calls = [{"name": "price", "arguments": {"item": item}} for item in ("tea", "milk")]
+    turns = [
+        ("human", "Tea and milk?"),
+        ("gpt", "One moment."),
+        ("function_call", json.dumps(calls)),
+        ("observation", '["4", 2]'),
+        ("gpt", "4 and 2."),
+        ("human", "Tea?"),
+        ("function_call", json.dumps(calls[0])),
+        ("tool", "4"),
+        ("gpt", "4."),
+    ]
+    record = {
+        "conversations": [{"from": role, "value": value} for role, value in turns],
+        "system": "Be brief.",
+        "tools": json.dumps([TOOL["function"]]),
+    }
+    conversation = read_one(tmp_path, record)
+    said = [(m.role, m.text, [call.arguments["item"] for call in m.tool_calls]) for m in conversation.messages]
+    assert said == [
+        ("system", "Be brief.", []),
+        ("user", "Tea and milk?", []),
+        ("assistant", "One moment.", ["tea", "milk"]),
+        ("tool", "4", []),
+        ("tool", "2", []),
+        ("assistant", "4 and 2.", []),
+        ("user", "Tea?", []),
+        ("assistant", "", ["tea"]),
+        ("tool", "4", []),
+        ("assistant", "4.", []),
+    ]
+    assert conversation.tools == (TOOL,)
+
+
+def test_atif_observations_without_a_call_are_what_the_user_says_and_copied_steps_are_not_trained(tmp_path):
+    steps = [
+        {"source": "user", "message": "List."},
+        {
+            "source": "agent",
+            "message": "ls",
+            "observation": {"results": [{"content": "a.txt"}]},
+            "is_copied_context": True,
+        },
+        {"source": "agent", "message": "There is a.txt."},
+    ]
+    conversation = read_one(tmp_path, {"schema_version": "ATIF-v1.6", "steps": steps})
+    assert [m.role for m in conversation.messages] == ["user", "assistant", "user", "assistant"]
+    assert conversation.untrained == {1}
+
+
+def test_a_whole_document_is_read_as_one_conversation_and_a_list_as_several(tmp_path):
+    path = tmp_path / "trajectory.json"
+    path.write_text(json.dumps(ATIF, indent=2))
+    assert read_conversations(path)[0].messages == EXPECTED
+    other = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+    path.write_text(json.dumps([OPENAI, other], indent=2))
+    assert [c.origin for c in read_conversations(path)] == [f"{path}, entry 1", f"{path}, entry 2"]
+
+
+def test_functions_before_tool_calls_are_read_as_tools(tmp_path):
+    messages = [
+        {"role": "user", "content": "Tea?"},
+        {"role": "assistant", "content": None, "function_call": {"name": "price", "arguments": '{"item": "tea"}'}},
+        {"role": "function", "name": "price", "content": "4"},
+        {"role": "assistant", "content": "4."},
+    ]
+    conversation = read_one(tmp_path, {"messages": messages, "tools": [TOOL]})
+    assert conversation.messages[1].tool_calls[0].arguments == {"item": "tea"}
+    assert conversation.messages[2] == Message("tool", "4", (), "call_0", "price")
+
+
+def test_weight_0_is_kept_and_comes_back_from_what_is_written(tmp_path):
+    record = json.loads(json.dumps(OPENAI))
+    record["messages"][2]["weight"] = 0
+    conversation = read_one(tmp_path, record)
+    assert conversation.untrained == {2}
+    again = read_one(tmp_path, conversation.to_dict())
+    assert again == conversation
+
+
+def test_instructions_go_in_front_only_where_there_is_no_system_message(tmp_path):
+    conversation = read_one(tmp_path, OPENAI)
+    assert conversation.with_system("Other.") is conversation
+    bare = conversation_of([to for to in OPENAI["messages"][1:]])
+    moved = bare.with_system("Be brief.")
+    assert moved.messages == EXPECTED
+    assert moved.reasoning == {2: "Two calls."}
+
+
+def test_requests_of_one_agent_are_one_conversation_with_all_reasoning(tmp_path, caplog):
+    messages = OPENAI["messages"]
+    without = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
+    longer = [*without, {"role": "user", "content": "Thanks."}, {"role": "assistant", "content": "Welcome."}]
+    lines = [{"messages": m, "tools": [TOOL]} for m in (messages[:3], longer, without)]
+    (conversation,) = read_conversations(written(tmp_path, *lines))
+    assert len(conversation.messages) == len(longer)
+    assert conversation.reasoning == {2: "Two calls."}
+
+
+def changed(place: int, **fields: Any) -> dict[str, Any]:
+    record = json.loads(json.dumps(OPENAI))
+    record["messages"][place] |= fields
+    return record
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ("{not json", "line 2 is not valid JSON"),
+        ("[1]", "expected a JSON object"),
+        ({"prompt": "x"}, "format of an object with the keys"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "no assistant message"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "begins with an assistant message"),
+        (changed(1, role="customer"), "the role 'customer'"),
+        (changed(1, content=[{"type": "image_url", "image_url": {}}]), "not text"),
+        (changed(1, weight=0), "only an assistant's"),
+        (changed(5, weight=0.5), "weight 0.5"),
+        (changed(3, tool_call_id="zz"), "result of call 'zz'"),
+        (changed(4, role="user"), "has no result"),
+        (changed(2, tool_calls=[{"id": "a", "function": {"name": "price", "arguments": "{"}}]), "not valid JSON"),
+        (changed(2, tool_calls=[{"id": "a", "function": {"arguments": "{}"}}]), "no name"),
+        (changed(2, tool_calls=[call("a", "x"), call("a", "y")]), "same id"),
+        ({**ANTHROPIC, "messages": [{"role": "system", "content": "x"}]}, "Anthropic's are user and assistant"),
+        (
+            {"system": "x", "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "type 'image'",
+        ),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, "'bot'"),
+        ({"conversations": [{"from": "human"}]}, 'no text in "value"'),
+        ({"conversations": [{"from": "function_call", "value": "price()"}]}, "function_call is not JSON"),
+        ({"schema_version": "2", "steps": []}, "ATIF-v1.0"),
+        ({"schema_version": "ATIF-v1.0", "steps": [{"source": "bot"}]}, "system, user or agent"),
+        (
+            {"schema_version": "ATIF-v1.0", "steps": [{"source": "agent", "tool_calls": [{"tool_call_id": "a"}]}]},
+            "'function_name' is missing",
+        ),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_number_and_reason(tmp_path, record, says):
+    path = written(tmp_path, OPENAI, record)
+    with pytest.raises(PalestraError) as error:
+        read_conversations(path)
+    assert f"{path}, line 2" in str(error.value)
+    assert says in str(error.value)
+
+
+def test_a_file_that_is_missing_or_empty_is_an_error(tmp_path):
+    with pytest.raises(PalestraError, match="cannot be read"):
+        read_conversations(tmp_path / "none.jsonl")
+    with pytest.raises(PalestraError, match="no conversations"):
+        read_conversations(written(tmp_path, ""))

@@ -1,0 +1,137 @@
+"""A teacher's attempts: what passes is kept and saved, the rest is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from builders import add, agent
+
+from palestra import EvalSuite, measure
+from palestra.core.conversations import Conversation, read_conversations
+from palestra.core.errors import PalestraError
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import SamplingParams
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.models.chat.template import ChatFormat
+from palestra.policy.openai import OpenAIChat, OpenAISettings
+from palestra.rollout.agent_loop import AttemptLimits
+from palestra.train.demonstrations import demonstrations
+from palestra.train.teacher import TeacherCost, teacher_demonstrations
+
+
+class Teacher(BaseHTTPRequestHandler):
+    """Adds with the tool. "easy" is right at once, "hard" at the third attempt, "never" never is."""
+
+    asked: ClassVar[Counter[str]]
+    reports_usage: ClassVar[bool] = True
+    status: ClassVar[int] = 200
+    url: ClassVar[str]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = next(m["content"] for m in body["messages"] if m["role"] == "user")
+        word = question.split()[0]
+        if body["messages"][-1]["role"] == "tool":
+            right = {"easy": True, "hard": self.asked[word] >= 3, "never": False}[word]
+            message = {"content": f"It is {body['messages'][-1]['content'] if right else 'unknown'}."}
+        else:
+            self.asked[word] += 1
+            call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+            message = {"content": None, "tool_calls": [call], "reasoning_content": f"Attempt {self.asked[word]}."}
+        answer: dict[str, Any] = {"choices": [{"message": message, "finish_reason": "stop"}]}
+        if self.reports_usage:
+            answer["usage"] = {"prompt_tokens": 10, "completion_tokens": 3}
+        data = json.dumps(answer).encode()
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def teacher() -> Iterator[type[Teacher]]:
+    class Fresh(Teacher):
+        asked: ClassVar[Counter[str]] = Counter()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Fresh)
+    Fresh.url = f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Fresh
+    server.shutdown()
+    server.server_close()
+
+
+@measure
+def says_5(ctx: Any) -> bool:
+    return "5" in ctx.messages[-1].text
+
+
+def taught(teacher: Any, *words: str, **options: Any) -> tuple[list[Conversation], TeacherCost]:
+    suite = EvalSuite.from_records([{"input": f"{word} question: 2 + 3?"} for word in words], measures=[says_5])
+    environment = SuiteEnvironment(agent(instructions="Use tools.", tools=[add]), suite)
+    endpoint = OpenAIChat(OpenAISettings(model_name="m", base_url=teacher.url))
+    limits = AttemptLimits(SamplingParams(100))
+    return asyncio.run(teacher_demonstrations(environment, suite.cases, endpoint, limits, **options))
+
+
+def test_only_attempts_that_pass_are_kept_and_cases_without_one_are_tried_again(teacher):
+    found, cost = taught(teacher, "easy", "hard", "never", attempts=4)
+    assert [c.messages[1].text.split()[0] for c in found] == ["easy", "hard"]
+    assert teacher.asked == {"easy": 1, "hard": 3, "never": 4}
+    assert [c.reasoning for c in found] == [{2: "Attempt 1."}, {2: "Attempt 3."}]
+    assert (cost.attempts, cost.passes, cost.solved, cost.unsolved) == (8, 2, 2, 1)
+    assert (cost.requests, cost.prompt_tokens, cost.completion_tokens, cost.unreported) == (16, 160, 48, 0)
+
+
+def test_a_server_that_reports_no_usage_is_counted_as_such(teacher):
+    teacher.reports_usage = False
+    _, cost = taught(teacher, "easy")
+    assert (cost.requests, cost.prompt_tokens, cost.completion_tokens, cost.unreported) == (2, 0, 0, 2)
+
+
+def test_equal_answers_of_a_group_are_one_demonstration(teacher):
+    found, cost = taught(teacher, "easy", group_size=3)
+    assert (len(found), cost.attempts, cost.passes) == (1, 3, 3)
+
+
+def test_what_it_said_becomes_a_demonstration_with_the_agents_instructions_and_tools(teacher, tiny_tokenizer):
+    found, _ = taught(teacher, "easy")
+    chat = ChatFormat(tiny_tokenizer)
+    (rollout,) = demonstrations(found, chat).rollouts
+    assert [turn.maker for turn in rollout.turns if turn.maker == "model"] == ["model"] * 2
+    prompt = tiny_tokenizer.decode(rollout.turns[0].token_ids)
+    assert "Use tools." in prompt
+    assert "Add two numbers." in prompt
+    assert "It is 5." in tiny_tokenizer.decode(rollout.turns[-1].token_ids)
+
+
+def test_saved_demonstrations_are_not_paid_for_again(teacher, tmp_path: Path):
+    file = RunFolder(tmp_path).demonstrations_file
+    first, _ = taught(teacher, "easy", "never", attempts=1, file=file)
+    assert [c.messages for c in read_conversations(file)] == [c.messages for c in first]
+    again, cost = taught(teacher, "easy", "never", attempts=1, file=file)
+    assert [c.messages for c in again] == [c.messages for c in first]
+    assert (again[0].tools, again[0].reasoning) == (first[0].tools, first[0].reasoning)
+    assert teacher.asked == {"easy": 1, "never": 2}
+    assert (cost.from_file, cost.attempts) == (1, 1)
+
+
+def test_an_endpoint_that_refuses_every_request_is_an_error(teacher):
+    teacher.status = 401
+    with pytest.raises(PalestraError, match=r"every attempt of the teacher failed.*401"):
+        taught(teacher, "easy", attempts=1)
+
+
+def test_more_siblings_than_attempts_are_refused(teacher):
+    with pytest.raises(PalestraError, match="group_size=4"):
+        taught(teacher, "easy", group_size=4, attempts=3)
