@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.agents.agent import agent_examples
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
 from palestra.core.config import RunConfig
@@ -222,7 +223,8 @@ class GRPOTrainer:
         from palestra.train.tasks import EnvironmentTask
 
         if not isinstance(self.agent, ProgramAgent):
-            return EnvironmentTask(environment, self._reward_functions, self._rollout_func, self)
+            examples = agent_examples(self.agent)
+            return EnvironmentTask(environment, self._reward_functions, self._rollout_func, self, examples)
         if self._rollout_func is not None or not isinstance(environment, SuiteEnvironment):
             raise PalestraError(
                 f"{self.agent.name} is a program with a loop of its own; train it on a suite, without rollout_func and "

@@ -25,8 +25,14 @@ _HELP = {
     "output_dir": "Where run folders are made.",
     "stages.plan": "Stages in order, such as sft:traces.jsonl,rft,grpo; auto chooses them (docs/warm_start.md).",
     "stages.traces": "For an sft stage: conversations as JSON lines, or a run whose passed rollouts are learned.",
+    "stages.teacher": "For an sft stage: URL of a stronger model that plays the agent (with --teacher-model NAME).",
 }
-_SHORT = {"stages.plan": ("--stages", "--warm-start"), "stages.traces": ("--traces",)}
+_SHORT = {
+    "stages.plan": ("--stages", "--warm-start"),
+    "stages.traces": ("--traces",),
+    "stages.teacher": ("--teacher",),
+    "stages.teacher_model": ("--teacher-model",),
+}
 
 
 def options(command: click.Command) -> click.Command:

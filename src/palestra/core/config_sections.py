@@ -388,6 +388,14 @@ class StagesSection(Section):
     traces: str | None = Field(
         None, description="sft: a file of conversations (JSON lines), or a run whose passed rollouts are learned from"
     )
+    teacher: str | None = Field(
+        None,
+        description="sft: base URL (up to /v1) of a stronger model that plays the agent on the training cases; what "
+        "passes is learned. Its key is in PALESTRA_TEACHER_KEY",
+    )
+    teacher_model: str = Field("", description="the teacher's name at that address")
+    teacher_attempts: int = Field(3, ge=1, le=1000, description="how often the teacher may try one case")
+    teacher_cases: int = Field(64, ge=1, le=1_000_000, description="training cases that the teacher plays")
     sft_epochs: float = Field(3.0, gt=0, le=1000, description="passes over the demonstrations, of an rft round too")
     sft_batch: int = Field(16, ge=1, le=65_536, description="demonstrations in one optimizer step")
     sft_learning_rate: float | None = Field(
@@ -426,8 +434,11 @@ class StagesSection(Section):
                 f"stages.plan = {self.plan!r} has an unknown stage {bad[0]!r}; use {', '.join(STAGE_NAMES)}, separated "
                 "by commas, or auto alone"
             )
-        if self.traces is not None and "sft" not in self.names:
-            raise ValueError(f"stages.traces is for an sft stage, and stages.plan = {self.plan!r} has none")
+        for name in ("traces", "teacher"):
+            if getattr(self, name) is not None and "sft" not in self.names:
+                raise ValueError(f"stages.{name} is for an sft stage, and stages.plan = {self.plan!r} has none")
+        if self.teacher is not None and not self.teacher_model:
+            raise ValueError("stages.teacher needs stages.teacher_model, the model's name at that address")
         return self
 
     @property

@@ -48,10 +48,10 @@ class RunFolder:
       config.yaml         the resolved config
       metrics.jsonl       one object a step
       rollouts.jsonl      one object a rollout of training: messages, scores, token ids
-      demonstrations.jsonl    what sft and rft stages learn from
       tokens/             what the learner found for each token of these: step-000050.npy, as `train.token_record` says
       queue.sqlite        groups that were sampled ahead of their step, where rollout.max_staleness allows it
-      demonstrations.jsonl  what a teacher said, one conversation that passed a line, in OpenAI's chat form
+      demonstrations.jsonl  what sft and rft stages learn from, one rollout a line
+      teacher.jsonl       what a teacher said, one conversation that passed a line, in OpenAI's chat form
       evals/              rollouts of the evaluations: before.jsonl, step-000050.jsonl, after.jsonl
       checkpoints/        step-000050, …
       model/              the trained weights, once training has ended
@@ -111,6 +111,7 @@ class RunFolder:
     queue_file = PathBelow("queue.sqlite")
     rollouts_file = PathBelow("rollouts.jsonl")
     demonstrations_file = PathBelow("demonstrations.jsonl")
+    teacher_file = PathBelow("teacher.jsonl")
     tokens = PathBelow("tokens")
     dashboard_index = PathBelow("dashboard.db")
     evals = PathBelow("evals")

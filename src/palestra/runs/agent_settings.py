@@ -18,7 +18,7 @@ SettingClass = Literal["agent", "backend", "address", "folder", "model", "accoun
 # tests/unit/runs/test_locks.py compares this table with all settings: a new setting needs a class.
 SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "backend": ("backend", "vllm.mode"),
-    "address": ("vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address"),
+    "address": ("vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address", "stages.teacher"),
     "folder": ("output_dir", "rollout.weights_folder", "stages.traces"),
     "model": ("model.name",),
     "account": ("track.entity",),
@@ -43,7 +43,8 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "lora.load_in_4bit", "vllm.timeout_s", "vllm.gpu_memory_utilization", "vllm.max_model_len",
         "vllm.tensor_parallel_size", "ray.actors", "ray.cpus_per_actor", "ray.gpus_per_actor", "ray.timeout_s",
         "ranks.timeout_s", "echo.coefficient", "echo.normalization", "echo.schedule", "echo.final_coefficient",
-        "echo.step_every", "stages.plan", "stages.sft_epochs", "stages.sft_batch", "stages.sft_learning_rate",
+        "echo.step_every", "stages.plan", "stages.teacher_model", "stages.teacher_attempts", "stages.teacher_cases",
+        "stages.sft_epochs", "stages.sft_batch", "stages.sft_learning_rate",
         "stages.rft_rounds", "stages.rft_attempts", "stages.rft_pass", "stages.rft_keep", "stages.rft_until",
         "stages.hints", "eval.cases", "eval.samples_per_case", "eval.temperature", "eval.every",
         "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "track.report_to", "track.project",
@@ -56,6 +57,7 @@ KEYS_OF_ADDRESSES = {
     "tinker.base_url": ("TINKER_API_KEY", "TINKER_BASE_URL"),
     "vllm.url": ("VLLM_API_KEY", None),
     "rollout.policy_url": ("PALESTRA_TOKEN", None),
+    "stages.teacher": ("PALESTRA_TEACHER_KEY", None),
 }
 AGENT_MAXIMUM = {"checkpoint.keep_last": 20.0}  # bounds disk space; `maximum` of the site file overrides it
 _HUB_NAME = re.compile(r"\w[\w.-]{0,99}(/\w[\w.-]{0,99})?(:\w[\w.-]{0,99})?", re.ASCII)

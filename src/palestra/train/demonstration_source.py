@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from palestra.core.files import append_jsonl, read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
-from palestra.core.types import Group, Rollout, Turn
+from palestra.core.types import Group, Rollout
+from palestra.train.demonstrations import as_demonstrations
 from palestra.train.group_source import draw
-
-
-def as_demonstration(rollout: Rollout) -> Rollout:
-    """The rollout, to be imitated: an advantage of 1 for each of its tokens, whoever sampled them."""
-    length = sum(len(turn.token_ids) for turn in rollout.turns)
-    turns = tuple(_unsampled(turn) if turn.maker == "model" else turn for turn in rollout.turns)
-    return replace(rollout, turns=turns, advantages=np.ones(length, np.float32), reward=1.0, lineages=())
-
-
-def _unsampled(turn: Turn) -> Turn:
-    count = len(turn.token_ids)
-    return replace(turn, logprobs=np.full(count, np.nan, np.float32), versions=np.zeros(count, np.int32))
 
 
 class DemonstrationStore:
@@ -41,7 +28,8 @@ class DemonstrationStore:
         return len(self.rollouts)
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
-        new = [rollout_from_dict(rollout_to_dict(as_demonstration(r), exact=True)) for r in rollouts]
+        made = [each for rollout in rollouts for each in as_demonstrations(rollout)]
+        new = [rollout_from_dict(rollout_to_dict(each, exact=True)) for each in made]
         self.rollouts += new  # exactly what a resumed run reads
         if self._writes and new:
             append_jsonl(self._path, (rollout_to_dict(rollout, exact=True) for rollout in new))

@@ -151,7 +151,7 @@ class Run:
         )
         resume_after = done if resume or done else None
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)
-        stages = Stages(training, parts, task, folder, lambda chat: (), stage_names(config, has_demonstrations=False))
+        stages = Stages(training, parts, task, folder, stage_names(config, task))
         count = task.problem_count
         return cls(folder, backend, training, stages, evaluator, resume_from, resume_after, count, queue, chosen)
 

@@ -6,30 +6,34 @@ Where the run stands is part of its checkpoints: a resumed run goes on in the ri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from palestra.core.config import RunConfig
+from palestra.core.conversations import Conversation, read_conversations
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
 from palestra.learner.local import LocalLearner
-from palestra.models.chat.template import ChatFormat
+from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.train.checkpoint import TrainState
 from palestra.train.demonstration_source import DemonstrationSource, DemonstrationStore, steps_for
+from palestra.train.demonstrations import demonstrations, read_run, run_conversations
 from palestra.train.group_source import GroupSource
+from palestra.train.limits import attempt_limits
 from palestra.train.loop import Training
 from palestra.train.rft import RftSource
-from palestra.train.tasks import EnvironmentTask, Parts, Task, agent_collector, rewards_of
+from palestra.train.tasks import EnvironmentTask, Parts, Task, agent_collector, offered_tools, rewards_of
+from palestra.train.teacher import teacher_demonstrations
 
 FULL_RATE_FACTOR = 5.0  # the learning rate of demonstrations, as a multiple of that of GRPO
 LORA_RATE_FACTOR = 2.0
 MAX_STAGE_STEPS = 1_000_000
+TEACHER_KEY = "PALESTRA_TEACHER_KEY"
 RFT_ATTEMPTS = 4  # groups' worth of attempts at one case
 RFT_PASS = 4  # steps' worth of attempts in one pass over the cases
-SIGNAL_PASS_RATE = 0.1  # above it, GRPO has enough signal from the beginning
 
 
 @dataclass(slots=True)
@@ -59,7 +63,6 @@ class Stages:
     parts: Parts
     task: Task
     folder: RunFolder
-    demonstrations: Callable[[ChatFormat], Sequence[Rollout]]  # for sft
     plan: list[str]
     save_model: Callable[[], object] = lambda: None
     results: list[StageResult] = field(default_factory=list)
@@ -148,7 +151,7 @@ class Stages:
     def _add_demonstrations(self) -> None:
         source = self.training.demonstrations
         assert source is not None
-        self.store.add(self.demonstrations(self.parts.chat))
+        self.store.add(found_demonstrations(self.task, self.parts, self.folder))
         source.count = len(self.store) - source.first
         if not source.count:
             raise PalestraError(
@@ -250,8 +253,60 @@ def stage_config(config: RunConfig) -> RunConfig:
     )
 
 
-def stage_names(config: RunConfig, *, has_demonstrations: bool) -> list[str]:
-    """The plan of a run; `auto` begins with what it has demonstrations for, and lets rft find out whether it helps."""
-    if config.stages.plan != "auto":
-        return config.stages.names
+def stage_names(config: RunConfig, task: Task) -> list[str]:
+    """The plan of a run; `auto` begins with demonstrations, if there are any, and lets rft find out if it is needed."""
+    stages = config.stages
+    if stages.plan != "auto":
+        return stages.names
+    has_demonstrations = bool(stages.traces or stages.teacher or getattr(task, "examples", ()))
     return [*(["sft"] if has_demonstrations else []), "rft", "grpo"]
+
+
+def found_demonstrations(task: Task, parts: Parts, folder: RunFolder) -> list[Rollout]:
+    """The demonstrations of an sft stage: the agent's examples, a file or a run, and what a teacher says."""
+    config, stages = parts.config, parts.config.stages
+    conversations: list[Conversation] = list(getattr(task, "examples", ()))
+    rollouts: list[Rollout] = []
+    if stages.traces is not None:
+        path = Path(stages.traces).expanduser()
+        run = RunFolder(path) if path.is_dir() else None
+        if run is None:
+            conversations += read_conversations(path)
+        elif RunFolder.open(path).config.model.name == config.model.name:
+            rollouts += read_run(run, config.stages.rft_keep)
+        else:
+            conversations += run_conversations(run)
+    if stages.teacher is not None:
+        conversations += _ask_teacher(task, parts, folder)
+    schemas = [tool.schema for tool in offered_tools(task)]
+    context = parts.policy.context_tokens
+    found = demonstrations(conversations, parts.chat, schemas, max_tokens=context, too_long="skip").rollouts
+    return [*found, *rollouts]
+
+
+def _ask_teacher(task: Task, parts: Parts, folder: RunFolder) -> list[Conversation]:
+    config, stages = parts.config, parts.config.stages
+    if not isinstance(task, EnvironmentTask):
+        raise PalestraError("a teacher plays the agent in our agent loop; this agent has a program of its own")
+    settings = {"base_url": stages.teacher, "model_name": stages.teacher_model, "api_key_env": TEACHER_KEY}
+    endpoint = OpenAIChat(OpenAISettings.read(settings))
+    problems = task.environment.problems("train")[: stages.teacher_cases]
+    parts.watcher.phase("asking the teacher", len(problems))
+    found, cost = parts.runner.run(
+        teacher_demonstrations(
+            task.environment,
+            problems,
+            endpoint,
+            attempt_limits(config, training=True),
+            attempts=stages.teacher_attempts,
+            seed=config.seed,
+            file=folder.teacher_file,
+            rewards=rewards_of(task.environment, task.reward_functions, parts),
+        )
+    )
+    folder.add_to_record(teacher=cost.to_dict())
+    parts.watcher.note(
+        f"the teacher solved {cost.solved} of {cost.solved + cost.unsolved} cases in {cost.attempts} attempts: "
+        f"{cost.requests} requests, {cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion tokens"
+    )
+    return found

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from palestra.backends.ray.pool import GroupSampler, PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
+from palestra.core.conversations import Conversation
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
@@ -78,6 +79,7 @@ class EnvironmentTask:
     reward_functions: Sequence[RewardFunction] = ()
     rollout_func: RolloutFunction | None = None
     trainer: Any = None  # what rollout_func is given
+    examples: Sequence[Conversation] = ()  # the agent's, for an sft stage
 
     @property
     def kind(self) -> RunKind:
@@ -149,7 +151,8 @@ class ActorRecipe:
 
 @dataclass(slots=True)
 class FinishTask:
-    """A run that takes no more steps, and is only scored; `scored_by` as for the environments over the wire."""
+    """A run without groups: one that is only scored (`scored_by` as for the environments over the wire), or that only
+    learns from demonstrations."""
 
     scored_by: EnvironmentTask | None
     problem_count: int | None = None
@@ -210,6 +213,11 @@ def agent_collector(
     return Collector(
         environment, limits, token_speakers(policy, chat, limits.unexpected_call_format), max_open_episodes=open_at_once
     )
+
+
+def offered_tools(task: Task) -> list[Any]:
+    """The tools of a task's first problem; none where it is not in this process."""
+    return (_tools_of(task.environment) or []) if isinstance(task, EnvironmentTask) else []
 
 
 def _tools_of(environment: Environment) -> list[Any] | None:

@@ -114,7 +114,7 @@ async def teacher_demonstrations(
 ) -> tuple[list[Conversation], TeacherCost]:
     """Let an endpoint attempt each problem up to `attempts` times, `group_size` at once; keep what passes.
 
-    Conversations are added to `file` (a run's `demonstrations_file`) as soon as they have passed. Problems that the
+    Conversations are added to `file` (a run's `teacher_file`) as soon as they have passed. Problems that the
     file has demonstrations for are not attempted again. PalestraError if every attempt failed with an error.
     """
     if not 1 <= group_size <= attempts:

@@ -31,6 +31,7 @@ def add_checkpoint(run: RunFolder, step: int) -> Path:
         ("metrics_file", "metrics.jsonl"),
         ("rollouts_file", "rollouts.jsonl"),
         ("demonstrations_file", "demonstrations.jsonl"),
+        ("teacher_file", "teacher.jsonl"),
         ("evals", "evals"),
         ("checkpoints", "checkpoints"),
         ("model", "model"),
