@@ -112,17 +112,14 @@ def _pieces(chat: ChatFormat, message: Message, tools: Schemas, after: str, reas
             prompt = chat.render(context, tools, add_generation_prompt=True)
             if has_closed(prompt):  # as without thinking
                 reasoning = blank_reasoning = ""
-            text, around = (
-                _behind(
-                    prompt, chat.renderer.render([*context, each, *following], tools, last_reasoning=thought), thought
-                )
-                for each, thought in ((message, reasoning), (blank, blank_reasoning))
-            )
+            text = written = _written(chat, prompt, [*context, message, *following], tools, reasoning)
+            if forged:
+                text = _written(chat, prompt, [*context, blank, *following], tools, blank_reasoning)
         except TemplateRefusal as error:
             refusal = error
             continue
-        scaffold, order = at_marks(around)
-        pieces = cut_into_pieces(text, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
+        scaffold, order = at_marks(text)
+        pieces = cut_into_pieces(written, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
         if turn := _up_to_stop(pieces, chat.stop_texts):
             stop = next(stop for stop in chat.stop_texts if turn[-1].text.endswith(stop))
             return prompt, [*alone, Piece(stop, False)] if alone else turn
@@ -146,8 +143,9 @@ def _surroundings(message: Message, tools: Schemas, after: str) -> Iterator[tupl
         yield context, next_one or [Message("user", _NEXT)]
 
 
-def _behind(prompt: str, whole: str, reasoning: str) -> str:
-    """What a conversation says behind its generation prompt, up to the next message."""
+def _written(chat: ChatFormat, prompt: str, messages: Sequence[Message], tools: Schemas, reasoning: str) -> str:
+    """What the template writes behind the generation prompt, up to the next message."""
+    whole = chat.renderer.render(messages, tools, last_reasoning=reasoning)
     start = common_start(prompt, whole)
     if (same := _same_but_for_spaces(prompt, whole, start)) is not None:
         return whole[same:].partition(_NEXT)[0]
@@ -181,6 +179,8 @@ def common_start(prompt: str, whole: str) -> int:
 
     A template may close the reasoning that its prompt opens.
     """
+    if whole.startswith(prompt):
+        return len(prompt)
     common = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     if common < len(prompt):
         at = max(whole.rfind(bracket, 0, common) for bracket in "<[")
