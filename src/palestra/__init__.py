@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from palestra.agents.tools.mcp_client import McpServer
     from palestra.agents.tools.schema import Context
     from palestra.agents.tools.tool import Tool, function_tool
-    from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo
+    from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo, train_sft
     from palestra.envs.env import Env, EnvConfig
     from palestra.evals.judge import judge
     from palestra.evals.measures import fail_reason, measure, pass_reason
@@ -38,6 +38,7 @@ __all__ = [
     "measure",
     "pass_reason",
     "train_grpo",
+    "train_sft",
 ]
 
 _HOMES = {
@@ -59,6 +60,7 @@ _HOMES = {
     "measure": "palestra.evals.measures",
     "pass_reason": "palestra.evals.measures",
     "train_grpo": "palestra.api",
+    "train_sft": "palestra.api",
 }
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from palestra.train.run import Outcome
     from palestra.train.tasks import Task
 
-__all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo"]
+__all__ = ["GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult", "evaluate", "train_grpo", "train_sft"]
 
 Config = GRPOTrainingConfig | RunConfig | Mapping[str, Any] | None
 
@@ -301,6 +301,40 @@ def _new_folder(config: RunConfig, name: str, record: Mapping[str, Any], folder:
             "all machines share"
         )
     return run
+
+
+def train_sft(
+    config: Config,
+    *,
+    name: str = "sft",
+    watcher: Watcher | None = None,
+    folder: Path | None = None,
+    resume: Path | str | Resume | None = None,
+) -> tuple[RunFolder, Outcome]:
+    """Learn from conversations alone, those of `stages.traces`; nothing is scored.
+
+    To score an agent before and after, use `train_grpo` with `{"stages.plan": "sft", "stages.traces": …}`.
+    """
+    settings = config if isinstance(config, RunConfig) else RunConfig.build(dict(config or {}))
+    if settings.stages.traces is None:
+        raise PalestraError("there is nothing to learn from; give stages.traces, a file of conversations or a run")
+    if settings.stages.plan != "sft":
+        raise PalestraError(f"stages.plan = {settings.stages.plan!r} attempts cases; use train_grpo with an agent")
+
+    def task(config: RunConfig) -> Task:
+        from palestra.train.tasks import FinishTask
+
+        return FinishTask(None, kind="other")
+
+    return train_task(
+        task,
+        lambda: settings,
+        name=name,
+        record={"only_learns_traces": True},
+        folder=folder,
+        resume=resume,
+        watching=lambda: watching(watcher),
+    )
 
 
 @explain_arguments(TRL_NAMES)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.agent_source import AgentOptions
-from palestra.api import train_grpo
+from palestra.api import train_grpo, train_sft
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError
 from palestra.core.process_end import run_process
@@ -75,6 +75,10 @@ def train(request: RunRequest, watching: Watching, folder: Path | None = None) -
             result = train_env(env, config, watcher=watcher, record=record, folder=folder)
         return result.run, result.outcome
     options = AgentOptions.from_record(request.agent)
+    if request.only_learns_traces:
+        config = request.config()
+        with watching(config) as watcher:
+            return train_sft(config, name=request.name or "sft", watcher=watcher, folder=folder)
     return _train_agent(request.agent_file, options, request.run_settings, watching, folder=folder)
 
 
@@ -97,6 +101,9 @@ def resume(
             )
         return run, _train_wire(request, run, watching, resumed)
     source = agent_file or run.record.get("source")
+    if run.record.get("only_learns_traces"):
+        with watching(run.config) as watcher:
+            return train_sft(run.config, name=run.record["name"], watcher=watcher, resume=resumed)
     options = AgentOptions.from_record(run.record.get("agent_options"))
     if source is None and not options.are_set:
         raise PalestraError(

@@ -16,6 +16,7 @@ from palestra.core.ranks import RankFailed, is_first_rank
 # name -> (module beside this one, or module:attribute where it is not `command`; its line in `palestra --help`)
 COMMANDS = {
     "train": ("train", "Train an agent and show that it got better."),
+    "sft": ("sft", "Train a model on conversations."),
     "eval": ("eval", "Score an agent without training."),
     "envs": ("envs", "List the available environments."),
     "env": ("env", "Run one environment: look at its rollouts, score a model on it."),

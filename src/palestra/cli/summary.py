@@ -47,11 +47,10 @@ def print_outcome(console: Console, run: RunFolder, outcome: Outcome, as_json: b
     if "env_url" in run.record:
         more = _print_wire(console, outcome)
     else:
-        assert outcome.before is not None
-        assert outcome.after is not None
-        _print_transcripts(console, outcome.before, outcome.after)
-        console.print()
-        console.print(change_table(outcome.before, outcome.after))
+        if outcome.before is not None and outcome.after is not None:
+            _print_transcripts(console, outcome.before, outcome.after)
+            console.print()
+            console.print(change_table(outcome.before, outcome.after))
         print_findings(console, outcome.findings)
         _print_next(console, run, outcome)
     if as_json and is_first_rank():

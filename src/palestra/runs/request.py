@@ -65,6 +65,12 @@ class RunRequest:
             return self.environment_name or self.environment
         return Path(self.agent_file).stem if self.agent_file else "demo"
 
+    @property
+    def only_learns_traces(self) -> bool:
+        """Whether there is nothing to attempt: an sft stage alone, without an agent."""
+        no_agent = self.environment is None and self.agent_file is None and not self.agent
+        return no_agent and self.settings.get("stages.plan") == "sft"
+
     def check(self) -> RunConfig:
         """The settings as a config; PalestraError for all that is wrong without running user code."""
         if self.environment is not None and self.agent_file is not None:

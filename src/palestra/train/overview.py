@@ -131,9 +131,14 @@ class Overview:
         cases = "" if self.train_cases is None else f"{self.train_cases:,} cases to train on, "
         cases += "" if self.eval_cases is None else f"{self.eval_cases:,} to score before and after; "
         tokens = self.rollouts * config.rollout.max_new_tokens
+        stages = "" if config.stages.plan == "grpo" else f"stages: {config.stages.plan}; "
         steps = (
-            f"{cases}{self.steps:,} steps of {train.problems_per_step} × {config.rollout.group_size} rollouts, "
-            f"up to {tokens:,} new tokens a step"
+            f"{cases}{stages}"
+            if not self.steps
+            else (
+                f"{cases}{stages}{self.steps:,} steps of {train.problems_per_step} × {config.rollout.group_size} rollouts, "
+                f"up to {tokens:,} new tokens a step"
+            )
         )
         if not self.weights:
             trained = f"LoRA of rank {config.lora.r}" if config.lora.r else "all weights trained"

@@ -125,7 +125,9 @@ class Run:
         limits = {"max_problems": task.problem_count, "max_group": max_group}
         asked, backend = config, backend_of(config, loaded, learner, policy, ranks, **limits)
         config, policy = backend.config, backend.policy
-        steps = total_steps(config, task.problem_count) if steps is None else steps
+        plan = stage_names(config, task)
+        if steps is None:
+            steps = total_steps(config, task.problem_count) if "grpo" in plan else 0
         state = state or TrainState()
         done = resume_from[1].step if resume_from else state.step
         parts = Parts(config, policy, backend.tokenizer, runner, watcher, done, ranks)
@@ -151,7 +153,7 @@ class Run:
         )
         resume_after = done if resume or done else None
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)
-        stages = Stages(training, parts, task, folder, stage_names(config, task))
+        stages = Stages(training, parts, task, folder, plan)
         count = task.problem_count
         return cls(folder, backend, training, stages, evaluator, resume_from, resume_after, count, queue, chosen)
 
