@@ -30,12 +30,14 @@ class Targets:
     """Tokens to score that are not the rows' own next tokens: M of them, with the columns that a loss reads.
 
     A place may have several targets or none; target m of row r is predicted by the first `places[m]` tokens of the row.
+    With `per_place` above 1, each run of that many targets has one place, whose logits are then computed once.
     """
 
     ids: Array  # [M] int64
     places: Array  # [M] int64, from 1 to the length of the row
     offsets: Array  # [R + 1] int64: the targets of row r are offsets[r] to offsets[r + 1]
     inputs: Mapping[str, Array]  # [M] float32 each
+    per_place: int = 1
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
