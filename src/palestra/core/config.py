@@ -25,6 +25,7 @@ from palestra.core.config_sections import (
     TINKER_LORA_RANK,
     AgentSection,
     CheckpointSection,
+    DistillSection,
     EchoSection,
     EvalSection,
     LoraSection,
@@ -86,6 +87,7 @@ class RunConfig(Section):
     ray: RaySection = Field(default_factory=RaySection)
     ranks: RanksSection = Field(default_factory=RanksSection)
     echo: EchoSection = Field(default_factory=EchoSection)
+    distill: DistillSection = Field(default_factory=DistillSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     track: TrackSection = Field(default_factory=TrackSection)
@@ -106,6 +108,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"model.sleep_mode takes the sampler's memory while the learner works, and rollout.max_staleness = "
                 f"{self.rollout.max_staleness} keeps sampling; choose one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_distilled(self) -> RunConfig:
+        if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient):
+            raise ValueError(
+                "distill.only leaves out all other losses; set echo.coefficient and train.entropy_coefficient to 0"
             )
         return self
 

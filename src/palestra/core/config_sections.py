@@ -374,6 +374,51 @@ class EchoSection(Section):
     step_every: int = Field(10, ge=1, le=STEPS, description="step schedule: halve after this many steps")
 
 
+HintName = Literal["sibling", "feedback", "answer"]
+HINTS: tuple[HintName, ...] = ("sibling", "feedback", "answer")
+
+
+class DistillSection(Section):
+    """Distillation: also learn from a teacher's probabilities of the next token, along the model's own rollouts."""
+
+    coefficient: float = Field(0.0, ge=0, le=1000, description="weight of the distillation loss; 0 is off")
+    only: bool = Field(False, description="leave the policy loss out, so that rewards only choose what is distilled")
+    teacher: str | None = Field(
+        None,
+        description="a model with the same tokenizer (folder, .gguf file or hub id); none: the model itself, which "
+        "reads a hint (self-distillation)",
+    )
+    context: list[HintName] = Field(
+        default_factory=lambda: list(HINTS),
+        min_length=1,
+        max_length=3,
+        description="hints of self-distillation, of which the first that a rollout has is used: another rollout of the "
+        "group that passed, the reasons of failed measures, the expected answer",
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
+        "reverse_kl", description="KL(student ‖ teacher), KL(teacher ‖ student), or Jensen-Shannon"
+    )
+    top_k: int = Field(
+        20,
+        ge=1,
+        le=1000,
+        description="the model's most likely tokens that are compared one by one; the rest is one sum",
+    )
+    phase_out: bool = Field(
+        True, description="weigh self-distillation of a group by 1 − its pass rate: solved problems need no hint"
+    )
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> DistillSection:
+        if self.only and not self.coefficient:
+            raise ValueError("distill.only leaves the policy loss out; set distill.coefficient above 0")
+        if self.teacher is not None and (self.context != list(HINTS) or not self.phase_out):
+            raise ValueError(
+                "distill.context and distill.phase_out are for self-distillation; leave them or distill.teacher out"
+            )
+        return self
+
+
 class EvalSection(Section):
     """Scoring on held-out cases, before and after."""
 

@@ -24,7 +24,7 @@ from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
-from palestra.engine.supported import base_model
+from palestra.engine.supported import base_linear, base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
 from palestra.learner.forward import Scorer
@@ -117,6 +117,11 @@ class LocalLearner:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the output layer gives logits for."""
+        return len(base_linear(self._scorer.head.output).weight)
 
     @property
     def has_pending(self) -> bool:

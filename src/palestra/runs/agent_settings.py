@@ -19,7 +19,7 @@ SettingClass = Literal["agent", "backend", "address", "folder", "model", "accoun
 SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "backend": ("backend", "vllm.mode"),
     "address": ("vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address"),
-    "folder": ("output_dir", "rollout.weights_folder"),
+    "folder": ("output_dir", "rollout.weights_folder", "distill.teacher"),
     "model": ("model.name",),
     "account": ("track.entity",),
     "agent": (
@@ -43,7 +43,8 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "lora.load_in_4bit", "vllm.timeout_s", "vllm.gpu_memory_utilization", "vllm.max_model_len",
         "vllm.tensor_parallel_size", "ray.actors", "ray.cpus_per_actor", "ray.gpus_per_actor", "ray.timeout_s",
         "ranks.timeout_s", "echo.coefficient", "echo.normalization", "echo.schedule", "echo.final_coefficient",
-        "echo.step_every", "eval.cases", "eval.samples_per_case", "eval.temperature", "eval.every",
+        "echo.step_every", "distill.coefficient", "distill.only", "distill.context", "distill.divergence",
+        "distill.top_k", "distill.phase_out", "eval.cases", "eval.samples_per_case", "eval.temperature", "eval.every",
         "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "track.report_to", "track.project",
         "track.run_name", "track.log_every", "track.rollouts_every", "track.tokens_every",
     ),

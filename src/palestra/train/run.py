@@ -36,6 +36,7 @@ from palestra.runs.tracking.base import Trackers
 from palestra.runs.tracking.open import check_trackers, open_trackers
 from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
+from palestra.train.distill import teacher_of
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.group_queue import GroupQueue, queue_for
 from palestra.train.interrupt import sigterm_as_ctrl_c
@@ -46,7 +47,7 @@ from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
 from palestra.train.schedule import total_steps
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, parameter_count, use_threads
-from palestra.train.tasks import Parts, Task, require_ranks_support
+from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
 from palestra.train.watcher import SilentWatcher, Watcher
 
 
@@ -131,6 +132,7 @@ class Run:
         journal = folder.queue_file if keeps_checkpoints and config.checkpoint.every else None
         queue = queue_for(source, config, journal, lambda: training.steps_left)
         (queue or source).restore(state.source)
+        environment = task.environment if isinstance(task, EnvironmentTask) else None
         training = Training(
             config,
             queue or source,
@@ -146,6 +148,7 @@ class Run:
             ThreadPoolExecutor(1, "palestra-learner") if queue else None,
             ranks,
             facts=RunFacts(config, task.kind, backend.context_tokens, ranks.size),
+            teacher=teacher_of(config, backend.learner, backend.tokenizer, environment, backend.context_tokens),
         )
         resume_after = done if resume or done else None
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)

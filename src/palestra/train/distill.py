@@ -1,0 +1,282 @@
+"""Distillation along the model's own rollouts: a teacher scores the student's candidates for every sampled token.
+
+One step, token by token: the student's k most likely tokens at each trained place (`LocalLearner.top_logprobs`), the
+teacher's log-probabilities of the same tokens at the same places, and `DistillLoss` over both, whose gradient is added
+to that of the policy loss before the optimizer step (`train.update`). Student and teacher are compared at
+`rollout.temperature`, at which all sampled tokens are scored.
+
+- Self-distillation (SDPO, arXiv 2601.20802; OPSD, arXiv 2601.18734): the teacher is the model itself, as it is now,
+  with a hint in its prompt (`train.hints`), followed by exactly the student's tokens, tool results included. Groups in
+  which every rollout failed teach, too. The weight of a group is 1 − its pass rate: what the student solves without
+  a hint is no longer pulled towards what it would say with one.
+- On-policy distillation: the teacher is another model with the same tokenizer, which reads the same prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from palestra.algo.batch import Batch, Targets
+from palestra.algo.distill import TEACHER, WEIGHT, DistillLoss
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.types import Array, Group, Message, Problem, Rollout
+from palestra.envs.base import Environment
+from palestra.evals.rollout_stats import leaks_hint
+from palestra.learner.base import Learner
+from palestra.learner.frozen import FrozenModel
+from palestra.learner.local import LocalLearner
+from palestra.models.chat.template import ChatFormat
+from palestra.models.loading import LoadedModel, load_model
+from palestra.rollout.opening import tools_of
+from palestra.train.batch import Conversation, conversations_of, to_batch
+from palestra.train.hints import choose_hint, opening_of, pass_rate, with_hint
+
+Schemas = Sequence[dict[str, Any]]
+DistillPart = tuple[Batch, DistillLoss]  # of one optimizer step
+
+
+class Teacher:
+    """Gives the log-probabilities that the student learns from."""
+
+    context_tokens: int | None = None  # a longer row is not distilled; None: any
+
+    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
+        """The tokens that the teacher reads in place of the student's prompt; None where it has nothing to teach."""
+        raise NotImplementedError
+
+    def logprobs(self, batch: Batch) -> Array:
+        """[M] of the batch's targets."""
+        raise NotImplementedError
+
+    def weight(self, group: Group) -> float:
+        """What the tokens of a group count in the loss."""
+        return 1.0
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """What the step reports of its rollouts."""
+        return {}
+
+
+@dataclass(slots=True)
+class SelfTeacher(Teacher):
+    """The model that is trained, with a hint in its prompt."""
+
+    learner: Learner
+    chat: ChatFormat
+    problems: Mapping[str, Problem]
+    schemas_of: Callable[[Problem], Schemas]  # the tools of a problem's attempts
+    config: RunConfig
+    context_tokens: int | None = None
+    _known: dict[tuple[str, ...], Schemas] = field(default_factory=lambda: {(): ()})  # by the tools' names
+    _rendered: tuple[Array, Schemas] | None = None  # the prompt that was rendered again last
+
+    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
+        rollout, problem = conversation.rollout, self.problems.get(group.problem_id)
+        if problem is None or conversation.turns is not rollout:  # another conversation has another prompt
+            return None
+        hint = choose_hint(self.config.distill.context, group, rollout, problem)
+        if hint is None:
+            return None
+        opening = opening_of(rollout)
+        return self.chat.prompt(with_hint(opening, hint), self._schemas(problem, rollout, opening)).token_ids
+
+    def _schemas(self, problem: Problem, rollout: Rollout, opening: Sequence[Message]) -> Schemas:
+        """The tools with which the rollout's own prompt is rendered, token by token; its messages are on record."""
+        own, names = rollout.turns[0].token_ids, rollout.tool_names
+        if self._rendered is not None and np.array_equal(self._rendered[0], own):
+            return self._rendered[1]
+        for look in (self._known.get, lambda names: self.schemas_of(problem)):
+            schemas = look(names)
+            if schemas is not None and np.array_equal(self.chat.prompt(opening, schemas).token_ids, own):
+                self._known[names], self._rendered = schemas, (own, schemas)
+                return schemas
+        raise PalestraError(
+            f"self-distillation renders the prompt of problem {problem.id!r} again, with a hint; without one it "
+            "differs from what the rollout was sampled with: its tools are not the same when it is opened again. Set "
+            "distill.coefficient to 0, or name another model as distill.teacher"
+        )
+
+    def logprobs(self, batch: Batch) -> Array:
+        return self.learner.forward(batch)
+
+    def weight(self, group: Group) -> float:
+        return 1.0 - pass_rate(group) if self.config.distill.phase_out else 1.0
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """`hint_leak_rate`: the share of the rollouts that speak of a hint, or know an answer that no tool gave."""
+        good = [(r, self.problems.get(g.problem_id)) for g in groups for r in g.rollouts if r.error is None]
+        leaks = [leaks_hint(rollout, problem and problem.expect) for rollout, problem in good]
+        return {"hint_leak_rate": sum(leaks) / len(leaks)} if leaks else {}
+
+
+@dataclass(slots=True)
+class ModelTeacher(Teacher):
+    """Another model, which reads what the student reads. Its weights stay as they are."""
+
+    model: FrozenModel
+    context_tokens: int | None = None
+
+    @classmethod
+    def load(cls, config: RunConfig, tokenizer: Any, device: str, vocabulary: int) -> ModelTeacher:
+        """`distill.teacher` on the student's device; `vocabulary` is the size of the student's output layer."""
+        name = config.distill.teacher
+        assert name is not None
+        loaded = load_model(name, dtype=config.model.dtype, device=device, threads=config.model.threads)
+        require_same_tokens(name, loaded, tokenizer, vocabulary)
+        model = FrozenModel(loaded.model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0)
+        return cls(model, loaded.context_tokens)
+
+    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
+        return conversation.turns.turns[0].token_ids
+
+    def logprobs(self, batch: Batch) -> Array:
+        return self.model.forward(batch)
+
+
+def teacher_of(
+    config: RunConfig,
+    learner: Learner,
+    tokenizer: Any,
+    environment: Environment | None = None,
+    context_tokens: int | None = None,
+) -> Teacher | None:
+    """The teacher that the config asks for; None while `distill.coefficient` is 0.
+
+    `environment` has the problems of the rollouts and their tools, None where they come from elsewhere;
+    `context_tokens` is the model's context length.
+    """
+    if not config.distill.coefficient:
+        return None
+    if not isinstance(learner, LocalLearner):
+        raise no_top_tokens(learner)
+    if config.distill.teacher is not None:
+        return ModelTeacher.load(config, tokenizer, str(learner.device), learner.vocabulary)
+    if environment is None:
+        raise PalestraError(
+            "self-distillation writes hints into the prompts of an agent file's or an environment's problems, and "
+            "these rollouts come from elsewhere; name another model as distill.teacher, or set distill.coefficient to 0"
+        )
+    problems = {problem.id: problem for problem in environment.problems("train")}
+
+    def schemas_of(problem: Problem) -> Schemas:
+        return [tool.schema for tool in tools_of(environment, problem)]
+
+    return SelfTeacher(learner, ChatFormat(tokenizer), problems, schemas_of, config, context_tokens)
+
+
+def require_same_tokens(name: str, teacher: LoadedModel, tokenizer: Any, vocabulary: int) -> None:
+    """PalestraError unless each token id means the same to both."""
+    theirs, ours = teacher.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        different = sum(theirs.get(token) != i for token, i in ours.items())
+        raise PalestraError(
+            f"distill.teacher = {name} has another tokenizer: {different} of the student's {len(ours)} tokens have "
+            f"another id or none, and it has {len(theirs)}; use a teacher of the student's own model family"
+        )
+    if teacher.vocabulary < vocabulary:
+        raise PalestraError(
+            f"distill.teacher = {name} has logits for {teacher.vocabulary} tokens, and the student for {vocabulary}; "
+            "use a teacher whose output layer is at least as large"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DistillRows:
+    """The rows of a step that a teacher has something to say about."""
+
+    teacher: Teacher
+    config: RunConfig
+    batch: Batch
+    prompts: Sequence[Array]  # the teacher's, of each row
+    weights: Array  # [R]
+    tokens_total: int  # trained tokens of all rollouts of the step, also of those that are not distilled
+    metrics: dict[str, float]
+
+    def parts(self, learner: Learner) -> list[DistillPart]:
+        """Batches with the student's candidates and the teacher's log-probabilities, one for each optimizer step."""
+        if not isinstance(learner, LocalLearner):
+            raise no_top_tokens(learner)
+        if not self.batch.rows:
+            return []
+        batch, options = self.batch, self.config.distill
+        ids, _ = learner.top_logprobs(batch, options.top_k)
+        theirs = self.teacher.logprobs(teacher_batch(batch, self.prompts, ids))
+        counts = batch.count(batch.predicted(batch.policy_mask))
+        weights = np.repeat(np.repeat(self.weights, counts), ids.shape[1])
+        targets = candidates(batch, ids, {TEACHER: theirs, WEIGHT: weights})
+        parts = replace(batch, targets=targets).minibatches(self.config.train.minibatches)
+        loss = DistillLoss(
+            options.divergence,
+            ids.shape[1],
+            places_total=self.tokens_total / len(parts),
+            coefficient=options.coefficient,
+            tail=ids.shape[1] < learner.vocabulary,
+        )
+        return [(part, loss) for part in parts]
+
+
+def no_top_tokens(learner: Learner) -> PalestraError:
+    return PalestraError(
+        f"distillation needs the model's most likely tokens, which a {type(learner).__name__} does not give; train in "
+        "one process with backend: local, or set distill.coefficient to 0"
+    )
+
+
+def choose_rows(
+    teacher: Teacher, groups: Sequence[Group], advantages: Sequence[Sequence[float]], config: RunConfig
+) -> DistillRows:
+    """The rollouts of a step with the teacher's prompts. Groups whose rewards are all equal are among them."""
+    conversations = conversations_of(groups, advantages)
+    batch = to_batch(groups, advantages, mask_truncated=config.train.mask_truncated)
+    trained = batch.count(batch.predicted(batch.policy_mask))
+    chosen: list[tuple[int, Array, float]] = []
+    too_long = 0
+    for row, number in enumerate(batch.conversations.tolist()):
+        conversation = conversations[number]
+        group = groups[conversation.group]
+        weight = teacher.weight(group)
+        prompt = teacher.prompt(group, conversation) if weight > 0 and trained[row] else None
+        if prompt is None:
+            continue
+        length = len(prompt) + int(batch.lengths[row]) - int(batch.prompt_lengths[row])
+        if teacher.context_tokens is not None and length > teacher.context_tokens:
+            too_long += 1
+        else:
+            chosen.append((row, prompt, weight))
+    samples = list(batch.samples())
+    metrics = {"distill_rollouts": float(len(chosen)), "distill_too_long": float(too_long)}
+    return DistillRows(
+        teacher,
+        config,
+        Batch.of([samples[row] for row, _, _ in chosen]),
+        [prompt for _, prompt, _ in chosen],
+        np.array([weight for _, _, weight in chosen], np.float32),
+        int(trained.sum()),
+        metrics | teacher.metrics(groups),
+    )
+
+
+def candidates(batch: Batch, ids: Array, inputs: Mapping[str, Array], shifts: Array | None = None) -> Targets:
+    """[M, k] ids as targets at the trained places of the rows; `shifts` moves those of each row."""
+    trained, k = batch.predicted(batch.policy_mask), ids.shape[1]
+    at, counts = np.flatnonzero(trained), batch.count(trained)
+    places = at - np.repeat(batch.offsets[:-1], counts)
+    if shifts is not None:
+        places += np.repeat(shifts, counts)
+    offsets = np.cumsum([0, *(counts * k)])
+    return Targets(ids.ravel(), np.repeat(places, k), offsets, inputs, per_place=k)
+
+
+def teacher_batch(batch: Batch, prompts: Sequence[Array], ids: Array) -> Batch:
+    """The rows as the teacher reads them: its own prompts, then the student's tokens, with [M, k] candidates."""
+    own = zip(pairwise(batch.offsets.tolist()), batch.prompt_lengths.tolist(), prompts, strict=True)
+    read = [np.concatenate([prompt, batch.token_ids[first + length : last]]) for (first, last), length, prompt in own]
+    lengths = np.array([len(prompt) for prompt in prompts], int)
+    targets = candidates(batch, ids, {}, shifts=lengths - batch.prompt_lengths)
+    return Batch.of_targets(read, targets, batch.groups, lengths)
