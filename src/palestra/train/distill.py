@@ -195,8 +195,9 @@ class DistillRows:
     batch: Batch
     prompts: Sequence[Array]  # the teacher's, of each row
     weights: Array  # [R]
+    passed: Array  # [R] bool
     tokens_total: int  # trained tokens of all rollouts of the step, also of those that are not distilled
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # `parts` adds those of the teacher
 
     def parts(self, learner: Learner) -> list[DistillPart]:
         """Batches with the student's candidates and the teacher's log-probabilities, one for each optimizer step."""
@@ -205,8 +206,10 @@ class DistillRows:
         if not self.batch.rows:
             return []
         batch, options = self.batch, self.config.distill
-        ids, _ = learner.top_logprobs(batch, options.top_k)
+        ids, ours = learner.top_logprobs(batch, options.top_k)
         theirs = self.teacher.logprobs(teacher_batch(batch, self.prompts, ids))
+        gain = teacher_gain(batch, self.passed, ids, theirs.reshape(ids.shape) - ours)
+        self.metrics.update({} if gain is None else {"teacher_gain": gain})
         counts = batch.count(batch.predicted(batch.policy_mask))
         weights = np.repeat(np.repeat(self.weights, counts), ids.shape[1])
         targets = candidates(batch, ids, {TEACHER: theirs, WEIGHT: weights})
@@ -235,7 +238,7 @@ def choose_rows(
     conversations = conversations_of(groups, advantages)
     batch = to_batch(groups, advantages, mask_truncated=config.train.mask_truncated)
     trained = batch.count(batch.predicted(batch.policy_mask))
-    chosen: list[tuple[int, Array, float]] = []
+    chosen: list[tuple[int, Array, float, bool]] = []
     too_long = 0
     for row, number in enumerate(batch.conversations.tolist()):
         conversation = conversations[number]
@@ -248,18 +251,42 @@ def choose_rows(
         if teacher.context_tokens is not None and length > teacher.context_tokens:
             too_long += 1
         else:
-            chosen.append((row, prompt, weight))
+            chosen.append((row, prompt, weight, conversation.rollout.passed))
     samples = list(batch.samples())
     metrics = {"distill_rollouts": float(len(chosen)), "distill_too_long": float(too_long)}
+    rows, prompts, weights, passed = zip(*chosen, strict=True) if chosen else ((), (), (), ())
     return DistillRows(
         teacher,
         config,
-        Batch.of([samples[row] for row, _, _ in chosen]),
-        [prompt for _, prompt, _ in chosen],
-        np.array([weight for _, _, weight in chosen], np.float32),
+        Batch.of([samples[row] for row in rows]),
+        prompts,
+        np.array(weights, np.float32),
+        np.array(passed, np.bool_),
         int(trained.sum()),
         metrics | teacher.metrics(groups),
     )
+
+
+def teacher_gain(batch: Batch, passed: Array, ids: Array, differences: Array) -> float | None:
+    """How much better the teacher tells passed from failed rollouts than the student does, in nats per token.
+
+    `differences` [M, k] are teacher − student. What counts is their mean over the sampled tokens of each row: the rows
+    that passed against those that failed, in groups with both. None where there is no such group. A teacher whose gain
+    is not above 0 does not know what makes an attempt good.
+    """
+    trained = batch.predicted(batch.policy_mask)
+    at = np.flatnonzero(trained)
+    is_sampled = ids == batch.token_ids[at][:, None]
+    place, column = np.nonzero(is_sampled)  # places whose sampled token is among the candidates
+    row = batch.row_of(at[place])
+    counts = np.bincount(row, minlength=batch.rows)
+    means = np.bincount(row, differences[place, column], minlength=batch.rows) / np.maximum(counts, 1)
+    gains = []
+    for group in np.unique(batch.groups):
+        here = (batch.groups == group) & (counts > 0)
+        if (here & passed).any() and (here & ~passed).any():
+            gains.append(means[here & passed].mean() - means[here & ~passed].mean())
+    return float(np.mean(gains)) if gains else None
 
 
 def candidates(batch: Batch, ids: Array, inputs: Mapping[str, Array], shifts: Array | None = None) -> Targets:

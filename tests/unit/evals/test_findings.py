@@ -117,6 +117,10 @@ CASES: dict[str, tuple[Changes, list[Changes]]] = {
         {"staleness_max": 6.0},
         [{"staleness_max": 2.0, "clip_fraction_high": 0.1}, {"clip_fraction_high": 0.3}],  # of several iterations
     ),
+    "weak_teacher": (
+        {"teacher_gain": -0.2, "distill_divergence": 0.5},
+        [{"teacher_gain": 0.1, "distill_divergence": 0.5}, {"teacher_gain": -0.01, "distill_divergence": 0.5}],
+    ),
     "idle": (
         TIMES | {"agent_loop_seconds": 7.0},
         [TIMES | {"agent_loop_seconds": 4.0}, {"sample_seconds": 8.0, "train_seconds": 2.0, "agent_loop_seconds": 7.9}],
@@ -417,6 +421,14 @@ def result(name: str, content: str = "2", ok: bool = True) -> ToolResult:
 
 def test_a_rate_of_leaks_that_was_there_from_the_start_is_no_finding() -> None:
     assert "hint_leak" not in kinds(steps(10, hint_leak_rate=0.4), facts=AGENT)
+
+
+def test_another_teacher_or_other_hints_are_advised_against_a_weak_one() -> None:
+    rows = steps(6, teacher_gain=-0.2, distill_divergence=0.5)
+    [own], [other] = (run_findings(rows, facts=facts) for facts in (AGENT, with_settings(distill__teacher="big")))
+    assert own.settings == ("distill.teacher", "distill.context", "distill.coefficient")
+    assert other.settings == ("distill.teacher", "distill.coefficient")
+    assert "big" in other.sentence
 
 
 def test_without_the_answer_among_the_hints_only_a_lower_coefficient_is_advised() -> None:

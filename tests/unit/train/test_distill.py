@@ -16,11 +16,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
-from builders import ADD_SCHEMA, ANSWER_TEXT, CALL_TEXT, ScriptedPolicy, add, group, rollout
+from builders import ADD_SCHEMA, ANSWER_TEXT, CALL_TEXT, ScriptedPolicy, add, group, rollout, sample
 from loop_fakes import make_loop
 from scripted import ScriptedEnvironment
 
 from palestra import demo, train_grpo
+from palestra.algo.batch import Batch
 from palestra.algo.distill import TEACHER, WEIGHT
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -31,7 +32,7 @@ from palestra.models.loading import LoadedModel
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.train.batch import to_batch
-from palestra.train.distill import ModelTeacher, SelfTeacher, choose_rows, require_same_tokens, teacher_of
+from palestra.train.distill import ModelTeacher, SelfTeacher, choose_rows, require_same_tokens, teacher_gain, teacher_of
 from palestra.train.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint, with_hint
 from palestra.train.schedule import Coefficients
 from palestra.train.update import update
@@ -250,6 +251,16 @@ def test_one_optimizer_step_has_the_gradients_of_both_losses(tiny: LoadedModel, 
     assert combined["distill_loss"] == pytest.approx(distilled["loss"])
     assert combined["tokens_distilled"] == sum(r.sampled_tokens for r in mixed.rollouts)
     assert "policy_loss" not in distilled
+
+
+def test_the_gain_of_a_teacher_compares_passed_with_failed_rows_of_one_group() -> None:
+    rows = [sample(completion, group=g) for g, completion in ((0, (3, 4)), (0, (3, 5)), (0, (9, 4)), (1, (3, 4)))]
+    ids = np.array([[3, 4], [4, 5], [3, 4], [4, 5], [3, 4], [4, 5], [3, 4], [4, 5]])
+    differences = np.array([[1.0, 9], [3, 9], [0, 9], [9, -1], [9, 9], [-4, 9], [7, 7], [7, 7]])
+    passed = np.array([True, True, False, True])
+    found = teacher_gain(Batch.of(rows), passed, ids, differences)
+    assert found == pytest.approx(((1 + 3) / 2 + (0 - 1) / 2) / 2 - (-4)), "token 9 is no candidate"
+    assert teacher_gain(Batch.of(rows[:2]), passed[:2], ids[:4], differences[:4]) is None
 
 
 def test_minibatches_split_the_distillation_too(tiny: LoadedModel, mixed: Group) -> None:
