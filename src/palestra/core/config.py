@@ -112,11 +112,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _only_distilled(self) -> RunConfig:
+    def _distillation(self) -> RunConfig:
         if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient):
             raise ValueError(
                 "distill.only leaves out all other losses; set echo.coefficient and train.entropy_coefficient to 0"
             )
+        if self.distill.teacher_url is not None and self.rollout.temperature != 1:
+            raise ValueError("distill.teacher_url scores tokens at temperature 1; set rollout.temperature to 1")
         return self
 
     @property

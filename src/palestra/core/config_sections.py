@@ -374,6 +374,7 @@ class EchoSection(Section):
     step_every: int = Field(10, ge=1, le=STEPS, description="step schedule: halve after this many steps")
 
 
+DISTILL_TOP_K = 20
 HintName = Literal["sibling", "feedback", "answer"]
 HINTS: tuple[HintName, ...] = ("sibling", "feedback", "answer")
 
@@ -388,6 +389,11 @@ class DistillSection(Section):
         description="a model with the same tokenizer (folder, .gguf file or hub id); none: the model itself, which "
         "reads a hint (self-distillation)",
     )
+    teacher_url: str | None = Field(
+        None,
+        description="a server of a model with the same tokenizer (palestra serve, vLLM), up to its /v1; it scores the "
+        "sampled tokens only, at rollout.temperature = 1",
+    )
     context: list[HintName] = Field(
         default_factory=lambda: list(HINTS),
         min_length=1,
@@ -399,7 +405,7 @@ class DistillSection(Section):
         "reverse_kl", description="KL(student ‖ teacher), KL(teacher ‖ student), or Jensen-Shannon"
     )
     top_k: int = Field(
-        20,
+        DISTILL_TOP_K,
         ge=1,
         le=1000,
         description="the model's most likely tokens that are compared one by one; the rest is one sum",
@@ -412,9 +418,14 @@ class DistillSection(Section):
     def _takes_effect(self) -> DistillSection:
         if self.only and not self.coefficient:
             raise ValueError("distill.only leaves the policy loss out; set distill.coefficient above 0")
-        if self.teacher is not None and (self.context != list(HINTS) or not self.phase_out):
+        if self.teacher is not None and self.teacher_url is not None:
+            raise ValueError("distill.teacher and distill.teacher_url are two teachers; leave one of them out")
+        others = self.teacher is not None or self.teacher_url is not None
+        if others and (self.context != list(HINTS) or not self.phase_out):
+            raise ValueError("distill.context and distill.phase_out are for self-distillation, without another teacher")
+        if self.teacher_url is not None and self.top_k != DISTILL_TOP_K:
             raise ValueError(
-                "distill.context and distill.phase_out are for self-distillation; leave them or distill.teacher out"
+                "distill.top_k has no effect with distill.teacher_url, which scores the sampled tokens only"
             )
         return self
 

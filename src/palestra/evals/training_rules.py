@@ -222,7 +222,7 @@ def _weak_teacher(e: Evidence) -> Iterator[Finding]:
     gain = mean(known, "teacher_gain")
     if len(known) < MIN_STEPS or gain > -_WEAK * mean(known, "distill_divergence"):
         return
-    name = e.facts.value("distill.teacher")
+    name = e.facts.value("distill.teacher") or e.facts.value("distill.teacher_url")
     who = name or "the model with a hint"
     yield e.finding(
         "weak_teacher",

@@ -18,7 +18,7 @@ SettingClass = Literal["agent", "backend", "address", "folder", "model", "accoun
 # tests/unit/runs/test_locks.py compares this table with all settings: a new setting needs a class.
 SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "backend": ("backend", "vllm.mode"),
-    "address": ("vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address"),
+    "address": ("vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address", "distill.teacher_url"),
     "folder": ("output_dir", "rollout.weights_folder", "distill.teacher"),
     "model": ("model.name",),
     "account": ("track.entity",),

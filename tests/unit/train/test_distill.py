@@ -31,10 +31,13 @@ from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
+from palestra.servers.openai.inference import inference_app
+from palestra.servers.openai.loading import load_completer
 from palestra.train.batch import to_batch
-from palestra.train.distill import ModelTeacher, SelfTeacher, choose_rows, require_same_tokens, teacher_gain, teacher_of
+from palestra.train.distill import candidates, choose_rows, teacher_gain
 from palestra.train.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint, with_hint
 from palestra.train.schedule import Coefficients
+from palestra.train.teachers import ModelTeacher, SelfTeacher, ServerTeacher, require_same_tokens, teacher_of
 from palestra.train.update import update
 
 PROBLEMS = [Problem("sum", "What is 2 + 3?", "5"), Problem("open", "What is 1 + 1?")]
@@ -317,6 +320,36 @@ def test_a_model_learns_from_another_one(tiny: LoadedModel, mixed: Group) -> Non
     assert found[-1] < 0.3 * found[0]
 
 
+def test_a_server_scores_the_sampled_tokens_against_all_others(tiny: LoadedModel, mixed: Group, serve: Any) -> None:
+    config = RunConfig.build(
+        {"rollout.temperature": 1.0, "distill.coefficient": 1.0, "train.learning_rate": 1e-3},
+        {"distill.teacher_url": serve(inference_app(load_completer("palestra/tiny")))},
+    ).with_step_size()
+    learner = LocalLearner(tiny.model, config=config)
+    teacher = teacher_of(config, learner, tiny.tokenizer)
+    assert isinstance(teacher, ServerTeacher)
+    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
+    [(batch, loss)] = rows.parts(learner)
+    assert batch.targets is not None
+    assert (loss.candidates, loss.tail) == (1, True)
+    sampled = [t.token_ids for r in mixed.rollouts for t in r.turns if t.maker == "model"]
+    assert batch.targets.ids.tolist() == np.concatenate(sampled).tolist()
+    expected = learner.forward(batch)  # the same weights
+    np.testing.assert_allclose(batch.targets.inputs[TEACHER], expected, atol=1e-4)
+    assert learner.forward_backward(batch, loss).metrics()["distill_divergence"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_server_without_prompt_logprobs_is_rejected(mixed: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [{"data": []}, {"choices": [{"index": 0, "logprobs": None}]}]
+    monkeypatch.setattr("palestra.train.teachers.ask", lambda request, retries: answers.pop(0))
+    with pytest.raises(PalestraError, match="models"):
+        ServerTeacher.connect("http://127.0.0.1:1")
+    batch = to_batch([mixed], advantages_of(mixed), mask_truncated=True)
+    batch.targets = candidates(batch, np.zeros((35, 1), int), {})
+    with pytest.raises(PalestraError, match="echo"):
+        ServerTeacher("http://127.0.0.1:1", "m").logprobs(batch)
+
+
 def test_a_teacher_with_other_tokens_is_rejected(tiny: LoadedModel) -> None:
     require_same_tokens("same", tiny, tiny.tokenizer, tiny.vocabulary)
     with pytest.raises(PalestraError, match="output layer"):
@@ -344,6 +377,9 @@ def test_learners_and_sources_that_cannot_be_distilled_are_rejected(tiny: Loaded
         {"distill.only": True},
         {"distill": {"coefficient": 1, "only": True}, "echo.coefficient": 0.1},
         {"distill": {"teacher": "palestra/tiny", "context": ["answer"]}},
+        {"distill": {"teacher": "palestra/tiny", "teacher_url": "http://127.0.0.1:1"}},
+        {"distill": {"teacher_url": "http://127.0.0.1:1", "top_k": 3}, "rollout.temperature": 1},
+        {"distill.teacher_url": "http://127.0.0.1:1"},
         {"distill.context": []},
         {"distill.context": ["gold"]},
         {"distill.top_k": 100_000},
