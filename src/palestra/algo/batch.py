@@ -30,12 +30,20 @@ class Targets:
     """Tokens to score that are not the rows' own next tokens: M of them, with the columns that a loss reads.
 
     A place may have several targets or none; target m of row r is predicted by the first `places[m]` tokens of the row.
+    With `per_place` above 1, each run of that many targets has one place, whose logits are then computed once.
     """
 
     ids: Array  # [M] int64
     places: Array  # [M] int64, from 1 to the length of the row
     offsets: Array  # [R + 1] int64: the targets of row r are offsets[r] to offsets[r + 1]
     inputs: Mapping[str, Array]  # [M] float32 each
+    per_place: int = 1
+
+    def part(self, first: int, last: int) -> Targets:
+        """Those of the rows from `first` to before `last`, as views."""
+        chosen, offsets = slice(self.offsets[first], self.offsets[last]), self.offsets[first : last + 1]
+        inputs = {name: column[chosen] for name, column in self.inputs.items()}
+        return Targets(self.ids[chosen], self.places[chosen], offsets - offsets[0], inputs, self.per_place)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -101,13 +109,13 @@ class Batch:
 
     def part(self, first: int, last: int) -> Batch:
         """The rows from `first` to before `last`, as views."""
-        assert self.targets is None
         tokens = slice(self.offsets[first], self.offsets[last])
         of_tokens = {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
         of_rows = {name: getattr(self, name)[first:last] for name in ROW_COLUMNS}
         of_rows["offsets"] = self.offsets[first : last + 1] - self.offsets[first]
         old, reference = (None if x is None else x[tokens] for x in (self.old_logprobs, self.ref_logprobs))
-        return Batch(**of_tokens, **of_rows, old_logprobs=old, ref_logprobs=reference)
+        targets = None if self.targets is None else self.targets.part(first, last)
+        return Batch(**of_tokens, **of_rows, old_logprobs=old, ref_logprobs=reference, targets=targets)
 
     def minibatches(self, parts: int) -> list[Batch]:
         """`parts` runs of rows of nearly equal size, in order; fewer where there are fewer rows."""

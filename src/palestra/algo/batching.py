@@ -52,14 +52,15 @@ class Tree:
 class MicroBatch:
     """One forward and backward: T packed tokens, of which S are scored, for a loss over N tokens.
 
-    S is N, unless the same target is scored for several rows that share a prompt (`each`).
+    S is N, unless the same target is scored for several rows that share a prompt (`each`). With k candidate tokens at
+    each place `target` is [S, k], and the tokens of the loss are the S · k candidates, place after place.
     """
 
     token_ids: Tensor  # [T]
     position_ids: Tensor  # [T]
     trees: tuple[Tree, ...]
     source: Tensor  # [S] the packed place whose hidden state predicts the scored token
-    target: Tensor  # [S] the scored token
+    target: Tensor  # [S] the scored token, or [S, k] candidates
     each: Tensor | None  # [N] which of the scored tokens each token of the loss is; None: the same
     row: Tensor  # [N] the row of the batch
     policy_mask: Tensor  # [N] bool: counts in the policy loss
@@ -94,7 +95,7 @@ class _Scored:
             targets = batch.targets
             self.at, self.place, self.target = np.arange(len(targets.ids)), targets.places, targets.ids
             self.counts, ends = np.diff(targets.offsets), targets.offsets[1:]
-            last = np.array([max(part, default=0) for part in np.split(targets.places, ends[:-1])], dtype=int)
+            last = np.array([part.max(initial=0) for part in np.split(targets.places, ends[:-1])], dtype=int)
         self.first = ends - self.counts  # [R] where they begin among all
         # [R] tokens that must be computed: all before the last scored one
         self.fed: list[int] = np.where(self.counts > 0, last, 0).tolist()
@@ -268,7 +269,9 @@ def _scored_tokens(
     else:
         inputs = dict(batch.targets.inputs)
         policy, echo = np.ones(len(at), np.bool_), np.zeros(len(at), np.bool_)
-        if in_prompt.any():
+        if (per_place := batch.targets.per_place) > 1:
+            source, target = source[::per_place].copy(), target.reshape(-1, per_place)
+        elif in_prompt.any():
             numbers = np.arange(len(at))
             keys = np.where(in_prompt, source * (int(target.max()) + 1) + target, -1 - numbers)
             _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)

@@ -25,6 +25,7 @@ from palestra.core.config_sections import (
     TINKER_LORA_RANK,
     AgentSection,
     CheckpointSection,
+    DistillSection,
     EchoSection,
     EvalSection,
     LoraSection,
@@ -88,6 +89,7 @@ class RunConfig(Section):
     ranks: RanksSection = Field(default_factory=RanksSection)
     echo: EchoSection = Field(default_factory=EchoSection)
     stages: StagesSection = Field(default_factory=StagesSection)
+    distill: DistillSection = Field(default_factory=DistillSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     track: TrackSection = Field(default_factory=TrackSection)
@@ -109,6 +111,16 @@ class RunConfig(Section):
                 f"model.sleep_mode takes the sampler's memory while the learner works, and rollout.max_staleness = "
                 f"{self.rollout.max_staleness} keeps sampling; choose one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _distillation(self) -> RunConfig:
+        if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient):
+            raise ValueError(
+                "distill.only leaves out all other losses; set echo.coefficient and train.entropy_coefficient to 0"
+            )
+        if self.distill.teacher_url is not None and self.rollout.temperature != 1:
+            raise ValueError("distill.teacher_url scores tokens at temperature 1; set rollout.temperature to 1")
         return self
 
     @property

@@ -13,7 +13,7 @@ TINKER_LORA_RANK = 32  # as the SDK has it
 STEP_PROBLEMS, STEP_GROUP_SIZE = 4, 4  # of a step where neither model nor device is known
 NEW_TOKENS = 1024  # of a rollout, unless the context of the model is small
 STEPS = 100_000_000  # upper bound of all that is counted in steps
-STAGE_NAMES = ("sft", "rft", "grpo")
+STAGE_NAMES = ("sft", "rft", "distill", "grpo")
 WEEK_S = 604_800.0  # upper bound of all timeouts
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo", "cross_entropy"]
 
@@ -382,8 +382,8 @@ class StagesSection(Section):
 
     plan: str = Field(
         "grpo",
-        description="stages in order: sft (learn from demonstrations), rft (from its own best attempts), grpo; such as "
-        "sft,rft,grpo. auto chooses them by what the model can do (docs/warm_start.md)",
+        description="stages in order: sft (learn from demonstrations), rft (from its own best attempts), distill (from "
+        "a teacher's probabilities), grpo; such as sft,rft,grpo. auto chooses (docs/warm_start.md)",
     )
     traces: str | None = Field(
         None, description="sft: a file of conversations (JSON lines), or a run whose passed rollouts are learned from"
@@ -419,6 +419,7 @@ class StagesSection(Section):
     rft_until: float = Field(
         0.8, gt=0, le=1, description="the rft stage ends when this share of the cases passes in a few plain attempts"
     )
+    distill_steps: int = Field(20, ge=1, le=STEPS, description="steps of a distill stage; distill.* says from whom")
     hints: bool = Field(
         True,
         description="rft: cases that do not pass are attempted again with a hint in the prompt, which is left out of "
@@ -445,6 +446,62 @@ class StagesSection(Section):
     def names(self) -> list[str]:
         """The stages of the plan, in order."""
         return [name.strip() for name in self.plan.split(",")]
+
+
+DISTILL_TOP_K = 20
+HintName = Literal["sibling", "feedback", "answer"]
+HINTS: tuple[HintName, ...] = ("sibling", "feedback", "answer")
+
+
+class DistillSection(Section):
+    """Distillation: also learn from a teacher's probabilities of the next token, along the model's own rollouts."""
+
+    coefficient: float = Field(0.0, ge=0, le=1000, description="weight of the distillation loss; 0 is off")
+    only: bool = Field(False, description="leave the policy loss out, so that rewards only choose what is distilled")
+    teacher: str | None = Field(
+        None,
+        description="a model with the same tokenizer (folder, .gguf file or hub id); none: the model itself, which "
+        "reads a hint (self-distillation)",
+    )
+    teacher_url: str | None = Field(
+        None,
+        description="a server of a model with the same tokenizer (palestra serve, vLLM), up to its /v1; it scores the "
+        "sampled tokens only, at rollout.temperature = 1",
+    )
+    context: list[HintName] = Field(
+        default_factory=lambda: list(HINTS),
+        min_length=1,
+        max_length=3,
+        description="hints of self-distillation, of which the first that a rollout has is used: another rollout of the "
+        "group that passed, the reasons of failed measures, the expected answer",
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
+        "reverse_kl", description="KL(student ‖ teacher), KL(teacher ‖ student), or Jensen-Shannon"
+    )
+    top_k: int = Field(
+        DISTILL_TOP_K,
+        ge=1,
+        le=1000,
+        description="the model's most likely tokens that are compared one by one; the rest is one sum",
+    )
+    phase_out: bool = Field(
+        True, description="weigh self-distillation of a group by 1 − its pass rate: solved problems need no hint"
+    )
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> DistillSection:
+        if self.only and not self.coefficient:
+            raise ValueError("distill.only leaves the policy loss out; set distill.coefficient above 0")
+        if self.teacher is not None and self.teacher_url is not None:
+            raise ValueError("distill.teacher and distill.teacher_url are two teachers; leave one of them out")
+        others = self.teacher is not None or self.teacher_url is not None
+        if others and (self.context != list(HINTS) or not self.phase_out):
+            raise ValueError("distill.context and distill.phase_out are for self-distillation, without another teacher")
+        if self.teacher_url is not None and self.top_k != DISTILL_TOP_K:
+            raise ValueError(
+                "distill.top_k has no effect with distill.teacher_url, which scores the sampled tokens only"
+            )
+        return self
 
 
 class EvalSection(Section):

@@ -22,6 +22,7 @@ from palestra.evals.rollout_stats import (
     has_unread_call,
     has_unrun_call,
     loops,
+    mentions_hint,
     model_messages,
 )
 
@@ -135,6 +136,7 @@ _TRAITS: dict[str, TextOf] = {
     "looping": _trait(lambda r: r.cut_off and loops(r)),
     "guess": _trait(lambda r: bool(r.tool_names) and r.reward > 0 and not called_successfully(r)),
     "reward_for_failed_calls": _trait(lambda r: r.reward > 0 and bool(r.tool_results) and not called_successfully(r)),
+    "hint": _trait(mentions_hint),
     "passed": _trait(lambda r: r.passed),
     "not_passed": _trait(lambda r: not r.passed),
 }

@@ -23,6 +23,13 @@ CALL_PROBLEM_RATES: dict[CallProblem, str] = {
 
 _TAIL = 96  # tokens at the end of a rollout that are looked at for repetition
 _NGRAM = 4
+# what a model says that has learned to expect a hint, of `train.hints`
+_HINTS = r"hint|worked example|successful attempt|earlier attempt|expected answer"
+_HINT_PHRASE = re.compile(
+    rf"\b(?:as|per|from|by|following|given|according to) (?:in )?the (?:{_HINTS})s?\b"
+    rf"|\bthe (?:{_HINTS})s? (?:says?|shows?|is|are|was|gives?|tells?|states?|of this task)\b",
+    re.IGNORECASE,
+)
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -127,6 +134,36 @@ def _call_pattern(tool_names: tuple[str, ...]) -> re.Pattern[str]:
     """Finds `"name": "add"`, `<function=add` and a line that begins with `add(`."""
     names = "|".join(re.escape(name) for name in tool_names)
     return re.compile(rf"""["']name["']\s*:\s*["'](?:{names})["']|<function=(?:{names})\b|^[\s`]*(?:{names})\(""", re.M)
+
+
+def mentions_hint(rollout: Rollout) -> bool:
+    """Whether the model speaks of a hint, which only a self-teacher is given."""
+    return any(_HINT_PHRASE.search(message.text) for message in model_messages(rollout))
+
+
+def leaks_hint(rollout: Rollout, expect: object) -> bool:
+    """Whether the rollout shows signs of a hint: it speaks of one, or it had tools, and its last message contains the
+    expected answer although neither the prompt nor a tool result did."""
+    if mentions_hint(rollout):
+        return True
+    if not rollout.tool_names or isinstance(expect, bool) or not isinstance(expect, str | int | float):
+        return False
+    written, answer = model_messages(rollout), str(expect).strip()
+    if not written or not answer or rollout.messages[-1] is not written[-1]:
+        return False
+    given = [m.text for m in rollout.messages if not any(m is own for own in written)]
+    given += [result.content for result in rollout.tool_results]
+    return _contains(written[-1].text, answer) and not any(_contains(text, answer) for text in given)
+
+
+def _contains(text: str, answer: str) -> bool:
+    """Whether a text has this answer as words of their own.
+
+    >>> _contains("It is 1,250 in all.", "1250"), _contains("It is 12.", "1"), _contains("It is 1.5", "1")
+    (True, False, False)
+    """
+    plain = re.sub(r"(?<=\d),(?=\d{3})", "", text)
+    return re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", plain, re.IGNORECASE) is not None
 
 
 def _tool_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -26,6 +26,8 @@ _WAITING = 0.5  # of a step's time, in which the model computed nothing
 _DROPPED = 0.2  # of the groups, for their age
 _OLD = 4.0  # versions; one or two are usual
 _CLIPPED = 0.2  # of the tokens
+_WEAK = 0.1  # of the divergence of teacher and student; around 0 where they agree
+_LEAKED = 0.1  # of the rollouts, more than in the first steps
 
 _EASIER = Remedy("start with easier cases")
 _HARDER = Remedy("use harder cases")
@@ -195,6 +197,43 @@ def _rates(first: Sequence[Row], last: Sequence[Row]) -> str:
     return f"pass rate went from {mean(first, 'pass_rate'):.1%} to {mean(last, 'pass_rate'):.1%}"
 
 
+def _hint_leak(e: Evidence) -> Iterator[Finding]:
+    """Self-distillation taught the model to speak of a hint, or to give answers that no tool gave it."""
+    before, after = (mean(rows, "hint_leak_rate") for rows in (e.steps[:MIN_STEPS], e.steps[-MIN_STEPS:]))
+    if len(e.steps) < 2 * MIN_STEPS or after < before + _LEAKED:
+        return
+    chosen = e.facts.value("distill.context") or ()
+    others = ",".join(name for name in chosen if name != "answer")
+    answer = Remedy(f"leave the answer out of the hints (distill.context={others})", "distill.context")
+    yield e.finding(
+        "hint_leak",
+        f"{after:.0%} of the rollouts in the last steps speak of the self-teacher's hint, or give the expected answer "
+        f"although no tool result contains it, up from {before:.0%} in the first steps: the model imitates knowing the "
+        "hint",
+        *((answer,) if "answer" in chosen and others else ()),
+        Remedy("lower distill.coefficient", "distill.coefficient"),
+        example="hint",
+    )
+
+
+def _weak_teacher(e: Evidence) -> Iterator[Finding]:
+    """A teacher who likes failed rollouts at least as much as passed ones, as far as it differs from the student."""
+    known = [row for row in e.recent if "teacher_gain" in row]
+    gain = mean(known, "teacher_gain")
+    if len(known) < MIN_STEPS or gain > -_WEAK * mean(known, "distill_divergence"):
+        return
+    name = e.facts.value("distill.teacher") or e.facts.value("distill.teacher_url")
+    who = name or "the model with a hint"
+    yield e.finding(
+        "weak_teacher",
+        f"{e.when} the teacher ({who}) did not prefer rollouts that passed to those that failed: it gave them "
+        f"{gain:.2g} nats per token, compared with the student, so distillation teaches little or harms",
+        Remedy("use another distill.teacher" if name else "name a better model as distill.teacher", "distill.teacher"),
+        *(() if name else (Remedy("try other hints with distill.context", "distill.context"),)),
+        Remedy("set distill.coefficient to 0", "distill.coefficient"),
+    )
+
+
 def _stale(e: Evidence) -> Iterator[Finding]:
     """Groups of older weights: dropped, or so old that the clipped loss ignores them."""
     dropped, taken = e.total("stale_groups_dropped"), e.total("groups")
@@ -258,4 +297,4 @@ def _hung_calls(e: Evidence) -> Iterator[Finding]:
 
 
 SIGNAL_RULES = (_signal,)
-TREND_RULES = (_tool_use_fell, _collapse, _stale, _idle, _hung_calls)
+TREND_RULES = (_tool_use_fell, _collapse, _hint_leak, _weak_teacher, _stale, _idle, _hung_calls)

@@ -18,7 +18,7 @@ from palestra.algo.batching import MicroBatch
 from palestra.algo.step_loss import LossGradient
 from palestra.engine.supported import base_model
 from palestra.learner.graphs import Graphs, can_be_captured
-from palestra.learner.head import ScoringHead, logit_rule
+from palestra.learner.head import ScoringHead, logit_rule, top_of
 from palestra.learner.micro_batches import PackedMicroBatch
 from palestra.learner.patches import FastNorms, ModulePatches, compile_layers, decoder_layers, last_mlp_at
 from palestra.learner.self_check import choose_mode
@@ -91,18 +91,22 @@ class Scorer(nn.Module):
         entropy_gradient: bool = False,
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """([N] log-probabilities, [N] entropies) of the micro-batch's scored tokens.
+        """([S] log-probabilities, [S] entropies) of the micro-batch's scored tokens; [S · k] of k candidates at each.
 
         Sampled tokens are scored at the temperature that they were sampled with, unless another is given, tool results
         at 1. `loss_gradient` saves memory and time where the loss is a sum over tokens.
         """
         if self.mode == "reference":
             return self.from_logits(micro.batch, temperature)
-        hidden = self._packed_hidden(micro).index_select(0, micro.layout.computed_at(micro.batch.source))
+        hidden = self._scored_hidden(micro)
         target = micro.batch.target
         temperature = temperature or self.head.rule.temperature
+        if target.dim() == 2:
+            options: dict[str, Any] = {"temperature": temperature, "entropy_gradient": entropy_gradient}
+            logprobs, entropies = self.head(hidden, target, **options)
+            return logprobs.flatten(), entropies.repeat_interleave(target.shape[1])
         if not len(micro.echo) or temperature == 1.0:
-            options: dict[str, Any] = {"entropy_gradient": entropy_gradient, "loss_gradient": loss_gradient}
+            options = {"entropy_gradient": entropy_gradient, "loss_gradient": loss_gradient}
             return self.head(hidden, target, temperature=temperature, **options)
         parts = [
             self.head(hidden[chosen], target[chosen], temperature=own, entropy_gradient=entropy_gradient)
@@ -111,6 +115,17 @@ class Scorer(nn.Module):
         order = torch.cat([micro.policy, micro.echo]).argsort()
         logprobs, entropies = (torch.cat(both)[order] for both in zip(*parts, strict=True))
         return logprobs, entropies
+
+    @torch.no_grad()
+    def top(self, micro: PackedMicroBatch, k: int) -> tuple[Tensor, Tensor]:
+        """([S, k] ids, [S, k] log-probabilities) of the k most likely tokens where the scored ones are predicted."""
+        if self.mode == "reference":
+            return top_of(self._whole_logits(micro.batch) / self.head.rule.temperature, k)
+        return self.head.top(self._scored_hidden(micro), k)
+
+    def _scored_hidden(self, micro: PackedMicroBatch) -> Tensor:
+        """[S, H] the hidden states that predict the scored tokens."""
+        return self._packed_hidden(micro).index_select(0, micro.layout.computed_at(micro.batch.source))
 
     def _packed_hidden(self, micro: PackedMicroBatch) -> Tensor:
         """[T, H] in the layout's order; right at the places that the batch reads."""
@@ -132,13 +147,21 @@ class Scorer(nn.Module):
 
     def from_logits(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """The same from the model's own whole logits."""
+        candidates = batch.target.dim() == 2
+        divisor: Tensor | float = temperature or self.head.rule.temperature
+        if divisor != 1.0 and not candidates:
+            divisor = torch.where(batch.echo_mask, 1.0, divisor)[:, None]
+        logp = torch.log_softmax(self._whole_logits(batch) / divisor, dim=-1)
+        if candidates:
+            entropy = -(logp.exp() * logp).sum(-1).repeat_interleave(batch.target.shape[1])
+            return logp.gather(-1, batch.target).flatten(), entropy
+        return -nn.functional.nll_loss(logp, batch.target, reduction="none"), -(logp.exp() * logp).sum(-1)
+
+    def _whole_logits(self, batch: MicroBatch) -> Tensor:
+        """[S, V] float32: the model's own logits where the scored tokens are predicted."""
         ids, mask = self._pad(batch)
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
-        divisor: Tensor | float = temperature or self.head.rule.temperature
-        if divisor != 1.0:
-            divisor = torch.where(batch.echo_mask, 1.0, divisor)[:, None]
-        logp = torch.log_softmax(logits.index_select(0, batch.source).float() / divisor, dim=-1)
-        return -nn.functional.nll_loss(logp, batch.target, reduction="none"), -(logp.exp() * logp).sum(-1)
+        return logits.index_select(0, batch.source).float()
 
     def _pad(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """[B, L] ids padded on the right and [B, L] bool where they are real; every tree is one row."""

@@ -29,14 +29,14 @@ def score_tokens(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
-    target: Tensor,  # [N] int64
+    target: Tensor,  # [N] int64, or [N, k] for several targets of each hidden state
     rule: LogitRule,
     *,
     entropy_gradient: bool = False,
     adapter: tuple[Tensor, Tensor] | None = None,
     loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """([N] log-probability of each target, [N] entropy of its distribution), both float32.
+    """(log-probabilities of the targets, in their shape, [N] entropy of each distribution), both float32.
 
     The entropy carries no gradient unless asked for. `adapter` is what a low-rank one adds to the logits, as two
     factors: [N, r] and [V, r]. `loss_gradient` is of the very loss that `backward` will be called on.
@@ -44,6 +44,34 @@ def score_tokens(
     low, up = adapter if adapter is not None else (None, None)
     logprobs, entropy = _Score.apply(hidden, weight, bias, low, up, target, rule, entropy_gradient, loss_gradient)
     return logprobs, entropy
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    rule: LogitRule,
+    k: int,
+    adapter: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """([N, k] ids of the most likely tokens, most likely first, [N, k] their log-probabilities in float32)."""
+    low, up = adapter if adapter is not None else (None, None)
+    size = _chunk_tokens(weight, len(hidden))
+    parts = [top_of(hidden.new_empty(0, len(weight)), k)]
+    for first in range(0, len(hidden), size):
+        part = slice(first, first + size)
+        logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up)
+        parts.append(top_of(_final(logits, rule), k))
+        del logits  # before the next ones are made
+    ids, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+    return ids, logprobs
+
+
+def top_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same from [n, V] logits as they are sampled from."""
+    values, ids = logits.float().topk(min(k, logits.shape[-1]), dim=-1)
+    return ids, values - logits.float().logsumexp(-1, keepdim=True)
 
 
 class ScoringHead(nn.Module):
@@ -63,7 +91,10 @@ class ScoringHead(nn.Module):
         entropy_gradient: bool = False,
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies); at the rule's own temperature."""
+        """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies); at the rule's own temperature.
+
+        With target [N, k] the log-probabilities are [N, k].
+        """
         linear = base_linear(self.output)
         bias = getattr(linear, "bias", None)
         rule = self.rule if temperature is None else replace(self.rule, temperature=temperature)
@@ -78,6 +109,12 @@ class ScoringHead(nn.Module):
             adapter=adapter,
             loss_gradient=loss_gradient,
         )
+
+    def top(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """hidden [N, H] -> ([N, k] ids of the most likely tokens, [N, k] log-probabilities)."""
+        linear = base_linear(self.output)
+        adapter = self._adapter(hidden) if linear is not self.output else None
+        return top_tokens(hidden, linear.weight, getattr(linear, "bias", None), self.rule, k, adapter)
 
     def _adapter(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """What peft's adapter of the output layer makes of the hidden states, unless it is switched off."""
@@ -103,10 +140,11 @@ class _Score(torch.autograd.Function):
         entropy_gradient: bool,
         loss_gradient: LossGradient | None,
     ) -> tuple[Tensor, Tensor]:
-        size, (statistics, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
+        size, (statistics, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels_for(target)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         saved_logits: list[Tensor] = []
-        room = KEPT_BYTES.get(weight.device.type, 0) if any(ctx.needs_input_grad) else 0
+        keeps = any(ctx.needs_input_grad) and target.dim() == 1  # the torch functions may overwrite the logits
+        room = KEPT_BYTES.get(weight.device.type, 0) if keeps else 0
         at_once = loss_gradient is not None and 0 < room < len(hidden) * len(weight) * weight.element_size()
         gradients = _Gradients(ctx, hidden, weight, bias, low, up) if at_once else None
         for first in range(0, len(hidden), size):
@@ -123,6 +161,7 @@ class _Score(torch.autograd.Function):
             del logits  # before the next ones are made
         columns = zip(*parts, strict=True) if parts else [(hidden.new_empty(0, dtype=torch.float32),)] * 3
         logprobs, logsumexp, entropy = (torch.cat(column) for column in columns)
+        logprobs = logprobs.view_as(target)
         ctx.gradients = None if gradients is None else gradients.rounded()
         if gradients is None:
             ctx.save_for_backward(hidden, weight, bias, low, up, target, logsumexp, entropy)
@@ -142,7 +181,7 @@ class _Score(torch.autograd.Function):
 def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients by hidden states, weight, bias and the adapter's factors, from logits that were kept or not."""
     hidden, weight, bias, low, up, target, logsumexp, entropy = ctx.saved_tensors
-    size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels(weight.device.type)
+    size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels_for(target)
     gradients = _Gradients(ctx, hidden, weight, bias, low, up)
     saved_logits, ctx.saved_logits = iter(ctx.saved_logits), []
     for first in range(0, len(hidden), size):
@@ -203,6 +242,11 @@ def _chunk_tokens(weight: Tensor, tokens: int) -> int:
     return -(-tokens // chunks // 128) * 128 or 128
 
 
+def _kernels_for(target: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The Triton kernels take one target for each hidden state."""
+    return _kernels(target.device.type if target.dim() == 1 else "cpu")
+
+
 @cache
 def _kernels(device: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The two passes over a chunk of logits, which may overwrite it: by Triton on a GPU."""
@@ -222,16 +266,16 @@ def _final(logits: Tensor, rule: LogitRule) -> Tensor:
 
 
 def _statistics(logits: Tensor, target: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor, Tensor]:
-    """[n] log-probability of the target, log-sum-exp, and entropy."""
+    """Log-probabilities of the targets ([n] or [n, k]), [n] log-sum-exp, and [n] entropy."""
     z = _final(logits, rule)
     top = z.amax(-1, keepdim=True)
     z.sub_(top)
     weights = z.exp()
     total = weights.sum(-1)
     log_total = total.log()
-    chosen = z.gather(-1, target[:, None]).squeeze(-1)
+    chosen = z.gather(-1, target.reshape(len(target), -1))  # [n, k]
     entropy = log_total - weights.mul_(z).sum(-1) / total
-    return chosen - log_total, log_total + top.squeeze(-1), entropy
+    return (chosen - log_total[:, None]).view_as(target), log_total + top.squeeze(-1), entropy
 
 
 def _logit_gradient(
@@ -245,6 +289,8 @@ def _logit_gradient(
 ) -> Tensor:
     """[n, V] gradient of the raw logits, in their dtype."""
     scale = rule.multiplier / rule.temperature
+    by_target = grad_logprobs.reshape(len(target), -1)  # [n, k]
+    grad_logprobs = by_target.sum(-1)
     z = _final(logits, rule)
     slope = None
     if rule.softcap is not None:
@@ -255,7 +301,7 @@ def _logit_gradient(
         gradient = spread.mul_(log_p.exp_()).mul_(-scale)
     else:
         gradient = log_p.exp_().mul_((grad_logprobs * -scale)[:, None])
-    gradient.scatter_add_(-1, target[:, None], (grad_logprobs * scale)[:, None])
+    gradient.scatter_add_(-1, target.reshape(len(target), -1), by_target * scale)
     if slope is not None:
         gradient.mul_(slope)
     return gradient.to(logits.dtype)

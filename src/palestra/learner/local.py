@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
-from palestra.engine.supported import base_model
+from palestra.engine.supported import base_linear, base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
 from palestra.learner.forward import Scorer
@@ -118,6 +119,11 @@ class LocalLearner:
         return next(self.model.parameters()).device
 
     @property
+    def vocabulary(self) -> int:
+        """How many tokens the output layer gives logits for."""
+        return len(base_linear(self._scorer.head.output).weight)
+
+    @property
     def has_pending(self) -> bool:
         """Whether a forward_backward waits for an optim_step."""
         return bool(self._pending)
@@ -129,18 +135,42 @@ class LocalLearner:
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
         scorer = self._reference if reference and self._reference is not None else self._scorer
-        parts: list[tuple[PackedMicroBatch, Tensor]] = []
+        with self._adapter_off(reference and self._has_adapter):
+            parts = [(micro, _of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, scorer)]
+        return tokens_to_column(parts, batch)
+
+    @torch.no_grad()
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[Array, Array]:
+        """([M, k] int64 ids, [M, k] float32 log-probabilities) of the current model's k most likely tokens.
+
+        M are the tokens of the policy mask, in the order of the batch. Both are at `rollout.temperature`, as all
+        log-probabilities of sampled tokens are. Where the vocabulary is smaller than k, all of it is returned.
+        """
+        assert batch.targets is None
+        scorer = self._scorer
+        passes = self._passes(scorer, batch, lambda micro: scorer.top(micro, k))
+        if not passes:
+            return np.zeros((0, k), np.int64), np.zeros((0, k), np.float32)
+        order = np.argsort(np.concatenate([micro.batch.at for micro, _ in passes]))
+        ids, logprobs = (torch.cat(part).cpu().numpy()[order] for part in zip(*(top for _, top in passes), strict=True))
+        return ids, logprobs
+
+    def _passes(
+        self, scorer: Scorer, batch: Batch, score: Callable[[PackedMicroBatch], tuple[Tensor, Tensor]]
+    ) -> list[tuple[PackedMicroBatch, tuple[Tensor, Tensor]]]:
+        """What `score` gives for each micro-batch; those that do not fit in memory are made smaller."""
+        parts: list[tuple[PackedMicroBatch, tuple[Tensor, Tensor]]] = []
         waiting = deque(self._pack(batch, echo=False).micro_batches)
-        with scorer.session(training=False), self._adapter_off(reference and self._has_adapter):
+        with scorer.session(training=False):
             while waiting:
                 micro = waiting.popleft()
-                scored = unless_out_of_memory(partial(scorer, micro))
+                scored = unless_out_of_memory(partial(score, micro))
                 if scored is None:
                     waiting = self._smaller(batch, [micro, *waiting], echo=False)
                 else:
-                    parts.append((micro, _of_each(micro, scored[0])))
+                    parts.append((micro, scored))
         self._limit.log_reduction()
-        return tokens_to_column(parts, batch)
+        return parts
 
     def forward_backward(self, batch: Batch, loss: Loss) -> LocalOutputs:
         try:

@@ -18,8 +18,10 @@ SettingClass = Literal["agent", "backend", "address", "folder", "model", "accoun
 # tests/unit/runs/test_locks.py compares this table with all settings: a new setting needs a class.
 SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "backend": ("backend", "vllm.mode"),
-    "address": ("vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address", "stages.teacher"),
-    "folder": ("output_dir", "rollout.weights_folder", "stages.traces"),
+    "address": (
+        "vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address", "stages.teacher", "distill.teacher_url",
+    ),
+    "folder": ("output_dir", "rollout.weights_folder", "stages.traces", "distill.teacher"),
     "model": ("model.name",),
     "account": ("track.entity",),
     "agent": (
@@ -46,7 +48,8 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "echo.step_every", "stages.plan", "stages.teacher_model", "stages.teacher_attempts", "stages.teacher_cases",
         "stages.sft_epochs", "stages.sft_batch", "stages.sft_learning_rate",
         "stages.rft_rounds", "stages.rft_attempts", "stages.rft_pass", "stages.rft_keep", "stages.rft_until",
-        "stages.hints", "eval.cases", "eval.samples_per_case", "eval.temperature", "eval.every",
+        "stages.distill_steps", "stages.hints", "distill.coefficient", "distill.only", "distill.context",
+        "distill.divergence", "distill.top_k", "distill.phase_out", "eval.cases", "eval.samples_per_case", "eval.temperature", "eval.every",
         "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "track.report_to", "track.project",
         "track.run_name", "track.log_every", "track.rollouts_every", "track.tokens_every",
     ),

@@ -172,7 +172,8 @@ async def gather(
     share of groups with signal, of the step before) it takes; those behind the last that is needed are given back.
     """
     train, began, limit = config.train, time.perf_counter(), source.max_staleness
-    budget = count * (1 + train.refill_limit) if train.filter_equal_groups else count
+    refills = train.filter_equal_groups and not config.distill.only  # a teacher needs no differing rewards
+    budget = count * (1 + train.refill_limit) if refills else count
     needed = math.ceil(train.signal_share * count)
     groups: list[Group] = []
     fresh: list[Group] = []

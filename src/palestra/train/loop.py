@@ -37,12 +37,14 @@ from palestra.train.checkpoint import (
     step_folder,
 )
 from palestra.train.demonstration_source import DemonstrationSource
+from palestra.train.distill import DistillRows, choose_rows
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
 from palestra.train.metrics import peak_memory_gib, rollout_metrics
 from palestra.train.safety_net import Snapshots, collapse_reason
 from palestra.train.schedule import Coefficients, coefficients_at, next_entropy, update_scale
+from palestra.train.teachers import Teacher
 from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
 from palestra.train.watcher import Watcher
@@ -89,6 +91,7 @@ class Training:
     on_first_groups: Callable[[Sequence[Group]], None] = lambda groups: None  # sampled from the initial weights
     checkpoint_bytes: int = 0  # a checkpoint is skipped if it and the final model do not fit on the disk
     model_bytes: int = 0
+    teacher: Teacher | None = None  # of `distill.coefficient`
     save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
@@ -210,10 +213,15 @@ class Training:
         groups, advantages = rollouts.groups, rollouts.advantages
         steps = None if self.total_steps is None else self.total_steps - state.stage_start
         coefficients = coefficients_at(state.step - state.stage_start, config, steps, self.entropy_coefficient)
-        scale = self._update_scale(groups, advantages, coefficients)
+        teacher = self.teacher if config.distill.coefficient else None
+        distilled = None if teacher is None else choose_rows(teacher, groups, advantages, config)
+        scale = self._update_scale(groups, advantages, coefficients, distilled)
         rate = coefficients.learning_rate * scale * state.safety.rate_factor
         coefficients = replace(coefficients, learning_rate=rate)
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
+        if config.distill.only:
+            batch = batch.part(0, 0)
+        taught = distilled.batch.rows if distilled is not None else 0
         version = state.policy_version
         record = TokenRecord(batch) if config.track.records_tokens(state.step + 1) else None
         metrics: dict[str, float] = {}
@@ -227,18 +235,18 @@ class Training:
                 with phases("records"):
                     self.tracker.rollouts(state.step + 1, groups)
 
-        if batch.policy_mask.any() or batch.echo_mask.any():
+        if batch.policy_mask.any() or batch.echo_mask.any() or taught:
             with self._policy_asleep(), phases("learner"):
                 host_work = on_host if self.learner_thread is None else noop
                 learn = partial(update, self.learner, batch, config, coefficients, version, record, host_work)
-                learned = self._compute(learn)
+                learned = self._compute(partial(learn, distill=distilled))
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
             version += 1
             with phases("publishing"):
                 self.policy.update(self.learner.weights(version))
         on_host()
-        metrics |= learned | {"update_scale": scale if learned else 0.0}
+        metrics |= learned | {"update_scale": scale if learned else 0.0} | (distilled.metrics if distilled else {})
         after = replace(
             state,
             step=state.step + 1,
@@ -259,14 +267,21 @@ class Training:
         return metrics
 
     def _update_scale(
-        self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], coefficients: Coefficients
+        self,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]],
+        coefficients: Coefficients,
+        distilled: DistillRows | None,
     ) -> float:
-        """The step's factor of the learning rate. With ECHO every group has a gradient, so it is 1."""
+        """The step's factor of the learning rate. With ECHO every group has a gradient, so it is 1; with distillation
+        groups with signal are counted together with those that a teacher has something to say about."""
         if coefficients.echo > 0:
             return 1.0
         # outside of a run, the caller chooses the groups of a step
         problems = len(groups) if self.total_steps is None else self.config.train.problems_per_step
-        signal = sum(has_signal(group, row) for group, row in zip(groups, advantages, strict=True))
+        taught = set() if distilled is None else set(distilled.batch.groups.tolist())
+        pairs = zip(groups, advantages, strict=True)
+        signal = sum(i in taught or has_signal(group, row) for i, (group, row) in enumerate(pairs))
         solved = sum(all(r.passed for r in group.rollouts) for group in groups)
         return update_scale(signal, solved, problems, self.config.train.full_update_share)
 

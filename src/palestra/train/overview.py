@@ -132,14 +132,8 @@ class Overview:
         cases += "" if self.eval_cases is None else f"{self.eval_cases:,} to score before and after; "
         tokens = self.rollouts * config.rollout.max_new_tokens
         stages = "" if config.stages.plan == "grpo" else f"stages: {config.stages.plan}; "
-        steps = (
-            f"{cases}{stages}"
-            if not self.steps
-            else (
-                f"{cases}{stages}{self.steps:,} steps of {train.problems_per_step} × {config.rollout.group_size} rollouts, "
-                f"up to {tokens:,} new tokens a step"
-            )
-        )
+        size = f"{train.problems_per_step} × {config.rollout.group_size} rollouts, up to {tokens:,} new tokens a step"
+        steps = f"{cases}{stages}{self.steps:,} steps of {size}" if self.steps else f"{cases}{stages}".rstrip("; ")
         if not self.weights:
             trained = f"LoRA of rank {config.lora.r}" if config.lora.r else "all weights trained"
             return "\n".join([f"{config.model.name}: {trained}, on a Tinker server", steps, *self._choice_text()])

@@ -46,8 +46,9 @@ from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
 from palestra.train.schedule import total_steps
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, parameter_count, use_threads
-from palestra.train.stages import Stages, stage_names
-from palestra.train.tasks import Parts, Task, require_ranks_support
+from palestra.train.stages import Stages, stage_config, stage_names
+from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
+from palestra.train.teachers import teacher_of
 from palestra.train.watcher import SilentWatcher, Watcher
 
 
@@ -135,6 +136,8 @@ class Run:
         journal = folder.queue_file if keeps_checkpoints and config.checkpoint.every else None
         queue = queue_for(source, config, journal, lambda: training.steps_left)
         (queue or source).restore(state.source)
+        environment = task.environment if isinstance(task, EnvironmentTask) else None
+        distills = stage_config(config, "distill") if "distill" in plan else config
         training = Training(
             config,
             queue or source,
@@ -150,6 +153,7 @@ class Run:
             ThreadPoolExecutor(1, "palestra-learner") if queue else None,
             ranks,
             facts=RunFacts(config, task.kind, backend.context_tokens, ranks.size),
+            teacher=teacher_of(distills, backend.learner, backend.tokenizer, environment, backend.context_tokens),
         )
         resume_after = done if resume or done else None
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)

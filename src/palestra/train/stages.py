@@ -140,9 +140,9 @@ class Stages:
     def _arrange(self, number: int) -> None:
         """Give the training the settings and the source of a stage."""
         training, name = self.training, self.plan[number]
-        training.config, training.source, _ = self._grpo
-        if name != "grpo":
-            training.config = stage_config(self._grpo[0])
+        config, training.source, _ = self._grpo
+        training.config = stage_config(config, name)
+        if name in ("sft", "rft"):
             training.source = self._rft_source() if name == "rft" else self._sft_source()
 
     def _sft_source(self) -> DemonstrationSource:
@@ -222,6 +222,8 @@ class Stages:
         match self.plan[number]:
             case "grpo":
                 return self._grpo[2]
+            case "distill":
+                return settings.distill_steps
             case "sft":
                 assert isinstance(source, DemonstrationSource)
                 return steps_for(source.count, settings.sft_epochs, settings.sft_batch)
@@ -229,9 +231,14 @@ class Stages:
                 return MAX_STAGE_STEPS
 
 
-def stage_config(config: RunConfig) -> RunConfig:
-    """The settings for learning from demonstrations, from those of GRPO."""
+def stage_config(config: RunConfig, name: str) -> RunConfig:
+    """The settings of a stage, from those of GRPO."""
     stages = config.stages
+    if name == "grpo":
+        return config
+    if name == "distill":
+        coefficient = config.distill.coefficient or 1.0
+        return config.with_settings({"distill.coefficient": coefficient, "distill.only": True})
     factor = LORA_RATE_FACTOR if config.lora.r else FULL_RATE_FACTOR
     rate = stages.sft_learning_rate or factor * (config.train.learning_rate or 1e-5)
     return config.with_settings(
@@ -249,6 +256,8 @@ def stage_config(config: RunConfig) -> RunConfig:
             "train.entropy_coefficient": 0.0,
             "train.target_entropy": None,
             "echo.coefficient": 0.0,
+            "distill.coefficient": 0.0,
+            "distill.only": False,
         }
     )
 

@@ -16,6 +16,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array
 from palestra.learner.base import Learner, noop
+from palestra.train.distill import DistillRows
 from palestra.train.schedule import Coefficients
 from palestra.train.token_record import TokenRecord
 
@@ -32,14 +33,18 @@ def update(
     version: int,
     record: TokenRecord | None = None,
     host_work: Callable[[], None] = noop,
+    distill: DistillRows | None = None,
 ) -> dict[str, float]:
     """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights.
 
     `record` collects the results for each token; `host_work` is called once, while the first step is computed.
+    `distill` is what is also learned from a teacher; the batch may have no rows then.
     """
     started, train = time.perf_counter(), config.train
-    check_batch(batch)
-    parts = batch.minibatches(train.minibatches)
+    distilled = [] if distill is None else distill.parts(learner)
+    if batch.rows or not distilled:
+        check_batch(batch)
+    parts = batch.minibatches(train.minibatches) if batch.rows else []
     first_rows = np.cumsum([0, *(part.rows for part in parts)])
     losses = step_losses(parts, config, coefficients)
     if train.beta > 0:
@@ -49,21 +54,23 @@ def update(
         part.old_logprobs = behaviour_logprobs(learner, part, version, several=len(parts) > 1)
     updates: list[dict[str, float]] = []
     for _ in range(train.iterations):
-        for part, first_row, loss in zip(parts, first_rows, losses, strict=False):
-            if not loss.policy_tokens and not loss.echo_tokens:
+        for i in range(max(len(parts), len(distilled))):
+            trains = i < len(parts) and (losses[i].policy_tokens or losses[i].echo_tokens)
+            outputs = learner.forward_backward(parts[i], losses[i]) if trains else None
+            added = learner.forward_backward(*distilled[i]) if i < len(distilled) else None
+            if outputs is None and added is None:
                 continue
-            outputs = learner.forward_backward(part, loss)
             norm = learner.optim_step(
                 coefficients.learning_rate,
                 max_grad_norm=train.max_grad_norm,
                 host_work=noop if updates else host_work,
             )
             known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
-            updates.append(outputs.metrics() | known)
-            if record is not None:
-                record.add(first_row, part, outputs)
-            if train.iterations > 1 and len(updates) <= len(parts):
-                part.old_logprobs = filled(part.old_logprobs, outputs.logprobs())
+            updates.append(added_up([one.metrics() for one in (outputs, added) if one is not None]) | known)
+            if outputs is not None and record is not None:
+                record.add(first_rows[i], parts[i], outputs)
+            if outputs is not None and train.iterations > 1 and len(updates) <= len(parts):
+                parts[i].old_logprobs = filled(parts[i].old_logprobs, outputs.logprobs())
     seconds = time.perf_counter() - started
     metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
     if not any_logprobs(batch):  # then these compare the policy with itself
@@ -75,6 +82,13 @@ def update(
         "train_tokens_per_s": computed * train.iterations / seconds,
         "train_seconds": seconds,
     }
+
+
+def added_up(outputs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of losses whose gradients make one optimizer step: their loss and the tokens computed add up."""
+    metrics = {name: value for one in outputs for name, value in one.items()}
+    sums = {name: sum(one.get(name, 0.0) for one in outputs) for name in ("loss", "tokens_computed")}
+    return metrics | {name: value for name, value in sums.items() if name in metrics}
 
 
 def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients) -> list[StepLoss]:
@@ -90,7 +104,7 @@ def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coeff
         )
         for batch in batches
     ]
-    if config.train.loss not in BATCH_TOKEN_LOSSES:
+    if config.train.loss not in BATCH_TOKEN_LOSSES or not losses:
         return losses
     mean = sum(loss.policy_tokens for loss in losses) / len(losses)
     return [replace(loss, tokens_total=mean) for loss in losses]

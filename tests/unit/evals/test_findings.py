@@ -17,7 +17,7 @@ from palestra.core.types import Message, Rollout, Score, StopReason, ToolCall, T
 from palestra.evals import rollout_rules, training_rules
 from palestra.evals.evidence import Example, Finding, RunFacts, find_examples, recorded_examples
 from palestra.evals.findings import broken_tool, evaluation_findings, outcome_findings, recorded_findings, run_findings
-from palestra.evals.rollout_stats import loops, rollout_stats
+from palestra.evals.rollout_stats import leaks_hint, loops, rollout_stats
 
 GOOD = {
     "rollouts": 16.0, "rollout_failures": 0.0, "measure_errors": 0.0, "reward_mean": 0.5, "reward_min": 0.0,
@@ -117,6 +117,10 @@ CASES: dict[str, tuple[Changes, list[Changes]]] = {
         {"staleness_max": 6.0},
         [{"staleness_max": 2.0, "clip_fraction_high": 0.1}, {"clip_fraction_high": 0.3}],  # of several iterations
     ),
+    "weak_teacher": (
+        {"teacher_gain": -0.2, "distill_divergence": 0.5},
+        [{"teacher_gain": 0.1, "distill_divergence": 0.5}, {"teacher_gain": -0.01, "distill_divergence": 0.5}],
+    ),
     "idle": (
         TIMES | {"agent_loop_seconds": 7.0},
         [TIMES | {"agent_loop_seconds": 4.0}, {"sample_seconds": 8.0, "train_seconds": 2.0, "agent_loop_seconds": 7.9}],
@@ -139,6 +143,7 @@ LATER: dict[str, tuple[Changes, list[Changes]]] = {  # of the last five steps of
         {"completion_length_mean": 8.0},
         [{"completion_length_mean": 8.0, "pass_rate": 0.8}, {"completion_length_mean": 8.0, "reward_mean": 0.6}],
     ),
+    "hint_leak": ({"hint_leak_rate": 0.3}, [{"hint_leak_rate": 0.05}, {"hint_leak_rate": 0.0}]),
     "entropy_collapse": ({"entropy": 0.05}, [{"entropy": 0.05, "pass_rate": 0.8}, {"entropy": 0.2}]),
 }
 ELSEWHERE = {"ended_early"}  # by the loop
@@ -357,12 +362,13 @@ def test_a_finding_has_an_example_of_what_it_says() -> None:
         ("truncated", "so far", {"stop": "truncated"}),
         ("context_full", "so far", {"stop": "context_full"}),
         ("guess", "so far", {"reward": 1.0}),
+        ("hint", "As the hint says: 5", {"messages": (Message("assistant", "As the hint says: 5"),)}),
     ],
 )
 def test_examples_are_found_by_trait(trait: str, text: str, shown: dict[str, Any]) -> None:
     calls = tuple(result("add", content, ok=False) for content in shown.pop("calls", ()))
     said = (Message("user", "?"), Message("assistant", "so far"))
-    with_trait = rollout(1, messages=said, calls=calls, **shown)
+    with_trait = rollout(1, calls=calls, **{"messages": said} | shown)
     found = find_examples([rollout(1, calls=(result("add"),)), with_trait], "train", 7)
     assert (found[trait].step, found[trait].index, found[trait].text) == (7, 1, text)
     assert trait not in find_examples([rollout(1, calls=(result("add"),))])
@@ -411,6 +417,60 @@ def rollout(*ids: int, stop: StopReason = "answered", calls: tuple[ToolResult, .
 
 def result(name: str, content: str = "2", ok: bool = True) -> ToolResult:
     return ToolResult(ToolCall("c", name), content, ok, raised=" raised " in content)
+
+
+def test_a_rate_of_leaks_that_was_there_from_the_start_is_no_finding() -> None:
+    assert "hint_leak" not in kinds(steps(10, hint_leak_rate=0.4), facts=AGENT)
+
+
+def test_another_teacher_or_other_hints_are_advised_against_a_weak_one() -> None:
+    rows = steps(6, teacher_gain=-0.2, distill_divergence=0.5)
+    [own], [other] = (run_findings(rows, facts=facts) for facts in (AGENT, with_settings(distill__teacher="big")))
+    assert own.settings == ("distill.teacher", "distill.context", "distill.coefficient")
+    assert other.settings == ("distill.teacher", "distill.coefficient")
+    assert "big" in other.sentence
+
+
+def test_without_the_answer_among_the_hints_only_a_lower_coefficient_is_advised() -> None:
+    rows = [*steps(5, hint_leak_rate=0.0), *steps(5, hint_leak_rate=0.3)]
+    [both] = run_findings(rows, facts=AGENT)
+    [one] = run_findings(rows, facts=with_settings(distill__context=["sibling"]))
+    assert both.settings == ("distill.context", "distill.coefficient")
+    assert "distill.context=sibling,feedback" in both.sentence
+    assert one.settings == ("distill.coefficient",)
+
+
+QUESTION = Message("user", "What is 2 + 3?")
+
+
+@pytest.mark.parametrize(
+    ("text", "expect", "calls", "expected"),
+    [
+        ("It is 5.", "5", (), True),
+        ("It is 5.", 5, (result("add", "2"),), True),
+        ("It is 5.", "5", (result("add", "5"),), False),
+        ("It is 5.", "5", (result("add", "the sum is 5"),), False),
+        ("It is 6.", "5", (), False),
+        ("It is 15 or 5.5.", "5", (), False),
+        ("It is 3.", "3", (), False),  # the question has it
+        ("As the hint says, it is 6.", "5", (result("add", "6"),), True),
+        ("The expected answer is 6.", None, (result("add", "6"),), True),
+        ("I expected an answer.", None, (), False),
+        ("It is True.", True, (), False),
+        ("", "5", (), False),
+    ],
+)
+def test_a_leaked_hint_is_one_that_nothing_but_a_hint_explains(
+    text: str, expect: Any, calls: tuple[ToolResult, ...], expected: bool
+) -> None:
+    said = rollout(1, messages=(QUESTION, Message("assistant", text)), calls=calls)
+    assert leaks_hint(said, expect) is expected
+
+
+def test_without_tools_only_words_about_a_hint_are_a_leak() -> None:
+    said = replace(rollout(1, messages=(QUESTION, Message("assistant", "It is 5."))), tool_names=())
+    assert not leaks_hint(said, "5")
+    assert leaks_hint(replace(said, messages=(QUESTION, Message("assistant", "The hint says 5."))), "5")
 
 
 def test_stats_count_repeated_calls_and_rollouts_that_end_at_the_limit_of_rounds() -> None:
