@@ -238,7 +238,8 @@ def stage_config(config: RunConfig, name: str) -> RunConfig:
         return config
     if name == "distill":
         coefficient = config.distill.coefficient or 1.0
-        return config.with_settings({"distill.coefficient": coefficient, "distill.only": True})
+        others = dict.fromkeys(("echo.coefficient", "train.entropy_coefficient"), 0.0)
+        return config.with_settings({"distill.coefficient": coefficient, "distill.only": True} | others)
     factor = LORA_RATE_FACTOR if config.lora.r else FULL_RATE_FACTOR
     rate = stages.sft_learning_rate or factor * (config.train.learning_rate or 1e-5)
     return config.with_settings(
