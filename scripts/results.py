@@ -14,7 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +132,25 @@ RECIPES = {
         QWEN,
     ),
 }
-KEPT = tuple("model seed seconds before after metrics config environment transcripts capability findings".split())
+RECIPES |= {
+    "planner_auto": replace(
+        RECIPES["planner"],
+        title="the same with `--warm-start auto`",
+        remark="Rejection sampling with hints finds the first solutions, and GRPO goes on from there.",
+        settings={"checkpoint.every": 0, "stages.plan": "auto"},
+    ),
+    "number_filtering_auto": replace(
+        RECIPES["number_filtering"],
+        title="the same with `--warm-start auto`",
+        remark="",
+        settings=RECIPES["number_filtering"].settings | {"stages.plan": "auto"},
+    ),
+}
+KEPT = tuple("model seed seconds before after metrics config environment transcripts capability findings stages".split())
 KEPT_METRICS = (
     "step rollouts sampled_tokens reward_mean pass_rate equal_reward_groups loss grad_norm entropy sample_seconds "
-    "train_seconds eval/pass_rate tool_calls_mean other_format_rate malformed_call_rate signal_groups update_scale"
+    "train_seconds eval/pass_rate tool_calls_mean other_format_rate malformed_call_rate signal_groups update_scale "
+    "demonstrations rft/round rft/pass_rate rft/hinted_pass_rate rft/solved_cases rft/covered_cases rft/attempts"
 ).split()
 
 

@@ -30,6 +30,7 @@ PLAIN_ATTEMPTS = 8
 EXAMPLES = 2  # solved cases that a hint shows
 WORTH_IMITATING = 1  # the `quality` up to which a rollout becomes a demonstration, if there are any
 MIN_STEPS = 6  # of a round
+NEW_PER_ROUND = 256  # demonstrations: a model that has learned from these finds better ones
 NEW_TOKENS = "sampled_tokens"
 
 
@@ -101,7 +102,8 @@ class RftSource(DemonstrationSource):
         helps = this.solved_share > self.best or len(self._covered()) > len(covered)
         self.best = max(self.best, this.solved_share)
         self.is_done = not self.count or not helps or this.solved_share >= self.settings.rft_until
-        self.steps_left = max(MIN_STEPS, steps_for(max(1, self.count), self.settings.sft_epochs, batch))
+        learned = max(1, min(self.count, 2 * NEW_PER_ROUND))
+        self.steps_left = max(MIN_STEPS, steps_for(learned, self.settings.sft_epochs, batch))
 
     def _covered(self) -> set[str]:
         """The cases that there is a demonstration of."""
@@ -172,7 +174,7 @@ class RftSource(DemonstrationSource):
                 known.add(_key(rollout))
                 counts[rollout.problem_id] += 1
                 chosen.append(rollout)
-        return chosen
+        return chosen[:NEW_PER_ROUND]
 
     def _text(self, this: Round, new: int) -> str:
         hinted = f", {_pass_rate(this.hinted):.1%} of {len(this.hinted)} with hints" if this.hinted else ""
