@@ -146,7 +146,9 @@ RECIPES |= {
         settings=RECIPES["number_filtering"].settings | {"stages.plan": "auto"},
     ),
 }
-KEPT = tuple("model seed seconds before after metrics config environment transcripts capability findings stages".split())
+KEPT = tuple(
+    "model seed seconds before after metrics config environment transcripts capability findings stages".split()
+)
 KEPT_METRICS = (
     "step rollouts sampled_tokens reward_mean pass_rate equal_reward_groups loss grad_norm entropy sample_seconds "
     "train_seconds eval/pass_rate tool_calls_mean other_format_rate malformed_call_rate signal_groups update_scale "

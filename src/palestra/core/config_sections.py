@@ -475,6 +475,11 @@ class DistillSection(Section):
         description="hints of self-distillation, of which the first that a rollout has is used: another rollout of the "
         "group that passed, the reasons of failed measures, the expected answer",
     )
+    teacher_weights: Literal["current", "initial"] = Field(
+        "current",
+        description="self-distillation: the teacher has the student's weights of now, or a copy of those that the run "
+        "began with; with the copy the aim does not move",
+    )
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
         "reverse_kl", description="KL(student ‖ teacher), KL(teacher ‖ student), or Jensen-Shannon"
     )
@@ -495,8 +500,11 @@ class DistillSection(Section):
         if self.teacher is not None and self.teacher_url is not None:
             raise ValueError("distill.teacher and distill.teacher_url are two teachers; leave one of them out")
         others = self.teacher is not None or self.teacher_url is not None
-        if others and (self.context != list(HINTS) or not self.phase_out):
-            raise ValueError("distill.context and distill.phase_out are for self-distillation, without another teacher")
+        if others and (self.context != list(HINTS) or not self.phase_out or self.teacher_weights != "current"):
+            raise ValueError(
+                "distill.context, distill.phase_out and distill.teacher_weights are for self-distillation, without "
+                "another teacher"
+            )
         if self.teacher_url is not None and self.top_k != DISTILL_TOP_K:
             raise ValueError(
                 "distill.top_k has no effect with distill.teacher_url, which scores the sampled tokens only"

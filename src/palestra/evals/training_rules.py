@@ -35,8 +35,13 @@ _PARTIAL = Remedy("give part of the score for partial progress (a measure with v
 
 
 def _signal(e: Evidence) -> Iterator[Finding]:
-    """Groups whose rollouts all earned the same reward: in every group of most steps, or in most groups."""
-    steps = e.steps if e.ended else e.recent
+    """Groups whose rollouts all earned the same reward: in every group of most steps, or in most groups.
+
+    Where a teacher was learned from, too, such groups are no loss.
+    """
+    steps = [row for row in (e.steps if e.ended else e.recent) if not row.get("tokens_distilled")]
+    if not steps:
+        return
     equal = [row for row in steps if row.get("equal_reward_groups") == 1.0]
     if len(equal) >= (max(1, len(steps) / 2) if e.ended else len(steps)):
         count = f"{len(equal)} of {len(steps)} steps" if e.ended else f"the last {len(equal)} steps"

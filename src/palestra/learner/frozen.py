@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from functools import partial
 from typing import Any
@@ -35,6 +36,12 @@ class FrozenModel:
         whole_logits = self._scorer.mode == "reference"
         tokens = micro_batch_tokens(config, base_model(model).config, self._device, whole_logits=whole_logits)
         self._limit = MicroBatchLimit(tokens)
+
+    @classmethod
+    def copy_of(cls, model: Any, *, config: RunConfig, pad_token_id: int = 0) -> FrozenModel:
+        """A model as it is now. Weights that are not trained, such as those under an adapter, are shared with it."""
+        shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+        return cls(copy.deepcopy(model, shared), config=config, pad_token_id=pad_token_id)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Array:

@@ -21,6 +21,7 @@ from palestra.engine.supported import adapter_of, base_linear
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
+PLAIN_CHUNK_ELEMENTS = 2**26  # without the Triton kernels, which need no float32 copies of the logits
 # Logits kept for the backward pass. The CPU's statistics overwrite float32 logits, so none are kept there.
 KEPT_BYTES = {"cuda": 2**31}
 
@@ -140,7 +141,7 @@ class _Score(torch.autograd.Function):
         entropy_gradient: bool,
         loss_gradient: LossGradient | None,
     ) -> tuple[Tensor, Tensor]:
-        size, (statistics, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels_for(target)
+        size, (statistics, logit_gradient) = _chunk_tokens(weight, len(hidden), target), _kernels_for(target)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         saved_logits: list[Tensor] = []
         keeps = any(ctx.needs_input_grad) and target.dim() == 1  # the torch functions may overwrite the logits
@@ -181,7 +182,7 @@ class _Score(torch.autograd.Function):
 def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients by hidden states, weight, bias and the adapter's factors, from logits that were kept or not."""
     hidden, weight, bias, low, up, target, logsumexp, entropy = ctx.saved_tensors
-    size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden)), _kernels_for(target)
+    size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden), target), _kernels_for(target)
     gradients = _Gradients(ctx, hidden, weight, bias, low, up)
     saved_logits, ctx.saved_logits = iter(ctx.saved_logits), []
     for first in range(0, len(hidden), size):
@@ -235,9 +236,12 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | N
     return logits if low is None or up is None else logits.addmm_(low, up.T)
 
 
-def _chunk_tokens(weight: Tensor, tokens: int) -> int:
+def _chunk_tokens(weight: Tensor, tokens: int, target: Tensor | None = None) -> int:
     """Tokens of one chunk: all chunks of nearly the same size, so that the largest is as small as can be."""
-    most = max(128, CHUNK_ELEMENTS.get(weight.device.type, 2**26) // len(weight) // 128 * 128)
+    elements = CHUNK_ELEMENTS.get(weight.device.type, PLAIN_CHUNK_ELEMENTS)
+    if target is None or target.dim() == 2:
+        elements = min(elements, PLAIN_CHUNK_ELEMENTS)
+    most = max(128, elements // len(weight) // 128 * 128)
     chunks = max(1, -(-tokens // most))
     return -(-tokens // chunks // 128) * 128 or 128
 

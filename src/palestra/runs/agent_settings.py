@@ -49,6 +49,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "stages.sft_epochs", "stages.sft_batch", "stages.sft_learning_rate",
         "stages.rft_rounds", "stages.rft_attempts", "stages.rft_pass", "stages.rft_keep", "stages.rft_until",
         "stages.distill_steps", "stages.hints", "distill.coefficient", "distill.only", "distill.context",
+        "distill.teacher_weights",
         "distill.divergence", "distill.top_k", "distill.phase_out", "eval.cases", "eval.samples_per_case",
         "eval.temperature", "eval.every",
         "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "track.report_to", "track.project",

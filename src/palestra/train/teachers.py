@@ -57,7 +57,7 @@ class Teacher:
 class SelfTeacher(Teacher):
     """The model that is trained, with a hint in its prompt."""
 
-    learner: Learner
+    model: LocalLearner | FrozenModel  # with the weights of now, or of the run's beginning
     chat: ChatFormat
     problems: Mapping[str, Problem]
     schemas_of: Callable[[Problem], Schemas]  # the tools of a problem's attempts
@@ -93,7 +93,7 @@ class SelfTeacher(Teacher):
         )
 
     def logprobs(self, batch: Batch) -> Array:
-        return self.learner.forward(batch)
+        return self.model.forward(batch)
 
     def weight(self, group: Group) -> float:
         return 1.0 - pass_rate(group) if self.config.distill.phase_out else 1.0
@@ -212,7 +212,10 @@ def teacher_of(
     def schemas_of(problem: Problem) -> Schemas:
         return [tool.schema for tool in tools_of(environment, problem)]
 
-    return SelfTeacher(learner, ChatFormat(tokenizer), problems, schemas_of, config, context_tokens)
+    model: LocalLearner | FrozenModel = learner
+    if config.distill.teacher_weights == "initial":
+        model = FrozenModel.copy_of(learner.model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
+    return SelfTeacher(model, ChatFormat(tokenizer), problems, schemas_of, config, context_tokens)
 
 
 def require_same_tokens(name: str, teacher: LoadedModel, tokenizer: Any, vocabulary: int) -> None:

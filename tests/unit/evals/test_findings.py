@@ -59,7 +59,10 @@ def test_a_run_that_learns_has_no_findings() -> None:
 # kind: the rows in which it appears, and rows much like them in which it must not
 Changes = dict[str, float]
 CASES: dict[str, tuple[Changes, list[Changes]]] = {
-    "zero_reward": (ZERO, [ZERO | {"reward_max": 0.5}, ZERO | {"equal_reward_groups": 0.5}]),
+    "zero_reward": (
+        ZERO,
+        [ZERO | {"reward_max": 0.5}, ZERO | {"equal_reward_groups": 0.5}, ZERO | {"tokens_distilled": 900.0}],
+    ),
     "equal_rewards": (NO_SIGNAL, [NO_SIGNAL | {"equal_reward_groups": 0.7, "update_scale": 0.9}, ZERO]),
     "solved": (
         NO_SIGNAL | {"reward_min": 1.0, "pass_rate": 1.0},

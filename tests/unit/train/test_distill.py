@@ -26,7 +26,9 @@ from palestra.algo.distill import TEACHER, WEIGHT
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Problem, SamplingParams, Score
+from palestra.learner.frozen import FrozenModel
 from palestra.learner.local import LocalLearner
+from palestra.learner.lora import add_lora
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.rollout.agent_loop import AttemptLimits
@@ -34,7 +36,7 @@ from palestra.rollout.collect import Collector, token_speakers
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
 from palestra.train.batch import to_batch
-from palestra.train.distill import candidates, choose_rows, teacher_gain
+from palestra.train.distill import candidates, choose_rows, teacher_batch, teacher_gain
 from palestra.train.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint, with_hint
 from palestra.train.schedule import Coefficients
 from palestra.train.teachers import ModelTeacher, SelfTeacher, ServerTeacher, require_same_tokens, teacher_of
@@ -291,6 +293,32 @@ def test_the_divergence_from_the_hinted_model_falls(tiny: LoadedModel, mixed: Gr
     assert found[-1] < 0.5 * found[0]
 
 
+def test_a_teacher_with_the_initial_weights_stays_where_it_is(tiny: LoadedModel, mixed: Group) -> None:
+    config = settings(teacher_weights="initial")
+    learner, teacher = self_teacher(tiny, config)
+    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
+    [(batch, loss)] = rows.parts(learner)
+    assert batch.targets is not None
+    now = self_teacher(tiny, settings())[1]
+    read = teacher_batch(rows.batch, rows.prompts, batch.targets.ids.reshape(-1, K))
+    np.testing.assert_allclose(teacher.logprobs(read), now.logprobs(read), atol=1e-5)
+    before = teacher.logprobs(read)
+    learner.forward_backward(batch, loss)
+    learner.optim_step(1e-2, max_grad_norm=1.0)
+    np.testing.assert_array_equal(teacher.logprobs(read), before)
+    assert not np.allclose(now.logprobs(read), before, atol=1e-2)
+
+
+def test_a_copy_of_a_model_with_an_adapter_shares_the_base(tiny: LoadedModel) -> None:
+    config = settings(teacher_weights="initial").with_settings({"lora.r": 4})
+    model = add_lora(tiny.model, config.lora)
+    copied = FrozenModel.copy_of(model, config=config).model
+    pairs = list(zip(model.parameters(), copied.parameters(), strict=True))
+    assert all((ours is theirs) == (not ours.requires_grad) for ours, theirs in pairs)
+    assert any(ours is not theirs for ours, theirs in pairs)
+    assert all(not theirs.requires_grad for _, theirs in pairs)
+
+
 def test_a_teacher_that_is_the_student_teaches_nothing(tiny: LoadedModel, mixed: Group) -> None:
     config = settings(teacher="palestra/tiny")
     learner = LocalLearner(tiny.model, config=config)
@@ -380,6 +408,7 @@ def test_learners_and_sources_that_cannot_be_distilled_are_rejected(tiny: Loaded
         {"distill": {"teacher": "palestra/tiny", "teacher_url": "http://127.0.0.1:1"}},
         {"distill": {"teacher_url": "http://127.0.0.1:1", "top_k": 3}, "rollout.temperature": 1},
         {"distill.teacher_url": "http://127.0.0.1:1"},
+        {"distill": {"teacher": "palestra/tiny", "teacher_weights": "initial"}},
         {"distill.context": []},
         {"distill.context": ["gold"]},
         {"distill.top_k": 100_000},
