@@ -173,6 +173,7 @@ _KINDS: dict[str, frozenset[str]] = {
     "rollout.group_size": frozenset({"agent", "function", "program", "prompts"}),
     "model.kv_memory_gib": frozenset({"agent", "function", "program", "prompts", "wire"}),
     "train.signal_share": frozenset({"agent", "function", "program"}),
+    "stages.plan": frozenset({"agent"}),
 }
 # of the other settings, under which such a setting takes effect
 _CONDITIONS: dict[str, Callable[[RunConfig], bool]] = {
@@ -182,6 +183,7 @@ _CONDITIONS: dict[str, Callable[[RunConfig], bool]] = {
     "model.kv_memory_gib": lambda c: c.backend == "local" and c.vllm.mode == "off" and c.rollout.policy_url is None,
     "train.entropy_coefficient": lambda c: c.backend != "tinker",
     "train.signal_share": lambda c: c.train.filter_equal_groups and c.train.signal_share < 1,
+    "stages.plan": lambda c: c.stages.plan == "grpo" and c.backend == "local" and not c.rollout.max_staleness,
 }
 
 
@@ -245,7 +247,7 @@ class RunFacts:
         """Whether changing this setting has an effect in this kind of run."""
         if self.config is None or setting not in RunConfig.settings():
             return False
-        if setting == "rollout.max_staleness" and self.ranks > 1:
+        if setting in ("rollout.max_staleness", "stages.plan") and self.ranks > 1:
             return False
         holds = _CONDITIONS.get(setting, lambda config: True)
         return self.kind in _KINDS.get(setting, {self.kind}) and holds(self.config)

@@ -31,6 +31,11 @@ _LEAKED = 0.1  # of the rollouts, more than in the first steps
 
 _EASIER = Remedy("start with easier cases")
 _HARDER = Remedy("use harder cases")
+_WARM_START = Remedy(
+    "begin with --warm-start auto (stages.plan=auto), which first learns from those of many attempts with hints that "
+    "pass",
+    "stages.plan",
+)
 _PARTIAL = Remedy("give part of the score for partial progress (a measure with values between 0 and 1)")
 
 
@@ -73,6 +78,7 @@ def _no_signal(e: Evidence, rows: Sequence[Row], count: str) -> Finding:
         return e.finding(
             "zero_reward",
             f"in {count} every rollout earned a reward of 0, which teaches nothing",
+            *_warm_start(e, rows),
             *_more_signal(e, e.steps),
             example="not_passed",
         )
@@ -80,6 +86,7 @@ def _no_signal(e: Evidence, rows: Sequence[Row], count: str) -> Finding:
         "equal_rewards",
         f"in {count} all rollouts of a problem earned the same reward ({_range(lowest, highest)}), which "
         "teaches nothing",
+        *_warm_start(e, rows),
         _PARTIAL,
         *_larger_groups(e, e.steps),
         *_warmer(e),
@@ -109,6 +116,12 @@ def _more_signal(e: Evidence, steps: Sequence[Row]) -> tuple[Remedy, ...]:
     draw = Remedy("draw new problems until more groups differ (train.signal_share=1, slower)", "train.signal_share")
     draws = (draw,) if mean(steps, "equal_reward_groups") < 1.0 else ()  # in vain where no group ever differs
     return (_EASIER, _PARTIAL, *_larger_groups(e, steps), *draws)
+
+
+def _warm_start(e: Evidence, rows: Sequence[Row]) -> tuple[Remedy, ...]:
+    """Learn from demonstrations first, where nothing has passed from the beginning."""
+    never = all(row.get("pass_rate") == 0.0 for row in (*e.steps[:MIN_STEPS], *rows))
+    return (_WARM_START,) if never else ()
 
 
 def _larger_groups(e: Evidence, steps: Sequence[Row]) -> tuple[Remedy, ...]:

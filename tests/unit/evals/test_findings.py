@@ -273,6 +273,13 @@ NOT_AHEAD = [
 ]
 NO_REDRAWS = [with_settings("wire"), with_settings("prompts"), with_settings(train__signal_share=1.0)]
 NOT_WARMER = [with_settings(rollout__temperature=1.0), with_settings("wire"), with_settings(backend="tinker")]
+NO_WARM_START = [
+    *(with_settings(kind) for kind in ("wire", "function", "program", "prompts")),
+    *(with_settings(stages__plan=plan) for plan in ("auto", "rft,grpo")),
+    *(with_settings(backend=backend) for backend in ("tinker", "ray")),
+    with_settings(rollout__max_staleness=1),
+    replace(AGENT, ranks=2),
+]
 # setting, metrics, facts with which the setting is advised, and others with which it is not
 ADVICE: list[tuple[str, dict[str, float], list[RunFacts], list[RunFacts]]] = [
     ("rollout.constrain_tool_calls", CASES["malformed_calls"][0], [AGENT], NO_CONSTRAINTS),
@@ -284,6 +291,10 @@ ADVICE: list[tuple[str, dict[str, float], list[RunFacts], list[RunFacts]]] = [
     ("train.signal_share", FEW, [AGENT], NO_REDRAWS),
     ("train.signal_share", ZERO, [], [AGENT]),
     ("rollout.temperature", NO_SIGNAL, [AGENT], NOT_WARMER),
+    ("stages.plan", ZERO, [AGENT], NO_WARM_START),
+    ("stages.plan", NO_SIGNAL | {"pass_rate": 0.0}, [AGENT], NO_WARM_START),
+    ("stages.plan", NO_SIGNAL, [], [AGENT]),
+    ("stages.plan", NO_SIGNAL | {"pass_rate": 1.0}, [], [AGENT]),
     ("rollout.max_tool_rounds", CASES["unrun_calls"][0], [with_settings(rollout__max_tool_rounds=0)], [AGENT]),
 ]
 
@@ -295,6 +306,15 @@ def test_a_setting_is_advised_only_where_it_helps(
     rows = steps(6, **metrics)
     assert all(setting in only(rows, facts).settings for facts in advised)
     assert not any(setting in only(rows, facts).settings for facts in not_advised)
+
+
+def test_a_warm_start_is_advised_by_its_option_where_nothing_has_passed_from_the_first_steps() -> None:
+    assert "--warm-start auto" in only(steps(6, **ZERO)).sentence
+    lost = only([*steps(4), *steps(6, **ZERO)], ended=True)
+    assert lost.kind == "zero_reward", "what once passed was lost on the way"
+    unknown = [{k: v for k, v in row.items() if k != "pass_rate"} for row in steps(6, **ZERO)]
+    for finding in (lost, only(unknown)):
+        assert "stages.plan" not in finding.settings, finding
 
 
 @pytest.mark.parametrize(("context", "expected"), [(None, True), (4000, True), (205, False)])

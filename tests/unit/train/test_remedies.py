@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "train.learning_rate": 1e-7,
     "train.problems_per_step": 8,
     "train.stop_when_solved": 3,
+    "stages.plan": "auto",
 }
 
 
