@@ -115,9 +115,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _distillation(self) -> RunConfig:
-        if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient):
+        if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient or self.train.replay):
             raise ValueError(
-                "distill.only leaves out all other losses; set echo.coefficient and train.entropy_coefficient to 0"
+                "distill.only leaves out all other losses; set echo.coefficient, train.entropy_coefficient and "
+                "train.replay to 0"
             )
         if self.distill.teacher_url is not None and self.rollout.temperature != 1:
             raise ValueError("distill.teacher_url scores tokens at temperature 1; set rollout.temperature to 1")

@@ -42,6 +42,7 @@ from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
 from palestra.train.metrics import peak_memory_gib, rollout_metrics
+from palestra.train.replay import Replay, ReplayRows
 from palestra.train.safety_net import Snapshots, collapse_reason
 from palestra.train.schedule import Coefficients, coefficients_at, next_entropy, update_scale
 from palestra.train.teachers import Teacher
@@ -92,6 +93,7 @@ class Training:
     checkpoint_bytes: int = 0  # a checkpoint is skipped if it and the final model do not fit on the disk
     model_bytes: int = 0
     teacher: Teacher | None = None  # of `distill.coefficient`
+    replay: Replay | None = None  # of `train.replay`
     save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
@@ -215,7 +217,8 @@ class Training:
         coefficients = coefficients_at(state.step - state.stage_start, config, steps, self.entropy_coefficient)
         teacher = self.teacher if config.distill.coefficient else None
         distilled = None if teacher is None else choose_rows(teacher, groups, advantages, config)
-        scale = self._update_scale(groups, advantages, coefficients, distilled)
+        replayed = self._replay_rows(groups)
+        scale = self._update_scale(groups, advantages, coefficients, distilled, replayed)
         rate = coefficients.learning_rate * scale * state.safety.rate_factor
         coefficients = replace(coefficients, learning_rate=rate)
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
@@ -235,11 +238,11 @@ class Training:
                 with phases("records"):
                     self.tracker.rollouts(state.step + 1, groups)
 
-        if batch.policy_mask.any() or batch.echo_mask.any() or taught:
+        if batch.policy_mask.any() or batch.echo_mask.any() or taught or replayed:
             with self._policy_asleep(), phases("learner"):
                 host_work = on_host if self.learner_thread is None else noop
                 learn = partial(update, self.learner, batch, config, coefficients, version, record, host_work)
-                learned = self._compute(partial(learn, distill=distilled))
+                learned = self._compute(partial(learn, distill=distilled, replay=replayed))
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
             version += 1
@@ -254,6 +257,7 @@ class Training:
             policy_version=version,
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
             signal_rate=rollouts.signal_rate,
+            stored=self._store_successes(groups),
         )
         metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
         if record is not None:
@@ -272,9 +276,11 @@ class Training:
         advantages: Sequence[Sequence[float]],
         coefficients: Coefficients,
         distilled: DistillRows | None,
+        replayed: ReplayRows | None,
     ) -> float:
         """The step's factor of the learning rate. With ECHO every group has a gradient, so it is 1; with distillation
-        groups with signal are counted together with those that a teacher has something to say about."""
+        groups with signal are counted together with those that a teacher has something to say about, and with
+        successes that are replayed."""
         if coefficients.echo > 0:
             return 1.0
         # outside of a run, the caller chooses the groups of a step
@@ -282,8 +288,24 @@ class Training:
         taught = set() if distilled is None else set(distilled.batch.groups.tolist())
         pairs = zip(groups, advantages, strict=True)
         signal = sum(i in taught or has_signal(group, row) for i, (group, row) in enumerate(pairs))
+        signal += len(replayed.rollouts) if replayed is not None else 0
         solved = sum(all(r.passed for r in group.rollouts) for group in groups)
         return update_scale(signal, solved, problems, self.config.train.full_update_share)
+
+    def _replay_rows(self, groups: Sequence[Group]) -> ReplayRows | None:
+        """Stored successes that this step learns again; None if there are none."""
+        train = self.config.train
+        if self.replay is None or not train.replay:
+            return None
+        chosen = self.replay.choose(groups, self.state.step, train.problems_per_step)
+        return ReplayRows(chosen, train.replay) if chosen else None
+
+    def _store_successes(self, groups: Sequence[Group]) -> int:
+        """Keep the step's successes for replay; gives how many are stored."""
+        if self.replay is None or not self.config.train.replay:
+            return self.state.stored
+        self.replay.add(groups)
+        return len(self.replay.store)
 
     def _times(self, sample_s: float, train_s: float, sampled_tokens: float) -> dict[str, float]:
         """Of a step; `sample_s` is how long the learner waited for its rollouts."""
@@ -460,6 +482,8 @@ class Training:
         if self.snapshots is not None:
             self.snapshots.load(folder)
         self.source.restore(state.source)
+        if self.replay is not None and self.config.train.replay:
+            self.replay.store.cut(state.stored)
         self.policy.update(self.learner.weights(state.policy_version))
         self.state = state
 

@@ -298,6 +298,7 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
         ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"], "StepTrainer samples without tools"
     )
     config.refuse(["distill"], "StepTrainer has no teacher")
+    config.refuse(["train.replay"], "StepTrainer stores no successes")
     config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
     config.refuse(["rollout.policy_url", "rollout.weights_folder", "vllm"], "StepTrainer samples with our own engine")
     config.refuse(["rollout.max_staleness"], "StepTrainer samples and learns in turns")
