@@ -36,6 +36,7 @@ from palestra.runs.tracking.base import Trackers
 from palestra.runs.tracking.open import check_trackers, open_trackers
 from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
+from palestra.train.distill_teachers import teacher_of
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.group_queue import GroupQueue, queue_for
 from palestra.train.interrupt import sigterm_as_ctrl_c
@@ -48,7 +49,6 @@ from palestra.train.schedule import total_steps
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, parameter_count, use_threads
 from palestra.train.stages import Stages, stage_config, stage_names
 from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
-from palestra.train.teachers import teacher_of
 from palestra.train.watcher import SilentWatcher, Watcher
 
 
