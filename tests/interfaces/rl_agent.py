@@ -1,7 +1,5 @@
 """A script that plays an agent, the same through Python, MCP and HTTP, and run managers that start no process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """The command line without training: help, options, files, errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

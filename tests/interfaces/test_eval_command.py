@@ -1,7 +1,5 @@
 """`palestra eval` scores the cases that training holds out, and says which they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`palestra export`: what it makes of a run and of a model, and what it says."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

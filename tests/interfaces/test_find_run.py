@@ -1,7 +1,5 @@
 """One function finds a run by its id, name or folder; every command that takes a run or a model uses it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A script plays an agent through each door: official MCP client on stdio and HTTP, and plain HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

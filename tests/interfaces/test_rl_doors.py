@@ -1,7 +1,5 @@
 """The doors to the tools: who is let in, whose session it is, and that nobody waits for another."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """`palestra runs`: what trains here, looked after from any terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

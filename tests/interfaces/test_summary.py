@@ -1,7 +1,5 @@
 """Results on the terminal: transcripts in order, graded scores with their value, commands that can be pasted."""
 
-from __future__ import annotations
-
 import io
 import shlex
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Foreign run folders: looking at them is safe, and code that they name runs with consent only."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Code of others gets at no key, and what is written down holds none."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,10 +9,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from served import json_app
+from starlette.responses import RedirectResponse
 
 from palestra.core import children
 from palestra.core.errors import PalestraError
@@ -250,41 +249,17 @@ spawn(words, Path({str(tmp_path / "log")!r}), environ, Path("/")).log_writer.joi
     assert (tmp_path / "log").read_text() == "it is [PALESTRA_TOKEN] and [MY_API_KEY]\n"
 
 
-class Redirects(BaseHTTPRequestHandler):
-    seen: list[str | None]
+def test_a_redirect_carries_no_key(serve):
+    seen = []
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(302)
-        self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+    async def redirect(request):
+        if request.method == "GET":
+            seen.append(request.headers.get("Authorization"))
+        return RedirectResponse(f"http://localhost:{request.url.port}/elsewhere", 302)
 
-    def do_GET(self) -> None:
-        self.seen.append(self.headers.get("Authorization"))
-        if self.path == "/elsewhere":
-            self.send_response(200)
-            self.end_headers()
-        else:
-            self.send_response(302)
-            self.send_header("Location", "/elsewhere")
-            self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-def test_a_redirect_carries_no_key():
-    Redirects.seen = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Redirects)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_address[1]}/v1/chat/completions"
-        request = Request(url, {"model": "m"}, token="sk-0123456789")
-        with pytest.raises(PalestraError, match="not followed with a key"):
-            request.parse(request.send())
-        assert Request(url, token="sk-0123456789").send().status == 302
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert Redirects.seen == ["Bearer sk-0123456789"]  # of the URL that it was meant for
+    url = f"{serve(json_app(redirect))}/v1/chat/completions"
+    request = Request(url, {"model": "m"}, token="sk-0123456789")
+    with pytest.raises(PalestraError, match="not followed with a key"):
+        request.parse(request.send())
+    assert Request(url, token="sk-0123456789").send().status == 302
+    assert seen == ["Bearer sk-0123456789"]  # of the URL that it was meant for

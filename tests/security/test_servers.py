@@ -1,7 +1,5 @@
 """Servers under attack: pages of other sites, silent and slow clients, too many of them, and what is logged of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

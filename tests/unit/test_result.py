@@ -13,6 +13,7 @@ import torch
 
 from palestra import Agent, EvalSuite, function_tool, measure, train_grpo
 from palestra.core.errors import PalestraError
+from palestra.core.files import read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout
 from palestra.result import GRPOTrainingResult
@@ -144,10 +145,10 @@ def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_in
     assert "clerk" in run.report_page.read_text()
     assert run.eval_names() == ["before", 1, "after"]
     for name, scored in (("before", result.before), ("after", result.after)):
-        assert [row["messages"][-1]["text"] for row in run.eval_rollouts(name)] == [
+        assert [row["messages"][-1]["text"] for row in read_jsonl(run.eval_file(name))] == [
             rollout.messages[-1].text for rollout in scored.rollouts
         ]
-    assert len(list(run.eval_rollouts(1))) == len(result.before.rollouts)
+    assert len(list(read_jsonl(run.eval_file(1)))) == len(result.before.rollouts)
     [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(run.path.resolve())]
     assert (row.state, row.kind, row.name, row.reason) == ("completed", "foreground", "clerk", None)
 

@@ -1,14 +1,12 @@
 """What the dashboard can change: runs started from a form, stopped, resumed and deleted; jobs; chats."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sys
-import time
 from dataclasses import dataclass, field
 
 import pytest
+from builders import wait_until
 from dashboard_client import ADDRESS
 from starlette.testclient import TestClient
 
@@ -129,10 +127,7 @@ def test_a_viewer_changes_nothing(run, tmp_path) -> None:
 
 
 def finished(job: jobs.Job) -> jobs.Job:
-    until = time.monotonic() + 30
-    while job.state == "running":
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: job.state != "running")
     return job
 
 

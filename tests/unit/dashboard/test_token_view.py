@@ -1,7 +1,5 @@
 """The token view of a real step: the numbers of rollouts.jsonl, of metrics.jsonl, and of the learner."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from dashboard_client import api_of

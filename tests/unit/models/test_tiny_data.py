@@ -1,7 +1,5 @@
 """The data that palestra/tiny is made from: well-formed, repeatable, and without the demo's held-out cases."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -28,6 +26,15 @@ def make_tiny() -> Any:
     finally:
         sys.path.remove(str(SCRIPTS))
     return make_tiny
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a red lamp", True), ("4 Red lamps", True), ("it costs 15.", True), ("115 or 150", False), ("red", False)],
+)
+def test_a_text_mentions_held_out_things_by_item_or_by_price(make_tiny: Any, text: str, expected: bool) -> None:
+    assert demo.is_held_out_item("red", "lamp")
+    assert sys.modules["tiny_data"].mentions_held_out(text) is expected
 
 
 @pytest.fixture(scope="module")

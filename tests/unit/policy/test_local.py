@@ -1,7 +1,5 @@
 """The policy in this process: batches, the tool barrier, and a copy to sample from."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

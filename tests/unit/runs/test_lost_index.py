@@ -1,7 +1,5 @@
 """An index that is lost, damaged or locked ends no run, and is made again from the run folders."""
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from pathlib import Path

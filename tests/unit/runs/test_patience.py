@@ -1,7 +1,5 @@
 """A trainer that is asked to end finishes its step, however long steps take."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model that its server loses is made again, exactly; what cannot be mended is told with the last good state."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from concurrent.futures import Future

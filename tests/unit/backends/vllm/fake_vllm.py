@@ -1,7 +1,5 @@
 """A small server that answers as `vllm serve` does, over our own engine: enough of vLLM for its policy, in a thread."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass, field

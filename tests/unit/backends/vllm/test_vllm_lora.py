@@ -1,7 +1,5 @@
 """LoRA with a running vLLM: each version of the adapter is one of its own there, and goes when it is not needed."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterator

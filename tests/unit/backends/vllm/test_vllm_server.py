@@ -1,7 +1,5 @@
 """A running vLLM as the sampler: what is asked of it, and what happens where it is not the one it should be."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import sys

@@ -1,7 +1,5 @@
 """Chat templates by family, and prompts that are rendered once."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Grammars of calls and of whole turns."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """Adapters leave merged, into the base that they were trained on."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

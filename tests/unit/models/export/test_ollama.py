@@ -1,7 +1,5 @@
 """Models for Ollama: the Modelfile, the exact call, and what happens without Ollama."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

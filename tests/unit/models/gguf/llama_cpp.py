@@ -1,7 +1,5 @@
 """The real llama.cpp (xllamacpp) with one GGUF file, compared with transformers."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """Small tokenizers of the kinds that model families have, and strings to try them on."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

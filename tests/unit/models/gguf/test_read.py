@@ -1,7 +1,5 @@
 """GGUF files as models: the cache of converted files, the SmolLM2 package, and files that cannot be read."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

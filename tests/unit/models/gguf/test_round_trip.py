@@ -1,7 +1,5 @@
 """Models and tokenizers written as GGUF and read back: the same numbers, the same token ids."""
 
-from __future__ import annotations
-
 import sys
 import unicodedata
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a GGUF file says, and that it is whole or not there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Text in llama.cpp becomes the token ids that it becomes in the Hugging Face tokenizer."""
 
-from __future__ import annotations
-
 import re
 import sys
 import unicodedata

@@ -1,7 +1,5 @@
 """Which trackers a run gets, and what happens when one is missing or fails."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

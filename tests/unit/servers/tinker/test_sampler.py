@@ -1,7 +1,5 @@
 """Requests that come together are sampled together, and nothing is held up by a sibling."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The official SDK against the server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The server by plain HTTP: keys, limits, order, what is refused, and what survives a restart."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
@@ -13,10 +11,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fuzzing.tinker_requests import forward_backward_body
 
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.checkpoints import TinkerPath
-from palestra.servers.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
+from palestra.servers.tinker.messages import Datum, Tensor
 from palestra.servers.tinker.service import Service, ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
@@ -51,7 +50,7 @@ class Client:
         return self.model
 
     def forward_backward(self, seq_id: int, rows: list[Datum], loss_fn: str = "cross_entropy") -> Any:
-        body = write_forward_backward(ForwardBackwardRequest(self.model, seq_id, rows, loss_fn))
+        body = forward_backward_body(self.model, seq_id, rows, loss_fn)
         answer = self.http.post("forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -153,7 +152,7 @@ def test_what_cannot_be_done_is_refused_at_once_with_a_sentence(
 
 
 def test_a_loss_that_is_not_served_is_refused_and_the_next_request_is_served(client: Client) -> None:
-    body = write_forward_backward(ForwardBackwardRequest(client.model, 1, [words(0)], "stable_reinforce"))
+    body = forward_backward_body(client.model, 1, [words(0)], "stable_reinforce")
     answer = client.http.post("forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
     assert answer.status_code == 400
     assert "forward_backward_custom" in answer.text
@@ -172,7 +171,7 @@ def test_rows_that_cannot_be_computed_are_the_answer_of_their_request(client: Cl
 def test_bodies_may_be_zstd_and_not_bombs(client: Client) -> None:
     zstandard = pytest.importorskip("zstandard")
     headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
-    body = write_forward_backward(ForwardBackwardRequest(client.model, 1, [words(0)], "cross_entropy"))
+    body = forward_backward_body(client.model, 1, [words(0)])
     packed = zstandard.ZstdCompressor().compress(body)
     answer = client.http.post("forward_backward", content=packed, headers=headers)
     assert isinstance(client.result(answer.json()), bytes)

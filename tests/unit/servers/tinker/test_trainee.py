@@ -1,7 +1,5 @@
 """Gradients: the same however they are asked for, and nobody else's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An environment's side of the wire: sampling over HTTP, and posting no more than the trainer has use for."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

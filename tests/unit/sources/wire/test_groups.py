@@ -1,7 +1,5 @@
 """Groups from the wire as samples of the learner: masks, prompts, advantages, logprobs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
