@@ -3,8 +3,6 @@
 The trainer is the real command with an agent file that, instead of training, does what the test is about.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

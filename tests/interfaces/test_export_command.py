@@ -45,9 +45,7 @@ def test_a_run_becomes_an_ollama_model(cli: Any, run: RunFolder, monkeypatch: py
     assert 'SYSTEM """Use the tools."""' in (folder / "Modelfile").read_text()
 
 
-def test_a_result_exports_itself_to_ollama_and_tells_the_command(
-    run: RunFolder, tiny: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_result_exports_itself_to_ollama_and_tells_the_command(run, tiny, monkeypatch, caplog):
     from palestra.agents.agent import Agent
     from palestra.result import GRPOTrainingResult
     from palestra.train.run import Outcome

@@ -1,7 +1,5 @@
 """An application on a free loopback port, in a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -192,9 +192,7 @@ def test_a_small_model_runs_on_one_thread_wherever_it_is_loaded_for(monkeypatch:
 
 
 @pytest.mark.parametrize(("load", "threads"), [(0.2, 4), (2.7, 1), (9.0, 1)])
-def test_a_larger_model_takes_the_processors_that_are_idle(
-    monkeypatch: pytest.MonkeyPatch, load: float, threads: int
-) -> None:
+def test_a_larger_model_takes_the_processors_that_are_idle(monkeypatch, load, threads):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))

@@ -143,9 +143,7 @@ def test_batches_hold_every_row_once_within_the_token_budget(make_tiny: Any) -> 
     assert all(max(len(r.ids) for r in b) * len(b) <= make_tiny.TOKENS_PER_BATCH for b in batches)
 
 
-def test_two_steps_of_making_it_twice_give_the_same_bytes(
-    make_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_steps_of_making_it_twice_give_the_same_bytes(make_tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(make_tiny, "TOKENIZER_DIALOGUES", 120)
     monkeypatch.setattr(make_tiny, "DIALOGUES_AT_ONCE", 40)
     monkeypatch.setattr(make_tiny, "score", lambda model, tokenizer: {})

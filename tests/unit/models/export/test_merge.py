@@ -49,9 +49,7 @@ def test_the_card_of_an_adapter_says_what_it_is_of_and_has_no_blanks(adapted: tu
         assert said in card
 
 
-def test_an_adapter_run_saves_the_adapter_and_on_request_the_merged_model(
-    adapted: tuple[Any, Path], tiny: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_run_saves_the_adapter_and_on_request_the_merged_model(adapted, tiny, tmp_path):
     model, folder = adapted
     assert (folder / "adapter_model.safetensors").exists()
     assert not (folder / "model.safetensors").exists()
@@ -67,9 +65,7 @@ def test_an_adapter_run_saves_the_adapter_and_on_request_the_merged_model(
     assert not torch.allclose(last_logits(plain, tiny.tokenizer), expected, atol=0.1)
 
 
-def test_an_exported_adapter_gives_the_same_probabilities_in_llama_cpp(
-    adapted: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_an_exported_adapter_gives_the_same_probabilities_in_llama_cpp(adapted, tmp_path):
     pytest.importorskip("xllamacpp")
     from llama_cpp import LlamaCpp
 
@@ -93,9 +89,7 @@ def test_a_hugging_face_folder_of_an_adapter_is_a_whole_model(adapted: tuple[Any
     assert torch.allclose(last_logits(AutoModelForCausalLM.from_pretrained(whole), tokenizer), expected, atol=1e-4)
 
 
-def test_an_adapter_for_other_weights_of_the_same_shape_is_refused_by_name(
-    adapted: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_for_other_weights_of_the_same_shape_is_refused_by_name(adapted, tmp_path):
     _, folder = adapted
     sibling = load_model("palestra/tiny")
     with torch.no_grad():

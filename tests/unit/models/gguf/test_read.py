@@ -80,9 +80,7 @@ def test_a_truncated_file_is_rejected_and_leaves_nothing(model_file: Path, tmp_p
         ({"llama.block_count": 7}, r"llama\.block_count"),
     ],
 )
-def test_a_file_that_is_no_whole_model_is_rejected(
-    model_file: Path, tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
+def test_a_file_that_is_no_whole_model_is_rejected(model_file, tmp_path, change, words):
     with pytest.raises(PalestraError, match=words):
         load_model(str(rewritten(model_file, tmp_path / "changed.gguf", **change)))
 
@@ -101,9 +99,7 @@ def test_files_that_are_missing_or_of_another_kind_are_rejected(tmp_path: Path) 
         load_model(str(tmp_path / "mamba.gguf"))
 
 
-def test_a_cache_that_cannot_be_written_is_named(
-    model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_named(model_file, tmp_path, monkeypatch):
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "occupied"))
     with pytest.raises(PalestraError, match="PALESTRA_CACHE"):

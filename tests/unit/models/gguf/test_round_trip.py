@@ -45,9 +45,7 @@ def test_what_was_exported_loads_as_the_same_model_and_tokenizer(family: str, tm
     assert differences(loaded.tokenizer, tokenizer, texts) == []
 
 
-def test_the_embedded_model_exported_and_loaded_again_gives_the_same_tokens_and_logits(
-    tiny: Any, tmp_path: Path
-) -> None:
+def test_the_embedded_model_exported_and_loaded_again_gives_the_same_tokens_and_logits(tiny, tmp_path):
     path = to_gguf(open_source("palestra/tiny"), tmp_path / "tiny.gguf", type="f32")
     loaded = load_model(str(path), dtype="float32", device="cpu")
     conversation = tiny.tokenizer.apply_chat_template(CONVERSATION, tools=TOOLS, tokenize=False)

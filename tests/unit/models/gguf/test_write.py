@@ -124,9 +124,7 @@ def test_numbers_beyond_16_bits_are_refused_by_name(tiny: Any, tmp_path: Path) -
     assert left_in(tmp_path) == []
 
 
-def test_too_little_space_is_seen_before_anything_is_written(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_seen_before_anything_is_written(tiny, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30 - 2**20, 2**20))
     with pytest.raises(PalestraError, match=r"has 1 MiB free, and the export needs about \d+ MiB"):
@@ -167,9 +165,7 @@ def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monke
     assert left_in(tmp_path) == []
 
 
-def test_llama_cpp_is_found_in_a_usual_folder_and_a_checkout_without_a_build_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_cpp_is_found_in_a_usual_folder_and_a_checkout_without_a_build_is_told(tmp_path, monkeypatch):
     for name, value in (("PATH", ""), ("HOME", str(tmp_path)), ("LLAMA_CPP_PATH", "")):
         monkeypatch.setenv(name, value)
     checkout = tmp_path / "code" / "llama.cpp"

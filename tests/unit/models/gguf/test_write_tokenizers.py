@@ -28,7 +28,7 @@ def differences(tokenizer: Any, server: LlamaCpp, texts: list[str]) -> list[str]
     return [text for text in texts if server.tokenize(text) != tokenizer(text, add_special_tokens=False).input_ids]
 
 
-def test_the_embedded_models_tokens_are_the_same_for_random_strings(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_embedded_models_tokens_are_the_same_for_random_strings(tiny_tokenizer, tmp_path):
     # Its tokenizer composes characters first (NFC), which no GGUF can ask of llama.cpp.
     texts = [unicodedata.normalize("NFC", text) for text in unicode_strings(440)]
     texts = [text for text in texts if not AFTER_PUNCTUATION.search(text)][:400]

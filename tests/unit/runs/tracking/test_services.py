@@ -31,9 +31,7 @@ for steps, resume_after in ((range(1, 3), None), (range(3, 5), 2)):
 """
 
 
-def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     from palestra.runs.tracking.services import _has_wandb_key
 

@@ -101,9 +101,7 @@ def test_chunks_in_any_order_and_sent_twice_give_the_same_gradient(running: Any)
     assert norms[0] == norms[1]
 
 
-def test_an_answer_that_takes_long_is_asked_for_again(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any
-) -> None:
+def test_an_answer_that_takes_long_is_asked_for_again(base, tmp_path, serve, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     with serve(Service([base], tmp_path / "runs"), long_poll_s=0.05) as server:
         client = Client(server.url)
@@ -137,9 +135,7 @@ def test_an_answer_that_takes_long_is_asked_for_again(
         ("get_info", {"model_id": "m"}, 404, "the model 'm' is not here"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_at_once_with_a_sentence(
-    refused_client: Client, path: str, body: dict[str, Any], status: int, words_: str
-) -> None:
+def test_what_cannot_be_done_is_refused_at_once_with_a_sentence(refused_client, path, body, status, words_):
     defaults = {
         "create_model": {"session_id": refused_client.session, "model_seq_id": 9, "base_model": "palestra/tiny"},
         "asample": {"base_model": "palestra/tiny", "prompt": PROMPT},
@@ -195,9 +191,7 @@ def test_a_key_is_asked_for_where_one_is_set(base: BaseModel, tmp_path: Path, se
         (ServiceLimits(memory_gib=1e-6), "rank 2 needs about"),
     ],
 )
-def test_what_is_beyond_a_limit_is_told_to_come_back_later(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any, limits: ServiceLimits, words_: str
-) -> None:
+def test_what_is_beyond_a_limit_is_told_to_come_back_later(base, tmp_path, serve, monkeypatch, limits, words_):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     with serve(Service([base], tmp_path / "runs", limits)) as server:
         first, second = Client(server.url), Client(server.url)
@@ -212,9 +206,7 @@ def test_what_is_beyond_a_limit_is_told_to_come_back_later(
         assert answer.headers["retry-after"] == "1"
 
 
-def test_a_version_that_is_not_kept_any_more_is_named(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any
-) -> None:
+def test_a_version_that_is_not_kept_any_more_is_named(base, tmp_path, serve, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     with serve(Service([base], tmp_path / "runs", ServiceLimits(versions=1))) as server:
         client = Client(server.url)
@@ -232,9 +224,7 @@ def test_a_version_that_is_not_kept_any_more_is_named(
         assert isinstance(client.result(client.post("asample", {**asked, "sampling_session_id": pinned[1]})), bytes)
 
 
-def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(
-    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(base, tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     service = Service([base], tmp_path / "runs", ServiceLimits(session_idle_s=0.05))
     session = service.create_session("silent", {})
@@ -246,9 +236,7 @@ def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(
     service.close()
 
 
-def test_what_was_saved_survives_a_restart_and_what_was_not_is_told(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any
-) -> None:
+def test_what_was_saved_survives_a_restart_and_what_was_not_is_told(base, tmp_path, serve, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     asked = {"prompt": PROMPT, "sampling_params": {"max_tokens": 4, "seed": 3, "stop": []}}
     with serve(Service([base], tmp_path / "runs")) as server:

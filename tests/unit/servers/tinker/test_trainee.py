@@ -34,9 +34,7 @@ def gradients_of(base: BaseModel, data: list[Datum], sizes: list[int], rows_per_
 
 
 @pytest.mark.parametrize(("sizes", "rows_per_pass"), [([4, 4], 4), ([3, 5], 1)])
-def test_a_gradient_is_the_same_to_the_bit_however_the_rows_are_split(
-    base: BaseModel, make_row: Row, sizes: list[int], rows_per_pass: int
-) -> None:
+def test_a_gradient_is_the_same_to_the_bit_however_the_rows_are_split(base, make_row, sizes, rows_per_pass):
     data = [make_row(5 + i, i) for i in range(8)]
     whole = gradients_of(base, data, [8], rows_per_pass)
     parts = gradients_of(base, data, sizes, rows_per_pass)
@@ -47,9 +45,7 @@ def test_a_gradient_is_the_same_to_the_bit_however_the_rows_are_split(
 
 @pytest.mark.parametrize("spec", [SPEC, AdapterSpec(0)], ids=["adapter", "all weights"])
 @pytest.mark.parametrize("siblings", [1, 4])
-def test_a_local_step_has_the_gradient_of_the_server_to_the_bit(
-    base: BaseModel, spec: AdapterSpec, siblings: int
-) -> None:
+def test_a_local_step_has_the_gradient_of_the_server_to_the_bit(base, spec, siblings):
     """The same rows: `dapo` with a step's normalisers on the local learner, `ppo` with weighted advantages here."""
     random = np.random.default_rng(0)
     samples: list[Sample] = []
@@ -210,9 +206,7 @@ def test_an_infinite_gradient_changes_nothing_and_is_told(base: BaseModel, make_
     assert trainee.optim_step(ADAM) > 0
 
 
-def test_rows_without_advantages_are_scored_and_not_gone_back_through(
-    base: BaseModel, make_row: Row, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_without_advantages_are_scored_and_not_gone_back_through(base, make_row, monkeypatch):
     zeros = Tensor(np.zeros(5, np.float32), (5,))
     silent = changed(make_row(5, 2), advantages=zeros)
     expected = Trainee(base, SPEC, seed=1)
@@ -252,9 +246,7 @@ def changed(row: Datum, **inputs: Tensor | None) -> Datum:
         ({"target_tokens": Tensor(np.array([1]), (5, 1 << 40), np.array([0]))}, "at most 16777216 are answered"),
     ],
 )
-def test_a_row_that_cannot_be_computed_is_refused_before_any_is(
-    trainee: Trainee, make_row: Row, change: dict, words: str
-) -> None:
+def test_a_row_that_cannot_be_computed_is_refused_before_any_is(trainee, make_row, change, words):
     with pytest.raises(PalestraError, match=words):
         trainee.forward_backward([make_row(5), changed(make_row(5), **change)], "importance_sampling", {})
     assert trainee.gradient() == {}

@@ -67,32 +67,9 @@ def make_feed(api: httpx.Client, model, model_url: str, **settings) -> tuple[Fee
     return Feed(env.name, env, make_collector, config, wire, notes), notes
 
 
-def test_sampling_over_http_gives_the_tokens_and_logprobs_of_the_policy_itself(model, model_url):
-    async def turns(policy):
-        first, second = policy.fork(policy.open([5, 6, 7, 8]), 2)
-        one = await policy.sample(first, SHORT)
-        policy.append(first, [9, 10])
-        two = await policy.sample(first, SHORT)
-        held = list(first.token_ids), list(second.token_ids)
-        policy.close(first)
-        policy.close(second)
-        return one, two, held
-
-    remote = RemotePolicy(f"{model_url}/v1")
-    assert asyncio.run(remote.model_name()) == "palestra/tiny"
-    one, two, held = asyncio.run(turns(remote))
-    assert held == ([5, 6, 7, 8, *one.token_ids, 9, 10, *two.token_ids], [5, 6, 7, 8])
-    own = load_completer("palestra/tiny").policy
-    own_one, own_two, _ = asyncio.run(turns(own))
-    for remote_turn, own_turn in ((one, own_one), (two, own_two)):
-        assert remote_turn.token_ids.tolist() == own_turn.token_ids.tolist()
-        assert remote_turn.logprobs.tolist() == pytest.approx(own_turn.logprobs.tolist(), abs=1e-5)
-        assert remote_turn.versions.tolist() == own_turn.versions.tolist() == [0] * len(own_turn.token_ids)
-        assert remote_turn.finish == own_turn.finish
-
-
 def test_a_conversation_that_the_server_refuses_fails_the_rollout(model_url):
-    policy = RemotePolicy(model_url)
+    policy = RemotePolicy(f"{model_url}/v1")
+    assert asyncio.run(policy.model_name()) == "palestra/tiny"
     with pytest.raises(RolloutError, match="the context holds"):
         asyncio.run(policy.sample(policy.open([5] * 100_000), SHORT))
 
