@@ -20,7 +20,6 @@ from palestra.models.chat.calls_tokens import find_harmony
 from palestra.models.chat.encode import (
     Piece,
     PieceTokenizer,
-    ReplyTemplate,
     SegmentTokenizer,
     at_marks,
     cached,
@@ -91,7 +90,6 @@ class ChatFormat:
         self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self._openings: dict[Any, str] = {}
         self._continuations: dict[Any, tuple[Turn, ...]] = {}
-        self._reply_templates: dict[Any, ReplyTemplate] = {}
         self._prompts: list[_Opening] = []
         self._segments = SegmentTokenizer(tokenizer)
         self._pieces = PieceTokenizer(self._segments, self._special)
@@ -203,11 +201,6 @@ class ChatFormat:
         if last_token is not None and self._special.get(stop) in self._begins_next - {last_token}:
             after_stop_token = False
         bodies = [reply.text for reply in replies]
-        is_plain = len(bodies) == 1 and PLAIN.fullmatch(bodies[0]) and not self._pieces.has_special(bodies[0])
-        if is_plain and after_stop_token:
-            make = partial(ReplyTemplate, self._segments, stop + scaffold[0], scaffold[1], without_first=bool(stop))
-            if turns := cached(self._reply_templates, (stop, scaffold), make).turns(bodies[0]):
-                return turns
         if all(PLAIN.fullmatch(body) for body in bodies):
             # most results are a number or a plain sentence: a template writes those as it wrote the marks
             between = zip(bodies, scaffold[1:], strict=True)

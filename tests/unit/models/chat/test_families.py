@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
-from palestra.models.chat.encode import ReplyTemplate, SegmentTokenizer
-from palestra.models.chat.render import PLAIN, family_of, prepare
+from palestra.models.chat.encode import SegmentTokenizer
+from palestra.models.chat.render import family_of, prepare
 from palestra.models.chat.template import ChatFormat
 
 SPECIALS = {
@@ -183,19 +183,6 @@ def test_growing_a_conversation_equals_rendering_it_whole(name, said, bodies, by
     ends = [i for i, token_id in enumerate(ids) if token_id in chat.stop_token_ids]
     end = ends[sum(token_id in chat.stop_token_ids for token_id in prompt)]  # of the assistant's message
     assert ids_of(chat.continuation(replies)) == ids[end + 1 :]
-
-
-@pytest.mark.parametrize("name", ALL)
-@settings(max_examples=40, deadline=None)
-@given(body=st.from_regex(PLAIN, fullmatch=True), by_tool=st.booleans())
-def test_a_plain_reply_between_known_tokens_equals_the_whole_text_tokenised(name, body, by_tool):
-    chat, _ = prepared(name)
-    replies = [tool(body) if by_tool else Message("user", body)]
-    found = [chat._continuation(replies, {}, True)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReplyTemplate, "turns", lambda self, reply: None)
-        found.append(chat._continuation(replies, {}, True))
-    assert found[0] == found[1]
 
 
 def test_without_tools_a_template_of_its_own_writes_what_it_always_wrote():
