@@ -20,7 +20,7 @@ from palestra.runs.foreground import listed
 from palestra.runs.tracking.open import open_trackers
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.messages import Datum
-from palestra.servers.tinker.trainee import AdamParams, Outputs
+from palestra.servers.tinker.training_model import AdamParams, Outputs
 
 log = logging.getLogger("palestra")
 

@@ -198,15 +198,7 @@ END = "<|im_end|>"
 
 def said(tokenizer: Any, grammar: GrammarText, text: str) -> str:
     """As much of the text as the grammar lets pass."""
-    matching = grammar_compiler(tokenizer)(str(grammar)).start()
-    ids = []
-    for token_id in tokenizer.encode(text, add_special_tokens=False):
-        mask = matching.allowed()
-        if mask is not None and not mask[token_id >> 3] >> (token_id & 7) & 1:
-            break
-        matching.accept(token_id)
-        ids.append(token_id)
-    return tokenizer.decode(ids)
+    return follow(grammar_compiler(tokenizer)(str(grammar)).start(), tokenizer, text)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +111,12 @@ def test_smollm2_without_its_package_names_the_command_that_installs_it(monkeypa
         smollm2_file()
 
 
-def test_smollm2_loads_from_its_package_and_the_second_time_in_seconds() -> None:
+def test_smollm2_loads_from_its_package() -> None:
     try:
         smollm2_file()
     except PalestraError as reason:
         pytest.skip(str(reason))
-    load_model("palestra/smollm2", dtype="float32", device="cpu")
-    began = time.process_time()
     loaded = load_model("palestra/smollm2", dtype="float32", device="cpu")
-    assert time.process_time() - began < 5
     assert loaded.model.num_parameters() == 134_515_008
     assert loaded.tokenizer.tokenize("<|im_start|>user 42") == ["<|im_start|>", "user", "Ġ", "4", "2"]
     ids = loaded.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]

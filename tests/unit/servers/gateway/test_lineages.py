@@ -116,7 +116,8 @@ def test_an_edit_in_the_middle_opens_a_lineage_that_shares_what_was_before(tiny_
     assert flat[0][:shared] == flat[1][:shared]
     assert one.counts.recomputed_tokens == shared
     assert one.counts.retokenised_turns == 1
-    assert [m.text for m in one.transcript] == ["What is 2 + 3?", "One.", "And then?", "Two.", "So?", "Three."]
+    last = [message.text for message in one.tree.nodes[-1].messages]
+    assert last == ["What is 2 + 3?", "One.", "And then?", "Two.", "So?", "Three."]
 
 
 def test_of_several_choices_the_one_that_goes_on_is_trained(tiny_tokenizer):

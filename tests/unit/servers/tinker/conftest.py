@@ -55,8 +55,10 @@ def make_row() -> Callable[..., Datum]:
 
 
 @pytest.fixture
-def serve() -> Callable[..., AbstractContextManager[Running]]:
-    return serving
+def serve(base, tmp_path, monkeypatch) -> Callable[..., AbstractContextManager[Running]]:
+    """For a server of the test's own, with these limits."""
+    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
+    return lambda limits=None, **options: serving(Service([base], tmp_path / "runs", limits), **options)
 
 
 def _row(length: int, seed: int = 0, vocabulary: int = 1024) -> Datum:
