@@ -9,14 +9,16 @@ import pytest
 
 pytest.importorskip("gguf")
 
+from palestra.agents.agent import Agent
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
+from palestra.models.export.hf import save_hf
+from palestra.result import GRPOTrainingResult
+from palestra.train.run import Outcome
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny: Any) -> RunFolder:
-    from palestra.models.export.hf import save_hf
-
     record = {"agent": "clerk", "instructions": "Use the tools."}
     made = RunFolder.create(tmp_path / "runs", "clerk", RunConfig(), record)
     save_hf(tiny.model, tiny.tokenizer, made.model, record=record)
@@ -46,10 +48,6 @@ def test_a_run_becomes_an_ollama_model(cli: Any, run: RunFolder, monkeypatch: py
 
 
 def test_a_result_exports_itself_to_ollama_and_tells_the_command(run, tiny, monkeypatch, caplog):
-    from palestra.agents.agent import Agent
-    from palestra.result import GRPOTrainingResult
-    from palestra.train.run import Outcome
-
     monkeypatch.setattr(shutil, "which", lambda name: None)
     outcome = Outcome(tiny.model, tiny.tokenizer, run.model, None, None, [], 0.0, run.path / "report.html")
     result = GRPOTrainingResult(Agent("clerk", "palestra/tiny"), run, outcome)

@@ -16,6 +16,8 @@ from palestra.core.errors import PalestraError
 from palestra.core.files import read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout
+from palestra.models.loading import load_model
+from palestra.policy import build
 from palestra.result import GRPOTrainingResult
 from palestra.runs.index import Index, palestra_home
 from palestra.train.loop import Interrupted
@@ -91,7 +93,6 @@ def test_generate_strips_thinking(result: GRPOTrainingResult, monkeypatch: pytes
 def test_generate_builds_one_sampler_and_penalises_no_repetition(
     result: GRPOTrainingResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from palestra.policy import build
     from palestra.rollout import converse as converse_module
 
     built, penalties = [], []
@@ -188,8 +189,6 @@ def test_a_run_from_python_that_fails_says_so_in_the_index(tmp_path: Path) -> No
 
 
 def test_the_saved_model_is_the_trained_one(result: GRPOTrainingResult, tmp_path: Path) -> None:
-    from palestra.models.loading import load_model
-
     saved = load_model(str(result.save_model(tmp_path / "model")), device="cpu")
     ours, theirs = result.model.state_dict(), saved.model.state_dict()
     assert all(bool((ours[name] == theirs[name]).all()) for name in ours)

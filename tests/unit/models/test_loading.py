@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
+from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
+from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel, canonical_name, choose_threads, idle_processors, load_model
 
 
@@ -81,8 +83,6 @@ def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_hub_that_answers_is_asked_and_its_own_words_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoTokenizer
-
     def no_such_model(*args: object, local_files_only: bool, **kwargs: object) -> None:
         raise OSError("not here" if local_files_only else "nobody/nothing is not a valid model.\nMore lines.")
 
@@ -149,9 +149,6 @@ def test_padding_and_ends_are_set_where_a_model_has_none(tmp_path: Path) -> None
 
 def save_adapter(folder: Path, base: LoadedModel) -> None:
     """An adapter, saved without its base."""
-    from palestra.core.config_sections import LoraSection
-    from palestra.learner.lora import add_lora
-
     add_lora(base.model, LoraSection(r=4)).save_pretrained(folder, save_embedding_layers=False)
 
 
@@ -160,8 +157,6 @@ def save_adapter(folder: Path, base: LoadedModel) -> None:
     [({"hidden_size": 64, "head_dim": 32}, "trained on another base"), ({"num_hidden_layers": 1}, "has no layer")],
 )
 def test_an_adapter_for_another_base_is_named(tmp_path: Path, change: dict[str, int], words: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     tiny = load_model("palestra/tiny", device="cpu")
     other, adapter = tmp_path / "other", tmp_path / "adapter"
     config = tiny.model.config.__class__.from_dict({**tiny.model.config.to_dict(), **change, "layer_types": None})

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from palestra import demo
+from palestra.models.loading import load_model
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "scripts"
@@ -115,8 +116,6 @@ def test_tool_calls_fit_the_schemas_in_their_prompt(sample: list[Any]) -> None:
 
 
 def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
-    from palestra.models.loading import load_model
-
     tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
     asked, said_next = "<|im_start|>user\nassistant\n<|im_end|>\n", "<|im_start|>assistant\nHi.<|im_end|>\n"
     text = asked + said_next + asked
@@ -126,8 +125,6 @@ def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
 
 
 def test_no_digit_that_goes_on_from_a_held_out_price_is_learned(make_tiny: Any) -> None:
-    from palestra.models.loading import load_model
-
     tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
     for number, learned in (("3151", "311"), ("3251", "3251"), ("131", "131"), ("317", "31")):
         (row,) = make_tiny.encode([f"<|im_start|>assistant\n{number}<|im_end|>\n"], tokenizer)

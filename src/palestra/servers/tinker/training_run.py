@@ -59,7 +59,7 @@ class TrainingRun:
         self._writer.submit(self._logged, self._write_step, adam, grad_norm, seconds, elapsed)
 
     def close(self, *, completed: bool) -> None:
-        """The run has ended; as stopped where its client did not say goodbye."""
+        """The run has ended; as stopped where its client did not end the session."""
         self._writer.shutdown()
         self._tracker.close()
         stopped = None if completed else KeyboardInterrupt()

@@ -296,8 +296,6 @@ def test_a_template_that_looks_at_the_question_is_asked_each_time(tiny_tokenizer
 
 @pytest.mark.parametrize("flag", [{"lstrip": True}, {"rstrip": True}])
 def test_a_tokenizer_whose_tokens_eat_whitespace_is_given_whole_texts(tiny_tokenizer, flag):
-    from tokenizers import AddedToken
-
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_tokens([AddedToken("<end>", special=True, **flag)])
     text = "one <end> two <end>\nthree"
@@ -306,9 +304,6 @@ def test_a_tokenizer_whose_tokens_eat_whitespace_is_given_whole_texts(tiny_token
 
 
 def test_a_tokenizer_that_treats_the_beginning_of_a_text_in_another_way_is_given_whole_texts():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     pieces = [(c, -1.0) for c in "▁abcdefghijklmnopqrstuvwxyzSENE0123456789.+\n\t "] + [("<unk>", -9.0)]
     backend = Tokenizer(models.Unigram(pieces, len(pieces) - 1))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

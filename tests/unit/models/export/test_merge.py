@@ -13,6 +13,8 @@ pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "gguf"))
 
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora
@@ -79,8 +81,6 @@ def test_an_exported_adapter_gives_the_same_probabilities_in_llama_cpp(adapted, 
 
 
 def test_a_hugging_face_folder_of_an_adapter_is_a_whole_model(adapted: tuple[Any, Path], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model, folder = adapted
     whole = to_hf(str(folder), tmp_path / "hf")
     assert json.loads((whole / "palestra.json").read_text()) == {"instructions": "Be brief."}
