@@ -241,9 +241,6 @@ class RunFolder:
         names: list[EvalName] = ["before", *steps, "after"]
         return [name for name in names if self.eval_file(name).is_file()]
 
-    def eval_rollouts(self, name: EvalName) -> Iterator[dict[str, Any]]:
-        return read_jsonl(self.eval_file(name))
-
     def report(self) -> dict[str, Any] | None:
         """report.json; None until the run has one."""
         try:
