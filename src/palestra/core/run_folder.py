@@ -301,7 +301,7 @@ class Resume:
 
     def config(self, planned: RunConfig, done: int) -> RunConfig:
         """The run's config from now on, `done` steps being in the checkpoint."""
-        steps = done if self.finish else self.max_steps
+        steps = max(1, done) if self.finish else self.max_steps
         if steps is None:
             return planned
         config = planned.with_settings({"train.max_steps": steps})
