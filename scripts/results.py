@@ -62,7 +62,7 @@ RECIPES = {
         "Untrained, its likeliest reply mostly begins with `<tool_response>`, where the call belongs; at the "
         "temperature of training a tenth of its attempts pass. It was near the edge: a small push makes it call the "
         "tool, copy the expression, and say what came back. It drops brackets at first (90 % after 25 steps in all "
-        "seeds); whether it learns to keep them by step 50 is chance: one of these seeds did.",
+        "seeds); whether it learns to keep them by step 50 is chance: two of these seeds did.",
         COMMON
         | {
             "env.shots": 2,
@@ -135,14 +135,16 @@ RECIPES = {
 RECIPES |= {
     "planner_auto": replace(
         RECIPES["planner"],
-        title="the same with `--warm-start auto`",
+        title="stock of a hardware store with `--warm-start auto`",
         remark="Rejection sampling with hints finds the first solutions, and GRPO goes on from there.",
         settings={"checkpoint.every": 0, "stages.plan": "auto"},
     ),
     "number_filtering_auto": replace(
         RECIPES["number_filtering"],
-        title="the same with `--warm-start auto`",
-        remark="",
+        title="reasoning-gym number_filtering with `--warm-start auto`",
+        remark="Six rounds of rejection sampling (`rft`), then the same 100 steps of GRPO. It samples more than GRPO "
+        "alone, most of it with hints; the curve begins with the plain attempts of the rounds. The three runs shared "
+        "the GPU with two of the 1.5B model.",
         settings=RECIPES["number_filtering"].settings | {"stages.plan": "auto"},
     ),
 }

@@ -48,7 +48,7 @@ def _opening(run: Run) -> str:
     where = run["environment"]
     return f"""# Results
 
-Two models, three seeds of each task; all weights trained with GRPO on one {where["device"]}.
+Two models, three seeds of each task; all weights trained on one {where["device"]}, with GRPO unless the task says more.
 Several runs shared the GPU at a time, so their wall times are upper bounds.
 Pass rates are on held-out problems with greedy decoding; intervals are Wilson's, 95 %.
 `python scripts/results.py page` writes this page from the files in [data](data).
@@ -89,7 +89,7 @@ def _table(recipes: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> str
         by_seed = ", ".join(_percent(rate["rate"]) for rate in after)
         lines.append(
             f"| {recipes[name].title} | {_percent(before['rate'])} ({_percent(before['low'], before['high'])}) "
-            f"| {by_seed} | {_percent(pooled.low, pooled.high)} | {len(members[0]['metrics'])} "
+            f"| {by_seed} | {_percent(pooled.low, pooled.high)} | {members[0]['metrics'][-1]['step']} "
             f"| {sum(tokens) / len(tokens) / 1e3:,.0f} k | {minutes:.1f} min |"
         )
     return "\n".join(lines) + "\n"
@@ -122,6 +122,11 @@ def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _rate(row: Mapping[str, float]) -> float:
+    """The pass rate of a step's rollouts, or of the plain attempts of a round of rejection sampling."""
+    return row["pass_rate"] if "pass_rate" in row else row["rft/pass_rate"]
+
+
 def _chart(members: Sequence[Run], title: str) -> str:
-    curves = {f"seed {run['seed']}": [(m["step"], m["pass_rate"]) for m in run["metrics"]] for run in members}
+    curves = {f"seed {run['seed']}": [(m["step"], _rate(m)) for m in run["metrics"]] for run in members}
     return curves_svg(curves, title, percent=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from tiny_novice import Scribe, Task, answer
 from tiny_open_novice import open_dialogue
 from tiny_world import Dialogue, World, make_world
 
-from palestra.demo import mentions_held_out
+from palestra.demo import ADJECTIVES, NOUNS, is_held_out_item, is_held_out_price
 
 COPIED = (
     words.number,
@@ -35,6 +36,18 @@ def dialogues(seed: int) -> Iterator[Dialogue]:
         dialogue = rng.choices(kinds, (0.58, 0.23, 0.02, 0.13, 0.04))[0](rng)
         if not mentions_held_out(repr(dialogue)):
             yield dialogue
+
+
+def mentions_held_out(text: str) -> bool:
+    """Whether a text has an item or a price of the held-out cases."""
+    words = re.findall(r"[a-z]+|\d+", text.lower())
+    if any(word.isdigit() and is_held_out_price(int(word)) for word in words):
+        return True
+    singular = [word.removesuffix("s") for word in words]
+    return any(
+        first in ADJECTIVES and second in NOUNS and is_held_out_item(first, second)
+        for first, second in zip(words, singular[1:], strict=False)
+    )
 
 
 def tool_dialogue(rng: random.Random) -> Dialogue:

@@ -63,17 +63,17 @@ HEAVY = {
     "trl": "",
     "datasets": "",
     "pyarrow": "",
+    "wandb": "",
+    "mlflow": "",
+    "trackio": "",
+    "tensorboard": "",
     "starlette": "dashboard servers servers/gateway servers/openai servers/tinker sources/programs sources/wire",
     "uvicorn": "servers",
     "httpx": "",
 }
 
-# library -> the one file that may import it at module level. The file is imported when its tracker or server is used.
+# library -> the one file that may import it at module level. The file is imported when its server is used.
 ONE_FILE = {
-    "wandb": "runs/tracking/wandb.py",
-    "mlflow": "runs/tracking/mlflow.py",
-    "trackio": "runs/tracking/trackio.py",
-    "tensorboard": "runs/tracking/tensorboard.py",
     "mcp": "agent_tools/mcp_server.py",
     "fastapi": "agent_tools/http_api.py",
 }

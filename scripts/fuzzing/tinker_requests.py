@@ -70,7 +70,7 @@ def train(
 
 
 def good_requests(model: str) -> list[Good]:
-    from palestra.servers.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
+    from palestra.servers.tinker.messages import Datum, Tensor
 
     random_ = np.random.default_rng(0)
     found: list[Good] = []
@@ -78,13 +78,24 @@ def good_requests(model: str) -> list[Good]:
         for _ in range(2):
             ids = random_.integers(0, 1000, 9)
             inputs = {"target_tokens": Tensor(ids[1:], (8,)), "weights": Tensor(np.ones(8, np.float32), (8,))}
-            request = ForwardBackwardRequest(
-                model, len(found) + 1, [Datum(ids[:-1].astype(np.int32), inputs)], "cross_entropy"
-            )
-            found.append(("forward_backward", write_forward_backward(request), True))
+            rows = [Datum(ids[:-1].astype(np.int32), inputs)]
+            found.append(("forward_backward", forward_backward_body(model, len(found) + 1, rows), True))
         step = {"model_id": model, "seq_id": len(found) + 1, "adam_params": {"learning_rate": 1e-3}}
         found.append(("optim_step", to_bytes(step), False))
     return found
+
+
+def forward_backward_body(model: str, seq_id: int, rows: list[Any], loss_fn: str = "cross_entropy") -> bytes:
+    """A ForwardBackwardRequest, as a client sends it."""
+    from palestra.servers.tinker.messages import _tensor, pb
+
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn=loss_fn)
+    for datum in rows:
+        row = message.data.add()
+        row.model_input.add().encoded_text.tokens = datum.token_ids.astype("<i4").tobytes()
+        for key, tensor in datum.inputs.items():
+            row.loss_fn_inputs[key].CopyFrom(_tensor(tensor))
+    return bytes(message.SerializeToString())
 
 
 def garbage(count: int, rng: random.Random, port: int) -> list[bytes]:

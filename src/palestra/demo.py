@@ -32,18 +32,6 @@ def is_held_out_item(adjective: str, noun: str) -> bool:
     return (ADJECTIVES.index(adjective) + 2 * NOUNS.index(noun)) % 5 == 0
 
 
-def mentions_held_out(text: str) -> bool:
-    """Whether a text has an item or a price of the held-out cases; the data of palestra/tiny is filtered by this."""
-    words = re.findall(r"[a-z]+|\d+", text.lower())
-    if any(word.isdigit() and is_held_out_price(int(word)) for word in words):
-        return True
-    singular = [word.removesuffix("s") for word in words]
-    return any(
-        first in ADJECTIVES and second in NOUNS and is_held_out_item(first, second)
-        for first, second in zip(words, singular[1:], strict=False)
-    )
-
-
 def _make_catalogue() -> dict[str, int]:
     """Each item's price; held-out items have held-out prices, the others never do."""
     rng = random.Random(7)

@@ -35,8 +35,8 @@ from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:
-    from palestra.sources.wire.feed import Feed
     from palestra.sources.wire.task import Address
+    from palestra.sources.wire.worker import EnvironmentWorker
     from palestra.train.run import Outcome
     from palestra.train.tasks import EnvironmentTask, Task
 
@@ -178,13 +178,13 @@ def serve_env(
     *,
     model_name: str | None = None,
     watcher: Watcher | None = None,
-) -> Feed:
+) -> EnvironmentWorker:
     """Feed a trainer in another process with scored groups until its last step, sampled from the model that it serves.
 
     `model_name` says whose tokenizer to use; None: that of the model that the server serves.
     """
     from palestra.models.loading import load_tokenizer
-    from palestra.sources.wire.feed import Feed
+    from palestra.sources.wire.worker import EnvironmentWorker
     from palestra.train.tasks import agent_collector
 
     config.refuse(["rollout.constrain_tool_calls"], "the trainer's server samples, and it takes no grammar")
@@ -193,9 +193,9 @@ def serve_env(
         tokenizer = load_tokenizer(model_name or await policy.model_name())
         return agent_collector(env, policy, ChatFormat(tokenizer), config, training=True)
 
-    feed = Feed(env.name, env, make_collector, config.with_step_size(), wire, watcher or Watcher())
-    outside_event_loop(lambda: asyncio.run(feed.run()))
-    return feed
+    worker = EnvironmentWorker(env.name, env, make_collector, config.with_step_size(), wire, watcher or Watcher())
+    outside_event_loop(lambda: asyncio.run(worker.run()))
+    return worker
 
 
 def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None, *, training: bool) -> Collector:

@@ -46,7 +46,7 @@ from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:
-    from palestra.sources.wire.feed import Feed
+    from palestra.sources.wire.worker import EnvironmentWorker
     from palestra.train.run import Outcome
 
 Finished = tuple[RunFolder, "Outcome"]
@@ -192,7 +192,7 @@ def _train_wire(request: RunRequest, run: RunFolder, watching: Watching, resumed
         )
 
 
-def serve_environment(request: RunRequest, watching: Watching) -> Feed:
+def serve_environment(request: RunRequest, watching: Watching) -> EnvironmentWorker:
     """Post groups of an environment to the trajectory API at `env_url`, until the trainer's last step."""
     assert request.environment is not None
     assert request.env_url is not None

@@ -1,7 +1,5 @@
 """A real browser, and dashboards for it to look at. Without a Chromium these tests are skipped, each by its name."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The dashboard in a real browser, over run folders that a script made: every page, every theme, hostile text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from urllib.parse import quote

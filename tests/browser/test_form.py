@@ -1,7 +1,5 @@
 """The form that starts a run, over a launcher that starts nothing: what is shown, checked and sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import make_runs

@@ -1,7 +1,5 @@
 """The report of the demo in a real browser: the picture on the front page."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

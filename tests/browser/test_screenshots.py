@@ -1,7 +1,5 @@
 """The pictures of docs/dashboard.md, from a training of the demo that was started in the browser itself."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

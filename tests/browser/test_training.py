@@ -1,7 +1,5 @@
 """A training from the first click on: started, watched, stopped, resumed, talked to and exported in the browser."""
 
-from __future__ import annotations
-
 import pytest
 
 from palestra.agent_tools.launcher import FormLauncher

@@ -4,8 +4,6 @@ All trainings here have one seed, so each must sample and train the very rollout
 joined ones and a lost head change nothing in them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

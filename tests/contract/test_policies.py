@@ -1,7 +1,5 @@
 """What every policy promises, wherever it samples. A new policy is one more entry in `POLICIES`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

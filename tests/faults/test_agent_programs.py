@@ -1,7 +1,5 @@
 """Agents that die, hang, flood, call from many threads or never call: groups complete, with the failure on record."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -1,7 +1,5 @@
 """An unmodified atroposlib environment as a run in the background; only where its venv is already made."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

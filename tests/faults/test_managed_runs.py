@@ -3,8 +3,6 @@
 The trainer is the real command with an agent file that, instead of training, does what the test is about.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -15,11 +13,12 @@ import textwrap
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import wait_until
 
 from palestra.core.errors import PalestraError
 from palestra.runs.index import Index
@@ -81,15 +80,6 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         end_all([*made.all_processes(row.run_id), *processes_of_run(row.run_id)], 0.1)
 
 
-def eventually(happened: Callable[[], Any], within_s: float = 10.0) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        if happened():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_run_outlives_the_shell_that_started_it_and_a_new_process_lists_it(runs):
     env = {**os.environ, "PALESTRA_HOME": str(runs.home)}
     words = f"{' '.join(PALESTRA)} train {runs.agent_file('from palestra.demo import agent, suite')} --detach --json"
@@ -110,7 +100,7 @@ def test_a_run_that_ends_well_is_completed_leaves_no_process_and_goes_on_only_wi
     run = runs.wait(run_id, "completed")
     assert run.processes == {"trainer": "exited (0)"}
     assert run.ended is not None
-    assert eventually(lambda: not runs.all_processes(run_id))
+    wait_until(lambda: not runs.all_processes(run_id))
     with pytest.raises(PalestraError, match="more steps"):
         runs.manager.resume(run_id)
     runs.manager.resume(run_id, max_steps=5)
@@ -166,7 +156,7 @@ def test_stop_during_start_up_starts_nothing_afterwards(runs):
     )
     request = RunRequest(environment=str(environment), settings={"train.max_steps": 2}, wire=True)
     run_id = runs.manager.start(request).run_id
-    assert eventually(lambda: len(runs.index.parts(run_id)) == 2, within_s=30)  # API and trainer; no environment yet
+    wait_until(lambda: len(runs.index.parts(run_id)) == 2, within_s=30)  # API and trainer; no environment yet
     stopped = runs.manager.stop(run_id)
     assert stopped.state == "stopped"
     assert stopped.processes["env"] == "not started"
@@ -184,7 +174,7 @@ def test_gpus_are_given_to_runs_and_free_again_when_a_supervisor_is_killed(runs,
     first = runs.start(tell, settings={"model.gpus": 2})
     runs.wait(first, "running")
     second = runs.start(tell, settings={"model.gpus": 2})
-    assert eventually(lambda: runs.manager.get(second).reason == "2 of 3 GPUs are in use")
+    wait_until(lambda: runs.manager.get(second).reason == "2 of 3 GPUs are in use")
     os.kill(runs.index.row(first).supervisor.pid, signal.SIGKILL)
     runs.wait(second, "running")
     assert runs.manager.get(first).state == "failed"
@@ -196,7 +186,7 @@ def test_a_run_stopped_while_it_waits_never_starts(runs):
     runs.manager.max_runs = 1
     first, second, third = (runs.start(SLEEP) for _ in range(3))
     runs.wait(first, "running")
-    assert eventually(lambda: runs.manager.get(second).reason == "1 of at most 1 runs are running")
+    wait_until(lambda: runs.manager.get(second).reason == "1 of at most 1 runs are running")
     assert runs.manager.stop(second).state == "stopped"
     assert runs.manager.get(second).processes == {"trainer": "not started"}
     runs.manager.stop(first)
@@ -213,7 +203,7 @@ def test_five_runs_at_once_have_ports_of_their_own(runs):
     request = RunRequest(environment=str(environment), settings={"train.max_steps": 2}, wire=True)
     ids = [runs.manager.start(request).run_id for _ in range(5)]
     for run_id in ids:
-        assert eventually(lambda run_id=run_id: len(runs.index.parts(run_id)) == 2, within_s=60)  # its API is ready
+        wait_until(lambda run_id=run_id: len(runs.index.parts(run_id)) == 2, within_s=60)  # its API is ready
     ports = [port for run_id in ids for port in runs.manager.get(run_id).ports.values()]
     assert len(set(ports)) == 10
     for run_id in ids:
@@ -258,14 +248,14 @@ def test_three_starts_at_once_from_each_of_two_processes_do_not_clash(runs):
 def test_whoever_is_killed_nothing_is_left_behind_and_the_index_says_why(runs, victim, reason):
     run_id = runs.start(LEAVE_A_CHILD)
     runs.wait(run_id, "running")
-    assert eventually(lambda: len(runs.all_processes(run_id)) == 3)  # supervisor, trainer, its child
+    wait_until(lambda: len(runs.all_processes(run_id)) == 3)  # supervisor, trainer, its child
     time.sleep(1.2)  # the supervisor looks for new processes every second
     everything = runs.all_processes(run_id)
     killed = runs.process(run_id, "trainer") if victim == "trainer" else runs.index.row(run_id).supervisor
     os.kill(killed.pid, signal.SIGKILL)
     # nobody looks: only the system and the index are asked
-    assert eventually(lambda: not any(process.is_alive for process in everything))
-    assert eventually(lambda: runs.index.row(run_id).state == "failed")
+    wait_until(lambda: not any(process.is_alive for process in everything))
+    wait_until(lambda: runs.index.row(run_id).state == "failed")
     assert reason in str(runs.index.row(run_id).reason)
 
 
@@ -276,12 +266,12 @@ def test_a_run_whose_processes_are_all_killed_is_found_dead_and_does_not_hold_up
     supervisor, trainer = runs.index.row(run_id).supervisor, runs.process(run_id, "trainer")
     for process in (supervisor, trainer):
         os.kill(process.pid, signal.SIGKILL)
-    assert eventually(lambda: not supervisor.is_alive)
+    wait_until(lambda: not supervisor.is_alive)
     run = runs.manager.get(run_id)
     assert run.state == "failed"
     assert "supervisor has died" in str(run.reason)
     assert run_id in str(run.reason)  # how to resume
-    assert eventually(lambda: runs.index.row(next_id).state in ("starting", "running"), within_s=20)
+    wait_until(lambda: runs.index.row(next_id).state in ("starting", "running"), within_s=20)
     assert (runs.index.row(run_id).state, runs.index.row(run_id).reason) == ("failed", run.reason)
     assert runs.manager.gc() == []
 
@@ -291,16 +281,16 @@ def test_a_supervisor_that_hangs_is_found_by_its_silence_and_ended(runs, monkeyp
     monkeypatch.setattr("palestra.runs.recovery._RECHECK_S", 2.0)
     run_id = runs.start(LEAVE_A_CHILD)
     runs.wait(run_id, "running")
-    assert eventually(lambda: len(runs.all_processes(run_id)) == 3)  # supervisor, trainer, its child
+    wait_until(lambda: len(runs.all_processes(run_id)) == 3)  # supervisor, trainer, its child
     everything = runs.all_processes(run_id)
     os.kill(runs.index.row(run_id).pid, signal.SIGSTOP)
-    assert eventually(lambda: "palestra runs gc" in str(runs.manager.get(run_id).reason))  # reading only notes it
+    wait_until(lambda: "palestra runs gc" in str(runs.manager.get(run_id).reason))  # reading only notes it
     assert runs.manager.get(run_id).state == "running"
     assert all(process.is_alive for process in everything)
     (run,) = runs.manager.gc()
     assert run.state == "failed"
     assert "its supervisor hangs" in str(run.reason)
-    assert eventually(lambda: not any(process.is_alive for process in everything))
+    wait_until(lambda: not any(process.is_alive for process in everything))
 
 
 def test_secrets_reach_the_trainer_and_neither_files_nor_command_lines(runs, monkeypatch):
@@ -310,7 +300,7 @@ def test_secrets_reach_the_trainer_and_neither_files_nor_command_lines(runs, mon
     run_id = runs.start(code)
     run = runs.wait(run_id, "running")
     log = run.logs["trainer"]
-    assert eventually(lambda: "it is [WANDB_API_KEY]" in log.read_text())  # while it goes on
+    wait_until(lambda: "it is [WANDB_API_KEY]" in log.read_text())  # while it goes on
     assert (log.stat().st_mode & 0o777, log.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     for process in runs.all_processes(run_id):
         assert secret not in Path(f"/proc/{process.pid}/cmdline").read_text()
@@ -326,7 +316,7 @@ def test_a_stop_after_the_first_step_saves_what_is_done_and_the_run_can_be_resum
     code = "from palestra.demo import agent, config, held_out, suite"
     shape = {"train.problems_per_step": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 40, "eval.cases": 2}
     run_id = runs.start(code, settings={**shape, "train.max_steps": 12, "checkpoint.every": 0})
-    assert eventually(lambda: runs.manager.get(run_id).progress.get("step"), within_s=120)
+    wait_until(lambda: runs.manager.get(run_id).progress.get("step"), within_s=120)
 
     stopped = runs.manager.stop(run_id)
     assert (stopped.state, stopped.processes) == ("stopped", {"trainer": "exited (130)"})
@@ -348,10 +338,8 @@ def test_a_run_goes_on_and_is_listed_again_when_the_index_is_lost(runs):
     for path in runs.home.glob("runs.db*"):
         path.unlink()
     (runs.home / "runs.db").write_bytes(b"garbage" * 1000)
-    assert eventually(
-        lambda: (row := runs.index.row(run_id)).state == "running" and row.supervisor == before.supervisor
-    )
+    wait_until(lambda: (row := runs.index.row(run_id)).state == "running" and row.supervisor == before.supervisor)
     assert runs.index.row(run_id).launched == before.launched
     (folder / "go").touch()
     assert runs.wait(run_id, "completed").reason is None
-    assert eventually(lambda: not runs.all_processes(run_id))
+    wait_until(lambda: not runs.all_processes(run_id))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from palestra.models.loading import load_model
+
 kills = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "run_kills.py"))
 STEPS = 10
 
@@ -40,7 +42,5 @@ def test_a_run_whose_processes_are_killed_one_after_the_other_is_resumed_to_its_
     assert {step: final[step] for step in kept} == kept
     results = run.manager.results(run.run_id)
     assert results["final_metrics"]["step"] == STEPS
-
-    from palestra.models.loading import load_model
 
     assert load_model(results["model_path"]).model.num_parameters() > 0

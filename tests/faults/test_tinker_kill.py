@@ -1,7 +1,5 @@
 """`palestra tinker` is killed while it saves: what it had acknowledged is whole, and a new server goes on from it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -16,9 +14,7 @@ types = tinker.types
 
 
 @pytest.mark.slow("two servers take 20 s; make test-slow")
-def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     row = types.Datum(

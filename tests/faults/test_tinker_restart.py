@@ -1,7 +1,5 @@
 """kill -9 of the Tinker server in the middle of a step: the run goes on, with the numbers of one left alone."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys
@@ -114,9 +112,7 @@ def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @pytest.mark.parametrize("moment", ["gradients", "sampling"])
-def test_a_run_goes_on_after_kill_9_of_its_server(
-    moment: str, server: Server, undisturbed: list[list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_after_kill_9_of_its_server(moment, server, undisturbed, tmp_path, monkeypatch):
     owner, name = (TinkerLearner, "_send") if moment == "gradients" else (TinkerPolicy, "update")
     original, calls = getattr(owner, name), []
 
@@ -134,9 +130,7 @@ def test_a_run_goes_on_after_kill_9_of_its_server(
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_is_resumed_on_a_server_that_was_restarted(
-    server: Server, undisturbed: list[list[float]], tmp_path: Path
-) -> None:
+def test_a_run_is_resumed_on_a_server_that_was_restarted(server, undisturbed, tmp_path):
     first = train_env(RunningEnv(Letters()), config(server, tmp_path, steps=2))
     server.kill_and_start()
     server.wait()

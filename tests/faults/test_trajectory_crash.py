@@ -1,7 +1,5 @@
 """The trajectory API under load and under kill -9: nothing accepted is lost, nothing comes twice."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trainer over the wire that is killed goes on with the same batches, to the same weights and metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -80,9 +78,7 @@ def numbers(folder: RunFolder) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not any(word in k for word in TIMED)} for row in folder.metrics()]
 
 
-def test_a_killed_trainer_over_the_wire_equals_one_that_went_straight_through(
-    forkserver: Forkserver, tmp_path: Path
-) -> None:
+def test_a_killed_trainer_over_the_wire_equals_one_that_went_straight_through(forkserver, tmp_path):
     straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
     with (
         trajectory_api(forkserver, tmp_path / "api-1") as url,

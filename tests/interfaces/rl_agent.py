@@ -1,7 +1,5 @@
 """A script that plays an agent, the same through Python, MCP and HTTP, and run managers that start no process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -14,6 +12,7 @@ from palestra.agent_tools.pending_run import PendingRunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
+from palestra.models.loading import load_model
 from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Site
 from palestra.runs.manager import Run, RunManager, RunRequest
@@ -157,8 +156,6 @@ async def wait_for_end(call: Call, run_id: str, limit_s: float = 300.0) -> dict[
 
 async def check_results(call: Call, run_id: str) -> dict[str, Any]:
     """The run has ended well, and its weights load."""
-    from palestra.models.loading import load_model
-
     status = await wait_for_end(call, run_id)
     assert status["status"] == "completed", status
     assert status["metrics"]["step"] == 1

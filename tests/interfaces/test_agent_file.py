@@ -1,7 +1,5 @@
 """Mistakes in a user's own file: each is told in one message that names the remedy, before anything heavy loads."""
 
-from __future__ import annotations
-
 import pytest
 
 TOOL = '''def price(item: str) -> int:
@@ -41,19 +39,22 @@ def test_mistake_is_told_with_its_remedy(cli, agent_file, old, new, words):
     assert "Traceback" not in answer.err
 
 
-def test_missing_file_is_answered_with_the_one_that_was_meant(cli, agent_file):
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("my_agnet.py", ("no agent file my_agnet.py", "Did you mean 'my_agent.py'?")),
+        ("agent.txt", ("ends in .py",)),
+        (".", ("is a folder; give a Python file",)),
+        ("program.py", ("line 2: JSONDecodeError", "--agent-cmd 'python ")),
+    ],
+)
+def test_an_argument_that_is_no_agent_file_is_rejected_with_the_remedy(cli, agent_file, tmp_path, argument, words):
     agent_file()
-    answer = cli("train", "my_agnet.py")
-    assert answer.code == 2
-    assert "no agent file my_agnet.py" in answer.err
-    assert "Did you mean 'my_agent.py'?" in answer.err
-
-
-def test_something_that_is_not_python_is_refused(cli, tmp_path):
     (tmp_path / "agent.txt").write_text("agent")
-    answer = cli("train", "agent.txt")
+    (tmp_path / "program.py").write_text("import json, sys\njson.loads('')\n")
+    answer = cli("train", argument)
     assert answer.code == 2
-    assert "ends in .py" in answer.err
+    assert all(word in answer.err for word in words), answer.err
 
 
 def test_file_may_import_its_neighbours(cli, agent_file, tmp_path):
@@ -70,19 +71,3 @@ def test_a_file_that_trains_by_itself_is_refused_before_it_does(cli, agent_file,
     assert answer.code == 2
     assert 'is read. Put the call below `if __name__ == "__main__":`' in answer.err
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_folder_is_not_an_agent_file(cli, tmp_path):
-    answer = cli("train", str(tmp_path))
-    assert (answer.code, "is a folder; give a Python file" in answer.err) == (2, True)
-
-
-def test_a_program_is_answered_with_how_programs_train(cli, tmp_path):
-    file = tmp_path / "program.py"
-    file.write_text("import json, sys\njson.loads('')\n")
-    answer = cli("train", str(file))
-    assert (answer.code, "line 2: JSONDecodeError" in answer.err, "--agent-cmd 'python " in answer.err) == (
-        2,
-        True,
-        True,
-    )

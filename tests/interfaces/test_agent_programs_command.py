@@ -1,7 +1,5 @@
 """`palestra train --agent-cmd …`: a program of the user's is trained, resumed and scored like any other agent."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`palestra bench`: three ways to sample, side by side."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
 

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import shutil
 
 import pytest
 from rich.console import Console
@@ -83,8 +84,6 @@ def test_a_run_on_an_environment_has_the_environments_tools(cli, run_folder, say
 
 
 def test_a_run_without_a_model_and_a_model_that_is_none_are_named(cli, run_folder):
-    import shutil
-
     run = run_folder()
     shutil.rmtree(run.model)
     assert "has no trained model and no checkpoint yet" in cli("chat", str(run.path)).err

@@ -1,14 +1,14 @@
 """The command line without training: help, options, files, errors."""
 
-from __future__ import annotations
-
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 
 from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
 
 
 def test_help_names_every_command(cli):
@@ -27,8 +27,6 @@ def test_train_help_teaches_by_example(cli):
 
 
 def test_version_is_the_packages(cli):
-    from importlib.metadata import version
-
     assert cli("--version").out.strip() == f"palestra {version('palestra')}"
     assert cli("version").out.startswith(f"palestra {version('palestra')}\n")
 
@@ -134,15 +132,11 @@ def test_missing_run_is_answered_with_the_recent_ones(cli):
 
 
 def test_debug_shows_the_traceback(cli, monkeypatch):
-    from palestra.core.errors import PalestraError
-
     with pytest.raises(PalestraError):
         cli("train", "nope.py", "--debug")
 
 
 def test_a_full_disk_is_told_in_one_sentence(cli, monkeypatch):
-    from palestra.core.config import RunConfig
-
     def full(config, path):
         raise OSError(28, "No space left on device", str(path))
 

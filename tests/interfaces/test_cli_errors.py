@@ -1,7 +1,5 @@
 """Wrong command lines end with exit code 2 and a message that names the mistake, without a traceback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

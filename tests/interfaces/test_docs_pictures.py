@@ -1,7 +1,5 @@
 """Every picture in the docs is made by a script or a test, so that it can be made again."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The documentation site builds without a warning, so every link leads somewhere, and the reference is whole."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What README and docs tell people to type: every command and option exists, and what is quick runs, Python too."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -3,12 +3,10 @@
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from served import json_app
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "my_first_env.py")
 SMALL = ("--rollout.group_size", "2", "--rollout.max_new_tokens", "40", "--env.train_size", "20")
@@ -82,43 +80,28 @@ def test_train_on_an_environment_and_resume(cli, tmp_path):
     assert again.code == 0, again.err
 
 
-class Endpoint(BaseHTTPRequestHandler):
-    """Looks up both items at once, then adds, then answers: what a good model would do."""
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        message = self.answer(request["messages"])
-        body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def answer(self, messages: list[dict]) -> dict:
-        said = [m["content"] for m in messages if m["role"] == "tool"]
-        if len(said) == 3:
-            return {"role": "assistant", "content": f"There are {said[2]}."}
-        if said:
-            calls = [("add", {"a": int(said[0]), "b": int(said[1])})]
-        else:
-            words = messages[1]["content"].removeprefix("How many ").removesuffix(" are there together?")
-            calls = [("stock", {"item": item}) for item in words.split(" and ")]
-        wire = [
-            {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-            for i, (name, arguments) in enumerate(calls)
-        ]
-        return {"role": "assistant", "content": None, "tool_calls": wire}
-
-    def log_message(self, *_: object) -> None: ...
+async def complete(request):
+    """Look up both items at once, then add, then answer: what a good model would do."""
+    messages = (await request.json())["messages"]
+    results = [m["content"] for m in messages if m["role"] == "tool"]
+    if len(results) == 3:
+        calls, content = [], f"There are {results[2]}."
+    elif results:
+        calls, content = [("add", {"a": int(results[0]), "b": int(results[1])})], None
+    else:
+        words = messages[1]["content"].removeprefix("How many ").removesuffix(" are there together?")
+        calls, content = [("stock", {"item": item}) for item in words.split(" and ")], None
+    tool_calls = [
+        {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": content} | ({"tool_calls": tool_calls} if calls else {})
+    return {"choices": [{"message": message, "finish_reason": "stop"}]}
 
 
-@pytest.fixture
-def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+@pytest.fixture(scope="module")
+def endpoint(serve):
+    return serve(json_app(complete)) + "/v1"
 
 
 def test_an_openai_style_endpoint_is_scored_through_the_same_environment(cli, endpoint):

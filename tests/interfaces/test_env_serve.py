@@ -1,7 +1,5 @@
 """`palestra env serve`: one of our environments as a program of its own, feeding `palestra train --env-url`."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

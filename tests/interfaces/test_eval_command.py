@@ -1,8 +1,5 @@
 """`palestra eval` scores the cases that training holds out, and says which they are."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +18,7 @@ from palestra.core.errors import PalestraError
         ("all", 5, "all 5 cases of the suite, 4 of them trained on"),
     ],
 )
-def test_the_cases_are_those_that_training_holds_out_unless_asked(
-    agent_file, tmp_path: Path, split: str, count: int, words: str
-) -> None:
+def test_the_cases_are_those_that_training_holds_out_unless_asked(agent_file, tmp_path, split, count, words):
     file = load_agent_file(str(agent_file()))
     suite, named, scored = _cases(file, split)
     assert (len(suite), named, scored) == (count, words, split)

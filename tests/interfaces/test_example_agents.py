@@ -3,8 +3,6 @@
 `make test-agents` trains all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """`palestra export`: what it makes of a run and of a model, and what it says."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,14 +9,16 @@ import pytest
 
 pytest.importorskip("gguf")
 
+from palestra.agents.agent import Agent
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
+from palestra.models.export.hf import save_hf
+from palestra.result import GRPOTrainingResult
+from palestra.train.run import Outcome
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny: Any) -> RunFolder:
-    from palestra.models.export.hf import save_hf
-
     record = {"agent": "clerk", "instructions": "Use the tools."}
     made = RunFolder.create(tmp_path / "runs", "clerk", RunConfig(), record)
     save_hf(tiny.model, tiny.tokenizer, made.model, record=record)
@@ -47,13 +47,7 @@ def test_a_run_becomes_an_ollama_model(cli: Any, run: RunFolder, monkeypatch: py
     assert 'SYSTEM """Use the tools."""' in (folder / "Modelfile").read_text()
 
 
-def test_a_result_exports_itself_to_ollama_and_tells_the_command(
-    run: RunFolder, tiny: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from palestra.agents.agent import Agent
-    from palestra.result import GRPOTrainingResult
-    from palestra.train.run import Outcome
-
+def test_a_result_exports_itself_to_ollama_and_tells_the_command(run, tiny, monkeypatch, caplog):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     outcome = Outcome(tiny.model, tiny.tokenizer, run.model, None, None, [], 0.0, run.path / "report.html")
     result = GRPOTrainingResult(Agent("clerk", "palestra/tiny"), run, outcome)

@@ -1,7 +1,5 @@
 """One function finds a run by its id, name or folder; every command that takes a run or a model uses it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -145,9 +143,7 @@ class Asked(Exception):
         (("train", "--resume", "clerk", "--train.max_steps", "60"), {"max_steps": 60}),
     ],
 )
-def test_a_run_is_finished_or_resumed_as_asked(
-    cli: Any, add_run: AddRun, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: dict[str, Any]
-) -> None:
+def test_a_run_is_finished_or_resumed_as_asked(cli, add_run, monkeypatch, arguments, expected):
     run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
     run.step_folder(50).mkdir(parents=True)
     (run.step_folder(50) / "manifest.json").write_text("{}")

@@ -1,7 +1,5 @@
 """`palestra plan`: an estimate as a table and as JSON, from names, folders and configs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

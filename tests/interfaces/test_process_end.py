@@ -1,7 +1,5 @@
 """The `palestra` process ends at once, with its status, its output and what others do at exit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

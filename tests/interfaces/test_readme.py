@@ -1,7 +1,5 @@
 """The README keeps its word: its code runs, its paths exist."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """report.html: whole in itself, honest about what it was given."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,6 +1,4 @@
-"""A script plays an agent through each door: official MCP client on stdio and HTTP, and plain HTTP."""
-
-from __future__ import annotations
+"""A script plays an agent over each transport: official MCP client on stdio and HTTP, and plain HTTP."""
 
 import asyncio
 import json

@@ -1,19 +1,19 @@
 """rl_test_inference: several models side by side; one that hangs keeps nobody else's result."""
 
-from __future__ import annotations
-
-import json
+import asyncio
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from builders import wait_until
+from served import json_app
+from starlette.responses import Response
 
 from palestra.agent_tools import RlTools, inference
 from palestra.agent_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose_models
@@ -35,44 +35,29 @@ except OSError:
 """
 
 
-class Models(BaseHTTPRequestHandler):
-    """`good` says the number that was asked for; `stuck` is wrong twice, then hangs."""
+ASKED = Counter()  # requests by model
 
-    asked: dict[str, int]
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        model = body["model"]
-        with threading.Lock():
-            self.asked[model] = self.asked.get(model, 0) + 1
-        if self.headers.get("Authorization") != f"Bearer {KEY}":
-            self.send_error(401)
-            return
-        if model == "stuck" and self.asked[model] > 2:
-            time.sleep(120)
-        text = body["messages"][-1]["content"].removeprefix("Say ").rstrip(".") if model == "good" else "no"
-        answer = {
-            "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.001},
-        }
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
+async def complete(request):
+    """`good` says the number that it is asked for; `stuck` is wrong twice, then hangs."""
+    body = await request.json()
+    model = body["model"]
+    ASKED[model] += 1
+    if request.headers.get("Authorization") != f"Bearer {KEY}":
+        return Response(status_code=401)
+    if model == "stuck" and ASKED[model] > 2:
+        await asyncio.sleep(120)
+    text = body["messages"][-1]["content"].removeprefix("Say ").rstrip(".") if model == "good" else "no"
+    return {
+        "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.001},
+    }
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    Models.asked = {}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Models)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.shutdown()
+def url(serve):
+    ASKED.clear()
+    return serve(json_app(complete), grace_s=0) + "/v1"
 
 
 @pytest.fixture
@@ -93,7 +78,7 @@ def clock(monkeypatch):
 
     def monotonic() -> float:
         now = time.monotonic()
-        if not ended and Models.asked.get("stuck", 0) > 2 and not processes_with("0-good.jsonl"):
+        if not ended and ASKED["stuck"] > 2 and not processes_with("0-good.jsonl"):
             ended.append(now)
         return now + 3600.0 * bool(ended and now > ended[0] + 1.0)
 
@@ -160,19 +145,11 @@ def test_what_it_started_ends_with_it_also_by_kill(folder):
     environment = os.environ | {"PALESTRA_HOME": str(folder / "home")}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     logs = lambda: list((folder / "home").glob("inference_tests/*/*.log"))  # noqa: E731
-    wait_until(logs)
-    name = str(logs()[0].with_suffix(".jsonl"))
-    wait_until(lambda: processes_with(name))
+    name = str(wait_until(logs, 60.0)[0].with_suffix(".jsonl"))
+    wait_until(lambda: processes_with(name), 60.0)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not processes_with(name))
-
-
-def wait_until(true, limit_s: float = 60.0) -> None:
-    until = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: not processes_with(name), 60.0)
 
 
 def processes_with(word: str) -> list[str]:

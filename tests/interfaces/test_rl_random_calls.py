@@ -3,8 +3,6 @@
 PALESTRA_RANDOM_CALLS=20000 makes it the long form.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

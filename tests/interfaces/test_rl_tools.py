@@ -1,7 +1,5 @@
 """The ten tools in Python: what they refuse, what they answer, under which names, and that sessions are separate."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,7 +1,5 @@
 """`palestra env run-atropos`: how the environment is started; and a real run where its venv is already made."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`palestra runs`: what trains here, looked after from any terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.shell_completion import ShellComplete
 from listed_runs import ended_run
 
 from palestra.cli.main import COMMANDS
+from palestra.cli.main import cli as commands
 from palestra.core.config import RunConfig
 from palestra.runs.index import Index
+from palestra.runs.processes import this_process
 
 AddRun = Callable[..., Path]
 
@@ -177,8 +178,6 @@ def test_runs_are_compared_by_settings_that_differ_and_by_curves(cli, add_run, t
 
 
 def test_a_folder_in_which_somebody_trains_is_not_trained_in_twice(cli, home, add_run, monkeypatch):
-    from palestra.runs.processes import this_process
-
     me = this_process()
     folder = add_run("aaaa2222", [], state="running", kind="foreground", pid=me.pid, born=me.born, ended=None)
     (folder / "run.json").write_text(json.dumps({"name": "clerk", "source": "palestra.demo"}))
@@ -198,8 +197,6 @@ def test_a_training_that_was_killed_in_its_terminal_is_found_dead(cli, home, add
 
 
 def test_gc_marks_the_runs_that_have_died_and_leaves_the_others_alone(cli, home, add_run):
-    from palestra.runs.processes import this_process
-
     me = this_process()
     add_run("aaaa2222", [0.5], state="running", kind="foreground", pid=os.getpid(), born="another", ended=None)
     add_run("bbbb3333", [0.5], state="running", kind="foreground", pid=me.pid, born=me.born, ended=None)
@@ -229,10 +226,6 @@ def test_every_shell_gets_its_completion(cli, shell):
 
 
 def test_run_ids_are_completed(add_run):
-    from click.shell_completion import ShellComplete
-
-    from palestra.cli.main import cli as commands
-
     add_run("aaaa2222", [0.5])
     add_run("bbbb3333", [0.5])
     complete = ShellComplete(commands, {}, "palestra", "_PALESTRA_COMPLETE")
@@ -242,9 +235,5 @@ def test_run_ids_are_completed(add_run):
 
 
 def test_completing_run_ids_makes_no_index(home):
-    from click.shell_completion import ShellComplete
-
-    from palestra.cli.main import cli as commands
-
     assert ShellComplete(commands, {}, "palestra", "_PALESTRA_COMPLETE").get_completions(["runs", "show"], "") == []
     assert not home.exists()

@@ -1,7 +1,5 @@
 """The whole wire: an environment process of its own, the trajectory API, `palestra train --env-url`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -113,12 +111,6 @@ def test_only_an_environment_of_ours_is_scored_by_the_trainer(monkeypatch, tmp_p
     assert record["env_url"] == "http://127.0.0.1:8001"
     assert "scored_by" not in record_of("benchmarks/atropos/digits_env.py")
     assert "scored_by" not in record_of(None)
-
-
-def test_a_training_without_a_last_step_is_refused(cli):
-    answer = cli("train", "--env-url", "http://127.0.0.1:9")
-    assert answer.code == 2
-    assert "--train.max_steps" in answer.err
 
 
 def tokens_of(run: Path, step: int) -> list[list[int]]:

@@ -1,7 +1,5 @@
 """Results on the terminal: transcripts in order, graded scores with their value, commands that can be pasted."""
 
-from __future__ import annotations
-
 import io
 import shlex
 from dataclasses import replace
@@ -98,9 +96,7 @@ def test_the_transcripts_are_of_different_kinds_of_cases() -> None:
         ),
     ],
 )
-def test_the_command_that_scores_a_model_can_be_pasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, object], words: list[str]
-) -> None:
+def test_the_command_that_scores_a_model_can_be_pasted(tmp_path, monkeypatch, record, words):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder.create(tmp_path, "x", RunConfig(), record, at=tmp_path / "my run")
     command = shlex.split(score_command(folder, folder.model))

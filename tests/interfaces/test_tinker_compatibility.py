@@ -1,7 +1,5 @@
 """docs/tinker_compatibility.md is what the script finds: every public method of the installed SDK, asked for here."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A recipe of the Tinker cookbook as it is, in the environment that `make test-tinker` uses too."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

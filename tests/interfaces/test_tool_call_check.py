@@ -1,7 +1,5 @@
 """A model whose chat template writes tool calls that cannot be read is rejected when a command starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib import resources

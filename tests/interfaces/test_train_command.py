@@ -1,7 +1,5 @@
 """`palestra train` and `palestra eval`, for real, with the embedded model and very few steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -15,6 +13,7 @@ from rich.console import Console
 
 from palestra.cli.display import training_display
 from palestra.core.config import RunConfig
+from palestra.core.files import read_jsonl
 from palestra.core.run_folder import RunFolder
 
 # A background job of a script ignores SIGINT, and so do its children unless they take it back.
@@ -38,7 +37,7 @@ def test_a_training_leaves_a_whole_run_that_is_shown_listed_and_scored(cli, agen
         assert (folder.path / name).exists(), name
     report = json.loads(folder.report_file.read_text())
     assert folder.eval_names() == ["before", "after"]
-    assert len(list(folder.eval_rollouts("after"))) == report["after"]["pass_rate"]["n"]
+    assert len(list(read_jsonl(folder.eval_file("after")))) == report["after"]["pass_rate"]["n"]
     assert (report["seed"], len(report["metrics"])) == (3, 1)
     assert report["after"]["pass_rate"]["rate"] == summary["held_out_after"]
 

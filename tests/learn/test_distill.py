@@ -20,10 +20,10 @@ from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.result import GRPOTrainingResult
+from palestra.rollout.hints import answer_hint, with_hint
 from palestra.train.distill import choose_rows
-from palestra.train.hints import answer_hint, with_hint
+from palestra.train.distill_teachers import SelfTeacher
 from palestra.train.schedule import Coefficients
-from palestra.train.teachers import SelfTeacher
 from palestra.train.update import update
 
 THINGS = ("lamp", "chair", "desk", "shelf")

@@ -1,6 +1,6 @@
-"""One seed, the same problems: the first step is the same through every door.
+"""One seed, the same problems: the first step is the same by every entry point.
 
-The doors sample the very same tokens, since a turn's seed is seed_of(f"{seed}/{number of the draw}/{sibling}") plus
+They sample the very same tokens, since a turn's seed is seed_of(f"{seed}/{number of the draw}/{sibling}") plus
 the number of the turn in all of them. What the learner makes of them may differ in its last bits, by the order in
 which groups arrive and are summed up; hence the relative tolerance of 1e-5 for its numbers, and none for the samples'.
 """

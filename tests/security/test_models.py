@@ -14,6 +14,8 @@ from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.models import adapters
 from palestra.models.chat import render as render_module
 from palestra.models.chat.render import TemplateRefusal, prepare, render
+from palestra.models.gguf.config import config_from_gguf
+from palestra.models.gguf.file import open_gguf
 from palestra.models.loading import load_config, load_model, load_tokenizer
 
 TINY = Path(adapters.__file__).parent / "tiny"
@@ -151,8 +153,6 @@ FIELDS = {
 )
 def test_the_alignment_of_a_gguf_file_is_a_sensible_number(tmp_path, alignment, refusal):
     pytest.importorskip("gguf")
-    from palestra.models.gguf.file import open_gguf
-
     with pytest.raises(PalestraError, match=refusal):
         open_gguf(gguf_file(tmp_path / "a.gguf", ARCHITECTURE, alignment))
 
@@ -168,9 +168,6 @@ def test_the_alignment_of_a_gguf_file_is_a_sensible_number(tmp_path, alignment, 
 )
 def test_sizes_that_do_not_fit_the_tensors_are_refused_before_a_model_is_made(tmp_path, field, value, refusal):
     pytest.importorskip("gguf")
-    from palestra.models.gguf.config import config_from_gguf
-    from palestra.models.gguf.file import open_gguf
-
     fields = {name: struct.pack("<I", number) for name, number in {"block_count": 1, **FIELDS}.items()} | {field: value}
     pairs = [pair(f"llama.{name}", 4, number) for name, number in fields.items()]
     tensor = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 64, 4, 0, 0)

@@ -1,7 +1,5 @@
 """Foreign run folders: looking at them is safe, and code that they name runs with consent only."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -19,8 +17,9 @@ from palestra.cli.trust import code_for_tools, is_own
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
+from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.token_view import token_texts
-from palestra.learner.sharding import read_metadata
+from palestra.learner.sharding import load_sharded, read_metadata
 from palestra.runs.manager import RunManager
 
 HOSTILE = """
@@ -143,8 +142,6 @@ def test_only_code_that_comes_with_palestra_needs_no_trust(record, names_code) -
 
 
 def test_a_dashboard_passes_trust_on_only_if_it_was_given() -> None:
-    from palestra.dashboard.catalog import Catalog
-
     assert Catalog(RunManager()).trust_words == []
     assert Catalog(RunManager(), trust=True).trust_words == ["--trust"]
 
@@ -208,8 +205,6 @@ def test_shards_do_not_lead_out_of_their_folder(shards) -> None:
 
 
 def test_a_hostile_checkpoint_of_ranks_is_refused_in_one_sentence(shards, marker) -> None:
-    from palestra.learner.sharding import load_sharded
-
     (shards / ".metadata").write_bytes(pickle.dumps(Hostile(marker)))
     with pytest.raises(PalestraError, match="use another checkpoint"):
         load_sharded(shards.parent, None)  # type: ignore[arg-type]  # it is not used before the metadata is read

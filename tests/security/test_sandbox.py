@@ -12,11 +12,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import wait_until
 
 import palestra
 from palestra.core.errors import PalestraError
@@ -212,13 +213,6 @@ sandbox.run(["sh", "-c", "setsid sleep {LONG} & sleep {LONG}"])
     trainer.wait()
     wait_until(lambda: not sleeping())
     wait_until(lambda: not list(open_folder.iterdir()))
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_it_refuses_to_read_our_environment_variables(sandbox, monkeypatch):

@@ -1,7 +1,5 @@
 """Code of others gets at no key, and what is written down holds none."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,18 +9,28 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from served import json_app
+from starlette.responses import RedirectResponse
 
+from palestra.agent_tools import RlTools
+from palestra.agent_tools.answers import answer
+from palestra.agent_tools.resources import KINDS, read_resource
 from palestra.core import children
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import open_private
 from palestra.core.http import Request
+from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import clean_environment, redact
 from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import in_file
+from palestra.runs.index import Index
+from palestra.runs.manager import RunManager
+from palestra.runs.processes import write_log
+from palestra.sources.wire.atropos import process_command, serve_command
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc and namespaces are Linux's")
 NASTY = 'pä"ss\\wörd-42'
@@ -92,8 +100,6 @@ def test_an_isolated_child_reads_no_environment_and_keeps_its_user(uid):
 
 def test_a_file_written_for_atropos_is_started_as_an_isolated_child(tmp_path):
     """What one of those can see is shown above and below."""
-    from palestra.sources.wire.atropos import process_command, serve_command
-
     python = Path("/venv/bin/python")
     for command in (
         serve_command(python, tmp_path / "a.py", {}, {}),
@@ -160,8 +166,6 @@ def test_a_secret_is_replaced_also_where_it_is_escaped(written):
 
 
 def test_an_answer_of_a_tool_holds_no_escaped_secret(monkeypatch):
-    from palestra.agent_tools.answers import answer
-
     monkeypatch.setenv("MY_SECRET", NASTY)
     told = answer(lambda: {"error": f"401 for {NASTY}", NASTY: [NASTY]})
     assert told == {"error": "401 for [MY_SECRET]", "[MY_SECRET]": ["[MY_SECRET]"]}
@@ -169,13 +173,6 @@ def test_an_answer_of_a_tool_holds_no_escaped_secret(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["report", "metrics", "rollouts", "log"])
 def test_what_an_agent_reads_of_a_run_holds_no_secret(kind, tmp_path, monkeypatch):
-    from palestra.agent_tools import RlTools
-    from palestra.agent_tools.resources import KINDS, read_resource
-    from palestra.core.config import RunConfig
-    from palestra.core.run_folder import RunFolder
-    from palestra.runs.index import Index
-    from palestra.runs.manager import RunManager
-
     assert kind in KINDS
     home, row = tmp_path / "home", json.dumps({"step": 1, "note": "it is sk-0123456789"}) + "\n"
     folder = RunFolder.create(tmp_path, "run", RunConfig(), {}, at=tmp_path / "run")
@@ -215,8 +212,6 @@ def test_logs_are_for_their_owner_alone(tmp_path):
 
 
 def written_log(path: Path, environ: dict[str, str], parts: Iterable[bytes]) -> bytes:
-    from palestra.runs.processes import write_log
-
     reads, writes = os.pipe()
     thread = threading.Thread(target=write_log, args=(reads, path, environ))
     thread.start()
@@ -250,41 +245,17 @@ spawn(words, Path({str(tmp_path / "log")!r}), environ, Path("/")).log_writer.joi
     assert (tmp_path / "log").read_text() == "it is [PALESTRA_TOKEN] and [MY_API_KEY]\n"
 
 
-class Redirects(BaseHTTPRequestHandler):
-    seen: list[str | None]
+def test_a_redirect_carries_no_key(serve):
+    seen = []
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(302)
-        self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+    async def redirect(request):
+        if request.method == "GET":
+            seen.append(request.headers.get("Authorization"))
+        return RedirectResponse(f"http://localhost:{request.url.port}/elsewhere", 302)
 
-    def do_GET(self) -> None:
-        self.seen.append(self.headers.get("Authorization"))
-        if self.path == "/elsewhere":
-            self.send_response(200)
-            self.end_headers()
-        else:
-            self.send_response(302)
-            self.send_header("Location", "/elsewhere")
-            self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-def test_a_redirect_carries_no_key():
-    Redirects.seen = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Redirects)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_address[1]}/v1/chat/completions"
-        request = Request(url, {"model": "m"}, token="sk-0123456789")
-        with pytest.raises(PalestraError, match="not followed with a key"):
-            request.parse(request.send())
-        assert Request(url, token="sk-0123456789").send().status == 302
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert Redirects.seen == ["Bearer sk-0123456789"]  # of the URL that it was meant for
+    url = f"{serve(json_app(redirect))}/v1/chat/completions"
+    request = Request(url, {"model": "m"}, token="sk-0123456789")
+    with pytest.raises(PalestraError, match="not followed with a key"):
+        request.parse(request.send())
+    assert Request(url, token="sk-0123456789").send().status == 302
+    assert seen == ["Bearer sk-0123456789"]  # of the URL that it was meant for

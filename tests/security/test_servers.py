@@ -1,27 +1,36 @@
 """Servers under attack: pages of other sites, silent and slow clients, too many of them, and what is logged of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import queue
+import resource
 import socket
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from palestra.agent_tools import RlTools, http_api, mcp_server
+from palestra.agent_tools.tools import Clients
 from palestra.core.errors import PalestraError
+from palestra.runs.locks import Site
+from palestra.runs.manager import RunManager
 from palestra.servers import body, web
 from palestra.servers.body import read_body
 from palestra.servers.connections import Connections, LimitLines
 from palestra.servers.http_errors import error_body
+from palestra.servers.openai.generate_forms import SglangBody
+from palestra.servers.openai.inference import inference_app
 from palestra.servers.web import make_app, open_port, request_log
+from palestra.sources.wire.protocol import ScoredGroup
+from palestra.sources.wire.server import trajectory_app
 
 
 async def echo(request: Request) -> PlainTextResponse:
@@ -62,15 +71,6 @@ def test_a_page_of_another_site_is_refused_whatever_it_sends(method, headers):
 
 def all_servers(folder):
     """The application of every server, with a path that changes or tells something."""
-    from types import SimpleNamespace
-
-    from palestra.agent_tools import RlTools, http_api, mcp_server
-    from palestra.agent_tools.tools import Clients
-    from palestra.runs.locks import Site
-    from palestra.runs.manager import RunManager
-    from palestra.servers.openai.inference import inference_app
-    from palestra.sources.wire.server import trajectory_app
-
     clients = Clients(lambda: RlTools(RunManager(folder / "home"), Site()))
     model = SimpleNamespace(name="m", context_tokens=8)
     yield trajectory_app(folder / "wire"), "/reset_data"
@@ -181,8 +181,6 @@ def test_silent_connections_make_room_for_clients_that_ask(serve):
 
 
 def test_the_connection_limit_leaves_files_for_the_rest_of_the_process():
-    import resource
-
     limits = Connections.within_file_limit()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert limits.limit + limits.backlog < soft
@@ -246,11 +244,6 @@ def test_an_error_does_not_repeat_all_that_was_sent():
 
 
 def test_a_body_of_nothing_but_mistakes_is_refused_at_the_first_of_each_row():
-    from pydantic import ValidationError
-
-    from palestra.servers.openai.generate_forms import SglangBody
-    from palestra.sources.wire.protocol import ScoredGroup
-
     wrong = ["x"] * 10_000
     bodies = {
         ScoredGroup: {"tokens": [wrong] * 10, "masks": [wrong], "scores": wrong},

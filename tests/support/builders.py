@@ -3,8 +3,6 @@
 Import them as `from builders import rollout, group, ScriptedPolicy`: tests/support is on the path.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Runs in an index, as their supervisors or commands would have left them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

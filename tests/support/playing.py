@@ -1,7 +1,5 @@
 """Attempts at an environment's problems by a scripted model."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

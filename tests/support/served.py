@@ -1,13 +1,16 @@
 """An application on a free loopback port, in a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from palestra.servers.web import Server, open_port, url_of
 
@@ -26,3 +29,13 @@ def served(app: Any, token: str | None = None, **options: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
     assert not thread.is_alive()
+
+
+def json_app(answer: Callable[[Request], Awaitable[Any]]) -> Starlette:
+    """An application whose response to any request is what `answer` returns: JSON data, or a Response."""
+
+    async def respond(request: Request) -> Response:
+        made = await answer(request)
+        return made if isinstance(made, Response) else JSONResponse(made)
+
+    return Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "POST", "PUT"])])

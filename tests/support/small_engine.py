@@ -1,7 +1,5 @@
 """A model that is small and has sharp choices, and what an engine computes of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

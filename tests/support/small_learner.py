@@ -1,7 +1,5 @@
 """A model of a few thousand weights and rows for it, for the learner's tests."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Our own Tinker server in a thread, for those that are its clients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

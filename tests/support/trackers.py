@@ -1,7 +1,5 @@
 """Trackers that call nobody, and a few steps written to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

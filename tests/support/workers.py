@@ -5,8 +5,6 @@ are marked `serial` run when all others have ended, one after the other. A worke
 at, and a new one goes on with the rest of its file.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

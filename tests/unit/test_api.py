@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers.utils import logging
 
 from palestra import Agent
 from palestra.api import GRPOTrainer, evaluate, train_grpo
@@ -51,8 +52,6 @@ def test_a_measure_of_an_evaluation_has_its_own_name() -> None:
 
 
 def test_a_model_of_this_machine_loads_without_bars_and_the_users_own_setting_stays(capfd: Any) -> None:
-    from transformers.utils import logging
-
     logging.enable_progress_bar()
     assert GRPOTrainer(AGENT, progress=False).model is not None
     assert "Loading weights" not in capfd.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 import palestra
 
@@ -37,8 +38,6 @@ def test_a_module_calls_what_its_compiled_call_names() -> None:
 
 
 def test_the_attention_of_a_config_can_be_replaced() -> None:
-    from transformers import LlamaConfig
-
     config = LlamaConfig(attn_implementation="sdpa")
     config._attn_implementation_internal = "eager"
     assert config._attn_implementation == "eager"

@@ -13,8 +13,11 @@ import torch
 
 from palestra import Agent, EvalSuite, function_tool, measure, train_grpo
 from palestra.core.errors import PalestraError
+from palestra.core.files import read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout
+from palestra.models.loading import load_model
+from palestra.policy import build
 from palestra.result import GRPOTrainingResult
 from palestra.runs.index import Index, palestra_home
 from palestra.train.loop import Interrupted
@@ -90,7 +93,6 @@ def test_generate_strips_thinking(result: GRPOTrainingResult, monkeypatch: pytes
 def test_generate_builds_one_sampler_and_penalises_no_repetition(
     result: GRPOTrainingResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from palestra.policy import build
     from palestra.rollout import converse as converse_module
 
     built, penalties = [], []
@@ -144,10 +146,10 @@ def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_in
     assert "clerk" in run.report_page.read_text()
     assert run.eval_names() == ["before", 1, "after"]
     for name, scored in (("before", result.before), ("after", result.after)):
-        assert [row["messages"][-1]["text"] for row in run.eval_rollouts(name)] == [
+        assert [row["messages"][-1]["text"] for row in read_jsonl(run.eval_file(name))] == [
             rollout.messages[-1].text for rollout in scored.rollouts
         ]
-    assert len(list(run.eval_rollouts(1))) == len(result.before.rollouts)
+    assert len(list(read_jsonl(run.eval_file(1)))) == len(result.before.rollouts)
     [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(run.path.resolve())]
     assert (row.state, row.kind, row.name, row.reason) == ("completed", "foreground", "clerk", None)
 
@@ -187,8 +189,6 @@ def test_a_run_from_python_that_fails_says_so_in_the_index(tmp_path: Path) -> No
 
 
 def test_the_saved_model_is_the_trained_one(result: GRPOTrainingResult, tmp_path: Path) -> None:
-    from palestra.models.loading import load_model
-
     saved = load_model(str(result.save_model(tmp_path / "model")), device="cpu")
     ours, theirs = result.model.state_dict(), saved.model.state_dict()
     assert all(bool((ours[name] == theirs[name]).all()) for name in ours)

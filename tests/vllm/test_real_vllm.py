@@ -1,7 +1,5 @@
 """The real vLLM, on this machine's CPU: `make test-vllm VLLM_PYTHON=…/bin/python`. Skipped where that is not given."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

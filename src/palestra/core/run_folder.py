@@ -241,9 +241,6 @@ class RunFolder:
         names: list[EvalName] = ["before", *steps, "after"]
         return [name for name in names if self.eval_file(name).is_file()]
 
-    def eval_rollouts(self, name: EvalName) -> Iterator[dict[str, Any]]:
-        return read_jsonl(self.eval_file(name))
-
     def report(self) -> dict[str, Any] | None:
         """report.json; None until the run has one."""
         try:
@@ -304,7 +301,7 @@ class Resume:
 
     def config(self, planned: RunConfig, done: int) -> RunConfig:
         """The run's config from now on, `done` steps being in the checkpoint."""
-        steps = done if self.finish else self.max_steps
+        steps = max(1, done) if self.finish else self.max_steps
         if steps is None:
             return planned
         config = planned.with_settings({"train.max_steps": steps})

@@ -23,7 +23,7 @@ CALL_PROBLEM_RATES: dict[CallProblem, str] = {
 
 _TAIL = 96  # tokens at the end of a rollout that are looked at for repetition
 _NGRAM = 4
-# what a model says that has learned to expect a hint, of `train.hints`
+# what a model says that has learned to expect a hint, of `rollout.hints`
 _HINTS = r"hint|worked example|successful attempt|earlier attempt|expected answer"
 _HINT_PHRASE = re.compile(
     rf"\b(?:as|per|from|by|following|given|according to) (?:in )?the (?:{_HINTS})s?\b"

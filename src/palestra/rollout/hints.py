@@ -1,8 +1,11 @@
-"""Attempts with a hint in the prompt, and the same attempts without it.
+"""Hints: what helps a model that never solves a problem, and is not there when it is scored.
 
-A model that never solves a problem may solve it when it is told what goes wrong, shown a solved problem, or told the
-expected answer. `HintedEnvironment` adds that to the prompts; `without_hint` takes it out of a rollout again, so that
-the model learns to do the same unaided. Measures never see the hint.
+It may solve the problem when it is told what goes wrong, shown a solved problem, or told the expected answer.
+
+- For rejection sampling, `HintedEnvironment` adds a `Hint` to the prompts, and takes it out of the rollouts again, so
+  that the model learns to do the same unaided. Measures never see the hint.
+- For self-distillation, `choose_hint` is what the teacher reads and the student does not, by `distill.context`: another
+  rollout of the group that passed, the reasons for which measures failed this one, or the expected answer.
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.core.types import Message, Problem, Rollout, Score, ToolResult
+from palestra.core.config_sections import HintName
+from palestra.core.show import show_call
+from palestra.core.types import Group, Message, Problem, Rollout, Score, ToolResult
 from palestra.envs.base import Environment, Episode, ScoresGroups, Split
 from palestra.evals.rollout_stats import call_problem, called_successfully, model_messages
 from palestra.models.chat.template import ChatFormat
 
 ANSWER_HINT = "The right result is: {answer}. Work it out step by step with the tools; do not just repeat it."
+SIBLING = "A successful attempt at this task, as a worked example:\n\n{hint}\n\nNow solve the task yourself."
+FEEDBACK = "An earlier attempt at this task failed, for these reasons:\n\n{hint}\n\nSolve the task without them."
+ANSWER = "The expected answer of this task is:\n\n{hint}\n\nSolve the task so that you arrive at it."
 _COMMON = 1 / 8  # a rule is given if at least this share of the attempts breaks it
 
 
@@ -33,7 +41,7 @@ class Hint:
         """The prompt with the hint: examples before the last message, text behind the instructions."""
         sentences = list(self.rules)
         if self.tells_answer and problem.expect is not None:
-            sentences.append(ANSWER_HINT.format(answer=_as_text(problem.expect)))
+            sentences.append(ANSWER_HINT.format(answer=answer_text(problem.expect)))
         *before, last = prompt
         shown = [message for example in self.examples for message in example]
         if not sentences:
@@ -160,10 +168,9 @@ def is_grounded(rollout: Rollout, *, answer: bool = False) -> bool:
 
     Numbers from nowhere are guesses. A solution with guesses may pass by luck, and is not to be imitated.
     """
-    written = model_messages(rollout)
-    first = next((i for i, message in enumerate(rollout.messages) if any(message is own for own in written)), 0)
-    known = _words(" ".join(message.text for message in rollout.messages[:first]))
-    for message in rollout.messages[first:]:
+    opening = opening_of(rollout)
+    known = _words(" ".join(message.text for message in opening))
+    for message in rollout.messages[len(opening) :]:
         if message.role != "assistant":
             known |= _words(message.text)
             continue
@@ -212,5 +219,81 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def choose_hint(contexts: Sequence[HintName], group: Group, rollout: Rollout, problem: Problem) -> str | None:
+    """The first hint that there is for this rollout; None where there is none."""
+    for context in contexts:
+        match context:
+            case "sibling":
+                hint = sibling_hint(group, rollout)
+            case "feedback":
+                hint = feedback_hint(rollout)
+            case "answer":
+                hint = answer_hint(problem)
+        if hint is not None:
+            return hint
+    return None
+
+
+def sibling_hint(group: Group, rollout: Rollout) -> str | None:
+    """The shortest of the other rollouts that passed, written out."""
+    others = [r for r in group.rollouts if r is not rollout and r.error is None and r.passed]
+    if not others:
+        return None
+    best = min(others, key=lambda r: r.sampled_tokens)
+    return SIBLING.format(hint=transcript(best))
+
+
+def feedback_hint(rollout: Rollout) -> str | None:
+    """The reasons of the measures that count and did not pass."""
+    failed = {name: s for name, s in rollout.scores.items() if s.counts and not s.error and not s.passed and s.reason}
+    if not failed:
+        return None
+    return FEEDBACK.format(hint="\n".join(f"- {name}: {score.reason}" for name, score in failed.items()))
+
+
+def answer_hint(problem: Problem) -> str | None:
+    if problem.expect is None or problem.expect == "":
+        return None
+    return ANSWER.format(hint=answer_text(problem.expect))
+
+
+def answer_text(expect: Any) -> str:
+    """
+    >>> answer_text("Rome"), answer_text(5), answer_text({"total": 5})
+    ('Rome', '5', '{"total": 5}')
+    """
+    return expect if isinstance(expect, str) else json.dumps(expect, ensure_ascii=False, default=str)
+
+
+def transcript(rollout: Rollout) -> str:
+    """What the model said and what the tools answered, one line each."""
+    lines: list[str] = []
+    for message in rollout.messages[len(opening_of(rollout)) :]:
+        speaker = {"assistant": "you", "tool": f"result of {message.name or 'the tool'}"}.get(
+            message.role, message.role
+        )
+        lines += [f"{speaker}: {message.text}"] if message.text else []
+        lines += [f"you call {show_call(call)}" for call in message.tool_calls]
+    return "\n".join(lines)
+
+
+def opening_of(rollout: Rollout) -> tuple[Message, ...]:
+    """The messages before the first one that the model wrote."""
+    written = model_messages(rollout)
+    first = next((i for i, m in enumerate(rollout.messages) if written and m is written[0]), len(rollout.messages))
+    return rollout.messages[:first]
+
+
+def with_hint(opening: Sequence[Message], hint: str) -> list[Message]:
+    """The opening messages with a hint at the end of the last one of the user."""
+    last = max((i for i, m in enumerate(opening) if m.role == "user"), default=None)
+    if last is None:
+        return [*opening, Message("user", hint)]
+    changed = replace(opening[last], text=f"{opening[last].text}\n\n{hint}")
+    return [*opening[:last], changed, *opening[last + 1 :]]
+
+
+def pass_rate(group: Group) -> float:
+    """The share of the rollouts without error that passed; 0 where no measure decides that."""
+    verdicts = [r.passed for r in group.rollouts if r.error is None]
+    return sum(verdicts) / len(verdicts) if verdicts else 0.0

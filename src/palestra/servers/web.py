@@ -31,7 +31,6 @@ request_log = logging.getLogger("palestra.requests")  # one line per request at 
 _GRACE_S = 5
 
 T = TypeVar("T")
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(
@@ -40,12 +39,8 @@ def make_app(
     token: str | None = None,
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
     error_form: ErrorForm = lambda request, status, text: error_body(status, text),
-    find_post: Callable[[Scope], Endpoint | None] = lambda scope: None,
 ) -> Starlette:
-    """An application that answers every error as JSON, and requires the token if one is set.
-
-    Posts for which `find_post` returns an endpoint skip routing.
-    """
+    """An application that answers every error as JSON, and requires the token if one is set."""
 
     async def handle(request: Request, error: Exception) -> Response:
         return error_response(request, error, error_form)
@@ -53,11 +48,7 @@ def make_app(
     tally = Tally()
     app = Starlette(
         routes=list(routes),
-        middleware=[
-            Middleware(CountRequests, tally=tally),
-            Middleware(Guard, token=token),
-            Middleware(DirectPosts, find=find_post, error_form=error_form),
-        ],
+        middleware=[Middleware(CountRequests, tally=tally), Middleware(Guard, token=token)],
         exception_handlers={HTTPException: handle, PalestraError: handle, Exception: handle},
         lifespan=lifespan,
     )
@@ -108,28 +99,6 @@ class CountRequests:
             if logs:
                 where = ascii(scope["path"][:200])[1:-1]  # no control characters in a terminal
                 request_log.info("%s %s %d %.3f s", scope["method"][:16], where, status, time.perf_counter() - began)
-
-
-class DirectPosts:
-    """Answers posts for which `find` returns an endpoint; all other requests are routed.
-
-    Routing and mounting take longer than reading and writing a small request.
-    """
-
-    def __init__(self, app: ASGIApp, find: Callable[[Scope], Endpoint | None], error_form: ErrorForm) -> None:
-        self._app, self._find, self._error_form = app, find, error_form
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._find(scope) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if endpoint is None:
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive, send)
-        try:
-            response = await endpoint(request)
-        except (HTTPException, PalestraError) as error:
-            response = error_response(request, error, self._error_form)
-        await response(scope, receive, send)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -6,7 +6,7 @@ to that of the policy loss before the optimizer step (`train.update`). Student a
 `rollout.temperature`, at which all sampled tokens are scored.
 
 - Self-distillation (SDPO, arXiv 2601.20802; OPSD, arXiv 2601.18734): the teacher is the model itself, as it is now,
-  with a hint in its prompt (`train.hints`), followed by exactly the student's tokens, tool results included. Groups in
+  with a hint in its prompt (`rollout.hints`), followed by exactly the student's tokens and tool results. Groups in
   which every rollout failed teach, too. The weight of a group is 1 − its pass rate: what the student solves without
   a hint is no longer pulled towards what it would say with one.
 - On-policy distillation: the teacher is another model with the same tokenizer, which reads the same prompt.
@@ -27,7 +27,7 @@ from palestra.core.types import Array, Group
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.train.batch import conversations_of, to_batch
-from palestra.train.teachers import Teacher, no_top_tokens
+from palestra.train.distill_teachers import Teacher, no_top_tokens
 
 DistillPart = tuple[Batch, DistillLoss]  # of one optimizer step
 

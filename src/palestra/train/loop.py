@@ -38,6 +38,7 @@ from palestra.train.checkpoint import (
 )
 from palestra.train.demonstration_source import DemonstrationSource
 from palestra.train.distill import DistillRows, choose_rows
+from palestra.train.distill_teachers import Teacher
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
 from palestra.train.interrupt import deferred_interrupts
@@ -45,7 +46,6 @@ from palestra.train.metrics import peak_memory_gib, rollout_metrics
 from palestra.train.replay import Replay, ReplayRows
 from palestra.train.safety_net import Snapshots, collapse_reason
 from palestra.train.schedule import Coefficients, coefficients_at, next_entropy, update_scale
-from palestra.train.teachers import Teacher
 from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
 from palestra.train.watcher import Watcher

@@ -115,7 +115,7 @@ class RftSource(DemonstrationSource):
         problems, attempts, passes = self._cases(), min(PLAIN_ATTEMPTS, most), 1
         this.plain = await self._sample(this, problems[: max(1, in_pass // attempts)], {}, attempts, 0)
         covered = self._covered()
-        while attempts <= most:
+        while attempts <= most and this.solved_share < self.settings.rft_until:
             problems = [problem for problem in problems if problem.id not in covered and problem.id not in this.found]
             if not problems:
                 break

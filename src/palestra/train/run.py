@@ -36,6 +36,7 @@ from palestra.runs.tracking.base import Trackers
 from palestra.runs.tracking.open import check_trackers, open_trackers
 from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
+from palestra.train.distill_teachers import teacher_of
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.group_queue import GroupQueue, queue_for
 from palestra.train.interrupt import sigterm_as_ctrl_c
@@ -48,7 +49,6 @@ from palestra.train.schedule import total_steps
 from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, parameter_count, use_threads
 from palestra.train.stages import Stages, stage_config, stage_names
 from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
-from palestra.train.teachers import teacher_of
 from palestra.train.watcher import SilentWatcher, Watcher
 
 
@@ -157,7 +157,8 @@ class Run:
         )
         resume_after = done if resume or done else None
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)
-        stages = Stages(training, parts, task, folder, plan)
+        ends_here = resume is not None and resume.finish
+        stages = Stages(training, parts, task, folder, plan, takes_no_steps=ends_here)
         count = task.problem_count
         return cls(folder, backend, training, stages, evaluator, resume_from, resume_after, count, queue, chosen)
 
@@ -357,7 +358,7 @@ class Run:
         """Whether the run was killed during the evaluation that was due after its checkpoint."""
         step = self.training.state.step
         is_due = self.resume_from is not None and self.training.evaluates_after(step)
-        return is_due and not any(r["step"] == step and "eval/pass_rate" in r for r in self.folder.metrics())
+        return is_due and not self._is_evaluated(step)
 
     def _evaluate_between(self, step: int) -> float:
         report = self._score(f"evaluating at step {step}")
@@ -372,9 +373,13 @@ class Run:
         if self.evaluator is None:
             return None
         step = self.training.state.step
-        self.training.take_evaluation(self._evaluate_between(step))
-        found = read_evaluation(self.folder.eval_file(step))
+        known = read_evaluation(self.folder.eval_file(step)) if self._is_evaluated(step) else None
+        self.training.take_evaluation(self._evaluate_between(step) if known is None else known.mean_reward)
+        found = known or read_evaluation(self.folder.eval_file(step))
         return None if found is None else found.pass_rate.rate
+
+    def _is_evaluated(self, step: int) -> bool:
+        return any(row["step"] == step and "eval/pass_rate" in row for row in self.folder.metrics())
 
     def _report_stages(self, before: EvalReport | None, after: EvalReport | None) -> None:
         rates = [None if report is None else report.pass_rate.rate for report in (before, after)]

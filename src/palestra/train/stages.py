@@ -65,6 +65,7 @@ class Stages:
     task: Task
     folder: RunFolder
     plan: list[str]
+    takes_no_steps: bool = False  # a run that is only scored and saved
     save_model: Callable[[], object] = lambda: None
     results: list[StageResult] = field(default_factory=list)
     _grpo: tuple[RunConfig, GroupSource, int] = field(init=False)
@@ -102,14 +103,13 @@ class Stages:
     ) -> None:
         """Run what is left of the plan; `score` gives the held-out pass rate between two stages."""
         training = self.training
-        for number in range(training.state.stage, len(self.plan)):
+        for number in [] if self.takes_no_steps else range(training.state.stage, len(self.plan)):
             if number > training.state.stage or training.state.step == 0:
                 self.enter(number)
-            began, version = training.elapsed_s, training.state.policy_version
             training.run(evaluate, lacks_evaluation)
             lacks_evaluation = False
-            learned = training.state.policy_version > version
-            self._note_result(number, began, score if learned else lambda: None)
+            if self.plan != ["grpo"]:
+                self._note_result(number, score)
             if training.ended_early is not None:
                 break
 
@@ -132,7 +132,8 @@ class Stages:
             training.watcher.note(f"stage {number + 1} of {len(self.plan)}: {name}")
         if number == len(self.plan) - 1:
             training.save_model = self.save_model
-            self.folder.add_to_record(steps=training.total_steps)
+            if training.ranks.is_first:
+                self.folder.add_to_record(steps=training.total_steps)
 
     def resume(self, folder: Path, state: TrainState) -> None:
         """Go on from a checkpoint, in its stage."""
@@ -165,16 +166,17 @@ class Stages:
                 "Agent(examples=[…]) or --teacher, or leave sft out of stages.plan"
             )
 
-    def _note_result(self, number: int, began: float, score: Callable[[], float | None]) -> None:
+    def _note_result(self, number: int, score: Callable[[], float | None]) -> None:
         """Record what the stage has done. The model is scored here, unless the run ends with this stage."""
-        training, is_last = self.training, number == len(self.plan) - 1
-        first = training.state.stage_start
-        rows = [row for row in self.folder.metrics() if first < row["step"] <= training.state.step]
+        training, first = self.training, self.training.state.stage_start
+        rows = [row for row in self.folder.metrics() if row["step"] > first and "elapsed_seconds" in row]
         tokens = sum(row.get("sampled_tokens", 0.0) for row in rows)
-        seconds = training.elapsed_s - began
+        began = rows[0]["elapsed_seconds"] - rows[0]["sample_seconds"] - rows[0]["train_seconds"] if rows else 0.0
+        seconds = rows[-1]["elapsed_seconds"] - began if rows else 0.0
         result = StageResult(self.plan[number], first, training.state.step, seconds, tokens)
         self.results = [*self.results[:number], result]
-        if not is_last and training.ended_early is None:
+        goes_on = number < len(self.plan) - 1 and training.ended_early is None
+        if goes_on and any("loss" in row for row in rows):
             result.after = score()
         self.record()
 

@@ -1,7 +1,5 @@
 """Agents that are programs: what they see, where they end, and what is kept of them."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Run folders that no training made, and clients of the dashboard that shows them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Clients of a dashboard that shows the runs of a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from starlette.testclient import TestClient

@@ -1,7 +1,5 @@
 """Who is answered: this machine's own page, or whoever has the token; no other site, whatever it sends."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

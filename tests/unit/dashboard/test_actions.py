@@ -1,14 +1,13 @@
 """What the dashboard can change: runs started from a form, stopped, resumed and deleted; jobs; chats."""
 
-from __future__ import annotations
-
 import asyncio
+import json
 import shutil
 import sys
-import time
 from dataclasses import dataclass, field
 
 import pytest
+from builders import wait_until
 from dashboard_client import ADDRESS
 from starlette.testclient import TestClient
 
@@ -32,7 +31,7 @@ class Started(RunManager):
 
 
 @dataclass
-class Door:
+class Page:
     client: TestClient
     manager: RunManager
 
@@ -44,7 +43,7 @@ class Door:
 
 
 @pytest.fixture
-def door(tmp_path, monkeypatch) -> Door:
+def page(tmp_path, monkeypatch) -> Page:
     monkeypatch.chdir(tmp_path)
     own = EnvDescription([], {"train.max_steps": 24, "rollout.group_size": 8})
     monkeypatch.setattr(launchers, "_describe_agent", lambda found: own)
@@ -52,11 +51,11 @@ def door(tmp_path, monkeypatch) -> Door:
     site = Site(run={"train.beta": 0.1}, maximum={"train.max_steps": 100})
     app = dashboard_app(Catalog(manager), launcher=FormLauncher(manager, site))
     with TestClient(app, base_url=ADDRESS) as client:
-        yield Door(client, manager)
+        yield Page(client, manager)
 
 
-def test_a_form_has_the_values_of_the_subject_and_shows_what_is_locked(door) -> None:
-    form = door.call("GET", "/api/form?agent_file=demo")
+def test_a_form_has_the_values_of_the_subject_and_shows_what_is_locked(page) -> None:
+    form = page.call("GET", "/api/form?agent_file=demo")
     fields = {row["name"]: row for row in form["fields"]}
     assert fields["train.max_steps"]["value"] == 24
     assert fields["train.max_steps"]["kind"] == "integer"
@@ -66,59 +65,57 @@ def test_a_form_has_the_values_of_the_subject_and_shows_what_is_locked(door) -> 
     assert {"name": "train.beta", "value": 0.1} in [{k: row[k] for k in ("name", "value")} for row in form["locked"]]
 
 
-def test_a_form_says_what_is_wrong_field_by_field(door) -> None:
+def test_a_form_says_what_is_wrong_field_by_field(page) -> None:
     values = {"train.max_steps": "101", "train.learning_rate": "much", "train.beta": 0.2, "nothing": 1, "lora.r": "8"}
-    errors = door.call("POST", "/api/form/check", agent_file="demo", values=values)["errors"]
+    errors = page.call("POST", "/api/form/check", agent_file="demo", values=values)["errors"]
     assert set(errors) == {"train.max_steps", "train.learning_rate", "train.beta", "nothing"}
     assert "locked" in errors["train.beta"]
     assert "100" in errors["train.max_steps"]
 
 
-def test_a_start_with_a_bad_field_names_it_and_starts_nothing(door) -> None:
-    answer = door.call("POST", "/api/runs", 400, agent_file="demo", values={"train.max_steps": 101})
+def test_a_start_with_a_bad_field_names_it_and_starts_nothing(page) -> None:
+    answer = page.call("POST", "/api/runs", 400, agent_file="demo", values={"train.max_steps": 101})
     assert answer["error"]["field"] == "train.max_steps"
-    assert door.manager.list() == []
-    door.call("POST", "/api/runs", 400, agent_file="demo", environment="calculator")
-    door.call("POST", "/api/runs", 400, agent_file="no/such/file.py")
-    door.call("POST", "/api/runs", 422, agent_file="demo", unknown=1)
+    assert page.manager.list() == []
+    page.call("POST", "/api/runs", 400, agent_file="demo", environment="calculator")
+    page.call("POST", "/api/runs", 400, agent_file="no/such/file.py")
+    page.call("POST", "/api/runs", 422, agent_file="demo", unknown=1)
 
 
-def test_a_run_is_started_with_the_edited_and_the_locked_settings(door) -> None:
-    run = door.call("POST", "/api/runs", 201, agent_file="demo", values={"train.max_steps": "3"}, name="my run")["run"]
+def test_a_run_is_started_with_the_edited_and_the_locked_settings(page) -> None:
+    run = page.call("POST", "/api/runs", 201, agent_file="demo", values={"train.max_steps": "3"}, name="my run")["run"]
     assert (run["name"], run["state"], run["actions"]) == ("my-run", "pending", ["stop"])
-    import json
-
-    request = json.loads(RunFolder(door.manager.get(run["id"]).folder).request_file.read_text())
+    request = json.loads(RunFolder(page.manager.get(run["id"]).folder).request_file.read_text())
     assert request["agent_file"] is None
     assert request["settings"]["train.max_steps"] == 3
     assert request["settings"]["train.beta"] == 0.1
 
 
-def test_a_run_is_stopped_resumed_and_deleted_when_it_can_be(door) -> None:
-    run = door.call("POST", "/api/runs", 201, agent_file="demo")["run"]
+def test_a_run_is_stopped_resumed_and_deleted_when_it_can_be(page) -> None:
+    run = page.call("POST", "/api/runs", 201, agent_file="demo")["run"]
     path = f"/api/runs/{run['id']}"
-    door.call("DELETE", path, 400)
-    door.call("POST", f"{path}/resume", 400)
-    assert door.call("POST", f"{path}/stop")["run"]["state"] == "stopping"
-    door.manager._index.move(run["id"], ["stopping"], "stopped")
-    assert door.call("GET", path)["actions"] == ["resume", "delete"]
-    door.call("POST", f"{path}/export", 400)
-    assert door.call("POST", f"{path}/resume")["run"]["state"] == "pending"
-    door.manager._index.move(run["id"], ["pending"], "failed")
-    folder = door.manager.get(run["id"]).folder
-    assert door.call("DELETE", path) == {"deleted": run["id"]}
+    page.call("DELETE", path, 400)
+    page.call("POST", f"{path}/resume", 400)
+    assert page.call("POST", f"{path}/stop")["run"]["state"] == "stopping"
+    page.manager._index.move(run["id"], ["stopping"], "stopped")
+    assert page.call("GET", path)["actions"] == ["resume", "delete"]
+    page.call("POST", f"{path}/export", 400)
+    assert page.call("POST", f"{path}/resume")["run"]["state"] == "pending"
+    page.manager._index.move(run["id"], ["pending"], "failed")
+    folder = page.manager.get(run["id"]).folder
+    assert page.call("DELETE", path) == {"deleted": run["id"]}
     assert not folder.exists()
-    door.call("GET", path, 404)
+    page.call("GET", path, 404)
 
 
-def test_agent_files_are_found_by_their_text_and_not_run(door, tmp_path) -> None:
+def test_agent_files_are_found_by_their_text_and_not_run(page, tmp_path) -> None:
     (tmp_path / "shop.py").write_text("raise SystemExit('it was run')\nagent = 1\nsuite = 2\n")
     (tmp_path / "other.py").write_text("agent = 1\n")
     (tmp_path / "broken.py").write_text("agent = (\n")
-    found = door.call("GET", "/api/environments")
+    found = page.call("GET", "/api/environments")
     assert found["agents"] == ["demo", "shop.py"]
     assert "calculator" in [row["name"] for row in found["environments"]]
-    assert "calculator" in door.call("GET", "/api/environment?name=calculator")["docs"]
+    assert "calculator" in page.call("GET", "/api/environment?name=calculator")["docs"]
 
 
 def test_a_viewer_changes_nothing(run, tmp_path) -> None:
@@ -129,10 +126,7 @@ def test_a_viewer_changes_nothing(run, tmp_path) -> None:
 
 
 def finished(job: jobs.Job) -> jobs.Job:
-    until = time.monotonic() + 30
-    while job.state == "running":
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: job.state != "running")
     return job
 
 
@@ -198,16 +192,16 @@ def program(monkeypatch) -> FakeProgram:
     return fake
 
 
-def said(door: Door, chat: str, text: str) -> list[str]:
-    response = door.client.post(f"/api/chats/{chat}/say", json={"text": text})
+def said(page: Page, chat: str, text: str) -> list[str]:
+    response = page.client.post(f"/api/chats/{chat}/say", json={"text": text})
     return [line for line in response.text.splitlines() if line]
 
 
-def test_a_chat_streams_what_its_process_says(door, program) -> None:
-    chat = door.call("POST", "/api/chats", 201, model="palestra/tiny", temperature=0.5)["chat"]
+def test_a_chat_streams_what_its_process_says(page, program) -> None:
+    chat = page.call("POST", "/api/chats", 201, model="palestra/tiny", temperature=0.5)["chat"]
     assert chat["tools"] == ["price"]
     assert program.commands[0][-4:] == ["--max-new-tokens", "512", "--", "palestra/tiny"]
-    assert said(door, chat["id"], "you") == [
+    assert said(page, chat["id"], "you") == [
         "event: delta",
         'data: {"text":"Hel"}',
         "event: delta",
@@ -217,23 +211,23 @@ def test_a_chat_streams_what_its_process_says(door, program) -> None:
         "event: done",
         'data: {"stop":"answered"}',
     ]
-    assert said(door, chat["id"], "again")[-1] == 'data: {"stop":"answered"}'
-    assert said(door, chat["id"], "die") == ["event: error", 'data: {"message":"it died"}']
-    assert door.client.post(f"/api/chats/{chat['id']}/say", json={"text": "x"}).status_code == 404
+    assert said(page, chat["id"], "again")[-1] == 'data: {"stop":"answered"}'
+    assert said(page, chat["id"], "die") == ["event: error", 'data: {"message":"it died"}']
+    assert page.client.post(f"/api/chats/{chat['id']}/say", json={"text": "x"}).status_code == 404
 
 
-def test_only_a_few_chats_are_open_at_once(door, program) -> None:
-    ids = [door.call("POST", "/api/chats", 201, model="m")["chat"]["id"] for _ in range(4)]
-    assert door.client.post(f"/api/chats/{ids[0]}/say", json={"text": "x"}).status_code == 404
-    assert said(door, ids[3], "x")[0] == "event: delta"
-    door.call("DELETE", f"/api/chats/{ids[3]}")
-    assert door.client.post(f"/api/chats/{ids[3]}/say", json={"text": "x"}).status_code == 404
+def test_only_a_few_chats_are_open_at_once(page, program) -> None:
+    ids = [page.call("POST", "/api/chats", 201, model="m")["chat"]["id"] for _ in range(4)]
+    assert page.client.post(f"/api/chats/{ids[0]}/say", json={"text": "x"}).status_code == 404
+    assert said(page, ids[3], "x")[0] == "event: delta"
+    page.call("DELETE", f"/api/chats/{ids[3]}")
+    assert page.client.post(f"/api/chats/{ids[3]}/say", json={"text": "x"}).status_code == 404
 
 
-def test_a_chat_names_a_run_or_a_model(door) -> None:
-    door.call("POST", "/api/chats", 400)
-    door.call("POST", "/api/chats", 404, run="nothing")
-    door.call("POST", "/api/chats", 422, run="x", checkpoint="../../etc")
+def test_a_chat_names_a_run_or_a_model(page) -> None:
+    page.call("POST", "/api/chats", 400)
+    page.call("POST", "/api/chats", 404, run="nothing")
+    page.call("POST", "/api/chats", 422, run="x", checkpoint="../../etc")
 
 
 def client_for(manager: RunManager, folder: RunFolder) -> TestClient:

@@ -1,7 +1,5 @@
 """The page "Is it cheating", over a run folder."""
 
-from __future__ import annotations
-
 import make_runs
 from dashboard_client import Api, api_of
 

@@ -3,8 +3,6 @@
 recorded/README.md says how the logs were recorded.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,15 +1,13 @@
 """Rollouts in the dashboard: found, paged, searched, read whole, in groups and token by token."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
-import time
 from random import Random
 
 import make_runs
 import numpy as np
 import pytest
+from builders import wait_until
 from dashboard_client import api_of
 
 from palestra.core.files import filter_jsonl, write_jsonl
@@ -240,11 +238,8 @@ def test_an_exported_page_holds_no_markup_of_the_model(tmp_path) -> None:
 
 def test_a_large_run_answers_while_it_is_being_indexed(tmp_path) -> None:
     api = api_of(make_runs.write_run(tmp_path / "run", make_runs.plain_groups(600)), tmp_path / "home")
-    until = time.monotonic() + 60
-    while (page := api("rollouts", limit=1))["indexed"] < 1.0:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    assert page["count"] == 600
+    wait_until(lambda: api("rollouts", limit=1)["indexed"] == 1.0)
+    assert api("rollouts", limit=1)["count"] == 600
 
 
 HUGE = 10**400

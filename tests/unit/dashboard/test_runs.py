@@ -1,7 +1,5 @@
 """Runs in the dashboard: the list, one run, its metrics, logs, events and comparisons."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

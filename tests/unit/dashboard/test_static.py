@@ -1,7 +1,5 @@
 """The front end's modules: whoever imports a name finds it and uses it, and nothing is exported for nobody."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

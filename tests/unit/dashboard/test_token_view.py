@@ -1,19 +1,16 @@
 """The token view of a real step: the numbers of rollouts.jsonl, of metrics.jsonl, and of the learner."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from dashboard_client import api_of
 
+from palestra.cli.main import run
 from palestra.core.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> RunFolder:
     """One step of the demo, on 2 problems."""
-    from palestra.cli.main import run
-
     folder = tmp_path_factory.mktemp("trained")
     settings = {"train.max_steps": 1, "train.problems_per_step": 3, "rollout.group_size": 4, "eval.cases": 1}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]

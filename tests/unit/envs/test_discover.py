@@ -1,5 +1,6 @@
 """Environments are found by reading, never by running."""
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -205,8 +206,6 @@ def test_lists_and_objects_are_given_as_json(write):
 
 
 def test_a_pipe_and_a_link_to_a_device_are_named_as_unreadable(tmp_path, monkeypatch):
-    import os
-
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "environments"
     folder.mkdir()

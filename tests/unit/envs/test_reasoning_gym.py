@@ -1,7 +1,5 @@
 """reasoning-gym's scorers: in a process of their own, and never trusted with more than a number."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Environments that show solved problems first, for models that need to see how."""
 
-from __future__ import annotations
-
 import pytest
 
 from palestra.core.types import Problem

@@ -1,7 +1,5 @@
 """A checkpoint is a model: it loads, talks and exports, also one that has no tokenizer of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

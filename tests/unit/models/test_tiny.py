@@ -1,7 +1,5 @@
 """The embedded model: its size, its tokenizer, its chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The data that palestra/tiny is made from: well-formed, repeatable, and without the demo's held-out cases."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from palestra import demo
+from palestra.models.loading import load_model
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "scripts"
@@ -28,6 +27,15 @@ def make_tiny() -> Any:
     finally:
         sys.path.remove(str(SCRIPTS))
     return make_tiny
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a red lamp", True), ("4 Red lamps", True), ("it costs 15.", True), ("115 or 150", False), ("red", False)],
+)
+def test_a_text_mentions_held_out_things_by_item_or_by_price(make_tiny: Any, text: str, expected: bool) -> None:
+    assert demo.is_held_out_item("red", "lamp")
+    assert sys.modules["tiny_data"].mentions_held_out(text) is expected
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +116,6 @@ def test_tool_calls_fit_the_schemas_in_their_prompt(sample: list[Any]) -> None:
 
 
 def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
-    from palestra.models.loading import load_model
-
     tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
     asked, said_next = "<|im_start|>user\nassistant\n<|im_end|>\n", "<|im_start|>assistant\nHi.<|im_end|>\n"
     text = asked + said_next + asked
@@ -119,8 +125,6 @@ def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
 
 
 def test_no_digit_that_goes_on_from_a_held_out_price_is_learned(make_tiny: Any) -> None:
-    from palestra.models.loading import load_model
-
     tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
     for number, learned in (("3151", "311"), ("3251", "3251"), ("131", "131"), ("317", "31")):
         (row,) = make_tiny.encode([f"<|im_start|>assistant\n{number}<|im_end|>\n"], tokenizer)
@@ -136,9 +140,7 @@ def test_batches_hold_every_row_once_within_the_token_budget(make_tiny: Any) -> 
     assert all(max(len(r.ids) for r in b) * len(b) <= make_tiny.TOKENS_PER_BATCH for b in batches)
 
 
-def test_two_steps_of_making_it_twice_give_the_same_bytes(
-    make_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_steps_of_making_it_twice_give_the_same_bytes(make_tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(make_tiny, "TOKENIZER_DIALOGUES", 120)
     monkeypatch.setattr(make_tiny, "DIALOGUES_AT_ONCE", 40)
     monkeypatch.setattr(make_tiny, "score", lambda model, tokenizer: {})

@@ -1,7 +1,5 @@
 """The policy in this process: batches, the tool barrier, and a copy to sample from."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -54,8 +52,8 @@ def overlapping_policy(model: Qwen3ForCausalLM) -> tuple[LocalPolicy, list[str]]
 
 
 def test_where_steps_overlap_a_caller_goes_on_while_the_next_one_computes_and_joins_the_one_after(
-    model: Qwen3ForCausalLM,
-) -> None:
+    model,
+):
     policy, events = overlapping_policy(model)
 
     async def twice() -> None:
@@ -110,8 +108,8 @@ def test_a_session_is_branched_while_a_step_computes_it(policy: LocalPolicy) -> 
 
 
 def test_where_steps_overlap_turns_that_ended_together_are_handed_out_in_portions_with_a_step_in_between(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, monkeypatch
+):
     monkeypatch.setattr(local, "_TURNS_AT_ONCE", 2)
     policy, events = overlapping_policy(model)
 
@@ -282,9 +280,7 @@ def test_named_tensors_are_copied_into_the_module(model: Qwen3ForCausalLM) -> No
         ({"lora.weight": torch.zeros(3)}, "lora.weight of shape"),
     ],
 )
-def test_weights_of_another_model_are_refused_and_change_nothing(
-    model: Qwen3ForCausalLM, tensors: dict[str, torch.Tensor], complaint: str
-) -> None:
+def test_weights_of_another_model_are_refused_and_change_nothing(model, tensors, complaint):
     policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
     norm = model.model.norm.weight
     before = norm.clone()

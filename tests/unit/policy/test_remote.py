@@ -1,7 +1,5 @@
 """RemotePolicy and OpenAIChat against a server on this machine that gives prepared answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

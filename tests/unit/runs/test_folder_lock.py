@@ -1,7 +1,5 @@
 """The lock of a run folder, also in a folder that somebody else has made."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

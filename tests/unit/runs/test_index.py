@@ -1,7 +1,5 @@
 """The index keeps what many processes write at once, and lets in only what has room."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An index that is lost, damaged or locked ends no run, and is made again from the run folders."""
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from pathlib import Path
@@ -99,9 +97,7 @@ def test_a_supervisor_waits_for_an_index_that_is_locked() -> None:
 
 
 @pytest.mark.parametrize("how", ["garbage", "deleted"])
-def test_a_run_in_a_terminal_goes_on_when_the_index_is_lost(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_run_in_a_terminal_goes_on_when_the_index_is_lost(home, tmp_path, monkeypatch, how):
     monkeypatch.setenv("PALESTRA_HOME", str(home))
     folder = RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine")
     with listed(folder.path):
@@ -110,9 +106,7 @@ def test_a_run_in_a_terminal_goes_on_when_the_index_is_lost(
     assert row.state == "completed"
 
 
-def test_a_run_in_a_terminal_goes_on_while_the_index_is_locked(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_a_terminal_goes_on_while_the_index_is_locked(home, tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(home))
     monkeypatch.setattr("palestra.runs.database._BUSY_S", 0.05)
     folder = RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine")
@@ -147,9 +141,7 @@ def test_five_thousand_runs_are_listed_by_the_page(tmp_path: Path) -> None:
     assert (len(runs), count, runs[0].run_id) == (20, 5000, "r4999")
 
 
-def test_one_of_five_thousand_runs_is_found_without_reading_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_five_thousand_runs_is_found_without_reading_the_others(tmp_path, monkeypatch):
     many_runs(Index(tmp_path))
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path))
     read, reads = [], reader.read_run

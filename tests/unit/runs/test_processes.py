@@ -1,15 +1,13 @@
 """Processes are known by number and birth, and nothing that a run started stays behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from builders import wait_until
 
 from palestra.runs.processes import (
     RUN_VARIABLE,
@@ -23,15 +21,6 @@ from palestra.runs.processes import (
 )
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-
-
-def eventually(happened: Callable[[], bool], within_s: float = 10.0) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        if happened():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.fixture
@@ -58,7 +47,7 @@ def test_a_process_is_alive_until_it_ends_even_as_a_zombie():
     assert this_process().is_alive
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     process = identify(child.pid) or Process(child.pid, "too late")
-    assert eventually(lambda: not process.is_alive)  # nobody has fetched its exit status
+    wait_until(lambda: not process.is_alive)  # nobody has fetched its exit status
     assert child.wait() == 0
 
 
@@ -72,21 +61,21 @@ def test_a_number_that_another_process_has_got_is_not_signalled(start):
 def test_who_does_not_heed_the_request_is_made_to_end_with_its_whole_group(start):
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]); {STUBBORN}"
     process = start(code)
-    assert eventually(lambda: len(descendants(process.pid)) == 1)
+    wait_until(lambda: len(descendants(process.pid)) == 1)
     (child,) = descendants(process.pid)
     end_all([process], 0.2)
     assert not process.is_alive
-    assert eventually(lambda: not child.is_alive)
+    wait_until(lambda: not child.is_alive)
 
 
 def test_what_a_run_started_is_found_in_other_sessions_and_without_its_parent(start):
     inner = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True)"
     parent = start(f"{inner}; print(flush=True); import time; time.sleep(60)", **{RUN_VARIABLE: "run-of-test"})
-    assert eventually(lambda: len(processes_of_run("run-of-test")) == 2)
+    wait_until(lambda: len(processes_of_run("run-of-test")) == 2)
     os.kill(parent.pid, signal.SIGKILL)
-    assert eventually(lambda: len(processes_of_run("run-of-test")) == 1)
+    wait_until(lambda: len(processes_of_run("run-of-test")) == 1)
     end_all(processes_of_run("run-of-test"), 0.1)
-    assert eventually(lambda: not processes_of_run("run-of-test"))
+    wait_until(lambda: not processes_of_run("run-of-test"))
     assert not processes_of_run("another")
 
 
@@ -102,4 +91,4 @@ print(child.pid, child.born, flush=True)
 os.kill(os.getpid(), 9)
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
-    assert eventually(lambda: not Process(int(said[0]), said[1]).is_alive)
+    wait_until(lambda: not Process(int(said[0]), said[1]).is_alive)

@@ -1,7 +1,5 @@
 """Pruning gives disk space back, and takes nothing that is still of use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run's numbers and reasons come from its files, however they were left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is asked of the manager is checked, kept, and holds no secret."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The server's end: requests in flight are answered, and nothing is printed about them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

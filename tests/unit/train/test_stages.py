@@ -121,6 +121,13 @@ def test_a_resumed_run_goes_on_in_its_stage_with_the_same_numbers(tmp_path: Path
     assert [r["step"] for r in again.metrics()] == [r["step"] for r in whole.metrics()]
 
 
+def test_a_run_that_is_finished_takes_no_more_stages(tmp_path: Path, traces: Path) -> None:
+    done = run(tmp_path / "run", "sft,grpo", **{"stages.traces": str(traces)})
+    run(done.path, "sft,grpo", resume=Resume(done.path, checkpoint="1", finish=True))
+    assert [row["step"] for row in done.metrics()] == [1]
+    assert done.report() is not None
+
+
 def learned(folder: RunFolder) -> list[list[int]]:
     rows = map(json.loads, folder.demonstrations_file.read_text().splitlines())
     return [[token for turn in row["turns"] for token in turn["token_ids"]] for row in rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from palestra.core.types import Array, Group
 
@@ -57,18 +56,10 @@ class Trackers(Tracker):
             tracker.close()
 
 
-class MetricsService(Protocol):
-    """A service that takes metrics only; rollouts stay in rollouts.jsonl."""
-
-    def metrics(self, step: int, row: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class GuardedTracker(Tracker):
     """A service whose failure does not stop the run: the first is logged; after three in a row it is not called."""
 
-    def __init__(self, name: str, service: MetricsService) -> None:
+    def __init__(self, name: str, service: Tracker) -> None:
         self._name = name
         self._service = service
         self._warned = False

@@ -10,8 +10,15 @@ from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrackSection
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.base import GuardedTracker, MetricsService, Tracker, Trackers
+from palestra.runs.tracking.base import GuardedTracker, Tracker, Trackers
 from palestra.runs.tracking.jsonl import JsonlTracker
+from palestra.runs.tracking.services import (
+    MLflowService,
+    TensorBoardService,
+    TrackioService,
+    WandbService,
+    check_wandb_key,
+)
 
 
 def open_trackers(
@@ -39,9 +46,7 @@ def check_trackers(track: TrackSection) -> None:
         if find_spec(name) is None:
             raise _not_installed(name, name)
         if name == "wandb":
-            from palestra.runs.tracking.wandb import check_key
-
-            check_key()
+            check_wandb_key()
 
 
 def _not_installed(name: str, package: str | None) -> PalestraError:
@@ -50,7 +55,7 @@ def _not_installed(name: str, package: str | None) -> PalestraError:
     )
 
 
-def _start(name: str, *arguments: Any) -> MetricsService:
+def _start(name: str, *arguments: Any) -> Tracker:
     try:
         return _service(name, *arguments)
     except ModuleNotFoundError as error:
@@ -65,24 +70,16 @@ def _start(name: str, *arguments: Any) -> MetricsService:
 
 def _service(
     name: str, folder: RunFolder, track: TrackSection, settings: dict[str, Any], resume_after: int | None
-) -> MetricsService:
+) -> Tracker:
     run_name = track.run_name or folder.path.name
     resumed = resume_after is not None
     match name:
         case "wandb":
-            from palestra.runs.tracking.wandb import WandbService
-
             return WandbService(folder, track.project, run_name, track.entity, settings, resumed)
         case "tensorboard":
-            from palestra.runs.tracking.tensorboard import TensorBoardService
-
             return TensorBoardService(folder, settings, resume_after)
         case "mlflow":
-            from palestra.runs.tracking.mlflow import MLflowService
-
             return MLflowService(folder, track.project, run_name, settings, resumed)
         case "trackio":
-            from palestra.runs.tracking.trackio import TrackioService
-
             return TrackioService(track.project, run_name, settings, resumed)
     raise PalestraError(f"unknown tracker {name!r}; expected wandb, tensorboard, mlflow or trackio")

@@ -19,7 +19,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import Scope
 
 from palestra.core.errors import PalestraError
 from palestra.servers.body import MIB, parse, read_body
@@ -31,7 +30,7 @@ from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.http_errors import error_body, shortened
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.openai_forms import Piece
-from palestra.servers.web import Endpoint, make_app, while_connected
+from palestra.servers.web import make_app, while_connected
 
 _MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041
@@ -53,7 +52,7 @@ def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute]
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
     ]
     all_routes = [*routes, Mount("/attempt/{attempt}", routes=dialects), *dialects]
-    return make_app(all_routes, error_form=_error_form, find_post=api.find_post)
+    return make_app(all_routes, error_form=_error_form)
 
 
 class _Api:
@@ -62,23 +61,9 @@ class _Api:
     def __init__(self, model: Completer, find: FindAttempt) -> None:
         self._model = model
         self._find = find
-        self._posts: dict[str, Endpoint] = {
-            "chat/completions": self.chat_completions,
-            "responses": self.responses,
-            "messages": self.messages,
-        }
         about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
         more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
         self._card = {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
-
-    def find_post(self, scope: Scope) -> Endpoint | None:
-        """The endpoint of a frequent post, equal to what the routes would find."""
-        before, _, name = scope["path"].partition("/v1/")
-        attempt = before.removeprefix("/attempt/")
-        if name not in self._posts or (before and (attempt == before or not attempt or "/" in attempt)):
-            return None
-        scope["path_params"] = {"attempt": attempt} if attempt else {}
-        return self._posts[name]
 
     async def models(self, request: Request) -> Response:
         self._attempt(request)

@@ -97,11 +97,6 @@ class Attempt:
         return f"{self._url}/attempt/{self.id}"
 
     @property
-    def transcript(self) -> tuple[Message, ...]:
-        """The messages of the lineage that spoke last."""
-        return self.tree.nodes[-1].messages if self.tree.nodes else ()
-
-    @property
     def counts(self) -> AttemptCounts:
         tree = self.tree
         return AttemptCounts(

@@ -112,23 +112,6 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
     return ForwardBackwardRequest(request.model_id, request.seq_id, data, request.loss_fn, config, request.forward_only)
 
 
-def write_forward_backward(request: ForwardBackwardRequest) -> bytes:
-    """The client's side, for programs that do without the SDK."""
-    message = pb.ForwardBackwardRequest(
-        model_id=request.model_id,
-        seq_id=request.seq_id,
-        loss_fn=request.loss_fn,
-        loss_fn_config={key: float(value) for key, value in request.loss_fn_config.items()},
-        forward_only=request.forward_only,
-    )
-    for datum in request.data:
-        row = message.data.add()
-        row.model_input.add().encoded_text.tokens = datum.token_ids.astype("<i4").tobytes()
-        for key, value in datum.inputs.items():
-            row.loss_fn_inputs[key].CopyFrom(_tensor(value))
-    return bytes(message.SerializeToString())
-
-
 def write_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput: the log-probabilities of each row's targets, [T] or [T, K], and the metrics."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)

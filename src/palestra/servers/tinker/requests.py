@@ -16,7 +16,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.servers.tinker.base_model import AdapterSpec
 from palestra.servers.tinker.messages import Tensor, csr_cells, parse_request
-from palestra.servers.tinker.trainee import AdamParams
+from palestra.servers.tinker.training_model import AdamParams
 
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024

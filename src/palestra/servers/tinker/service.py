@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from palestra.servers.tinker.futures import Gone, NotFound, OrderedWorker, Reque
 from palestra.servers.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
 from palestra.servers.tinker.sampler import PinnedWeights, Sampler, SampleRequest
 from palestra.servers.tinker.sessions import Model, SamplingSession, Session
-from palestra.servers.tinker.trainee import AdamParams, Trainee
+from palestra.servers.tinker.training_model import AdamParams, TrainingModel
 from palestra.servers.tinker.training_run import TrainingRun
 
 log = logging.getLogger("palestra")
@@ -33,7 +34,7 @@ _SAVED_BY = {
     "weights": "save_weights", "sampler_weights": "save_weights_for_sampler",
     "external_weights": "save_weights_external",
 }  # fmt: skip
-RESTARTED = "it has ended, or the server was started anew; go on from a saved tinker:// path"
+RESTARTED = "it has ended, or the server was restarted; continue from a saved tinker:// path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Service:
     def create_session(self, name: str, metadata: dict[str, Any]) -> str:
         self.end_idle()
         if len(self.sessions) >= self.limits.sessions:
-            raise TooBusy(f"{len(self.sessions)} sessions are open, as many as may be; close one, or come back later")
+            raise TooBusy(f"{len(self.sessions)} sessions are open, which is the limit; close one, or try again later")
         session = Session(f"s-{secrets.token_hex(6)}", name, metadata)
         self.sessions[session.id] = session
         return session.id
@@ -79,7 +80,7 @@ class Service:
     def session(self, session_id: str) -> Session:
         found = self.sessions.get(session_id)
         if found is None:
-            raise Gone(f"the session {session_id!r} is not here: {RESTARTED}")
+            raise Gone(f"the session {session_id!r} does not exist: {RESTARTED}")
         found.last_seen = time.monotonic()
         return found
 
@@ -96,7 +97,7 @@ class Service:
         """End sessions whose client is gone."""
         longest = time.monotonic() - self.limits.session_idle_s
         for session_id in [s.id for s in self.sessions.values() if s.last_seen < longest]:
-            log.warning("session %s has not been heard of for %g s; it ends", session_id, self.limits.session_idle_s)
+            log.warning("session %s has sent nothing for %g s and is ended", session_id, self.limits.session_idle_s)
             self.finish_session(session_id, completed=False)
 
     def close(self) -> None:
@@ -111,7 +112,7 @@ class Service:
     def base(self, name: str) -> BaseModel:
         found = self.bases.get(name) or next((base for base in self.bases.values() if name == base.path), None)
         if found is None:
-            raise NotFound(f"the base model {name!r} is not served here; there is {', '.join(self.bases)}")
+            raise NotFound(f"the base model {name!r} is not served here; this server has {', '.join(self.bases)}")
         return found
 
     def create_model(
@@ -125,12 +126,12 @@ class Service:
         self.end_idle()
         size = base.trained_bytes(spec)
         if len(self.models) >= self.limits.models:
-            raise TooBusy(f"{len(self.models)} models are being trained, as many as may be; come back later")
+            raise TooBusy(f"{len(self.models)} models are being trained, which is the limit; try again later")
         held = sum(model.bytes for model in self.models.values())
         if self.limits.memory_gib is not None and held + size > self.limits.memory_gib * GIB:
             raise TooBusy(
                 f"rank {spec.rank} needs about {size / GIB:.2f} GiB, and of {self.limits.memory_gib:g} GiB "
-                f"{held / GIB:.2f} are taken; use a lower rank, or come back later"
+                f"{held / GIB:.2f} are taken; use a lower rank, or try again later"
             )
         model_id = f"{session_id}:train:{seq}"
         worker = OrderedWorker(model_id, self.requests, lambda: _use_own_stream(base.device))
@@ -140,7 +141,7 @@ class Service:
 
         def make() -> Result:
             try:
-                model.trainee = Trainee(base, spec, seed=seed, rows_per_pass=self._rows_per_pass(base))
+                model.training_model = TrainingModel(base, spec, seed=seed, rows_per_pass=self._rows_per_pass(base))
                 model.run = TrainingRun(self._output_dir, base, spec, session.name, about)
             except BaseException:
                 self.models.pop(model_id, None)
@@ -154,7 +155,7 @@ class Service:
     def model(self, model_id: str) -> Model:
         found = self.models.get(model_id)
         if found is None:
-            raise NotFound(f"the model {model_id!r} is not here: {RESTARTED}")
+            raise NotFound(f"the model {model_id!r} does not exist: {RESTARTED}")
         if session := self.sessions.get(found.session):
             session.last_seen = time.monotonic()
         return found
@@ -166,7 +167,7 @@ class Service:
         def end() -> Result:
             if model.run is not None:
                 model.run.close(completed=completed)
-            model.trainee = None
+            model.training_model = None
             return {"type": "unload_model", "model_id": model_id}
 
         request = model.worker.run("unload_model", end)
@@ -180,10 +181,10 @@ class Service:
         settings = check_loss(request.loss_fn, request.loss_fn_config)
 
         def work() -> Result:
-            trainee, run = model.ready
+            training_model, run = model.ready
             began = time.perf_counter()
             backward = not request.forward_only
-            outputs = trainee.forward_backward(request.data, request.loss_fn, settings, backward=backward)
+            outputs = training_model.forward_backward(request.data, request.loss_fn, settings, backward=backward)
             if backward:
                 run.computed(request.data, request.loss_fn, outputs, time.perf_counter() - began)
             return write_outputs(outputs.logprobs, {"loss:sum": outputs.loss})
@@ -194,9 +195,9 @@ class Service:
         model = self.model(model_id)
 
         def work() -> Result:
-            trainee, run = model.ready
+            training_model, run = model.ready
             began = time.perf_counter()
-            norm = trainee.optim_step(adam)
+            norm = training_model.optim_step(adam)
             run.stepped(adam, norm, time.perf_counter() - began)
             return {"type": "optim_step", "metrics": {"grad_norm": norm, "learning_rate": adam.learning_rate}}
 
@@ -213,9 +214,10 @@ class Service:
         path = TinkerPath(model_id, kind, checkpoint_name(name or f"seq-{seq_id:06d}"))
 
         def work() -> Result:
-            trainee, _ = model.ready
+            training_model, _ = model.ready
+            write = partial(training_model.save, optimizer=kind == "weights")
             self.checkpoints.save(
-                path, model.base.name, model.spec, lambda folder: trainee.save(folder, optimizer=kind == "weights"),
+                path, model.base.name, model.spec, write,
                 overwrite=overwrite, ttl_s=ttl_s, user_metadata=user_metadata,
             )  # fmt: skip
             return {"type": what, "path": str(path)}
@@ -227,14 +229,14 @@ class Service:
         parsed = TinkerPath.parse(path)
 
         def work() -> Result:
-            trainee, _ = model.ready
+            training_model, _ = model.ready
             found = self._checkpoint(parsed, model.base)
             verify_folder(found.folder)
             if found.spec != model.spec:
                 raise NotFound(f"{path} has {found.spec}, and {model_id!r} was made with {model.spec}; they must agree")
             if optimizer and parsed.kind != "weights":
                 raise NotFound(f"{path} was saved for sampling, without the optimizer; load the weights alone")
-            trainee.load(found.folder, optimizer=optimizer)
+            training_model.load(found.folder, optimizer=optimizer)
             return {"type": "load_weights", "path": path}
 
         return model.worker.submit(seq_id, "load_weights", work)
@@ -255,10 +257,10 @@ class Service:
         sampling_id = f"{session.id}:sample:{number}"
 
         def work() -> Result:
-            trainee, _ = model.ready
-            version = trainee.version
+            training_model, _ = model.ready
+            version = training_model.version
             if version not in model.pinned:
-                tensors = trainee.snapshot()
+                tensors = training_model.snapshot()
                 model.pinned[version] = PinnedWeights(lambda: tensors)
             while len(model.pinned) > self.limits.versions:
                 model.pinned.popitem(last=False)
@@ -299,7 +301,7 @@ class Service:
     def sampling_session(self, sampling_id: str) -> SamplingSession:
         found = self.sampling.get(sampling_id)
         if found is None:
-            raise NotFound(f"the sampling session {sampling_id!r} is not here: {RESTARTED}")
+            raise NotFound(f"the sampling session {sampling_id!r} does not exist: {RESTARTED}")
         if session := self.sessions.get(found.session):
             session.last_seen = time.monotonic()
         model = self.models.get(found.sampler)
@@ -318,7 +320,7 @@ class Service:
             return target.requests[seq_id]
         waiting = sum(sampler.busy for sampler in self._samplers.values())
         if waiting >= self.limits.waiting_samples:
-            raise TooBusy(f"{waiting} samples wait already; come back in a moment")
+            raise TooBusy(f"{waiting} samples wait already; try again in a moment")
         sampler = self._sampler(target)
         request = self.requests.new("sample")
         if seq_id is not None:
@@ -336,7 +338,7 @@ class Service:
                     break
                 self._samplers.pop(other).close()
             if len(self._samplers) >= self.limits.samplers:
-                raise TooBusy(f"{len(self._samplers)} models are being sampled, as many as may be; come back later")
+                raise TooBusy(f"{len(self._samplers)} models are being sampled, which is the limit; try again later")
             device = target.base.device
             memory = default_kv_bytes(device) / GIB / self.limits.samplers if device.type == "cuda" else None
             self._samplers[key] = Sampler(target.base, target.spec, memory)

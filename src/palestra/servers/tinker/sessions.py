@@ -10,7 +10,7 @@ from typing import Any
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.futures import NotFound, OrderedWorker, Request
 from palestra.servers.tinker.sampler import PinnedWeights
-from palestra.servers.tinker.trainee import Trainee
+from palestra.servers.tinker.training_model import TrainingModel
 from palestra.servers.tinker.training_run import TrainingRun
 
 
@@ -35,14 +35,14 @@ class Model:
     bytes: int
     worker: OrderedWorker
     run: TrainingRun | None = None
-    trainee: Trainee | None = None
+    training_model: TrainingModel | None = None
     pinned: OrderedDict[int, PinnedWeights] = field(default_factory=OrderedDict)  # by version, oldest first
 
     @property
-    def ready(self) -> tuple[Trainee, TrainingRun]:
-        if self.trainee is None or self.run is None:
+    def ready(self) -> tuple[TrainingModel, TrainingRun]:
+        if self.training_model is None or self.run is None:
             raise NotFound(f"the model {self.id!r} could not be made; see what create_model answered")
-        return self.trainee, self.run
+        return self.training_model, self.run
 
 
 @dataclass(slots=True)

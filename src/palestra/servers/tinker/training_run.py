@@ -20,7 +20,7 @@ from palestra.runs.foreground import listed
 from palestra.runs.tracking.open import open_trackers
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.messages import Datum
-from palestra.servers.tinker.trainee import AdamParams, Outputs
+from palestra.servers.tinker.training_model import AdamParams, Outputs
 
 log = logging.getLogger("palestra")
 
@@ -59,7 +59,7 @@ class TrainingRun:
         self._writer.submit(self._logged, self._write_step, adam, grad_norm, seconds, elapsed)
 
     def close(self, *, completed: bool) -> None:
-        """The run has ended; as stopped where its client did not say goodbye."""
+        """The run has ended; as stopped where its client did not end the session."""
         self._writer.shutdown()
         self._tracker.close()
         stopped = None if completed else KeyboardInterrupt()

@@ -1,7 +1,5 @@
 """MCP servers as tools: real processes, by the official client."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import textwrap

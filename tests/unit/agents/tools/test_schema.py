@@ -195,19 +195,16 @@ SPHINX = """Look a price up.
     """
 
 
-@pytest.mark.parametrize("docstring", [GOOGLE, NUMPY, SPHINX], ids=["google", "numpy", "sphinx"])
-def test_three_styles_say_the_same(docstring):
-    description, parameters = parse_docstring(docstring)
-    assert description == "Look a price up.\n\nPrices are in euro."
-    assert parameters == {
-        "item": "The item's name, as the catalogue has it.",
-        "count": "How many. Default: one.",
-    }
+PARAMETERS = {"item": "The item's name, as the catalogue has it.", "count": "How many. Default: one."}
+PRICE = ("Look a price up.\n\nPrices are in euro.", PARAMETERS)
 
 
 @pytest.mark.parametrize(
     ("docstring", "parsed"),
     [
+        (GOOGLE, PRICE),
+        (NUMPY, PRICE),
+        (SPHINX, PRICE),
         ("Say hello. Note: politely.", ("Say hello. Note: politely.", {})),
         ("Add.\n\nParameters\n----------\na, b : int\n    A number.", ("Add.", {"a": "A number.", "b": "A number."})),
         ("Halve.\n\nArgs:\n    a: All.\n\nRaises:\n    ValueError: It is odd.", ("Halve.", {"a": "All."})),
@@ -216,7 +213,7 @@ def test_three_styles_say_the_same(docstring):
             ("Write.", {"note": "What.", "returns": "Whether."}),
         ),
     ],
-    ids=["no sections", "shared line", "other sections", "named like a section"],
+    ids=["google", "numpy", "sphinx", "no sections", "shared line", "other sections", "named like a section"],
 )
-def test_other_forms_of_docstrings(docstring, parsed):
+def test_docstrings_of_three_styles_are_read(docstring, parsed):
     assert parse_docstring(docstring) == parsed

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from palestra.agents.tools.run import run_calls
-from palestra.agents.tools.tool import as_tool, function_tool, tools_by_name
+from palestra.agents.tools.tool import as_tool, function_tool
 from palestra.core.errors import PalestraError
 from palestra.core.types import ToolCall
 
@@ -29,11 +29,6 @@ def test_a_function_becomes_a_tool_that_stays_callable():
 def test_what_is_no_tool_is_refused(thing):
     with pytest.raises(PalestraError, match=r"is not a tool|pass the function itself"):
         as_tool(thing)
-
-
-def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(PalestraError, match="two tools are named 'add'"):
-        tools_by_name([as_tool(add), as_tool(add)])
 
 
 class TestOpenAIAgents:

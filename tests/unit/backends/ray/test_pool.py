@@ -1,7 +1,5 @@
 """The pool of rollout actors: they die and join, and every group comes exactly once."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections import Counter

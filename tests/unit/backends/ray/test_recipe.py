@@ -1,7 +1,5 @@
 """A rollout actor builds itself from what was sent to it, and samples what one process would."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Settings that a Tinker server cannot heed are refused before anything is sent, and its key is asked for by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our losses on a Tinker server have the gradients that they have here; what a server cannot forget is made again."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

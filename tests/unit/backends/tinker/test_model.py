@@ -1,7 +1,5 @@
 """A model that its server loses is made again, exactly; what cannot be mended is told with the last good state."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from concurrent.futures import Future
@@ -22,6 +20,7 @@ from test_learner import learner_on, rows, step
 
 from palestra.algo.batch import Batch
 from palestra.backends.tinker import model as model_module
+from palestra.backends.tinker.learner import TinkerLearner
 from palestra.backends.tinker.policy import TinkerPolicy, sampling_params
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import SamplingParams, Turn
@@ -36,6 +35,16 @@ WRONG = tinker.RequestFailedError(
 )
 EXPIRED = type("RetryableException", (Exception,), {})("Promise expired")
 AWAY = tinker.APIConnectionError(request=httpx.Request("POST", "http://fake"))
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    return FakeServer()
+
+
+@pytest.fixture
+def learner(server: FakeServer) -> TinkerLearner:
+    return learner_on(server)
 
 
 def sampled(policy: TinkerPolicy, seed: int = 1) -> Turn:
@@ -81,9 +90,7 @@ def test_a_session_that_is_lost_at_any_moment_changes_nothing(moment: str, tmp_p
     assert tokens == mended_tokens
 
 
-def test_only_what_came_after_the_last_state_is_sent_again() -> None:
-    server = FakeServer()
-    learner = learner_on(server)
+def test_only_what_came_after_the_last_state_is_sent_again(server, learner):
     step(learner, rows())
     state = learner.model.save("mine")
     step(learner, rows())
@@ -94,10 +101,8 @@ def test_only_what_came_after_the_last_state_is_sent_again() -> None:
     assert server.log == ["session", f"load {state}", "cross_entropy", "optim_step", "sampler", "close interrupted"]
 
 
-def test_a_state_is_saved_now_and_then_and_the_one_before_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_saved_now_and_then_and_the_one_before_is_deleted(monkeypatch, server, learner):
     monkeypatch.setattr(model_module, "STEPS_BETWEEN_STATES", 2)
-    server = FakeServer()
-    learner = learner_on(server)
     for _ in range(5):
         step(learner, rows())
     assert [path.rpartition("/")[2][:8] for path in server.states] == ["recovery"]
@@ -106,27 +111,21 @@ def test_a_state_is_saved_now_and_then_and_the_one_before_is_deleted(monkeypatch
 
 
 @pytest.mark.parametrize("error", [BUSY, BROKEN, EXPIRED, AWAY], ids=["busy", "broken", "expired", "away"])
-def test_a_server_at_fault_is_asked_again(error: Exception) -> None:
-    server = FakeServer()
-    learner = learner_on(server)
+def test_a_server_at_fault_is_asked_again(error, server, learner):
     expected = learner.forward(Batch.of(rows(1)))
     server.fails = [error]
     assert len(learner.forward(Batch.of(rows(1)))) == len(expected)
     assert not server.fails
 
 
-def test_a_server_that_stays_at_fault_is_told_with_the_last_state() -> None:
-    server = FakeServer()
-    learner = learner_on(server)
+def test_a_server_that_stays_at_fault_is_told_with_the_last_state(server, learner):
     state = learner.model.save("mine")
     server.fails = [BROKEN] * 9
     with pytest.raises(PalestraError, match=rf"session is lost.*it crashed.*last state that it saved is {state}"):
         learner.forward(Batch.of(rows()))
 
 
-def test_a_state_that_is_gone_is_told() -> None:
-    server = FakeServer()
-    learner = learner_on(server)
+def test_a_state_that_is_gone_is_told(server, learner):
     learner.model.save("mine")
     server.states.clear()
     server.restart()
@@ -145,18 +144,15 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
         learner.model.call(lambda client: never)
 
 
-def test_a_mistake_of_ours_is_not_sent_again() -> None:
-    server = FakeServer()
-    policy = TinkerPolicy(learner_on(server).model, 64)
+def test_a_mistake_of_ours_is_not_sent_again(server, learner):
+    policy = TinkerPolicy(learner.model, 64)
     server.fails = [WRONG]
     with pytest.raises(RolloutError, match=r"the Tinker server refuses a request: no token 99$"):
         sampled(policy)
     assert server.log.count("session") == 1
 
 
-def test_after_a_refusal_the_next_request_has_a_client_without_a_gap_in_its_numbers() -> None:
-    server = FakeServer()
-    learner = learner_on(server)
+def test_after_a_refusal_the_next_request_has_a_client_without_a_gap_in_its_numbers(server, learner):
     step(learner, rows())
     server.fails = [WRONG]
     with pytest.raises(PalestraError, match="no token 99"):
@@ -176,9 +172,8 @@ def test_a_key_that_is_not_accepted_is_named() -> None:
         learner.forward(Batch.of(rows()))
 
 
-def test_many_rollouts_open_one_new_session_together() -> None:
-    server = FakeServer()
-    policy = TinkerPolicy(learner_on(server).model, 64)
+def test_many_rollouts_open_one_new_session_together(server, learner):
+    policy = TinkerPolicy(learner.model, 64)
     server.restart()
 
     async def main() -> list[Turn]:
@@ -191,9 +186,7 @@ def test_many_rollouts_open_one_new_session_together() -> None:
     assert server.log.count("session") == 2
 
 
-def test_a_policy_stays_at_its_version_until_it_is_given_the_next() -> None:
-    server = FakeServer()
-    learner = learner_on(server)
+def test_a_policy_stays_at_its_version_until_it_is_given_the_next(server, learner):
     policy = TinkerPolicy(learner.model, 64)
     first = sampled(policy)
     step(learner, rows())
@@ -205,8 +198,8 @@ def test_a_policy_stays_at_its_version_until_it_is_given_the_next() -> None:
     assert sampled(policy).versions.tolist() == [7] * 6
 
 
-def test_a_turn_ends_where_the_context_does() -> None:
-    policy = TinkerPolicy(learner_on(FakeServer()).model, 8)
+def test_a_turn_ends_where_the_context_does(learner):
+    policy = TinkerPolicy(learner.model, 8)
     session = policy.open([1, 2, 3])
     turn = asyncio.run(policy.sample(session, SamplingParams(20, seed=1)))
     assert (len(turn.token_ids), turn.finish) == (5, "length")
@@ -214,8 +207,8 @@ def test_a_turn_ends_where_the_context_does() -> None:
     assert (len(empty.token_ids), empty.finish) == (0, "length")
 
 
-def test_weights_from_elsewhere_are_refused() -> None:
-    policy = TinkerPolicy(learner_on(FakeServer()).model, 64)
+def test_weights_from_elsewhere_are_refused(learner):
+    policy = TinkerPolicy(learner.model, 64)
     with pytest.raises(PalestraError, match="samples the weights that it has trained itself"):
         policy.update(Weights(1, dict))
 

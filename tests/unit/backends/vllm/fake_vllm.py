@@ -1,7 +1,5 @@
 """A small server that answers as `vllm serve` does, over our own engine: enough of vLLM for its policy, in a thread."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass, field
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from small_engine import small_model
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,6 +19,13 @@ from palestra.policy.local import LocalPolicy
 
 _RENAMED = {"max_tokens": "max_new_tokens"}
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+
+
+def random_model(seed: int) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    # a wide range, so that two of them differ
+    wide = {"initializer_range": 0.5, "tie_word_embeddings": False}
+    return small_model(1288, 256, seed, num_hidden_layers=1, **sizes, **wide)
 
 
 @dataclass

@@ -1,10 +1,7 @@
 """LoRA with a running vLLM: each version of the adapter is one of its own there, and goes when it is not needed."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +10,24 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_vllm import FakeVllm
-from served import served
-from test_vllm_server import small_model, turn
+from fake_vllm import random_model
+from test_vllm_server import turn
 
 from palestra.backends.ray.pool import GroupSampler, PackedWeights, PoolPolicy
 from palestra.backends.vllm.common import Adapter, AdapterFolders
-from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.core.weights import Weights
 from palestra.learner.lora import add_lora
 from palestra.models.export.hf import save_base
-from palestra.policy.local import LocalPolicy
 
 RANK = 2
 
 
 def adapted(seed: int, rank: int = RANK) -> Any:
     """Base 0 with an adapter that changes what it says."""
-    model = add_lora(small_model(0), LoraSection(r=rank))
+    model = add_lora(random_model(0), LoraSection(r=rank))
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -41,32 +35,12 @@ def adapted(seed: int, rank: int = RANK) -> Any:
     return model.eval()
 
 
-def policy(url: str, tokenizer: Any, folder: Path, *, rank: int = RANK, max_staleness: int = 0) -> VllmServerPolicy:
-    return VllmServerPolicy(
-        url, tokenizer, weights_folder=folder, temperature=0.7, lora_rank=rank, max_staleness=max_staleness, timeout_s=5
-    )
-
-
 def weights_of(model: Any, version: int) -> Weights:
     return Weights(version, dict, model)
 
 
-@pytest.fixture
-def fake(tiny_tokenizer: Any) -> FakeVllm:
-    own = LocalPolicy(small_model(0), tiny_tokenizer, kv_memory_gib=0.02, self_check=False)
-    return FakeVllm(own, tiny_tokenizer, context=200, adapters={})
-
-
-@pytest.fixture
-def url(fake: FakeVllm) -> Iterator[str]:
-    with served(fake.app()) as url:
-        yield url
-
-
-def test_each_version_is_an_adapter_of_its_own_and_requests_name_the_last(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    sampler = policy(url, tiny_tokenizer, tmp_path)
+def test_each_version_is_an_adapter_of_its_own_and_requests_name_the_last(fake, connect):
+    sampler = connect(lora_rank=RANK)
     for version in range(4):
         sampler.update(weights_of(adapted(version), version))  # its logprobs are compared inside
         assert turn(sampler, SamplingParams(4, seed=1), [5, 6]).versions.tolist() == [version] * 4
@@ -76,20 +50,16 @@ def test_each_version_is_an_adapter_of_its_own_and_requests_name_the_last(
     assert not any(call.startswith(("pause", "palestra_", "reset")) for call in fake.calls)
 
 
-def test_versions_that_requests_may_be_under_way_for_stay_loaded(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    sampler, model = policy(url, tiny_tokenizer, tmp_path, max_staleness=2), adapted(1)
+def test_versions_that_requests_may_be_under_way_for_stay_loaded(fake, connect, tmp_path):
+    sampler, model = connect(lora_rank=RANK, max_staleness=2), adapted(1)
     for version in range(5):
         sampler.update(weights_of(model, version))
     assert [name.rpartition("-v")[2] for name in fake.adapters or ()] == ["1", "2", "3", "4"]
     assert len(list(tmp_path.glob("*/*/adapter_model.safetensors"))) == 4
 
 
-def test_a_turn_that_a_newer_adapter_overtakes_is_of_its_own_version(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    sampler = policy(url, tiny_tokenizer, tmp_path, max_staleness=1)
+def test_a_turn_that_a_newer_adapter_overtakes_is_of_its_own_version(fake, connect):
+    sampler = connect(lora_rank=RANK, max_staleness=1)
     sampler.update(weights_of(adapted(0), 0))
     first = sampler.served_model
 
@@ -107,10 +77,8 @@ def test_a_turn_that_a_newer_adapter_overtakes_is_of_its_own_version(
     assert sampled.token_ids.tolist() == same.token_ids.tolist()
 
 
-def test_the_end_of_a_run_leaves_nothing_at_the_server_and_on_disk(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    sampler = policy(url, tiny_tokenizer, tmp_path)
+def test_the_end_of_a_run_leaves_nothing_at_the_server_and_on_disk(fake, connect, tmp_path):
+    sampler = connect(lora_rank=RANK)
     sampler.update(weights_of(adapted(0), 0))
     sampler.release()
     assert fake.adapters == {}
@@ -118,7 +86,7 @@ def test_the_end_of_a_run_leaves_nothing_at_the_server_and_on_disk(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_server_of_another_user_can_read_what_the_umask_allows(tmp_path: Path) -> None:
+def test_the_server_of_another_user_can_read_what_the_umask_allows(tmp_path):
     (tmp_path / "other").touch()
     folders = AdapterFolders(tmp_path)
     written = list(folders.write(weights_of(adapted(0), 0)).folder.glob("adapter*"))
@@ -126,19 +94,17 @@ def test_the_server_of_another_user_can_read_what_the_umask_allows(tmp_path: Pat
     assert [path.stat().st_mode for path in written] == [(tmp_path / "other").stat().st_mode] * 3
 
 
-def test_two_runs_at_one_server_never_share_a_name(url: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    one, other = (policy(url, tiny_tokenizer, tmp_path) for _ in range(2))
+def test_two_runs_at_one_server_never_share_a_name(connect):
+    one, other = (connect(lora_rank=RANK) for _ in range(2))
     for sampler in (one, other):
         sampler.update(weights_of(adapted(0), 0))
     assert one.served_model != other.served_model
 
 
-def test_another_base_model_is_found_out_though_its_adapter_is_loaded(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    other = add_lora(small_model(1), LoraSection(r=RANK)).eval()
+def test_another_base_model_is_found_out_though_its_adapter_is_loaded(connect):
+    other = add_lora(random_model(1), LoraSection(r=RANK)).eval()
     with pytest.raises(PalestraError, match=r"other log-probabilities.*the model that is trained: VLLM_ALLOW_RUNTIME"):
-        policy(url, tiny_tokenizer, tmp_path).update(weights_of(other, 0))
+        connect(lora_rank=RANK).update(weights_of(other, 0))
 
 
 @pytest.mark.parametrize(
@@ -149,52 +115,44 @@ def test_another_base_model_is_found_out_though_its_adapter_is_loaded(
         ({"runtime_updating": False}, r"started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
     ],
 )
-def test_a_server_that_loads_no_adapters_is_refused_with_what_it_lacks(
-    fake: FakeVllm, tiny_tokenizer: Any, tmp_path: Path, started: dict[str, Any], complaint: str
-) -> None:
+def test_a_server_that_loads_no_adapters_is_refused_with_what_it_lacks(fake, connect, started, complaint):
     for name, value in started.items():
         setattr(fake, name, value)
-    with served(fake.app()) as url, pytest.raises(PalestraError, match=f"did not load the adapter.*{complaint}"):
-        policy(url, tiny_tokenizer, tmp_path).update(weights_of(adapted(0), 0))
+    with pytest.raises(PalestraError, match=f"did not load the adapter.*{complaint}"):
+        connect(lora_rank=RANK).update(weights_of(adapted(0), 0))
 
 
-def test_a_folder_that_the_server_cannot_read_is_told(
-    url: str, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_the_server_cannot_read_is_told(connect, tmp_path, monkeypatch):
     model = adapted(0)
     monkeypatch.setattr(
         "palestra.backends.vllm.server.AdapterFolders.write", lambda *_: Adapter("a", 1, tmp_path / "away")
     )
     with pytest.raises(PalestraError, match=r"No adapter found.*rollout\.weights_folder must be a folder that"):
-        policy(url, tiny_tokenizer, tmp_path).update(weights_of(model, 0))
+        connect(lora_rank=RANK).update(weights_of(model, 0))
 
 
 @pytest.mark.parametrize("rank", [0, RANK])
-def test_a_folder_that_cannot_be_written_is_told(url: str, tiny_tokenizer: Any, tmp_path: Path, rank: int) -> None:
+def test_a_folder_that_cannot_be_written_is_told(connect, tmp_path, rank):
     (tmp_path / "taken").touch()
     with pytest.raises(PalestraError, match=r"could not be saved to rollout\.weights_folder: .*Not a directory"):
-        policy(url, tiny_tokenizer, tmp_path / "taken", rank=rank).update(weights_of(adapted(0), 0))
+        connect(folder=tmp_path / "taken", lora_rank=rank).update(weights_of(adapted(0), 0))
 
 
-def test_a_rank_beyond_vllms_is_refused_before_it_is_asked(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_rank_beyond_vllms_is_refused_before_it_is_asked(connect):
     with pytest.raises(PalestraError, match=r"rank 512 at most, and lora\.r is 600"):
-        policy("http://127.0.0.1:9", tiny_tokenizer, tmp_path, rank=600)
+        connect("http://127.0.0.1:9", lora_rank=600)
 
 
-def test_a_server_that_was_restarted_ends_the_run_not_its_rollouts(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    sampler = policy(url, tiny_tokenizer, tmp_path)
+def test_a_server_that_was_restarted_ends_the_run_not_its_rollouts(fake, connect):
+    sampler = connect(lora_rank=RANK)
     sampler.update(weights_of(adapted(0), 0))
     fake.adapters = {}
     with pytest.raises(ConnectionError, match=r"has lost the model, as by a restart.*Resume the run"):
         turn(sampler, SamplingParams(4), [5])
 
 
-def test_rollout_actors_ask_for_the_adapter_that_the_driver_has_loaded(
-    url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    driver, actor = policy(url, tiny_tokenizer, tmp_path), policy(url, tiny_tokenizer, tmp_path)
+def test_rollout_actors_ask_for_the_adapter_that_the_driver_has_loaded(connect):
+    driver, actor = connect(lora_rank=RANK), connect(lora_rank=RANK)
     sent: list[PackedWeights] = []
 
     class Pool:
@@ -210,8 +168,8 @@ def test_rollout_actors_ask_for_the_adapter_that_the_driver_has_loaded(
         turn(actor, SamplingParams(4, seed=1), [5])
 
 
-def test_the_base_of_an_adapted_model_is_saved_without_its_adapter(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    base = small_model(0)
+def test_the_base_of_an_adapted_model_is_saved_without_its_adapter(tiny_tokenizer, tmp_path):
+    base = random_model(0)
     expected = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     folder = save_base(add_lora(base, LoraSection(r=RANK)), tiny_tokenizer, tmp_path / "base")
     again = type(base).from_pretrained(folder).state_dict()

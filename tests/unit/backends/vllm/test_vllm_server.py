@@ -1,21 +1,17 @@
 """A running vLLM as the sampler: what is asked of it, and what happens where it is not the one it should be."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_vllm import FakeVllm
+from fake_vllm import random_model
 from served import served
 
 from palestra.backends.vllm.server import VllmServerPolicy, read_completion
@@ -23,44 +19,11 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.local import LocalPolicy
 from palestra.train.setup import policy_for
-
-
-def small_model(seed: int) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=1288,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        initializer_range=0.5,  # so that two of them differ
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def weights_of(model: Any, version: int) -> Weights:
     return Weights(version, lambda: {name: p.detach() for name, p in model.named_parameters()}, model)
-
-
-@pytest.fixture
-def fake(tiny_tokenizer: Any) -> FakeVllm:
-    return FakeVllm(
-        LocalPolicy(small_model(0), tiny_tokenizer, kv_memory_gib=0.02, self_check=False), tiny_tokenizer, context=200
-    )
-
-
-@pytest.fixture
-def url(fake: FakeVllm) -> Iterator[str]:
-    with served(fake.app()) as url:
-        yield url
-
-
-def policy(url: str, tokenizer: Any, folder: Path, temperature: float = 0.7) -> VllmServerPolicy:
-    return VllmServerPolicy(url, tokenizer, weights_folder=folder, temperature=temperature, timeout_s=5)
 
 
 def turn(policy: VllmServerPolicy, params: SamplingParams, prompt: list[int]) -> Turn:
@@ -68,11 +31,9 @@ def turn(policy: VllmServerPolicy, params: SamplingParams, prompt: list[int]) ->
 
 
 @pytest.mark.parametrize(("extension", "method"), [(True, "palestra_reload"), (False, "reload_weights")])
-def test_new_weights_are_loaded_from_disk_while_requests_wait(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path, extension: bool, method: str
-) -> None:
+def test_new_weights_are_loaded_from_disk_while_requests_wait(fake, connect, tmp_path, extension, method):
     fake.extension = extension
-    sampler, newer = policy(url, tiny_tokenizer, tmp_path), small_model(1)
+    sampler, newer = connect(), random_model(1)
     sampler.update(weights_of(newer, 3))
     assert fake.calls == ["pause?mode=keep", method, "reset_prefix_cache?reset_running_requests=true", "resume"]
     assert sampler.version == fake.policy.version == 3
@@ -80,18 +41,14 @@ def test_new_weights_are_loaded_from_disk_while_requests_wait(
     torch.testing.assert_close(fake.policy.engine.model.state_dict(), newer.state_dict())
 
 
-def test_a_server_that_keeps_its_old_weights_is_found_out(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_server_that_keeps_its_old_weights_is_found_out(fake, connect):
     fake.forgets = True
     with pytest.raises(PalestraError, match=r"other log-probabilities than the learner.*PalestraWorker"):
-        policy(url, tiny_tokenizer, tmp_path).update(weights_of(small_model(1), 1))
+        connect().update(weights_of(random_model(1), 1))
 
 
-def test_logprobs_at_another_temperature_are_found_out(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    sharp = policy(url, tiny_tokenizer, tmp_path, temperature=0.3)
+def test_logprobs_at_another_temperature_are_found_out(fake, connect):
+    sharp = connect(temperature=0.3)
     sampled = fake.policy.sample
 
     async def raw(session: Any, params: SamplingParams) -> Turn:  # what --logprobs-mode raw_logprobs gives
@@ -100,46 +57,38 @@ def test_logprobs_at_another_temperature_are_found_out(
 
     fake.policy.sample = raw  # type: ignore[method-assign]
     with pytest.raises(PalestraError, match="--logprobs-mode processed_logprobs"):
-        sharp.update(weights_of(small_model(1), 1))
+        sharp.update(weights_of(random_model(1), 1))
 
 
-def test_another_tokenizer_is_refused_before_anything_is_trained(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_another_tokenizer_is_refused_before_anything_is_trained(fake, connect, tiny_tokenizer):
     fake.tokenizer = copy.deepcopy(tiny_tokenizer)
     fake.tokenizer.add_tokens(["lamps cost"])
     with pytest.raises(PalestraError, match=r"serves .the-model. with another tokenizer.*the model that is trained"):
-        policy(url, tiny_tokenizer, tmp_path)
+        connect()
 
 
-def test_a_model_of_another_shape_is_refused_with_the_remedy(
-    fake: FakeVllm, url: str, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_model_of_another_shape_is_refused_with_the_remedy(fake, connect):
     other = Weights(1, lambda: {"model.unheard_of.weight": torch.zeros(2)})
     with pytest.raises(PalestraError, match=r"did not take new weights.*unheard_of.*vllm serve MODEL"):
-        policy(url, tiny_tokenizer, tmp_path).update(other)
+        connect().update(other)
     assert fake.calls[-1] == "resume"  # those who wait go on
 
 
-def test_no_server_is_an_error_with_the_command_that_starts_one(
-    tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_server_is_an_error_with_the_command_that_starts_one(connect, monkeypatch):
     monkeypatch.setattr("palestra.backends.vllm.server._START_S", 0.0)
     with pytest.raises(PalestraError, match=r"no vLLM answers at vllm\.url.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
-        policy("http://127.0.0.1:9", tiny_tokenizer, tmp_path)
+        connect("http://127.0.0.1:9")
 
 
-def test_a_server_that_is_lost_ends_the_run_not_its_rollouts_within_the_time_limit(
-    fake: FakeVllm, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_server_that_is_lost_ends_the_run_not_its_rollouts_within_the_time_limit(fake, connect):
     with served(fake.app()) as url:
-        sampler = VllmServerPolicy(url, tiny_tokenizer, weights_folder=tmp_path, temperature=1.0, timeout_s=0.2)
+        sampler = connect(url, timeout_s=0.2)
     with pytest.raises(ConnectionError, match=r"vLLM was lost for 0.2 s \(vllm.timeout_s\): .*could not be asked"):
         turn(sampler, SamplingParams(4), [5])
 
 
-def test_a_conversation_that_fills_the_context_ends_there(url: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    sampler = policy(url, tiny_tokenizer, tmp_path)
+def test_a_conversation_that_fills_the_context_ends_there(connect):
+    sampler = connect()
     assert len(turn(sampler, SamplingParams(50), [5] * 190).token_ids) == 10
     full = turn(sampler, SamplingParams(50), [5] * 200)
     assert (len(full.token_ids), full.finish) == (0, "length")
@@ -149,12 +98,12 @@ def test_a_conversation_that_fills_the_context_ends_there(url: str, tiny_tokeniz
     "answer",
     [{}, {"choices": []}, {"choices": [{"token_ids": [1], "logprobs": None, "finish_reason": "stop"}]}],
 )
-def test_an_answer_without_logprobs_fails_its_rollout(answer: Any) -> None:
+def test_an_answer_without_logprobs_fails_its_rollout(answer):
     with pytest.raises(RolloutError, match="gave no token ids with logprobs"):
         read_completion(answer, 0)
 
 
-def test_an_aborted_turn_fails_its_rollout() -> None:
+def test_an_aborted_turn_fails_its_rollout():
     choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "abort"}
     with pytest.raises(RolloutError, match="ended a turn with 'abort'"):
         read_completion({"choices": [choice]}, 0)
@@ -169,7 +118,7 @@ def test_an_aborted_turn_fails_its_rollout() -> None:
         ({"rollout.policy_url": "http://x"}, "rollout.policy_url"),
     ],
 )
-def test_settings_that_vllm_cannot_heed_are_refused_by_name(layer: dict[str, Any], complaint: str) -> None:
+def test_settings_that_vllm_cannot_heed_are_refused_by_name(layer, complaint):
     config = RunConfig.build({"vllm.mode": "server"}, layer)
     with pytest.raises(PalestraError, match=complaint):
         policy_for(None, None, config)
@@ -182,18 +131,16 @@ def test_settings_that_vllm_cannot_heed_are_refused_by_name(layer: dict[str, Any
         ({"vllm.mode": "server", "vllm.max_model_len": 9}, "vllm.max_model_len is for vllm.mode = colocate"),
     ],
 )
-def test_settings_of_another_mode_are_refused(layer: dict[str, Any], complaint: str) -> None:
+def test_settings_of_another_mode_are_refused(layer, complaint):
     with pytest.raises(PalestraError, match=complaint):
         RunConfig.build(layer)
 
 
-def test_importance_correction_is_on_by_default_with_vllm() -> None:
+def test_importance_correction_is_on_by_default_with_vllm():
     assert RunConfig.build({"vllm.mode": "server"}).importance_correction == "token_truncate"
 
 
-def test_colocated_vllm_that_is_not_installed_is_told_with_its_remedy(
-    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colocated_vllm_that_is_not_installed_is_told_with_its_remedy(tiny_tokenizer, monkeypatch):
     from palestra.backends.vllm.colocate import VllmColocatePolicy
 
     monkeypatch.setitem(sys.modules, "vllm", None)

@@ -1,7 +1,5 @@
 """Grammars of calls and of whole turns."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -73,9 +71,7 @@ def follow(matching: CallMatching, tokenizer: Any, text: str, **options: Any) ->
         '{"name": "say", "arguments": {"text": "é \\" </tool_call"}}',
     ],
 )
-def test_right_calls_may_be_said_and_text_goes_on_behind_them(
-    grammars: CallGrammars, tiny_tokenizer: Any, call: str
-) -> None:
+def test_right_calls_may_be_said_and_text_goes_on_behind_them(grammars, tiny_tokenizer, call):
     text = f"Well. <tool_call>{call}</tool_call> and <tool_call>{call}</tool_call><|im_end|>"
     assert follow(grammars.of(SCHEMAS).start(), tiny_tokenizer, text) == text
 
@@ -90,9 +86,7 @@ def test_right_calls_may_be_said_and_text_goes_on_behind_them(
         ("<|im_end|>", ""),
     ],
 )
-def test_wrong_calls_end_where_they_go_wrong(
-    grammars: CallGrammars, tiny_tokenizer: Any, call: str, right: str
-) -> None:
+def test_wrong_calls_end_where_they_go_wrong(grammars, tiny_tokenizer, call, right):
     said = follow(grammars.of(SCHEMAS).start(), tiny_tokenizer, f"<tool_call>{call}</tool_call>")
     assert said.startswith("<tool_call>")
     assert f"<tool_call>{right}".startswith(said)
@@ -156,9 +150,7 @@ def test_turns_of_one_grammar_do_not_meet(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("kept", [4096, 1])
-def test_calls_that_begin_alike_share_their_masks_and_others_do_not(
-    grammars: CallGrammars, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, kept: int
-) -> None:
+def test_calls_that_begin_alike_share_their_masks_and_others_do_not(grammars, tiny_tokenizer, monkeypatch, kept):
     monkeypatch.setattr(grammars_module, "_KEPT_PLACES", kept)
     grammar = grammars.of(SCHEMAS)
     first, second, other = (grammar.start() for _ in range(3))
@@ -184,9 +176,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_the_name_of_its_tool(grammar
         grammars.of([schema(type="funny")])
 
 
-def test_an_unknown_format_is_a_note_and_arguments_without_a_name_are_refused(
-    grammars: CallGrammars, tiny_tokenizer: Any
-) -> None:
+def test_an_unknown_format_is_a_note_and_arguments_without_a_name_are_refused(grammars, tiny_tokenizer):
     matching = grammars.of([schema(type="string", format="path")]).start()
     begun = '<tool_call>{"name": "odd", "arguments": {"a": "/x"'
     assert follow(matching, tiny_tokenizer, begun) == begun
@@ -208,15 +198,7 @@ END = "<|im_end|>"
 
 def said(tokenizer: Any, grammar: GrammarText, text: str) -> str:
     """As much of the text as the grammar lets pass."""
-    matching = grammar_compiler(tokenizer)(str(grammar)).start()
-    ids = []
-    for token_id in tokenizer.encode(text, add_special_tokens=False):
-        mask = matching.allowed()
-        if mask is not None and not mask[token_id >> 3] >> (token_id & 7) & 1:
-            break
-        matching.accept(token_id)
-        ids.append(token_id)
-    return tokenizer.decode(ids)
+    return follow(grammar_compiler(tokenizer)(str(grammar)).start(), tokenizer, text)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 TRL's templates are installed with it. `make test-templates` downloads the others; without it their tests are skipped.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -8,6 +8,10 @@ from palestra.core.types import ToolCall
 from palestra.models.chat.reasoning import strip_reasoning
 from palestra.models.chat.toolcalls import parse_assistant as parse
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+FENCED = f"```json\n{ADD}\n```"
+
 
 def parse_assistant(text: str):
     reply = parse(text)
@@ -18,23 +22,23 @@ def call(name: str = "add", **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_text_without_calls_is_the_message():
-    assert parse_assistant("  It is 4.\n") == ("It is 4.", ())
+NASTY = "</tool_call><tool_call>{}"
 
 
-def test_several_calls_keep_their_order_and_get_numbered_ids():
-    text, calls = parse_assistant(f"First.{call(a=1)}{call('sub', b=2)} Then.")
-    assert text == "First. Then."
-    assert calls == (ToolCall("call_0", "add", {"a": 1}), ToolCall("call_1", "sub", {"b": 2}))
-
-
-def test_arguments_may_be_json_text():
-    body = json.dumps({"name": "add", "arguments": json.dumps({"a": 1})})
-    assert parse_assistant(f"<tool_call>{body}</tool_call>")[1][0].arguments == {"a": 1}
-
-
-def test_arguments_may_be_left_out():
-    assert parse_assistant('<tool_call>{"name": "now"}</tool_call>')[1] == (ToolCall("call_0", "now"),)
+@pytest.mark.parametrize(
+    ("text", "message", "calls"),
+    [
+        ("  It is 4.\n", "It is 4.", []),
+        (FENCED, FENCED, []),
+        (f"First.{call(a=1)}{call('sub', b=2)} Then.", "First. Then.", [("add", {"a": 1}), ("sub", {"b": 2})]),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", {"a": 1})]),
+        ('<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+        (call(a=NASTY) + call(b=1), "", [("add", {"a": NASTY}), ("add", {"b": 1})]),
+    ],
+    ids=["no calls", "another format", "several", "JSON text", "no arguments", "tags in an argument"],
+)
+def test_calls_in_the_expected_format_are_read_in_their_order(text, message, calls):
+    assert parse_assistant(text) == (message, tuple(ToolCall(f"call_{i}", *each) for i, each in enumerate(calls)))
 
 
 @pytest.mark.parametrize(
@@ -79,13 +83,6 @@ def test_a_call_cut_off_by_length_is_an_error_even_when_its_json_is_whole():
     assert "not closed" in broken.error
 
 
-def test_tags_inside_of_an_argument_belong_to_it():
-    nasty = "</tool_call><tool_call>{}"
-    text, calls = parse_assistant(call(a=nasty) + call(b=1))
-    assert text == ""
-    assert [c.arguments for c in calls] == [{"a": nasty}, {"b": 1}]
-
-
 def test_calls_in_thinking_are_only_talk():
     text, calls = parse_assistant(f"<think>I could {call('wrong')}</think>{call('right')}")
     assert [c.name for c in calls] == ["right"]
@@ -121,14 +118,11 @@ def test_every_well_formed_call_is_read_back(name, arguments):
     assert parse_assistant(f"<tool_call>\n{body}\n</tool_call>")[1] == (ToolCall("call_0", name, arguments),)
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-ADD = '{"name": "add", "arguments": {"a": 1}}'
-
-
 @pytest.mark.parametrize(
     ("text", "outside", "format"),
     [
-        (f"I add.\n```json\n{ADD}\n```\nDone.", "I add.\n\nDone.", "json"),
+        (f"<tool_call>{ADD}</tool_call>", "", ""),
+        (f"I add.\n{FENCED}\nDone.", "I add.\n\nDone.", "json"),
         (f"```\n{ADD}\n```", "", "json"),
         (ADD, "", "json"),
         (f"[{ADD}]", "", "json"),
@@ -148,7 +142,7 @@ ADD = '{"name": "add", "arguments": {"a": 1}}'
     ],
     ids=lambda value: value[:24],
 )
-def test_a_call_of_a_tool_in_another_format_is_found_and_names_the_format(text, outside, format):
+def test_a_call_of_a_tool_is_found_in_any_format_and_names_another_than_the_models_own(text, outside, format):
     reply = parse(text, tools=TOOLS)
     assert (reply.text, reply.calls) == (outside, (ToolCall("call_0", "add", {"a": 1}, format=format),))
 
@@ -161,7 +155,7 @@ def test_a_call_of_a_tool_in_another_format_is_found_and_names_the_format(text, 
         '{"name": "Ann", "arguments": {"a": 1}}',
         "```python\nadd(a=1)\n```",
         f"The call is {ADD}, as you see.",
-        f"<think>I could write\n```json\n{ADD}\n```",
+        f"<think>I could write\n{FENCED}",
     ],
 )
 def test_what_names_no_tool_or_is_no_call_by_itself_stays_text(text):
@@ -174,16 +168,8 @@ def test_a_call_of_a_tool_that_is_not_valid_json_is_an_error_for_the_model():
     assert call.error.startswith("the tool call is not valid JSON")
 
 
-def test_without_tools_no_other_format_is_looked_for():
-    assert parse(f"```json\n{ADD}\n```").calls == ()
-
-
 def test_an_unexpected_format_can_be_answered_with_the_expected_one():
-    (call,) = parse(f"```json\n{ADD}\n```", tools=TOOLS, unexpected="error").calls
+    (call,) = parse(FENCED, tools=TOOLS, unexpected="error").calls
     assert call.error is not None
     assert call.error.endswith(f"<tool_call>\n{ADD}\n</tool_call>")
     assert (call.name, call.arguments, call.format) == ("add", {"a": 1}, "json")
-
-
-def test_calls_in_the_models_own_format_have_no_format_name():
-    assert parse(f"<tool_call>{ADD}</tool_call>", tools=TOOLS).calls[0].format == ""

@@ -1,7 +1,5 @@
 """As much of Go's text/template as Ollama's templates use, to see what they write without an Ollama."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """llama.cpp with our files: conversations as transformers writes them, and tool calls that it understands."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters leave merged, into the base that they were trained on."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -14,6 +12,8 @@ pytest.importorskip("peft")
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "gguf"))
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
@@ -51,9 +51,7 @@ def test_the_card_of_an_adapter_says_what_it_is_of_and_has_no_blanks(adapted: tu
         assert said in card
 
 
-def test_an_adapter_run_saves_the_adapter_and_on_request_the_merged_model(
-    adapted: tuple[Any, Path], tiny: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_run_saves_the_adapter_and_on_request_the_merged_model(adapted, tiny, tmp_path):
     model, folder = adapted
     assert (folder / "adapter_model.safetensors").exists()
     assert not (folder / "model.safetensors").exists()
@@ -69,9 +67,7 @@ def test_an_adapter_run_saves_the_adapter_and_on_request_the_merged_model(
     assert not torch.allclose(last_logits(plain, tiny.tokenizer), expected, atol=0.1)
 
 
-def test_an_exported_adapter_gives_the_same_probabilities_in_llama_cpp(
-    adapted: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_an_exported_adapter_gives_the_same_probabilities_in_llama_cpp(adapted, tmp_path):
     pytest.importorskip("xllamacpp")
     from llama_cpp import LlamaCpp
 
@@ -85,8 +81,6 @@ def test_an_exported_adapter_gives_the_same_probabilities_in_llama_cpp(
 
 
 def test_a_hugging_face_folder_of_an_adapter_is_a_whole_model(adapted: tuple[Any, Path], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model, folder = adapted
     whole = to_hf(str(folder), tmp_path / "hf")
     assert json.loads((whole / "palestra.json").read_text()) == {"instructions": "Be brief."}
@@ -95,9 +89,7 @@ def test_a_hugging_face_folder_of_an_adapter_is_a_whole_model(adapted: tuple[Any
     assert torch.allclose(last_logits(AutoModelForCausalLM.from_pretrained(whole), tokenizer), expected, atol=1e-4)
 
 
-def test_an_adapter_for_other_weights_of_the_same_shape_is_refused_by_name(
-    adapted: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_for_other_weights_of_the_same_shape_is_refused_by_name(adapted, tmp_path):
     _, folder = adapted
     sibling = load_model("palestra/tiny")
     with torch.no_grad():

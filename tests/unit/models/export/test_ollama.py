@@ -1,7 +1,5 @@
 """Models for Ollama: the Modelfile, the exact call, and what happens without Ollama."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -166,9 +164,7 @@ def test_a_system_message_that_the_template_brings_is_kept(source: ModelSource) 
     assert 'SYSTEM """You are Smol."""' in modelfile(replace(source, tokenizer=tokenizer, instructions=""), "a.gguf")
 
 
-def test_without_ollama_the_files_are_complete_and_the_command_is_told(
-    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ollama_the_files_are_complete_and_the_command_is_told(source, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     made = to_ollama(source, "my-agent", tmp_path / "out")
     assert not made.created
@@ -192,9 +188,7 @@ def stand_in(folder: Path, exit_code: int = 0) -> Path:
     return folder / "calls"
 
 
-def test_where_ollama_is_the_model_is_created_by_one_call(
-    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_ollama_is_the_model_is_created_by_one_call(source, tmp_path, monkeypatch):
     calls = stand_in(tmp_path / "bin")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     made = to_ollama(source, "me/my-agent:latest", tmp_path / "out", type="f16")
@@ -204,9 +198,7 @@ def test_where_ollama_is_the_model_is_created_by_one_call(
     assert call["modelfile"] == modelfile(source, "me-my-agent-latest-f16.gguf")
 
 
-def test_an_ollama_that_fails_is_quoted_and_the_files_stay(
-    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ollama_that_fails_is_quoted_and_the_files_stay(source, tmp_path, monkeypatch):
     stand_in(tmp_path / "bin", exit_code=1)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(PalestraError, match=r"could not connect to ollama server\. The files are complete"):
@@ -214,9 +206,7 @@ def test_an_ollama_that_fails_is_quoted_and_the_files_stay(
     assert (tmp_path / "out" / "my-agent-q8_0.gguf").exists()
 
 
-def test_bad_names_instructions_and_templates_are_refused_before_anything_is_written(
-    source: ModelSource, tmp_path: Path
-) -> None:
+def test_bad_names_instructions_and_templates_are_refused_before_anything_is_written(source, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(PalestraError, match="'my agent' is not a valid name in Ollama"):
         to_ollama(source, "my agent", out)

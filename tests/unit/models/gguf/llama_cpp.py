@@ -1,7 +1,5 @@
 """The real llama.cpp (xllamacpp) with one GGUF file, compared with transformers."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request
@@ -10,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from palestra.models.gguf.write import write_gguf
 
 
 class LlamaCpp:
@@ -77,10 +78,6 @@ def transformers_logprobs(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
 
 def serve_tokenizer(tokenizer: Any, folder: Path) -> LlamaCpp:
     """llama.cpp with this tokenizer on the smallest model."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from palestra.models.gguf.write import write_gguf
-
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

@@ -1,7 +1,5 @@
 """A small model of each family that prefers some tokens to others, as real models do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,9 +1,12 @@
 """Small tokenizers of the kinds that model families have, and strings to try them on."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from palestra.models.chat.render import prepare
 
 CORPUS = [
     "the red lamp costs twelve euros and the blue one costs nine",
@@ -77,9 +80,6 @@ def make_byte_level(
     marks: tuple[str, str] = ("<|im_start|>", "<|im_end|>"),
 ) -> Any:
     """A byte-level BPE tokenizer, trained on the corpus, with a family's marks of turns; no regex is GPT-2's own."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     steps: list[Any] = [pre_tokenizers.Split(Regex(regex), "isolated")] if regex else []
     steps += [pre_tokenizers.Digits(individual_digits=True)] if digits else []
@@ -106,8 +106,6 @@ def make_byte_level(
 
 def make_for_family(family: str) -> Any:
     """A tokenizer that is known as the family's by its marks, with the template that training would give it."""
-    from palestra.models.chat.render import prepare
-
     tokenizer = make_byte_level(marks=MARKS[family])
     tokenizer.chat_template = None
     prepare(tokenizer)
@@ -116,9 +114,6 @@ def make_for_family(family: str) -> Any:
 
 def make_sentencepiece(*, space_prefix: bool = True, phi: bool = False) -> Any:
     """A BPE tokenizer as SentencePiece's become in transformers: blanks as ▁, bytes as a fallback, every merge."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.train_from_iterator(

@@ -1,7 +1,5 @@
 """Models and tokenizers written as GGUF and read back: the same numbers, the same token ids."""
 
-from __future__ import annotations
-
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -14,8 +12,10 @@ import torch
 pytest.importorskip("gguf", reason="pip install 'palestra[gguf]'")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import gguf
 from small_models import FAMILIES, prompts_of, sharp
 from small_tokenizers import CONVERSATION, CORPUS, LLAMA3, TOOLS, make_byte_level, make_sentencepiece, unicode_strings
+from tokenizers import processors
 
 from palestra.core.errors import PalestraError
 from palestra.models.export.gguf import to_gguf
@@ -47,9 +47,7 @@ def test_what_was_exported_loads_as_the_same_model_and_tokenizer(family: str, tm
     assert differences(loaded.tokenizer, tokenizer, texts) == []
 
 
-def test_the_embedded_model_exported_and_loaded_again_gives_the_same_tokens_and_logits(
-    tiny: Any, tmp_path: Path
-) -> None:
+def test_the_embedded_model_exported_and_loaded_again_gives_the_same_tokens_and_logits(tiny, tmp_path):
     path = to_gguf(open_source("palestra/tiny"), tmp_path / "tiny.gguf", type="f32")
     loaded = load_model(str(path), dtype="float32", device="cpu")
     conversation = tiny.tokenizer.apply_chat_template(CONVERSATION, tools=TOOLS, tokenize=False)
@@ -95,8 +93,6 @@ def test_every_tokenizer_that_is_written_is_read_back_with_the_same_ids(kind: st
 
 
 def test_an_end_that_the_tokenizer_adds_is_added_again() -> None:
-    from tokenizers import processors
-
     tokenizer = make_sentencepiece()
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
@@ -106,8 +102,6 @@ def test_an_end_that_the_tokenizer_adds_is_added_again() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_of_the_tables_is_one_of_ggufs(family: str) -> None:
-    import gguf
-
     keys = {
         value for section in vars(gguf.Keys).values() if isinstance(section, type) for value in vars(section).values()
     }

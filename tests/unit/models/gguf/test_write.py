@@ -1,7 +1,5 @@
 """What a GGUF file says, and that it is whole or not there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -15,7 +13,9 @@ import torch
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gguf import GGUFReader
 from small_models import sharp
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 from palestra.core.errors import PalestraError
 from palestra.models.export.gguf import to_gguf
@@ -29,8 +29,6 @@ def write(model: Any, tokenizer: Any, path: Path, **options: Any) -> Path:
 
 
 def fields(path: Path) -> dict[str, Any]:
-    from gguf import GGUFReader
-
     return {key: field.contents() for key, field in GGUFReader(path).fields.items()}
 
 
@@ -39,8 +37,6 @@ def left_in(folder: Path) -> list[str]:
 
 
 def test_tied_embeddings_are_written_once_and_vectors_stay_exact(tiny: Any, tmp_path: Path) -> None:
-    from gguf import GGUFReader
-
     path = write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf", type="q8_0")
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     assert "output.weight" not in tensors
@@ -51,9 +47,6 @@ def test_tied_embeddings_are_written_once_and_vectors_stay_exact(tiny: Any, tmp_
 
 
 def test_rows_that_blocks_do_not_divide_stay_16_bit(tiny: Any, tmp_path: Path) -> None:
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     config = LlamaConfig(
         vocab_size=1024, hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
     )
@@ -72,8 +65,6 @@ def test_a_window_that_llama_cpp_lacks_ends_the_context() -> None:
 
 
 def test_other_steps_between_full_layers_are_told() -> None:
-    from transformers import Gemma3TextConfig
-
     every_second = Gemma3TextConfig(
         num_hidden_layers=4,
         head_dim=32,
@@ -92,8 +83,6 @@ def test_other_steps_between_full_layers_are_told() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny: Any, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, GPT2Config
-
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=1024))
     with pytest.raises(PalestraError, match="'gpt2' cannot be written as GGUF") as refused:
         write(model, tiny.tokenizer, tmp_path / "gpt2.gguf")
@@ -102,8 +91,6 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny: Any, tmp_p
 
 
 def test_a_scale_or_rope_that_gguf_cannot_say_is_refused() -> None:
-    from transformers import Gemma2Config, Qwen3Config
-
     with pytest.raises(PalestraError, match="query_pre_attn_scalar=144"):
         config_to_gguf(Gemma2Config(query_pre_attn_scalar=144))
     config = Qwen3Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
@@ -126,9 +113,7 @@ def test_numbers_beyond_16_bits_are_refused_by_name(tiny: Any, tmp_path: Path) -
     assert left_in(tmp_path) == []
 
 
-def test_too_little_space_is_seen_before_anything_is_written(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_seen_before_anything_is_written(tiny, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30 - 2**20, 2**20))
     with pytest.raises(PalestraError, match=r"has 1 MiB free, and the export needs about \d+ MiB"):
@@ -169,9 +154,7 @@ def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monke
     assert left_in(tmp_path) == []
 
 
-def test_llama_cpp_is_found_in_a_usual_folder_and_a_checkout_without_a_build_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_cpp_is_found_in_a_usual_folder_and_a_checkout_without_a_build_is_told(tmp_path, monkeypatch):
     for name, value in (("PATH", ""), ("HOME", str(tmp_path)), ("LLAMA_CPP_PATH", "")):
         monkeypatch.setenv(name, value)
     checkout = tmp_path / "code" / "llama.cpp"

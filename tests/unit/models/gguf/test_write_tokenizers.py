@@ -1,7 +1,5 @@
 """Text in llama.cpp becomes the token ids that it becomes in the Hugging Face tokenizer."""
 
-from __future__ import annotations
-
 import re
 import sys
 import unicodedata
@@ -15,9 +13,13 @@ pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gguf import TokenType
 from llama_cpp import LlamaCpp, serve_tokenizer
 from small_tokenizers import CORPUS, LLAMA3, QWEN2, make_byte_level, make_sentencepiece, unicode_strings
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
+from palestra import demo
 from palestra.core.errors import PalestraError
 from palestra.models.gguf.tokenizer import tokenizer_to_gguf
 
@@ -30,7 +32,7 @@ def differences(tokenizer: Any, server: LlamaCpp, texts: list[str]) -> list[str]
     return [text for text in texts if server.tokenize(text) != tokenizer(text, add_special_tokens=False).input_ids]
 
 
-def test_the_embedded_models_tokens_are_the_same_for_random_strings(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_embedded_models_tokens_are_the_same_for_random_strings(tiny_tokenizer, tmp_path):
     # Its tokenizer composes characters first (NFC), which no GGUF can ask of llama.cpp.
     texts = [unicodedata.normalize("NFC", text) for text in unicode_strings(440)]
     texts = [text for text in texts if not AFTER_PUNCTUATION.search(text)][:400]
@@ -39,8 +41,6 @@ def test_the_embedded_models_tokens_are_the_same_for_random_strings(tiny_tokeniz
 
 
 def test_the_embedded_models_tokens_are_the_same_for_whole_conversations(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    from palestra import demo
-
     tools = [tool.schema for tool in demo.agent.tools]
     call = {"name": "multiply", "arguments": '{"a": 3, "b": 17}'}
     texts = [
@@ -83,17 +83,12 @@ def test_a_pre_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:
 
 
 def test_a_unigram_tokenizer_is_refused_by_name() -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0)])))
     with pytest.raises(PalestraError, match="a Unigram tokenizer cannot be written as GGUF"):
         tokenizer_to_gguf(tokenizer, 1)
 
 
 def test_tags_of_tool_calls_are_text_and_turn_marks_are_not(tiny_tokenizer: Any) -> None:
-    from gguf import TokenType
-
     size = len(tiny_tokenizer)
     metadata = tokenizer_to_gguf(tiny_tokenizer, size + 6)
     types = metadata["tokenizer.ggml.token_type"]

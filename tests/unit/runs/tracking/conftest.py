@@ -1,7 +1,5 @@
 """No tracker of a test calls home, finds a key or writes outside its folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

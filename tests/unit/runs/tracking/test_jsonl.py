@@ -1,7 +1,5 @@
 """What the files of a run folder hold, and what is left of them after a resume."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from palestra.core.files import read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.evals.report import EvalReport
@@ -87,9 +86,9 @@ def test_the_rollouts_of_an_evaluation_are_a_file_that_the_next_one_replaces(tmp
     run = RunFolder(tmp_path)
     write_evaluation(run.eval_file("before"), EvalReport.of([rollout("a"), rollout("b")], 1.0))
     write_evaluation(run.eval_file(50), EvalReport.of([rollout("a")], 1.0))
-    assert [row["problem_id"] for row in run.eval_rollouts("before")] == ["a", "b"]
+    assert [row["problem_id"] for row in read_jsonl(run.eval_file("before"))] == ["a", "b"]
     write_evaluation(run.eval_file("before"), EvalReport.of([rollout("c")], 1.0))
-    assert [row["problem_id"] for row in run.eval_rollouts("before")] == ["c"]
+    assert [row["problem_id"] for row in read_jsonl(run.eval_file("before"))] == ["c"]
     assert json.loads(run.eval_file(50).read_text())["passed"] is True
     assert run.eval_names() == ["before", 50]
     read = read_evaluation(run.eval_file("before"))

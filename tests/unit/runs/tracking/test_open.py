@@ -1,7 +1,5 @@
 """Which trackers a run gets, and what happens when one is missing or fails."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -26,9 +24,7 @@ def test_metrics_jsonl_is_always_written(track: Callable[..., Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(name, tmp_path, monkeypatch):
     for module in [m for m in sys.modules if m.split(".")[0] == name]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, name, None)

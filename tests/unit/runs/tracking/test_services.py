@@ -1,7 +1,5 @@
 """The own reader of each tracking service finds what a run wrote. tests/interfaces/test_wandb_sync.py has W&B's."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -33,17 +31,15 @@ for steps, resume_after in ((range(1, 3), None), (range(3, 5), 2)):
 """
 
 
-def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    from palestra.runs.tracking.wandb import _has_key
+    from palestra.runs.tracking.services import _has_wandb_key
 
     with pytest.raises(PalestraError, match="WANDB_API_KEY"):
         open_trackers(RunConfig.build({"track.report_to": ["wandb"]}), RunFolder(tmp_path), {}, None)
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert _has_key()
+    assert _has_wandb_key()
 
 
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(track: Callable[..., Any], tmp_path: Path) -> None:

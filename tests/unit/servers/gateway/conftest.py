@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from palestra.servers.openai.loading import load_completer
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
 def model():
-    from palestra.servers.openai.loading import load_completer
-
     return load_completer("palestra/tiny")

@@ -7,9 +7,10 @@ import pytest
 from scripted_model import END, PROBLEM, QUESTION, TOOL, BranchingPolicy, attempt, call, completer
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import CUT_OFF, SamplingParams
+from palestra.core.types import CUT_OFF, Group, Message, SamplingParams
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.train.batch import to_batch
 
 SYSTEM = {"role": "system", "content": "Use tools."}
 CALL = call('{"a": 2,   "b": 3}')
@@ -58,8 +59,6 @@ def test_a_linear_agent_is_one_row_of_the_very_tokens_that_were_sampled(tiny_tok
 
 def test_the_tokens_are_those_of_the_agent_loop(tiny_tokenizer):
     """Opening, tool result and all: as `ChatFormat` writes them for our own loop."""
-    from palestra.core.types import Message
-
     model = completer(tiny_tokenizer, [f"{CALL}{END}", f"It is 5.{END}"])
     one = attempt(model)
     (first,) = ask(one, model, [SYSTEM, QUESTION])
@@ -116,7 +115,8 @@ def test_an_edit_in_the_middle_opens_a_lineage_that_shares_what_was_before(tiny_
     assert flat[0][:shared] == flat[1][:shared]
     assert one.counts.recomputed_tokens == shared
     assert one.counts.retokenised_turns == 1
-    assert [m.text for m in one.transcript] == ["What is 2 + 3?", "One.", "And then?", "Two.", "So?", "Three."]
+    last = [message.text for message in one.tree.nodes[-1].messages]
+    assert last == ["What is 2 + 3?", "One.", "And then?", "Two.", "So?", "Three."]
 
 
 def test_of_several_choices_the_one_that_goes_on_is_trained(tiny_tokenizer):
@@ -305,10 +305,6 @@ def test_a_tool_result_is_predicted_in_one_row_alone(tiny_tokenizer):
 
 
 def test_rows_of_discarded_turns_are_no_samples(tiny_tokenizer):
-
-    from palestra.core.types import Group
-    from palestra.train.batch import to_batch
-
     model = completer(tiny_tokenizer, [f"{word}.{END}" for word in ("One", "Two", "Three", "Four")])
     one = attempt(model)
     choices = ask(one, model, [QUESTION], n=3)

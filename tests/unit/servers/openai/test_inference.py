@@ -1,15 +1,13 @@
 """The inference server over the embedded model: every form, and what goes wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-import time
 
 import httpx
 import openai
 import pytest
 import torch
+from builders import wait_until
 
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
@@ -362,13 +360,10 @@ def test_client_that_goes_away_cancels_its_sampling(model, http, stream):
     else:
         with pytest.raises(httpx.TimeoutException):
             http.post("/v1/chat/completions", json=body, timeout=0.3)
-    until = time.monotonic() + 10
     engine = model.policy.engine
-    scheduler = engine.scheduler
-    while (engine.busy or scheduler.holders.keys() > scheduler.kept.keys()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not engine.busy
-    assert scheduler.holders.keys() == scheduler.kept.keys(), "KV is held for closed conversations alone"
+    wait_until(lambda: not engine.busy)
+    # KV pages are held for closed conversations only
+    wait_until(lambda: engine.scheduler.holders.keys() == engine.scheduler.kept.keys())
     assert http.get("/health").json()["status"] == "ok"
 
 

@@ -1,7 +1,5 @@
 """lm-eval's loglikelihood tasks against our server; where lm_eval is installed (it is no dependency of ours)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,6 @@
 """A server on the embedded model, and the official SDK as its client."""
 
-from __future__ import annotations
-
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +13,8 @@ from tinker_server import Running, first_layer, serving
 from palestra.servers.tinker.base_model import BaseModel
 from palestra.servers.tinker.messages import Datum, Tensor
 from palestra.servers.tinker.service import Service, ServiceLimits
+
+sys.path.append(str(Path(__file__).parents[4] / "scripts"))
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +55,10 @@ def make_row() -> Callable[..., Datum]:
 
 
 @pytest.fixture
-def serve() -> Callable[..., AbstractContextManager[Running]]:
-    return serving
+def serve(base, tmp_path, monkeypatch) -> Callable[..., AbstractContextManager[Running]]:
+    """For a server of the test's own, with these limits."""
+    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
+    return lambda limits=None, **options: serving(Service([base], tmp_path / "runs", limits), **options)
 
 
 def _row(length: int, seed: int = 0, vocabulary: int = 1024) -> Datum:

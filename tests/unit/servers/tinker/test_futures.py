@@ -1,7 +1,5 @@
 """The order of a model's requests, and what is kept of answers."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

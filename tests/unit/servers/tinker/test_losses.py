@@ -1,7 +1,5 @@
 """Tinker's losses against NumPy, and against our own objectives where they are the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

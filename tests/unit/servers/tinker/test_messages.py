@@ -1,7 +1,5 @@
 """The arrays in protobuf messages, read from and written for the SDK."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -43,18 +41,6 @@ def test_a_request_of_the_sdk_is_read_as_it_was_written() -> None:
     assert found.data[1].token_ids.tolist() == [5, 6, 70000]
     assert found.data[1].inputs["target_tokens"].values.tolist() == [6, 70000, 1]
     assert found.data[1].inputs["advantages"].values.tolist() == [0.0, 0.5, -0.25]
-
-
-def test_what_our_own_client_writes_the_sdks_classes_read() -> None:
-    row = messages.Datum(
-        np.array([5, 6], np.int32), {"weights": messages.Tensor(np.array([0.5, 1.0], np.float32), (2,))}
-    )
-    request = messages.ForwardBackwardRequest("m", 7, [row], "cross_entropy", {"beta": 0.5}, forward_only=True)
-    found = pb.ForwardBackwardRequest.FromString(messages.write_forward_backward(request))
-    assert (found.model_id, found.seq_id, found.loss_fn, found.forward_only) == ("m", 7, "cross_entropy", True)
-    assert dict(found.loss_fn_config) == {"beta": 0.5}
-    assert np.frombuffer(found.data[0].loss_fn_inputs["weights"].dense, np.float32).tolist() == [0.5, 1.0]
-    assert found.data[0].model_input[0].encoded_text.tokens == np.array([5, 6], np.int32).tobytes()
 
 
 def test_sparse_and_two_dimensional_targets_are_read_with_their_places() -> None:

@@ -1,7 +1,5 @@
 """Requests that come together are sampled together, and nothing is held up by a sibling."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
@@ -66,9 +64,7 @@ def ask(sampler: Sampler, first: int, *tokens: int) -> Any:
     return sampler.submit(SampleRequest(PINNED, [first], [SamplingParams(n) for n in tokens]))
 
 
-def test_requests_that_come_before_a_pause_begin_together(
-    sampler: Sampler, policy: FakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_come_before_a_pause_begin_together(sampler, policy, monkeypatch):
     monkeypatch.setattr(module, "PAUSE_S", 0.1)
     monkeypatch.setattr(module, "LONGEST_BURST_S", 5.0)
     answers = [ask(sampler, 10 * i, 1) for i in range(16)]
@@ -78,9 +74,7 @@ def test_requests_that_come_before_a_pause_begin_together(
     assert names == ["begin"] * 16 + ["end"] * 16
 
 
-def test_a_prompt_that_several_requests_of_a_burst_have_is_computed_once(
-    sampler: Sampler, policy: FakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_several_requests_of_a_burst_have_is_computed_once(sampler, policy, monkeypatch):
     monkeypatch.setattr(module, "PAUSE_S", 0.1)
     answers = [ask(sampler, 10 * (i % 2), 1, 1) for i in range(4)]
     for answer in answers:
@@ -89,9 +83,7 @@ def test_a_prompt_that_several_requests_of_a_burst_have_is_computed_once(
     assert sorted(session for name, session in policy.events if name == "begin") == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
-def test_requests_that_never_pause_are_not_gathered_for_ever(
-    sampler: Sampler, policy: FakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_never_pause_are_not_gathered_for_ever(sampler, policy, monkeypatch):
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     monkeypatch.setattr(module, "LONGEST_BURST_S", 0.05)
     first, until = ask(sampler, 0, 1), time.monotonic() + 10

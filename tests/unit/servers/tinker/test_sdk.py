@@ -1,11 +1,11 @@
 """The official SDK against the server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
+
+from palestra.core.http import Request
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
@@ -133,8 +133,6 @@ def test_the_number_of_a_refused_request_counts(sdk: Any) -> None:
 
 
 def test_exported_weights_are_files_that_peft_loads(sdk: Any, tmp_path: Any) -> None:
-    from palestra.core.http import Request
-
     client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
     train(client, [datum([5, 9, 200, 31])])
     path = client.save_weights_external("mine").result().path

@@ -1,7 +1,5 @@
 """The server by plain HTTP: keys, limits, order, what is refused, and what survives a restart."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
@@ -13,10 +11,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fuzzing.tinker_requests import forward_backward_body
 
-from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
+from palestra.servers.tinker.base_model import AdapterSpec
 from palestra.servers.tinker.checkpoints import TinkerPath
-from palestra.servers.tinker.messages import Datum, ForwardBackwardRequest, Tensor, write_forward_backward
+from palestra.servers.tinker.messages import Datum, Tensor
 from palestra.servers.tinker.service import Service, ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
@@ -51,7 +50,7 @@ class Client:
         return self.model
 
     def forward_backward(self, seq_id: int, rows: list[Datum], loss_fn: str = "cross_entropy") -> Any:
-        body = write_forward_backward(ForwardBackwardRequest(self.model, seq_id, rows, loss_fn))
+        body = forward_backward_body(self.model, seq_id, rows, loss_fn)
         answer = self.http.post("forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -102,11 +101,8 @@ def test_chunks_in_any_order_and_sent_twice_give_the_same_gradient(running: Any)
     assert norms[0] == norms[1]
 
 
-def test_an_answer_that_takes_long_is_asked_for_again(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    with serve(Service([base], tmp_path / "runs"), long_poll_s=0.05) as server:
+def test_an_answer_that_takes_long_is_asked_for_again(serve):
+    with serve(long_poll_s=0.05) as server:
         client = Client(server.url)
         client.create()
         early = client.step(2)
@@ -118,9 +114,9 @@ def test_an_answer_that_takes_long_is_asked_for_again(
     ("path", "body", "status", "words_"),
     [
         ("create_model", {"optimizer_config": {"type": "dimuon"}}, 422, "optimizer 'dimuon' is not supported"),
-        ("create_model", {"base_model": "nobody/none"}, 404, "not served here; there is palestra/tiny"),
+        ("create_model", {"base_model": "nobody/none"}, 404, "not served here; this server has palestra/tiny"),
         ("create_model", {"lora_config": {"rank": -1}}, 400, "rank -1 is outside"),
-        ("create_model", {"session_id": "s-1"}, 410, "go on from a saved tinker:// path"),
+        ("create_model", {"session_id": "s-1"}, 410, "continue from a saved tinker:// path"),
         ("create_model", {"quantize": True}, 422, "quantize is not supported by this server"),
         ("optim_step", {"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, 422, "use adamw"),
         ("optim_step", {"adam_params": {"learning_rate": -1}}, 422, "greater than or equal to 0"),
@@ -128,19 +124,17 @@ def test_an_answer_that_takes_long_is_asked_for_again(
         ("save_weights", {"path": "../../etc"}, 400, "cannot name a checkpoint"),
         ("load_weights", {"path": "/etc/passwd"}, 400, "look like tinker://RUN/weights/NAME"),
         ("weights_info", {"tinker_path": "tinker://x/weights/a"}, 404, "no training run 'x'"),
-        ("asample", {"sampling_session_id": "nobody"}, 404, "sampling session 'nobody' is not here"),
+        ("asample", {"sampling_session_id": "nobody"}, 404, "sampling session 'nobody' does not exist"),
         ("asample", {"prompt": {"chunks": [{"type": "image"}]}}, 422, "text tokens alone"),
         ("asample", {"prompt": {"chunks": []}}, 400, "the prompt has 0 tokens"),
         ("asample", {"prompt": {"chunks": [{"tokens": [99999]}]}}, 400, "outside the vocabulary"),
         ("asample", {"num_samples": 0}, 422, "num_samples"),
         ("asample", {"sampling_params": {"stop": ["a"] * 300}}, 422, "at most 256"),
         ("retrieve_future", {"request_id": "r-1"}, 410, "knows no request"),
-        ("get_info", {"model_id": "m"}, 404, "the model 'm' is not here"),
+        ("get_info", {"model_id": "m"}, 404, "the model 'm' does not exist"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_at_once_with_a_sentence(
-    refused_client: Client, path: str, body: dict[str, Any], status: int, words_: str
-) -> None:
+def test_what_cannot_be_done_is_refused_at_once_with_a_sentence(refused_client, path, body, status, words_):
     defaults = {
         "create_model": {"session_id": refused_client.session, "model_seq_id": 9, "base_model": "palestra/tiny"},
         "asample": {"base_model": "palestra/tiny", "prompt": PROMPT},
@@ -153,7 +147,7 @@ def test_what_cannot_be_done_is_refused_at_once_with_a_sentence(
 
 
 def test_a_loss_that_is_not_served_is_refused_and_the_next_request_is_served(client: Client) -> None:
-    body = write_forward_backward(ForwardBackwardRequest(client.model, 1, [words(0)], "stable_reinforce"))
+    body = forward_backward_body(client.model, 1, [words(0)], "stable_reinforce")
     answer = client.http.post("forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
     assert answer.status_code == 400
     assert "forward_backward_custom" in answer.text
@@ -172,7 +166,7 @@ def test_rows_that_cannot_be_computed_are_the_answer_of_their_request(client: Cl
 def test_bodies_may_be_zstd_and_not_bombs(client: Client) -> None:
     zstandard = pytest.importorskip("zstandard")
     headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
-    body = write_forward_backward(ForwardBackwardRequest(client.model, 1, [words(0)], "cross_entropy"))
+    body = forward_backward_body(client.model, 1, [words(0)])
     packed = zstandard.ZstdCompressor().compress(body)
     answer = client.http.post("forward_backward", content=packed, headers=headers)
     assert isinstance(client.result(answer.json()), bytes)
@@ -181,8 +175,8 @@ def test_bodies_may_be_zstd_and_not_bombs(client: Client) -> None:
     assert client.http.post("forward_backward", content=b"no", headers=headers).status_code == 400
 
 
-def test_a_key_is_asked_for_where_one_is_set(base: BaseModel, tmp_path: Path, serve: Any) -> None:
-    with serve(Service([base], tmp_path), token="tml-right") as server:
+def test_a_key_is_asked_for_where_one_is_set(serve):
+    with serve(token="tml-right") as server:
         assert Client(server.url).http.get("healthz").status_code == 401
         assert Client(server.url, **{"X-API-Key": "tml-wrong"}).http.get("healthz").status_code == 401
         assert Client(server.url, **{"X-API-Key": "tml-right"}).http.get("healthz").status_code == 200
@@ -191,16 +185,13 @@ def test_a_key_is_asked_for_where_one_is_set(base: BaseModel, tmp_path: Path, se
 @pytest.mark.parametrize(
     ("limits", "words_"),
     [
-        (ServiceLimits(sessions=1), "1 sessions are open, as many as may be"),
-        (ServiceLimits(models=1), "1 models are being trained, as many as may be"),
+        (ServiceLimits(sessions=1), "1 sessions are open, which is the limit"),
+        (ServiceLimits(models=1), "1 models are being trained, which is the limit"),
         (ServiceLimits(memory_gib=1e-6), "rank 2 needs about"),
     ],
 )
-def test_what_is_beyond_a_limit_is_told_to_come_back_later(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any, limits: ServiceLimits, words_: str
-) -> None:
-    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    with serve(Service([base], tmp_path / "runs", limits)) as server:
+def test_what_is_beyond_a_limit_is_refused_until_later(serve, limits, words_):
+    with serve(limits) as server:
         first, second = Client(server.url), Client(server.url)
         if limits.memory_gib is None:
             first.create()
@@ -213,18 +204,14 @@ def test_what_is_beyond_a_limit_is_told_to_come_back_later(
         assert answer.headers["retry-after"] == "1"
 
 
-def test_a_version_that_is_not_kept_any_more_is_named(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    with serve(Service([base], tmp_path / "runs", ServiceLimits(versions=1))) as server:
+def test_a_version_that_is_not_kept_any_more_is_named(serve):
+    with serve(ServiceLimits(versions=1)) as server:
         client = Client(server.url)
         client.create()
         pinned = []
         for number in range(2):
-            pinned.append(
-                client.next("save_weights_for_sampler", sampling_session_seq_id=number)["sampling_session_id"]
-            )
+            saved = client.next("save_weights_for_sampler", sampling_session_seq_id=number)
+            pinned.append(saved["sampling_session_id"])
             client.seq += 1
             client.result(client.forward_backward(client.seq, [words(0)]))
             client.next("optim_step", adam_params={})
@@ -233,9 +220,7 @@ def test_a_version_that_is_not_kept_any_more_is_named(
         assert isinstance(client.result(client.post("asample", {**asked, "sampling_session_id": pinned[1]})), bytes)
 
 
-def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(
-    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(base, tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     service = Service([base], tmp_path / "runs", ServiceLimits(session_idle_s=0.05))
     session = service.create_session("silent", {})
@@ -247,12 +232,9 @@ def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(
     service.close()
 
 
-def test_what_was_saved_survives_a_restart_and_what_was_not_is_told(
-    base: BaseModel, tmp_path: Path, serve: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
+def test_what_was_saved_survives_a_restart_and_what_was_not_is_told(tmp_path, serve):
     asked = {"prompt": PROMPT, "sampling_params": {"max_tokens": 4, "seed": 3, "stop": []}}
-    with serve(Service([base], tmp_path / "runs")) as server:
+    with serve() as server:
         client = Client(server.url)
         model = client.create()
         client.seq += 1
@@ -263,9 +245,9 @@ def test_what_was_saved_survives_a_restart_and_what_was_not_is_told(
         before = client.result(client.post("asample", {**asked, "model_path": weights}))
     partial = next((tmp_path / "runs").glob("*/tinker/weights")) / ".next.partial"
     partial.mkdir()  # as a kill in the middle of a save leaves it
-    with serve(Service([base], tmp_path / "runs")) as server:
+    with serve() as server:
         client = Client(server.url)
-        assert "go on from a saved tinker:// path" in client.post("get_info", {"model_id": model}, 404)
+        assert "continue from a saved tinker:// path" in client.post("get_info", {"model_id": model}, 404)
         assert client.result(client.post("asample", {**asked, "model_path": weights})) == before
         assert client.post("weights_info", {"tinker_path": state})["lora_rank"] == 2
         client.create()

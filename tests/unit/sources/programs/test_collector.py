@@ -1,7 +1,5 @@
 """Programs as agents at a real gateway over the embedded model: groups, scores, rows and metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

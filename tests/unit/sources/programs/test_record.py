@@ -1,7 +1,5 @@
 """The recorder: all passes through unchanged, traces are chat lines, and no key is written down."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """The gateway without a training: attempts are opened and ended over HTTP, and their rollouts are lines of a file."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

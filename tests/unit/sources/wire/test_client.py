@@ -1,7 +1,5 @@
 """The client of the trajectory API."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups from the wire as samples of the learner: masks, prompts, advantages, logprobs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -70,16 +68,6 @@ def test_advantages_that_were_posted_are_kept_and_train_their_own_tokens():
     assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3, 7, 8], [1, 2, 4, 9]]
     assert [row.advantages.tolist() for row in rows] == [[0.0, 0.0, 0.0, 2.0, -1.0], [0.0, 0.0, 0.0, 3.0]]
     assert [row.policy_mask[3:].tolist() for row in rows] == [[True, True], [True]]
-
-
-def test_forty_different_advantages_stay_in_one_sequence():
-    ids, advantages = list(range(41)), [float(i) for i in range(41)]
-    columns = posted(tokens=[ids], masks=[[-100, *ids[1:]]], scores=[1.0], advantages=[advantages])
-    columns["inference_logprobs"] = None
-    (sample,) = samples(read_group(columns, "g", ModelLimits(vocabulary=100, context_tokens=64), 0), [0.0])
-    assert sample.token_ids.tolist() == ids
-    assert sample.advantages.tolist() == advantages
-    assert int(sample.policy_mask.sum()) == 40
 
 
 def test_what_the_model_cannot_take_is_refused():

@@ -1,7 +1,5 @@
 """Packing groups into batches: exact, whole, oldest first."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

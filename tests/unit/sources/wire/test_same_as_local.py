@@ -1,7 +1,5 @@
 """Groups of our environments train the same and report the same, over the wire or in the trainer's own process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The trajectory API over HTTP: the protocol's answers, and bad input that is refused in words."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -124,25 +122,6 @@ def test_groups_go_round_with_every_field(trained):
     assert trained.get("/latest_example").json()["scores"] == [0.25, 0.5]
     assert trained.get("/reset_data").text == "Reset successful"
     assert trained.get("/info").json()["batch_size"] == -1
-
-
-def test_a_killed_trainer_gets_the_batches_since_its_checkpoint_again(serve, tmp_path):
-    run = {"checkpoint_dir": "runs/a", "batch_size": 2, "max_token_len": 128, "num_steps": 10}
-    with httpx.Client(base_url=serve(trajectory_app(tmp_path)), timeout=30) as api:
-        api.post("/register", json=run)
-        for i in range(4):
-            api.post("/scored_data", json=group(scores=[float(i), 0.0]))
-
-        def batch(after: int, saved: int):
-            answer = api.get("/batch", params={"after": after, "saved": saved}).json()
-            scores = [g["scores"][0] for g in answer["batch"] or ()]
-            return answer.get("number"), scores, api.get("/status").json()["current_step"]
-
-        assert [batch(0, 0), batch(1, 0), batch(2, 1)] == [(1, [0.0], 1), (2, [1.0], 2), (3, [2.0], 3)]
-        api.post("/register", json={**run, "starting_step": 1})  # killed, and resumed from its checkpoint at step 1
-        assert api.get("/status").json()["current_step"] == 1
-        assert [batch(1, 1), batch(2, 1), batch(3, 1)] == [(2, [1.0], 2), (3, [2.0], 3), (4, [3.0], 4)]
-        assert batch(4, 4) == (None, [], 4)
 
 
 BAD = {

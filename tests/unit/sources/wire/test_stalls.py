@@ -1,7 +1,5 @@
 """Nothing arrives: after 30 s it says why, and while the environment fails it stops after the limit."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

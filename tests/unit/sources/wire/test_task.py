@@ -1,7 +1,5 @@
 """The trainer's side of the wire: batches in order, again after a kill, and bad ones left out."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from dataclasses import dataclass, field

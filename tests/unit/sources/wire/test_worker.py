@@ -1,7 +1,5 @@
 """An environment's side of the wire: sampling over HTTP, and posting no more than the trainer has use for."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -17,9 +15,9 @@ from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
-from palestra.sources.wire.feed import Feed
 from palestra.sources.wire.protocol import WireClient
 from palestra.sources.wire.server import trajectory_app
+from palestra.sources.wire.worker import EnvironmentWorker
 from palestra.train.tasks import agent_collector
 from palestra.train.watcher import Watcher
 
@@ -56,7 +54,7 @@ def register_trainer(api: httpx.Client, **more: int) -> None:
     assert api.get("/batch").json() == {"batch": None}
 
 
-def make_feed(api: httpx.Client, model, model_url: str, **settings) -> tuple[Feed, Notes]:
+def make_worker(api: httpx.Client, model, model_url: str, **settings) -> tuple[EnvironmentWorker, Notes]:
     env, notes = load_env(str(EXAMPLE), {}), Notes()
     settings = {"rollout.group_size": 2, "rollout.max_new_tokens": 16, "train.filter_equal_groups": False} | settings
     config = RunConfig.build(settings)
@@ -66,50 +64,27 @@ def make_feed(api: httpx.Client, model, model_url: str, **settings) -> tuple[Fee
         return agent_collector(env, policy, ChatFormat(model.tokenizer), config, training=True)
 
     wire = WireClient(str(api.base_url), gone_s=0)
-    return Feed(env.name, env, make_collector, config, wire, notes), notes
-
-
-def test_sampling_over_http_gives_the_tokens_and_logprobs_of_the_policy_itself(model, model_url):
-    async def turns(policy):
-        first, second = policy.fork(policy.open([5, 6, 7, 8]), 2)
-        one = await policy.sample(first, SHORT)
-        policy.append(first, [9, 10])
-        two = await policy.sample(first, SHORT)
-        held = list(first.token_ids), list(second.token_ids)
-        policy.close(first)
-        policy.close(second)
-        return one, two, held
-
-    remote = RemotePolicy(f"{model_url}/v1")
-    assert asyncio.run(remote.model_name()) == "palestra/tiny"
-    one, two, held = asyncio.run(turns(remote))
-    assert held == ([5, 6, 7, 8, *one.token_ids, 9, 10, *two.token_ids], [5, 6, 7, 8])
-    own = load_completer("palestra/tiny").policy
-    own_one, own_two, _ = asyncio.run(turns(own))
-    for remote_turn, own_turn in ((one, own_one), (two, own_two)):
-        assert remote_turn.token_ids.tolist() == own_turn.token_ids.tolist()
-        assert remote_turn.logprobs.tolist() == pytest.approx(own_turn.logprobs.tolist(), abs=1e-5)
-        assert remote_turn.versions.tolist() == own_turn.versions.tolist() == [0] * len(own_turn.token_ids)
-        assert remote_turn.finish == own_turn.finish
+    return EnvironmentWorker(env.name, env, make_collector, config, wire, notes), notes
 
 
 def test_a_conversation_that_the_server_refuses_fails_the_rollout(model_url):
-    policy = RemotePolicy(model_url)
+    policy = RemotePolicy(f"{model_url}/v1")
+    assert asyncio.run(policy.model_name()) == "palestra/tiny"
     with pytest.raises(RolloutError, match="the context holds"):
         asyncio.run(policy.sample(policy.open([5] * 100_000), SHORT))
 
 
 def test_nothing_runs_ahead_of_the_trainer_by_more_than_a_batch(api, model, model_url):
     register_trainer(api)
-    feed, notes = make_feed(api, model, model_url)
+    worker, notes = make_worker(api, model, model_url)
 
     async def main() -> list[dict]:
-        running = asyncio.create_task(feed.run())
-        while feed.posted_groups < 2:
+        running = asyncio.create_task(worker.run())
+        while worker.posted_groups < 2:
             assert not running.done()
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.6)
-        assert feed.posted_groups == 2
+        assert worker.posted_groups == 2
         batches = []
         while len(batches) < 2:
             answer = await asyncio.to_thread(lambda: api.get("/batch").json())
@@ -127,50 +102,50 @@ def test_nothing_runs_ahead_of_the_trainer_by_more_than_a_batch(api, model, mode
 
 def test_an_api_that_goes_away_ends_it_without_an_error(api, model, model_url):
     register_trainer(api)
-    feed, notes = make_feed(api, model, model_url)
-    make = feed.make_collector
+    worker, notes = make_worker(api, model, model_url)
+    make = worker.make_collector
 
     async def make_and_lose() -> Collector:
-        feed.wire = WireClient("http://127.0.0.1:9", gone_s=0)
+        worker.wire = WireClient("http://127.0.0.1:9", gone_s=0)
         return await make()
 
-    feed.make_collector = make_and_lose
-    asyncio.run(feed.run())
+    worker.make_collector = make_and_lose
+    asyncio.run(worker.run())
     assert "the trajectory API is gone" in notes.notes[-1]
 
 
 def test_groups_that_cannot_fill_a_batch_are_told_with_the_remedy(api, model, model_url):
     register_trainer(api, batch_size=8)
-    feed, _ = make_feed(api, model, model_url, **{"rollout.group_size": 3})
+    worker, _ = make_worker(api, model, model_url, **{"rollout.group_size": 3})
     with pytest.raises(PalestraError, match=r"same --rollout\.group_size"):
-        asyncio.run(feed.run())
+        asyncio.run(worker.run())
 
 
 def test_a_training_that_is_over_is_not_fed_but_the_next_is_waited_for(api, model, model_url):
     register_trainer(api, num_steps=0)
-    feed, notes = make_feed(api, model, model_url)
+    worker, notes = make_worker(api, model, model_url)
 
     async def main() -> None:
-        running = asyncio.create_task(feed.run())
+        running = asyncio.create_task(worker.run())
         while not any("waiting for the next" in text for text in notes.notes):
             assert not running.done()
             await asyncio.sleep(0.02)
-        assert feed.posted_groups == 0
+        assert worker.posted_groups == 0
         await asyncio.to_thread(register_trainer, api, num_steps=1)
         while not await asyncio.to_thread(lambda: api.get("/batch").json()["batch"]):
             await asyncio.sleep(0.05)
         await asyncio.wait_for(running, 20)
 
     asyncio.run(main())
-    assert feed.posted_groups >= 2
+    assert worker.posted_groups >= 2
 
 
 def test_an_inference_server_that_is_never_there_ends_it_with_the_reason(api, model, monkeypatch):
-    monkeypatch.setattr("palestra.sources.wire.feed._RETRY_S", 0.01)
+    monkeypatch.setattr("palestra.sources.wire.worker._RETRY_S", 0.01)
     register_trainer(api)
-    feed, notes = make_feed(api, model, "http://127.0.0.1:9")
+    worker, notes = make_worker(api, model, "http://127.0.0.1:9")
     with pytest.raises(PalestraError, match="--serve-port"):
-        asyncio.run(feed.run())
+        asyncio.run(worker.run())
     assert sum("every rollout failed" in text for text in notes.notes) == 7
 
 
@@ -202,16 +177,16 @@ class ScriptedCollector:
 )
 def test_a_group_without_signal_is_replaced_and_a_broken_problem_is_not_posted(api, model, model_url, script, posted):
     register_trainer(api, batch_size=2, num_steps=1)
-    feed, _ = make_feed(api, model, model_url, **{"train.filter_equal_groups": True, "train.refill_limit": 2})
+    worker, _ = make_worker(api, model, model_url, **{"train.filter_equal_groups": True, "train.refill_limit": 2})
 
     async def make_collector():
         return ScriptedCollector(*script)
 
-    feed.make_collector = make_collector
+    worker.make_collector = make_collector
 
     async def main() -> list[dict]:
-        running = asyncio.create_task(feed.run())
-        while not feed.posted_groups:
+        running = asyncio.create_task(worker.run())
+        while not worker.posted_groups:
             assert not running.done(), running.result()
             await asyncio.sleep(0.02)
         batch = await asyncio.to_thread(lambda: api.get("/batch").json()["batch"])

@@ -1,6 +1,4 @@
-"""The doors to the tools: who is let in, whose session it is, and that nobody waits for another."""
-
-from __future__ import annotations
+"""The transports of the rl_* tools: access, sessions, and that no client waits for another."""
 
 import asyncio
 import json
@@ -90,8 +88,8 @@ async def over_mcp(clients, play) -> None:
         await play(call)
 
 
-@pytest.mark.parametrize("door", [over_python, over_http, over_mcp])
-def test_every_tool_answers_alike_through_every_door(tmp_path, monkeypatch, door):
+@pytest.mark.parametrize("transport", [over_python, over_http, over_mcp])
+def test_every_tool_answers_alike_through_every_transport(tmp_path, monkeypatch, transport):
     rl_agent.make_site(tmp_path)
     monkeypatch.chdir(tmp_path)
     manager = rl_agent.OneRun(tmp_path / "home")
@@ -113,7 +111,7 @@ def test_every_tool_answers_alike_through_every_door(tmp_path, monkeypatch, door
             assert "no run" in (await call(tool, run_id="zzzzzzzz"))["error"]
         assert "named twice" in (await call("rl_test_inference", models=["m", "m"]))["error"]
 
-    asyncio.run(door(clients, play))
+    asyncio.run(transport(clients, play))
 
 
 POST = ("POST", "/tools/rl_list_runs")

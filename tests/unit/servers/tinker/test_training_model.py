@@ -1,7 +1,5 @@
 """Gradients: the same however they are asked for, and nobody else's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from palestra.core.types import Sample
 from palestra.learner.local import LocalLearner
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.messages import Datum, Tensor
-from palestra.servers.tinker.trainee import AdamParams, Trainee
+from palestra.servers.tinker.training_model import AdamParams, TrainingModel
 
 SPEC = AdapterSpec(4)
 ADAM = AdamParams(1e-2, 0.9, 0.95, 1e-12, 0.0, 0.0)
@@ -28,17 +26,15 @@ Row = Callable[..., Datum]
 
 
 def gradients_of(base: BaseModel, data: list[Datum], sizes: list[int], rows_per_pass: int) -> dict[str, torch.Tensor]:
-    trainee = Trainee(base, SPEC, seed=1, rows_per_pass=rows_per_pass)
+    training_model = TrainingModel(base, SPEC, seed=1, rows_per_pass=rows_per_pass)
     for size in sizes:
         part, data = data[:size], data[size:]
-        trainee.forward_backward(part, "importance_sampling", {})
-    return trainee.gradient()
+        training_model.forward_backward(part, "importance_sampling", {})
+    return training_model.gradient()
 
 
 @pytest.mark.parametrize(("sizes", "rows_per_pass"), [([4, 4], 4), ([3, 5], 1)])
-def test_a_gradient_is_the_same_to_the_bit_however_the_rows_are_split(
-    base: BaseModel, make_row: Row, sizes: list[int], rows_per_pass: int
-) -> None:
+def test_a_gradient_is_the_same_to_the_bit_however_the_rows_are_split(base, make_row, sizes, rows_per_pass):
     data = [make_row(5 + i, i) for i in range(8)]
     whole = gradients_of(base, data, [8], rows_per_pass)
     parts = gradients_of(base, data, sizes, rows_per_pass)
@@ -49,9 +45,7 @@ def test_a_gradient_is_the_same_to_the_bit_however_the_rows_are_split(
 
 @pytest.mark.parametrize("spec", [SPEC, AdapterSpec(0)], ids=["adapter", "all weights"])
 @pytest.mark.parametrize("siblings", [1, 4])
-def test_a_local_step_has_the_gradient_of_the_server_to_the_bit(
-    base: BaseModel, spec: AdapterSpec, siblings: int
-) -> None:
+def test_a_local_step_has_the_gradient_of_the_server_to_the_bit(base, spec, siblings):
     """The same rows: `dapo` with a step's normalisers on the local learner, `ppo` with weighted advantages here."""
     random = np.random.default_rng(0)
     samples: list[Sample] = []
@@ -78,29 +72,29 @@ def test_a_local_step_has_the_gradient_of_the_server_to_the_bit(
         )
         for s in samples
     ]
-    trainee = Trainee(base, spec, seed=1, rows_per_pass=len(data))
-    outputs = trainee.forward_backward(data, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28})
+    training_model = TrainingModel(base, spec, seed=1, rows_per_pass=len(data))
+    outputs = training_model.forward_backward(data, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28})
     model = base.module(spec, 1)
     local = LocalLearner(model, config=RunConfig.build({"rollout.temperature": 1.0}))
     found = local.forward_backward(batch, loss)
     assert np.array_equal(np.concatenate([row[8:, 0] for row in outputs.logprobs]), found.logprobs()[batch.policy_mask])
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
-    assert gradients.keys() == trainee.gradient().keys()
-    assert all(torch.equal(gradient, trainee.gradient()[name]) for name, gradient in gradients.items())
+    assert gradients.keys() == training_model.gradient().keys()
+    assert all(torch.equal(gradient, training_model.gradient()[name]) for name, gradient in gradients.items())
     assert any(bool(gradient.any()) for gradient in gradients.values())
 
 
 def test_logprobs_are_the_modules_own_with_a_trained_unembedding(base: BaseModel, make_row: Row) -> None:
-    trainee = Trainee(base, SPEC, rows_per_pass=4)
+    training_model = TrainingModel(base, SPEC, rows_per_pass=4)
     rows = [make_row(9, 1), make_row(4, 2)]
     for _ in range(3):
-        trainee.forward_backward(rows, "importance_sampling", {})
-        trainee.optim_step(ADAM)
-    assert any("lm_head" in name and bool(value.any()) for name, value in trainee.snapshot().items())
-    found = trainee.forward_backward(rows, "importance_sampling", {}, backward=False).logprobs
+        training_model.forward_backward(rows, "importance_sampling", {})
+        training_model.optim_step(ADAM)
+    assert any("lm_head" in name and bool(value.any()) for name, value in training_model.snapshot().items())
+    found = training_model.forward_backward(rows, "importance_sampling", {}, backward=False).logprobs
     for row, logprobs in zip(rows, found, strict=True):
         with torch.no_grad():
-            logits = trainee._model(input_ids=torch.from_numpy(row.token_ids)[None].long()).logits[0]
+            logits = training_model._model(input_ids=torch.from_numpy(row.token_ids)[None].long()).logits[0]
         targets = torch.from_numpy(row.inputs["target_tokens"].values)
         expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
@@ -113,8 +107,8 @@ def test_rows_that_begin_alike_give_the_numbers_of_rows_by_themselves(base: Base
         row = make_row(12 + length, i)
         data.append(Datum(np.concatenate([prompt, row.token_ids[12:]]), row.inputs))
     data = [*data[:3], data[2], make_row(7, 9), data[3]]  # one twice, and a stranger between
-    together, apart = (Trainee(base, SPEC, seed=1, rows_per_pass=rows) for rows in (6, 1))
-    outputs = [trainee.forward_backward(data, "importance_sampling", {}) for trainee in (together, apart)]
+    together, apart = (TrainingModel(base, SPEC, seed=1, rows_per_pass=rows) for rows in (6, 1))
+    outputs = [training_model.forward_backward(data, "importance_sampling", {}) for training_model in (together, apart)]
     for mine, theirs in zip(outputs[0].logprobs, outputs[1].logprobs, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
     for name, gradient in apart.gradient().items():
@@ -142,9 +136,9 @@ def test_several_targets_a_position_add_up_like_rows_of_their_own(base: BaseMode
     }
     found = {}
     for name, data in forms.items():
-        trainee = Trainee(base, SPEC, seed=1, rows_per_pass=1)
-        outputs = trainee.forward_backward(data, "cross_entropy", {})
-        found[name] = (outputs, trainee.gradient())
+        training_model = TrainingModel(base, SPEC, seed=1, rows_per_pass=1)
+        outputs = training_model.forward_backward(data, "cross_entropy", {})
+        found[name] = (outputs, training_model.gradient())
     logprobs = np.stack(found["columns"][0].logprobs, axis=1)
     for name in ("dense", "sparse"):
         np.testing.assert_allclose(found[name][0].logprobs[0], logprobs, atol=1e-5)
@@ -160,24 +154,24 @@ def test_cells_that_a_sparse_target_leaves_out_are_0(base: BaseModel, make_row: 
         "target_tokens": Tensor(np.array([7, 8]), (3, 2), cells),
         "weights": Tensor(np.array([1.0, 1.0], np.float32), (3, 2), cells),
     }
-    found = Trainee(base, SPEC).forward_backward([Datum(row.token_ids, inputs)], "cross_entropy", {}).logprobs[0]
+    found = TrainingModel(base, SPEC).forward_backward([Datum(row.token_ids, inputs)], "cross_entropy", {}).logprobs[0]
     assert (found != 0).reshape(-1).tolist() == [True, False, False, True, False, False]
 
 
 def test_looking_only_adds_no_gradient(base: BaseModel, make_row: Row) -> None:
-    trainee = Trainee(base, SPEC)
-    trainee.forward_backward([make_row(5)], "importance_sampling", {}, backward=False)
-    assert trainee.gradient() == {}
-    assert trainee.optim_step(ADAM) == 0.0
-    assert trainee.version == 0
+    training_model = TrainingModel(base, SPEC)
+    training_model.forward_backward([make_row(5)], "importance_sampling", {}, backward=False)
+    assert training_model.gradient() == {}
+    assert training_model.optim_step(ADAM) == 0.0
+    assert training_model.version == 0
 
 
 def test_two_adapters_on_one_base_do_not_touch_each_other_or_the_base(base: BaseModel, make_row: Row) -> None:
     before = {name: weight.clone() for name, weight in base._model.named_parameters()}
-    alone = Trainee(base, SPEC, seed=1)
+    alone = TrainingModel(base, SPEC, seed=1)
     alone.forward_backward([make_row(5, 1)], "importance_sampling", {})
     expected = {name: gradient.clone() for name, gradient in alone.gradient().items()}
-    first, second = (Trainee(base, SPEC, seed=1) for _ in range(2))
+    first, second = (TrainingModel(base, SPEC, seed=1) for _ in range(2))
     first.forward_backward([make_row(5, 1)], "importance_sampling", {})
     second.forward_backward([make_row(6, 2)], "importance_sampling", {})
     second.optim_step(ADAM)
@@ -187,39 +181,37 @@ def test_two_adapters_on_one_base_do_not_touch_each_other_or_the_base(base: Base
 
 
 def test_rank_0_trains_all_weights_in_a_copy(base: BaseModel, make_row: Row, tmp_path: Path) -> None:
-    whole = Trainee(base, AdapterSpec(0))
+    whole = TrainingModel(base, AdapterSpec(0))
     kept = base._model.model.embed_tokens.weight.clone()
     whole.forward_backward([make_row(5)], "importance_sampling", {})
     whole.optim_step(ADAM)
     assert not torch.equal(whole.snapshot()["model.embed_tokens.weight"], kept)
     assert torch.equal(base._model.model.embed_tokens.weight, kept)
     whole.save(tmp_path, optimizer=True)
-    again = Trainee(base, AdapterSpec(0))
+    again = TrainingModel(base, AdapterSpec(0))
     again.load(tmp_path, optimizer=True)
     assert all(torch.equal(value, again.snapshot()[name]) for name, value in whole.snapshot().items())
 
 
 def test_an_infinite_gradient_changes_nothing_and_is_told(base: BaseModel, make_row: Row) -> None:
-    trainee = Trainee(base, SPEC)
-    before = trainee.snapshot()
+    training_model = TrainingModel(base, SPEC)
+    before = training_model.snapshot()
     row = make_row(5)
     row.inputs["advantages"].values[3] = np.inf
-    trainee.forward_backward([row], "importance_sampling", {})
+    training_model.forward_backward([row], "importance_sampling", {})
     with pytest.raises(PalestraError, match="the weights are unchanged"):
-        trainee.optim_step(ADAM)
-    assert all(torch.equal(value, before[name]) for name, value in trainee.snapshot().items())
-    trainee.forward_backward([make_row(5)], "importance_sampling", {})
-    assert trainee.optim_step(ADAM) > 0
+        training_model.optim_step(ADAM)
+    assert all(torch.equal(value, before[name]) for name, value in training_model.snapshot().items())
+    training_model.forward_backward([make_row(5)], "importance_sampling", {})
+    assert training_model.optim_step(ADAM) > 0
 
 
-def test_rows_without_advantages_are_scored_and_not_gone_back_through(
-    base: BaseModel, make_row: Row, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_without_advantages_are_scored_and_not_gone_back_through(base, make_row, monkeypatch):
     zeros = Tensor(np.zeros(5, np.float32), (5,))
     silent = changed(make_row(5, 2), advantages=zeros)
-    expected = Trainee(base, SPEC, seed=1)
+    expected = TrainingModel(base, SPEC, seed=1)
     alone = expected.forward_backward([make_row(5, 1)], "ppo", SETTINGS["ppo"])
-    found = Trainee(base, SPEC, seed=1)
+    found = TrainingModel(base, SPEC, seed=1)
     backward, calls = torch.Tensor.backward, []
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: [calls.append(1), backward(loss)])
     both = found.forward_backward([make_row(5, 1), silent], "ppo", SETTINGS["ppo"])
@@ -234,8 +226,8 @@ def test_rows_without_advantages_are_scored_and_not_gone_back_through(
 
 
 @pytest.fixture(scope="module")
-def trainee(base: BaseModel) -> Trainee:
-    return Trainee(base, SPEC)
+def training_model(base: BaseModel) -> TrainingModel:
+    return TrainingModel(base, SPEC)
 
 
 def changed(row: Datum, **inputs: Tensor | None) -> Datum:
@@ -254,10 +246,8 @@ def changed(row: Datum, **inputs: Tensor | None) -> Datum:
         ({"target_tokens": Tensor(np.array([1]), (5, 1 << 40), np.array([0]))}, "at most 16777216 are answered"),
     ],
 )
-def test_a_row_that_cannot_be_computed_is_refused_before_any_is(
-    trainee: Trainee, make_row: Row, change: dict, words: str
-) -> None:
+def test_a_row_that_cannot_be_computed_is_refused_before_any_is(training_model, make_row, change, words):
     with pytest.raises(PalestraError, match=words):
-        trainee.forward_backward([make_row(5), changed(make_row(5), **change)], "importance_sampling", {})
-    assert trainee.gradient() == {}
-    assert trainee.optim_step(ADAM) == 0.0
+        training_model.forward_backward([make_row(5), changed(make_row(5), **change)], "importance_sampling", {})
+    assert training_model.gradient() == {}
+    assert training_model.optim_step(ADAM) == 0.0

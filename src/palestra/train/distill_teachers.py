@@ -20,9 +20,9 @@ from palestra.learner.frozen import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel, load_model
+from palestra.rollout.hints import choose_hint, opening_of, pass_rate, with_hint
 from palestra.rollout.opening import tools_of
 from palestra.train.batch import Conversation
-from palestra.train.hints import choose_hint, opening_of, pass_rate, with_hint
 
 Schemas = Sequence[dict[str, Any]]
 ROWS_PER_REQUEST = 16

@@ -49,7 +49,7 @@ class Outputs:
     loss: float
 
 
-class Trainee:
+class TrainingModel:
     """A base model with one adapter (or a whole copy of it), and its optimizer. One thread calls it at a time.
 
     `rows_per_pass` says how many rows are computed together. With 1 a gradient is the same to the bit however the

@@ -40,7 +40,7 @@ class TrainerStatus:
 
 
 @dataclass(slots=True)
-class Feed:
+class EnvironmentWorker:
     """The environment's side of the wire. `make_collector` is called once the trainer serves its model."""
 
     name: str
@@ -68,7 +68,7 @@ class Feed:
             while status.is_over:
                 await asyncio.sleep(_RETRY_S)
                 status = await self._trainer_status()
-            await self._feed(self._source(await self.make_collector()))
+            await self._post_groups(self._source(await self.make_collector()))
             self.watcher.note("the trainer has all the groups that it asked for")
         except ApiUnreachable as gone:
             self.watcher.note(f"the trajectory API is gone: {gone}")
@@ -103,7 +103,7 @@ class Feed:
         room = batch_size // size - int(status["self_queue_size"])
         return TrainerStatus(int(status["current_step"]), int(status.get("num_steps", self._num_steps)), room)
 
-    async def _feed(self, source: ProblemSource) -> None:
+    async def _post_groups(self, source: ProblemSource) -> None:
         running: set[asyncio.Task[None]] = set()
         noted_step = -1
         try:

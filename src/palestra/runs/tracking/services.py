@@ -1,0 +1,153 @@
+"""Services that take a run's metrics: W&B, TensorBoard, MLflow and Trackio. Rollouts stay in rollouts.jsonl.
+
+Each library is imported when its service starts.
+"""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from palestra.core.config import flatten
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_text
+from palestra.core.run_folder import RunFolder
+from palestra.runs.tracking.base import Tracker
+
+MAX_PARAMETER_CHARS = 6000  # MLflow's own limit
+_MODES_WITHOUT_KEY = ("offline", "dryrun", "disabled")
+
+
+class WandbService(Tracker):
+    """One W&B run, online or offline (WANDB_MODE=offline) in the run folder; a resumed training continues it."""
+
+    def __init__(
+        self, folder: RunFolder, project: str, name: str, entity: str | None, settings: Mapping[str, Any], resumed: bool
+    ) -> None:
+        import wandb
+
+        check_wandb_key()
+        if not (resumed and folder.wandb_id_file.exists()):
+            write_text(folder.wandb_id_file, uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project=project,
+            entity=entity,
+            name=name,
+            dir=folder.path,
+            id=folder.wandb_id_file.read_text(),
+            resume="allow",
+            config=dict(settings),
+            settings=wandb.Settings(console="off"),  # capturing stdout would break the progress bar
+        )
+        if self._run.url:  # not when offline
+            write_text(folder.wandb_url_file, str(self._run.url))
+        # Our own step is the x axis: W&B's step only increases, but a resumed run may repeat steps.
+        self._run.define_metric("*", step_metric="step")
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **row})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_wandb_key() -> None:
+    """Raise where W&B would ask for a key."""
+    if os.environ.get("WANDB_MODE", "online") not in _MODES_WITHOUT_KEY and not _has_wandb_key():
+        raise PalestraError(
+            "report_to 'wandb' needs WANDB_API_KEY, which is not set; set it, run `wandb login`, "
+            "or set WANDB_MODE=offline to keep the run on this machine"
+        )
+
+
+def _has_wandb_key() -> bool:
+    """Whether W&B finds a key without a prompt: in the variable, or stored by `wandb login`."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class TensorBoardService(Tracker):
+    """Event files in the run folder, one series of scalars per metric: `tensorboard --logdir RUN/tensorboard`."""
+
+    def __init__(self, folder: RunFolder, settings: Mapping[str, Any], resume_after: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Readers ignore events from purge_step on: a resumed run repeats those steps.
+        purge_step = None if resume_after is None else resume_after + 1
+        self._writer = SummaryWriter(folder.tensorboard, purge_step=purge_step)
+        if resume_after is None:
+            self._writer.add_text("config", f"```json\n{json.dumps(settings, indent=1, default=str)}\n```")
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # so that a killed run loses nothing
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MLflowService(Tracker):
+    """One MLflow run, at MLFLOW_TRACKING_URI or in a database in the run folder; a resumed training continues it."""
+
+    def __init__(self, folder: RunFolder, project: str, name: str, settings: Mapping[str, Any], resumed: bool) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(uri or f"sqlite:///{folder.mlflow_database.resolve()}")
+        if resumed and folder.mlflow_id_file.exists():
+            self._run_id = folder.mlflow_id_file.read_text()
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(project)
+        artifacts = None if uri else folder.mlflow_artifacts.resolve().as_uri()
+        experiment = found.experiment_id if found else self._client.create_experiment(project, artifacts)
+        self._run_id = self._client.create_run(experiment, run_name=name).info.run_id
+        write_text(folder.mlflow_id_file, self._run_id)
+        flat = flatten(dict(settings)).items()
+        params = [Param(_mlflow_name(key), str(value)[:MAX_PARAMETER_CHARS]) for key, value in flat]
+        self._client.log_batch(self._run_id, params=params)
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(self._run_id, [Metric(_mlflow_name(k), float(v), now_ms, step) for k, v in row.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _mlflow_name(name: str) -> str:
+    """MLflow refuses characters that the name of a measure may have."""
+    return re.sub(r"[^\w\-./ :]", "_", name)
+
+
+class TrackioService(Tracker):
+    """One Trackio run, local or in the Space of TRACKIO_SPACE_ID; a resumed training continues the run of its name."""
+
+    def __init__(self, project: str, name: str, settings: Mapping[str, Any], resumed: bool) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project, name=name, config=dict(settings), resume="allow" if resumed else "never", embed=False
+        )
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
