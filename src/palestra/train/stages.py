@@ -226,15 +226,15 @@ class Stages:
 
     def _steps(self, number: int) -> int:
         """How many steps a stage has; at most, where it ends by itself."""
-        source, stages = self.training.source, self._grpo[0].stages
+        source, config = self.training.source, self._grpo[0]
         match self.plan[number]:
             case "grpo":
                 return self._grpo[2]
             case "distill":
-                return stages.distill_steps
+                return config.stages.distill_steps
             case "sft":
                 assert isinstance(source, DemonstrationSource)
-                return steps_for(source.count, stages.sft_epochs, stages.sft_batch)
+                return steps_for(source.count, config.stages.sft_epochs, config.stages.sft_batch)
             case _:
                 return MAX_STAGE_STEPS
 

@@ -19,7 +19,7 @@ def policy_loss(objective, logprobs, old, row, advantages, **more):
     return token_policy_loss(objective, logprobs, old, row, advantages[row], rows=len(advantages), **more)
 
 
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo")
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo", "cross_entropy")
 FULL = {"beta": 0.1, "kl_bias_correction": True, "importance_correction": "token_truncate", "importance_cap": 1.3}
 
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from small_learner import build, loss_of, make_samples, settings
+from small_learner import build, gradients, loss_of, make_samples, settings
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
@@ -151,6 +153,40 @@ def test_the_echo_term_is_the_cross_entropy_on_tool_results(temperature: float, 
         count += int(observed.sum())
     assert metrics["echo_loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.05 * metrics["echo_loss"], rel=1e-6)
+
+
+class KeepsGradient(LocalLearner):
+    """Takes no step, and keeps its gradient."""
+
+    taken: dict[str, torch.Tensor]
+
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Any = None) -> float:
+        self.taken = gradients(self)
+        self.discard_gradients()
+        return 1.0
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("budget", [24, 16384])
+def test_demonstrations_are_learned_by_plain_cross_entropy(budget: int, share: bool) -> None:
+    """Of the model's own distribution, whatever the temperature of its attempts; the log-probabilities are unknown."""
+    samples = [
+        replace(s, advantages=np.ones_like(s.advantages), logprobs=np.where(s.policy_mask, np.nan, s.logprobs))
+        for s in make_samples()
+    ]
+    train = {"loss": "cross_entropy", "tokens_per_micro_batch": budget, "share_prefix": share}
+    config = settings(rollout={"temperature": 0.7}, train=train)
+    learner = KeepsGradient(build(), config=config)
+    metrics = update(learner, Batch.of(samples), config, coefficients_at(0, config, None, 0.0), 0)
+    model, losses = build(), []
+    for sample in samples:
+        ids, trained = torch.tensor([sample.token_ids.tolist()]), torch.tensor(sample.policy_mask.tolist())[1:]
+        losses.append(cross_entropy(model(ids).logits[0, :-1][trained], ids[0, 1:][trained], reduction="none"))
+    expected = torch.cat(losses).mean()
+    expected.backward()
+    assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(learner.taken[name], parameter.grad, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo"])

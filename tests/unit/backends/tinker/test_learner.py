@@ -110,7 +110,7 @@ def expected_gradient(batch: Batch, loss: StepLoss) -> torch.Tensor:
     return table.grad
 
 
-LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo"]
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo", "cross_entropy"]
 # how the old logprobs are known -> which requests a step sends for the losses that the server has itself
 KNOWN = {"on-policy": None, "all": 1.0, "some": 0.5}
 
@@ -127,7 +127,8 @@ def test_every_loss_has_the_gradient_that_it_has_here(loss: Any, known: str, ech
     learner.forward_backward(batch, terms)
     found = learner.model._client.weights.grad
     torch.testing.assert_close(found, expected_gradient(batch, terms), atol=1e-8, rtol=1e-5)
-    native = {"cispo": "cispo"}.get(loss, "ppo") if loss not in ("sapo", "vespo", "gspo") else "cross_entropy"
+    by_gradient = ("sapo", "vespo", "gspo", "cross_entropy")
+    native = {"cispo": "cispo"}.get(loss, "ppo") if loss not in by_gradient else "cross_entropy"
     expected = [native if known == "all" else "cross_entropy"]
     expected += ["cross_entropy"] if echo and expected[0] != "cross_entropy" else []
     assert server.log[2:] == expected
