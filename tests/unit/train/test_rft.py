@@ -221,6 +221,10 @@ def test_a_told_answer_must_be_worked_out_with_the_tools(lab: Build) -> None:
     made.step()
     assert made.names == ["easy", "ruled", "told"], "parrot only repeats what it was told"
     assert all(quality(r) == 0 for r in made.stored)
+    alone = lab(["parrot"], path="alone.jsonl")
+    alone.step()
+    assert alone.source.metrics["rft/hinted_pass_rate"] > 0
+    assert alone.stored == [], "not even where there is nothing better"
 
 
 def test_no_hint_is_in_a_demonstration(lab: Build) -> None:
