@@ -28,6 +28,7 @@ from palestra.train.batch import to_batch
 from palestra.train.checkpoint import read_checkpoint
 from palestra.train.demonstration_source import DemonstrationStore
 from palestra.train.demonstrations import as_demonstrations
+from palestra.train.loop import Training
 from palestra.train.replay import Replay, ReplayRows, replay_for
 from palestra.train.schedule import Coefficients
 from palestra.train.step_trainer import _resolve
@@ -190,19 +191,47 @@ def test_a_run_learns_from_successes_it_has_stored(tmp_path: Path) -> None:
     assert any(not torch.equal(weight, weights(done)[name]) for name, weight in weights(none).items())
 
 
-@pytest.mark.parametrize(("plan", "step"), [("grpo", 1), ("grpo", 2), ("sft,grpo", 1), ("sft,grpo", 2)])
-def test_a_resumed_run_replays_the_same(tmp_path: Path, plan: str, step: int) -> None:
+@pytest.fixture
+def sft(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a run that begins with two demonstrations."""
     said = [{"role": "user", "content": "Say red."}, {"role": "assistant", "content": "It is red."}]
     traces = tmp_path / "traces.jsonl"
     traces.write_text(2 * (json.dumps({"messages": said}) + "\n"))
-    more: dict[str, Any] = {"stages.plan": plan} | ({"stages.traces": str(traces)} if "sft" in plan else {})
+    return {"stages.plan": "sft,grpo", "stages.traces": str(traces)}
+
+
+def require_same(one: RunFolder, other: RunFolder) -> None:
+    """Both runs have the same weights, and have stored the same."""
+    for name, weight in weights(one).items():
+        assert torch.equal(weight, weights(other)[name]), name
+    kept = [[json.loads(line)["turns"] for line in run.demonstrations_file.open()] for run in (one, other)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(("plan", "step"), [("grpo", 1), ("grpo", 2), ("sft,grpo", 1), ("sft,grpo", 2)])
+def test_a_resumed_run_replays_the_same(tmp_path: Path, sft: dict[str, Any], plan: str, step: int) -> None:
+    more = sft if "sft" in plan else {}
     whole, again = (run(tmp_path / name, **more) for name in ("whole", "again"))
     run(again.path, resume=Resume(again.path, checkpoint=str(step)), **more)
-    for name, weight in weights(whole).items():
-        assert torch.equal(weight, weights(again)[name]), name
-    kept = [[json.loads(line)["turns"] for line in run.demonstrations_file.open()] for run in (whole, again)]
-    assert kept[0] == kept[1]
+    require_same(whole, again)
     assert any("replay_loss" in row for row in again.metrics())
+
+
+def test_a_run_that_was_interrupted_between_its_stages_keeps_its_demonstrations(
+    tmp_path: Path, sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, step = run(tmp_path / "whole", **sft), Training.step
+
+    def interrupted(training: Training) -> dict[str, float]:
+        if training.state.stage:
+            raise KeyboardInterrupt
+        return step(training)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "again", **sft)
+    require_same(whole, run(tmp_path / "again", resume=Resume(tmp_path / "again"), **sft))
 
 
 def test_what_cannot_replay_is_refused(tmp_path: Path) -> None:
