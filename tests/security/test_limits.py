@@ -66,7 +66,7 @@ COEFFICIENTS = {
     "train.sapo_temperature_neg", "train.beta", "train.importance_cap", "train.off_policy_mask_threshold",
     "train.entropy_coefficient", "train.target_entropy", "train.max_grad_norm", "train.weight_decay",
     "rollout.temperature", "rollout.repetition_penalty", "echo.coefficient", "echo.final_coefficient",
-    "eval.temperature",
+    "eval.temperature", "stages.sft_learning_rate",
 }  # fmt: skip
 
 

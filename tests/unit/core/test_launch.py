@@ -30,11 +30,11 @@ def test_each_rank_finds_its_place_in_the_variables_of_torchrun(tmp_path: Path) 
 
 
 def test_the_status_is_that_of_the_rank_that_failed_first() -> None:
-    assert run("time.sleep(0.5 * (rank == 0)); sys.exit(3 if rank else 4)") == 3
+    assert run("time.sleep(300 * (rank == 0)); sys.exit(3 if rank else 4)") == 3
 
 
 def test_a_rank_that_a_signal_ended_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("rank and os.kill(os.getpid(), 9); time.sleep(0.3); sys.exit(2)") == 128 + 9
+    assert run("rank and os.kill(os.getpid(), 9); time.sleep(300); sys.exit(2)") == 128 + 9
     assert "rank 1 (process " in (told := capfd.readouterr().err)
     assert "was ended by SIGKILL" in told
 
