@@ -136,7 +136,7 @@ RECIPES |= {
     "planner_auto": replace(
         RECIPES["planner"],
         title="stock of a hardware store with `--warm-start auto`",
-        remark="Rejection sampling with hints finds the first solutions, and GRPO goes on from there.",
+        remark="Rejection sampling with hints finds the first solutions; then GRPO continues.",
         settings={"checkpoint.every": 0, "stages.plan": "auto"},
     ),
     "number_filtering_auto": replace(

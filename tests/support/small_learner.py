@@ -72,3 +72,16 @@ def loss_of(samples: Sequence[Sample], loss: str = "dapo", **options: Any) -> St
 def gradients(learner: LocalLearner) -> dict[str, torch.Tensor]:
     """Copies of the gradients at the model's weights."""
     return {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}
+
+
+class KeepsGradients(LocalLearner):
+    """Takes no steps, and keeps the gradient of each."""
+
+    def __init__(self, model: Any, *, config: RunConfig) -> None:
+        super().__init__(model, config=config)
+        self.taken: list[torch.Tensor] = []
+
+    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Any = None) -> float:
+        self.taken.append(torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]))
+        self.discard_gradients()
+        return 1.0

@@ -43,7 +43,7 @@ def command(
       palestra sft traces.jsonl --model.name Qwen/Qwen3-0.6B
       palestra sft traces.jsonl --model.name Qwen/Qwen3-0.6B --agent my_agent.py --stages.sft_epochs 2
       palestra sft k3f9 --model.name palestra/tiny --agent my_agent.py
-      palestra train my_agent.py --stages sft:traces.jsonl,grpo        go on with reinforcement learning
+      palestra train my_agent.py --stages sft:traces.jsonl,grpo        continue with reinforcement learning
 
     Continue a run that was stopped with `palestra train --resume RUN`.
     """

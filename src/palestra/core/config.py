@@ -25,7 +25,6 @@ from palestra.core.config_sections import (
     TINKER_LORA_RANK,
     AgentSection,
     CheckpointSection,
-    DistillSection,
     EchoSection,
     EvalSection,
     LoraSection,
@@ -34,12 +33,12 @@ from palestra.core.config_sections import (
     RaySection,
     RolloutSection,
     Section,
-    StagesSection,
     TinkerSection,
     TrackSection,
     TrainSection,
     VllmSection,
 )
+from palestra.core.config_stages import DistillSection, StagesSection
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import write_text
 

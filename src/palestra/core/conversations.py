@@ -1,6 +1,6 @@
 """Conversations that show how a model should act, read from files of four formats.
 
-The formats are told apart line by line: OpenAI chat (also what `palestra record` writes), Anthropic, ShareGPT and ATIF.
+The format is recognised line by line: OpenAI chat (also what `palestra record` writes), Anthropic, ShareGPT and ATIF.
 """
 
 from __future__ import annotations

@@ -183,11 +183,16 @@ def _tool_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
+def calls_of(rollout: Rollout) -> list[tuple[str, str]]:
+    """Name and arguments of each call that the model wrote."""
+    return [(call.name, repr(call.arguments)) for m in model_messages(rollout) for call in m.tool_calls]
+
+
 def _repeated_call_rate(rollouts: Sequence[Rollout]) -> float:
     """Return the share of the calls that have the name and arguments of an earlier call of the same rollout."""
     total = distinct = 0
     for rollout in rollouts:
-        calls = [(call.name, repr(call.arguments)) for m in model_messages(rollout) for call in m.tool_calls]
+        calls = calls_of(rollout)
         total += len(calls)
         distinct += len(set(calls))
     return (total - distinct) / max(1, total)

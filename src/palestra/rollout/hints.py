@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.core.config_sections import HintName
+from palestra.core.config_stages import HintName
 from palestra.core.show import show_call
 from palestra.core.types import Group, Message, Problem, Rollout, Score, ToolResult
 from palestra.envs.base import Environment, Episode, ScoresGroups, Split
-from palestra.evals.rollout_stats import call_problem, called_successfully, model_messages
+from palestra.evals.rollout_stats import call_problem, called_successfully, calls_of, model_messages
 from palestra.models.chat.template import ChatFormat
 
 ANSWER_HINT = "The right result is: {answer}. Work it out step by step with the tools; do not just repeat it."
@@ -155,7 +155,7 @@ def _called_wrongly(rollout: Rollout) -> bool:
 
 
 def _repeats_calls(rollout: Rollout) -> bool:
-    calls = [(result.call.name, json.dumps(result.call.arguments, sort_keys=True)) for result in rollout.tool_results]
+    calls = calls_of(rollout)
     return len(set(calls)) < len(calls)
 
 
@@ -293,7 +293,7 @@ def with_hint(opening: Sequence[Message], hint: str) -> list[Message]:
     return [*opening[:last], changed, *opening[last + 1 :]]
 
 
-def pass_rate(group: Group) -> float:
+def pass_rate(rollouts: Sequence[Rollout]) -> float:
     """The share of the rollouts without error that passed; 0 where no measure decides that."""
-    verdicts = [r.passed for r in group.rollouts if r.error is None]
+    verdicts = [r.passed for r in rollouts if r.error is None]
     return sum(verdicts) / len(verdicts) if verdicts else 0.0

@@ -18,10 +18,9 @@ from palestra.train.group_source import draw
 class DemonstrationStore:
     """The demonstrations of a run, in a file of its folder, in the order in which they came."""
 
-    def __init__(self, path: Path, *, writes: bool = True) -> None:
-        """Read what the file has; `writes` is False for the ranks beside the first."""
+    def __init__(self, path: Path) -> None:
+        """Read what the file has."""
         self._path = path
-        self._writes = writes
         self.rollouts = [rollout_from_dict(row) for row in read_jsonl(path)] if path.is_file() else []
 
     def __len__(self) -> int:
@@ -31,20 +30,19 @@ class DemonstrationStore:
         made = [each for rollout in rollouts for each in as_demonstrations(rollout)]
         new = [rollout_from_dict(rollout_to_dict(each, exact=True)) for each in made]
         self.rollouts += new  # exactly what a resumed run reads
-        if self._writes and new:
+        if new:
             append_jsonl(self._path, (rollout_to_dict(rollout, exact=True) for rollout in new))
 
     def cut(self, count: int) -> None:
         """Forget all but the first `count`: a resumed run makes the others again."""
         if len(self.rollouts) > count:
             del self.rollouts[count:]
-            if self._writes:
-                write_jsonl(self._path, (rollout_to_dict(rollout, exact=True) for rollout in self.rollouts))
+            write_jsonl(self._path, (rollout_to_dict(rollout, exact=True) for rollout in self.rollouts))
 
 
 @dataclass(slots=True)
 class DemonstrationSource:
-    """Demonstrations in an endless stream, shuffled anew each epoch; the source of an sft stage."""
+    """Demonstrations in an endless stream, reshuffled each epoch; the source of an sft stage."""
 
     store: DemonstrationStore
     seed: int
@@ -89,8 +87,14 @@ class DemonstrationSource:
     def close(self) -> None: ...
 
 
+def sampled_key(rollout: Rollout) -> tuple[str, bytes]:
+    """The problem and the tokens that the model sampled, for finding repetitions."""
+    turns = (turn.token_ids.tobytes() for turn in rollout.turns if turn.maker == "model")
+    return rollout.problem_id, b"|".join(turns)
+
+
 def steps_for(demonstrations: int, epochs: float, batch: int) -> int:
-    """Optimizer steps for so many passes.
+    """Optimizer steps for this many epochs.
 
     >>> steps_for(40, 3, 16), steps_for(5, 2, 16)
     (8, 2)

@@ -96,7 +96,7 @@ class SelfTeacher(Teacher):
         return self.model.forward(batch)
 
     def weight(self, group: Group) -> float:
-        return 1.0 - pass_rate(group) if self.config.distill.phase_out else 1.0
+        return 1.0 - pass_rate(group.rollouts) if self.config.distill.phase_out else 1.0
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """`hint_leak_rate`: the share of the rollouts that speak of a hint, or know an answer that no tool gave."""

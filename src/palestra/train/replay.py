@@ -7,11 +7,9 @@ step learns some of them again. Problems that the step did not solve come first:
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
@@ -22,7 +20,7 @@ from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.rollout.hints import quality
 from palestra.train.batch import to_batch
-from palestra.train.demonstration_source import DemonstrationStore
+from palestra.train.demonstration_source import DemonstrationStore, sampled_key
 from palestra.train.rft import WORTH_IMITATING
 
 PER_PROBLEM = 2
@@ -73,15 +71,14 @@ class Replay:
 
     def add(self, groups: Sequence[Group]) -> None:
         """Store successes of a step: a few of each problem, none twice, no guesses."""
-        known: dict[str, list[bytes]] = defaultdict(list)
-        for rollout in self.store.rollouts:
-            known[rollout.problem_id].append(_sampled(rollout))
+        known, counts = set(map(sampled_key, self.store.rollouts)), Counter(r.problem_id for r in self.store.rollouts)
         new: list[Rollout] = []
         for rollout in (rollout for group in groups for rollout in group.rollouts if _is_success(rollout)):
-            own = known[rollout.problem_id]
-            is_room = len(own) < self.per_problem and len(self.store) + len(new) < self.max_stored
-            if is_room and _sampled(rollout) not in own:
-                own.append(_sampled(rollout))
+            problem, key = rollout.problem_id, sampled_key(rollout)
+            is_room = counts[problem] < self.per_problem and len(self.store) + len(new) < self.max_stored
+            if is_room and key not in known:
+                known.add(key)
+                counts[problem] += 1
                 new.append(rollout)
         self.store.add(new)
 
@@ -102,8 +99,3 @@ def replay_for(
 
 def _is_success(rollout: Rollout) -> bool:
     return rollout.error is None and rollout.passed and not rollout.cut_off and quality(rollout) <= WORTH_IMITATING
-
-
-def _sampled(rollout: Rollout) -> bytes:
-    """The tokens that the model sampled, for finding repetitions."""
-    return b"|".join(turn.token_ids.astype(np.int32).tobytes() for turn in rollout.turns if turn.maker == "model")

@@ -11,18 +11,19 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from palestra.core.config_sections import StagesSection
+from palestra.core.config_stages import StagesSection
 from palestra.core.types import Group, Problem, Rollout
 from palestra.envs.base import Environment
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.collect import OnRollout
 from palestra.rollout.evaluate import CollectsGroups
-from palestra.rollout.hints import Hint, HintedEnvironment, quality, rules_for, with_hints
-from palestra.train.demonstration_source import DemonstrationSource, steps_for
+from palestra.rollout.hints import Hint, HintedEnvironment, pass_rate, quality, rules_for, with_hints
+from palestra.train.demonstration_source import DemonstrationSource, sampled_key, steps_for
 
 HOTTER = 0.1  # the temperature rises by this with each pass over the cases that have not passed
 MAX_TEMPERATURE = 1.2
@@ -31,7 +32,6 @@ EXAMPLES = 2  # solved cases that a hint shows
 WORTH_IMITATING = 1  # the `quality` up to which a rollout becomes a demonstration, if there are any
 MIN_STEPS = 6  # of a round
 NEW_PER_ROUND = 256  # demonstrations: a model that has learned from these finds better ones
-NEW_TOKENS = "sampled_tokens"
 
 
 @dataclass(slots=True)
@@ -51,14 +51,14 @@ class Round:
 
     def metrics(self) -> dict[str, float]:
         attempts = [*self.plain, *self.hinted]
-        rates = {"rft/pass_rate": _pass_rate(self.plain), "rft/solved_cases": self.solved_share}
+        rates = {"rft/pass_rate": pass_rate(self.plain), "rft/solved_cases": self.solved_share}
         if self.hinted:
-            rates["rft/hinted_pass_rate"] = _pass_rate(self.hinted)
+            rates["rft/hinted_pass_rate"] = pass_rate(self.hinted)
         return rates | {
             "rft/round": float(self.number),
             "rft/attempts": float(len(attempts)),
             "rft/passed": float(sum(r.passed for r in attempts)),
-            NEW_TOKENS: float(sum(r.sampled_tokens for r in attempts)),
+            "sampled_tokens": float(sum(r.sampled_tokens for r in attempts)),
         }
 
 
@@ -127,13 +127,13 @@ class RftSource(DemonstrationSource):
     async def _sample(
         self, this: Round, problems: Sequence[Problem], hints: Mapping[str, Hint], attempts: int, passes: int
     ) -> list[Rollout]:
-        """Attempt the problems, and take the hints out of what was said."""
+        """Attempt the problems, and take the hints out of what passed."""
         hinted: HintedEnvironment = with_hints(self.environment, hints)
         temperature = max(self.temperature, min(MAX_TEMPERATURE, self.temperature + HOTTER * passes))
         keys = [f"rft/{self.seed}/{self.round}/{passes}/{problem.id}" for problem in problems]
         groups = await self.collector(hinted, temperature).collect(problems, attempts, keys, self.on_rollout)
         rollouts = [r for group in groups for r in group.rollouts if r.error is None]
-        rollouts = [hinted.without_hint(r, self.chat) if r.passed or r.problem_id in hints else r for r in rollouts]
+        rollouts = [hinted.without_hint(r, self.chat) if r.passed and r.problem_id in hints else r for r in rollouts]
         for rollout in rollouts:
             is_told = rollout.problem_id in hints and hints[rollout.problem_id].tells_answer
             if rollout.passed and not rollout.cut_off and not (is_told and quality(rollout) > 0):
@@ -151,11 +151,11 @@ class RftSource(DemonstrationSource):
         rules = rules_for([r for r in this.plain if not r.passed])
         found = [r for rollouts in this.found.values() for r in rollouts]
         solved = [r for r in (*self.store.rollouts[self.first :], *found) if quality(r) <= WORTH_IMITATING]
+        weights = [1 + len(r.tool_results) for r in solved]  # cases that are left tend to need more calls
         tells_answer = passes % 2 == 0
         hints = {}
         for problem in problems:
             chosen = random.Random(f"{self.seed}/{self.round}/{passes}/{problem.id}")
-            weights = [1 + len(r.tool_results) for r in solved]  # cases that are left tend to need more calls
             shown = {id(r): r for r in chosen.choices(solved, weights, k=EXAMPLES)} if solved else {}
             hints[problem.id] = Hint(rules, tuple(map(_conversation, shown.values())), tells_answer=tells_answer)
         return hints
@@ -163,23 +163,24 @@ class RftSource(DemonstrationSource):
     def _chosen(self, this: Round) -> list[Rollout]:
         """The best of what passed, a few of each case, none twice; guesses only where there is nothing else."""
         stored = self.store.rollouts[self.first :]
-        known, counts = {_key(rollout) for rollout in stored}, Counter(rollout.problem_id for rollout in stored)
-        found = [r for rollouts in this.found.values() for r in rollouts]
-        best = min((quality(r) for r in (*found, *stored)), default=0)
+        known, counts = set(map(sampled_key, stored)), Counter(rollout.problem_id for rollout in stored)
+        found = [(_order(r), r) for rollouts in this.found.values() for r in rollouts]
+        best = min([*(order[0] for order, _ in found), *map(quality, stored)], default=0)
         chosen: list[Rollout] = []
-        for rollout in sorted(found, key=_order):
-            if quality(rollout) > max(best, WORTH_IMITATING) or _key(rollout) in known:
+        for order, rollout in sorted(found, key=itemgetter(0)):
+            key = sampled_key(rollout)
+            if order[0] > max(best, WORTH_IMITATING) or key in known:
                 continue
             if counts[rollout.problem_id] < self.settings.rft_keep:
-                known.add(_key(rollout))
+                known.add(key)
                 counts[rollout.problem_id] += 1
                 chosen.append(rollout)
         return chosen[:NEW_PER_ROUND]
 
     def _text(self, this: Round, new: int) -> str:
-        hinted = f", {_pass_rate(this.hinted):.1%} of {len(this.hinted)} with hints" if this.hinted else ""
+        hinted = f", {pass_rate(this.hinted):.1%} of {len(this.hinted)} with hints" if this.hinted else ""
         return (
-            f"rft round {this.number}: {_pass_rate(this.plain):.1%} of {len(this.plain)} attempts passed{hinted}; "
+            f"rft round {this.number}: {pass_rate(this.plain):.1%} of {len(this.plain)} attempts passed{hinted}; "
             f"{new} new demonstrations, {self.count} in all, of {len(self._covered())} cases"
         )
 
@@ -193,12 +194,6 @@ class RftSource(DemonstrationSource):
         self.is_done, self.best = bool(state.get("is_done")), float(state.get("best", 0.0))
 
 
-def _key(rollout: Rollout) -> tuple[Any, ...]:
-    """What the model said, for finding repetitions."""
-    turns = (turn.token_ids.tobytes() for turn in rollout.turns if turn.maker == "model")
-    return (rollout.problem_id, *turns)
-
-
 def _order(rollout: Rollout) -> tuple[float, ...]:
     """The better demonstrations first: by quality, failed calls, and how likely the model was to say them."""
     failed = sum(not result.ok for result in rollout.tool_results)
@@ -209,7 +204,3 @@ def _order(rollout: Rollout) -> tuple[float, ...]:
 def _conversation(rollout: Rollout) -> tuple[Any, ...]:
     """A solved case to show: without the instructions, which the prompt has."""
     return tuple(message for message in rollout.messages if message.role != "system")
-
-
-def _pass_rate(rollouts: Sequence[Rollout]) -> float:
-    return sum(r.passed for r in rollouts) / max(1, len(rollouts))

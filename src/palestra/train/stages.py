@@ -95,7 +95,7 @@ class Stages:
     @property
     def store(self) -> DemonstrationStore:
         if self._store is None:
-            self._store = DemonstrationStore(self.folder.demonstrations_file, writes=self.training.ranks.is_first)
+            self._store = DemonstrationStore(self.folder.demonstrations_file)
         return self._store
 
     def run(

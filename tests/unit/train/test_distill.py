@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from builders import ADD_SCHEMA, ANSWER_TEXT, CALL_TEXT, ScriptedPolicy, add, group, rollout, sample
 from loop_fakes import make_loop
 from scripted import ScriptedEnvironment
+from small_learner import KeepsGradients
 
 from palestra import demo, train_grpo
 from palestra.algo.batch import Batch
@@ -223,19 +224,6 @@ def test_tools_are_asked_for_once_and_again_where_they_do_not_render_the_prompt(
     with pytest.raises(PalestraError, match="distill"):
         choose_rows(teacher, [foreign], advantages_of(foreign), config)
     assert asked == ["sum", "sum"]
-
-
-class KeepsGradients(LocalLearner):
-    """Takes no steps, and keeps the gradient of each."""
-
-    def __init__(self, model: Any, *, config: RunConfig) -> None:
-        super().__init__(model, config=config)
-        self.taken: list[torch.Tensor] = []
-
-    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Any = None) -> float:
-        self.taken.append(torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]))
-        self.discard_gradients()
-        return 1.0
 
 
 def test_one_optimizer_step_has_the_gradients_of_both_losses(tiny: LoadedModel, mixed: Group) -> None:

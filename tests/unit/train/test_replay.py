@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from builders import agent, group, rollout, suite, tool_result
 from loop_fakes import make_loop
-from small_learner import build, settings
+from small_learner import KeepsGradients, build, settings
 
 from palestra import measure, train_grpo
 from palestra.core.config import RunConfig
@@ -80,19 +80,6 @@ def test_unsolved_problems_of_the_step_come_first_and_others_by_seed_and_step(re
     assert chosen == [[r.problem_id for r in replay.choose(groups, step, 4)] for step in range(8)]
     assert len(replay.choose(groups, 0, 100)) == 6
     assert replay.choose([group(1.0, 1.0, problem="e")], 0, 4) == [], "nothing to learn"
-
-
-class KeepsGradients(LocalLearner):
-    """Takes no steps, and keeps the gradient of each."""
-
-    def __init__(self, model: Any, *, config: RunConfig) -> None:
-        super().__init__(model, config=config)
-        self.taken: list[torch.Tensor] = []
-
-    def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Any = None) -> float:
-        self.taken.append(torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]))
-        self.discard_gradients()
-        return 1.0
 
 
 def by_hand(rollouts: Sequence[Rollout]) -> tuple[float, torch.Tensor]:

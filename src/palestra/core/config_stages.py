@@ -1,0 +1,146 @@
+"""The sections of the config for what a run learns besides rewards: its stages, and distillation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from palestra.core.config_sections import STEPS, Section
+
+STAGE_NAMES = ("sft", "rft", "distill", "grpo")
+
+
+class StagesSection(Section):
+    """What a run does one after the other: warm starts for models that pass too rarely for GRPO to begin with."""
+
+    plan: str = Field(
+        "grpo",
+        description="stages in order: sft (learn from demonstrations), rft (from its own best attempts), distill (from "
+        "a teacher's probabilities), grpo; such as sft,rft,grpo. auto chooses (docs/warm_start.md)",
+    )
+    traces: str | None = Field(
+        None, description="sft: a file of conversations (JSON lines), or a run whose passed rollouts are learned from"
+    )
+    teacher: str | None = Field(
+        None,
+        description="sft: base URL (up to /v1) of a stronger model that plays the agent on the training cases; what "
+        "passes is learned. Its key is in PALESTRA_TEACHER_KEY",
+    )
+    teacher_model: str = Field("", description="the teacher's name at that address")
+    teacher_attempts: int = Field(3, ge=1, le=1000, description="how often the teacher may try one case")
+    teacher_cases: int = Field(64, ge=1, le=1_000_000, description="training cases that the teacher plays")
+    sft_epochs: float = Field(3.0, gt=0, le=1000, description="passes over the demonstrations, of an rft round too")
+    sft_batch: int = Field(16, ge=1, le=65_536, description="demonstrations in one optimizer step")
+    sft_learning_rate: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="default: 5 times train.learning_rate, with LoRA 2 times"
+    )
+    rft_rounds: int = Field(6, ge=1, le=1000, description="rounds of sampling and learning from what passed, at most")
+    rft_attempts: int | None = Field(
+        None,
+        ge=1,
+        le=65_536,
+        description="attempts at one case in a pass, at most; a round begins with few. Default: 4 times "
+        "rollout.group_size",
+    )
+    rft_pass: int | None = Field(
+        None,
+        ge=1,
+        le=10_000_000,
+        description="attempts in one pass over the cases; default: those of 4 grpo steps",
+    )
+    rft_keep: int = Field(2, ge=1, le=1000, description="demonstrations that are kept of one case")
+    rft_until: float = Field(
+        0.8, gt=0, le=1, description="the rft stage ends when this share of the cases passes in a few plain attempts"
+    )
+    distill_steps: int = Field(20, ge=1, le=STEPS, description="steps of a distill stage; distill.* says from whom")
+    hints: bool = Field(
+        True,
+        description="rft: cases that do not pass are attempted again with a hint in the prompt, which is left out of "
+        "what is learned",
+    )
+
+    @model_validator(mode="after")
+    def _known_stages(self) -> StagesSection:
+        if self.plan == "auto":
+            return self
+        if bad := [name for name in self.names if name not in STAGE_NAMES]:
+            raise ValueError(
+                f"stages.plan = {self.plan!r} has an unknown stage {bad[0]!r}; use {', '.join(STAGE_NAMES)}, separated "
+                "by commas, or auto alone"
+            )
+        for name in ("traces", "teacher"):
+            if getattr(self, name) is not None and "sft" not in self.names:
+                raise ValueError(f"stages.{name} is for an sft stage, and stages.plan = {self.plan!r} has none")
+        if self.teacher is not None and not self.teacher_model:
+            raise ValueError("stages.teacher needs stages.teacher_model, the model's name at that address")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """The stages of the plan, in order."""
+        return [name.strip() for name in self.plan.split(",")]
+
+
+DISTILL_TOP_K = 20
+HintName = Literal["sibling", "feedback", "answer"]
+HINTS: tuple[HintName, ...] = ("sibling", "feedback", "answer")
+
+
+class DistillSection(Section):
+    """Distillation: also learn from a teacher's probabilities of the next token, along the model's own rollouts."""
+
+    coefficient: float = Field(0.0, ge=0, le=1000, description="weight of the distillation loss; 0 is off")
+    only: bool = Field(False, description="leave the policy loss out, so that rewards only choose what is distilled")
+    teacher: str | None = Field(
+        None,
+        description="a model with the same tokenizer (folder, .gguf file or hub id); none: the model itself, which "
+        "reads a hint (self-distillation)",
+    )
+    teacher_url: str | None = Field(
+        None,
+        description="a server of a model with the same tokenizer (palestra serve, vLLM), up to its /v1; it scores the "
+        "sampled tokens only, at rollout.temperature = 1",
+    )
+    context: list[HintName] = Field(
+        default_factory=lambda: list(HINTS),
+        min_length=1,
+        max_length=3,
+        description="hints of self-distillation, of which the first that a rollout has is used: another rollout of the "
+        "group that passed, the reasons of failed measures, the expected answer",
+    )
+    teacher_weights: Literal["current", "initial"] = Field(
+        "current",
+        description="self-distillation: the teacher has the student's weights of now, or a copy of those that the run "
+        "began with; with the copy the aim does not move",
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
+        "reverse_kl", description="KL(student ‖ teacher), KL(teacher ‖ student), or Jensen-Shannon"
+    )
+    top_k: int = Field(
+        DISTILL_TOP_K,
+        ge=1,
+        le=1000,
+        description="the model's most likely tokens that are compared one by one; the rest is one sum",
+    )
+    phase_out: bool = Field(
+        True, description="weigh self-distillation of a group by 1 − its pass rate: solved problems need no hint"
+    )
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> DistillSection:
+        if self.only and not self.coefficient:
+            raise ValueError("distill.only leaves the policy loss out; set distill.coefficient above 0")
+        if self.teacher is not None and self.teacher_url is not None:
+            raise ValueError("distill.teacher and distill.teacher_url are two teachers; leave one of them out")
+        others = self.teacher is not None or self.teacher_url is not None
+        if others and (self.context != list(HINTS) or not self.phase_out or self.teacher_weights != "current"):
+            raise ValueError(
+                "distill.context, distill.phase_out and distill.teacher_weights are for self-distillation, without "
+                "another teacher"
+            )
+        if self.teacher_url is not None and self.top_k != DISTILL_TOP_K:
+            raise ValueError(
+                "distill.top_k has no effect with distill.teacher_url, which scores the sampled tokens only"
+            )
+        return self
