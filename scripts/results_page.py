@@ -16,15 +16,18 @@ MARKS = ("<!-- results: written by scripts/results.py page -->", "<!-- end of re
 Run = dict[str, Any]
 
 
-def write_page(recipes: Mapping[str, Any], data: Path) -> None:
-    """docs/results/README.md with a chart for each recipe, and the tables in the project's README."""
+def write_page(recipes: Mapping[str, Any], data: Path, methods: Sequence[str], compared: Mapping[str, int]) -> None:
+    """docs/results/README.md with a chart for each recipe, and the tables in the project's README.
+
+    `compared` has the limit of sampled tokens of each task that was trained by several methods."""
     runs = found_runs(recipes, data)
     for name, members in runs.items():
         (data.parent / f"{name}.svg").write_text(_chart(members, recipes[name].title))
     tables = _tables(recipes, runs)
     sections = [_section(name, recipes[name], members) for name, members in runs.items()]
     first = next(iter(runs.values()))[0]
-    (data.parent / "README.md").write_text(_opening(first) + tables + "\n" + "\n".join(sections))
+    comparison = _comparison(data / "compare", methods, compared)
+    (data.parent / "README.md").write_text(_opening(first) + tables + "\n" + comparison + "\n".join(sections))
     readme = ROOT / "README.md"
     text = readme.read_text()
     block = re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1])
@@ -48,7 +51,7 @@ def _opening(run: Run) -> str:
     where = run["environment"]
     return f"""# Results
 
-Two models, three seeds of each task; all weights trained on one {where["device"]}, with GRPO unless the task says more.
+Two models, mostly three seeds of each task; all weights trained on one {where["device"]}, with GRPO unless the task says more.
 Several runs shared the GPU at a time, so their wall times are upper bounds.
 Pass rates are on held-out problems with greedy decoding; intervals are Wilson's, 95 %.
 `python scripts/results.py page` writes this page from the files in [data](data).
@@ -93,6 +96,35 @@ def _table(recipes: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> str
             f"| {sum(tokens) / len(tokens) / 1e3:,.0f} k | {minutes:.1f} min |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _comparison(data: Path, methods: Sequence[str], tasks: Mapping[str, int]) -> str:
+    """A table of methods and tasks: held-out pass rates by seed at the same number of sampled tokens."""
+    limits = ", ".join(f"{task} {tokens:,}" for task, tokens in tasks.items())
+    heads = " | ".join(tasks)
+    lines = [
+        f"""## Methods at equal sampled tokens
+
+palestra/tiny on a CPU, three seeds, one thread each: held-out pass rate when the run has sampled as many tokens as it
+may ({limits}; the last step or round is finished).
+`sft` and `distillation` learn from a fourth run of method rft: its successes are the demonstrations, its model is the
+teacher. With parcels that run fails, too. Self-distillation has a weight of 1, the weak one of 0.1: this model is a
+poor teacher of itself, and the runs say so (finding `weak_teacher`).
+
+`python scripts/results.py compare directory rft --seed 0`
+
+| method | {heads} |
+| --- {"| --- " * len(tasks)}|"""
+    ]
+    for method in methods:
+        cells = []
+        for task in tasks:
+            runs = [json.loads(file.read_text()) for file in sorted(data.glob(f"{task}-{method}-*.json"))]
+            cells.append(", ".join(_percent(run["after"]["rate"]) for run in runs) or "not run")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    before = [json.loads((data / f"{task}-{methods[0]}-0.json").read_text())["before"]["rate"] for task in tasks]
+    lines.insert(1, f"| untrained | {' | '.join(map(_percent, before))} |")
+    return "\n".join(lines) + "\n\n"
 
 
 def _percent(*shares: float) -> str:

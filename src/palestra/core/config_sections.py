@@ -90,6 +90,9 @@ class TrainSection(Section):
         description="passes over the training cases; default: one, but at least 40 steps",
     )
     max_steps: int | None = Field(None, ge=1, le=100_000_000, description="stop after this many optimizer steps")
+    max_sampled_tokens: int | None = Field(
+        None, ge=1, description="stop after the step in which all stages together have sampled this many tokens"
+    )
     problems_per_step: Automatic = Field(
         BY_RUN,
         ge=1,

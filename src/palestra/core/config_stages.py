@@ -35,7 +35,7 @@ class StagesSection(Section):
     sft_learning_rate: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="default: 5 times train.learning_rate, with LoRA 2 times"
     )
-    rft_rounds: int = Field(6, ge=1, le=1000, description="rounds of sampling and learning from what passed, at most")
+    rft_rounds: int = Field(12, ge=1, le=1000, description="rounds of sampling and learning from what passed, at most")
     rft_attempts: int | None = Field(
         None,
         ge=1,

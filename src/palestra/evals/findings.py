@@ -27,6 +27,7 @@ from palestra.evals.training_rules import SIGNAL_RULES, TREND_RULES
 WINDOW = 5  # newest steps, by which a run in progress is judged
 ENVIRONMENT_PROBLEMS = ("measure_errors", "rollout_failures", "context_full")  # worth a warning before training, too
 NO_FACTS = RunFacts()
+_ENDING = ("train.stop_when_solved", "train.max_sampled_tokens")
 
 
 def run_findings(
@@ -67,7 +68,7 @@ def outcome_findings(
     examples: Mapping[str, Example] | None = None,
 ) -> list[Finding]:
     """Findings at the end of a run: of its steps, and those that its last evaluation adds."""
-    settings = ("train.stop_when_solved",) if "train.stop_when_solved" in (ended_early or "") else ()
+    settings = tuple(name for name in _ENDING if name in (ended_early or ""))
     early = [] if ended_early is None else [Finding("ended_early", f"{ended_early}.", settings)]
     found = [*early, *run_findings(rows, ended=True, facts=facts, examples=examples)]
     known = {finding.kind for finding in found}

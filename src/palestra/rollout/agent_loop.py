@@ -13,6 +13,7 @@ from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
+from palestra.models.chat.grammars import GrammarText
 from palestra.models.chat.toolcalls import UnexpectedCalls
 
 T = TypeVar("T")
@@ -22,7 +23,8 @@ T = TypeVar("T")
 class AttemptLimits:
     """How one attempt samples and where it ends. `sampling.max_new_tokens` counts all its turns together.
 
-    With `constrain_tool_calls`, they are sampled by a grammar of the episode's tools and their schemas.
+    With `constrain_tool_calls`, they are sampled by a grammar of the episode's tools and their schemas. The first
+    `forced_calls` turns must be a call, by the grammar `call`, into which the episode's tools are put.
     """
 
     sampling: SamplingParams
@@ -31,6 +33,8 @@ class AttemptLimits:
     max_tool_result_chars: int = 20_000
     constrain_tool_calls: bool = False
     unexpected_call_format: UnexpectedCalls = "execute"
+    forced_calls: int = 0
+    call: GrammarText | None = None
 
 
 class Speaker(Protocol):
@@ -108,15 +112,20 @@ async def play(
     """
     tools = {tool.name: tool for tool in episode.tools}
     sampling = limits.sampling
+    schemas = tuple(tool.schema for tool in tools.values())
     if limits.constrain_tool_calls and tools:
-        sampling = replace(sampling, grammar=json.dumps([tool.schema for tool in tools.values()]))
+        sampling = replace(sampling, grammar=json.dumps(schemas))
+    forced = sampling
+    if limits.call is not None and tools:
+        forced = replace(sampling, grammar=str(replace(limits.call, tools=schemas)))
     first_seed = sampling.seed if seed is None else seed
     turn = rounds = 0
     while True:
         left = sampling.max_new_tokens - speaker.sampled_tokens
         if left <= 0:
             return "truncated"
-        message, finish = await speaker.say(sampling.for_turn(left, first_seed + turn))
+        this_turn = forced if turn < limits.forced_calls else sampling
+        message, finish = await speaker.say(this_turn.for_turn(left, first_seed + turn))
         turn += 1
         attempt.add(message)
         if finish != "stop":

@@ -11,7 +11,7 @@ It may solve the problem when it is told what goes wrong, shown a solved problem
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,11 +124,8 @@ def with_hints(environment: Environment, hints: Mapping[str, Hint]) -> HintedEnv
 
 def rules_for(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
     """Sentences against the mistakes that these attempts have in common, each derived from what they did."""
-    good = [r for r in rollouts if r.error is None]
-    if not good:
-        return ()
     shares = {
-        sentence: sum(map(has_mistake, good)) / len(good)
+        sentence: share_of(has_mistake, rollouts)
         for sentence, has_mistake in (
             ("Call a tool before you answer; its result is what you need.", _never_called),
             ("Call only the tools that are listed, with all of their arguments.", _called_wrongly),
@@ -143,6 +140,12 @@ def rules_for(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
         )
     }
     return tuple(sentence for sentence, share in shares.items() if share >= _COMMON)
+
+
+def share_of(trait: Callable[[Rollout], bool], rollouts: Sequence[Rollout]) -> float:
+    """The share of the rollouts without error that have a trait."""
+    good = [r for r in rollouts if r.error is None]
+    return sum(map(trait, good)) / len(good) if good else 0.0
 
 
 def _never_called(rollout: Rollout) -> bool:
@@ -295,5 +298,4 @@ def with_hint(opening: Sequence[Message], hint: str) -> list[Message]:
 
 def pass_rate(rollouts: Sequence[Rollout]) -> float:
     """The share of the rollouts without error that passed; 0 where no measure decides that."""
-    verdicts = [r.passed for r in rollouts if r.error is None]
-    return sum(verdicts) / len(verdicts) if verdicts else 0.0
+    return share_of(lambda rollout: rollout.passed, rollouts)

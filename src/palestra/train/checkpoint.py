@@ -46,6 +46,7 @@ class TrainState:
     stage: int = 0  # of the plan's stages, counted from 0
     stage_start: int = 0  # the steps before that stage
     stored: int = 0  # demonstrations and successes in the run's file, with train.replay
+    sampled_tokens: int = 0  # by all steps so far
 
     @property
     def stage_steps(self) -> int:

@@ -59,6 +59,11 @@ class DemonstrationSource:
     ends_by_itself: bool = False  # the number of steps is not known before
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
+    @property
+    def samples_next(self) -> bool:
+        """Whether the next step samples before it learns."""
+        return False
+
     async def next(self, count: int, version: int) -> list[Group]:
         groups = self.draw(count)
         self.metrics = {"demonstrations": float(self.count)}

@@ -119,6 +119,7 @@ class Training:
                 self.watcher.advance(self.state.step, metrics)
                 if self.demonstrations is None:
                     self._judge(metrics, total)
+                self._end_at_token_limit()
                 self._log(metrics, total)
                 if self.demonstrations is None:
                     self._check_health(metrics)
@@ -195,6 +196,17 @@ class Training:
             )
             self.watcher.note(self.ended_early)
 
+    def _end_at_token_limit(self) -> None:
+        limit, sampled = self.config.train.max_sampled_tokens, self.state.sampled_tokens
+        goes_on = self.demonstrations is not None and not self.demonstrations.samples_next  # costs no tokens
+        if limit is None or sampled < limit or goes_on or self.ended_early is not None:
+            return
+        self.ended_early = (
+            f"{sampled:,} tokens are sampled, so the training ended after step {self.state.step} "
+            f"(train.max_sampled_tokens={limit})"
+        )
+        self.watcher.note(self.ended_early)
+
     def step(self) -> dict[str, float]:
         """One step: sample and learn. The state moves on only when all of it has worked."""
         count = self.config.train.problems_per_step
@@ -258,6 +270,7 @@ class Training:
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
             signal_rate=rollouts.signal_rate,
             stored=self._store_successes(groups),
+            sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
         )
         metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
         if record is not None:

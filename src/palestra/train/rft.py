@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ EXAMPLES = 2  # solved cases that a hint shows
 WORTH_IMITATING = 1  # the `quality` up to which a rollout becomes a demonstration, if there are any
 MIN_STEPS = 6  # of a round
 NEW_PER_ROUND = 256  # demonstrations: a model that has learned from these finds better ones
+ENOUGH_CASES = 96  # that plain attempts solved: a round with as many needs no hints
 
 
 @dataclass(slots=True)
@@ -67,7 +69,8 @@ class RftSource(DemonstrationSource):
     """The source of an rft stage: rounds of sampling, each followed by some steps on what was found so far."""
 
     environment: Environment = None  # type: ignore[assignment]
-    collector: Callable[[Environment, float], CollectsGroups] = None  # type: ignore[assignment]  # at a temperature
+    # at a temperature, with so many turns at the beginning that must be tool calls (where the sampler takes grammars)
+    collector: Callable[[Environment, float, int], CollectsGroups] = None  # type: ignore[assignment]
     chat: ChatFormat = None  # type: ignore[assignment]
     settings: StagesSection = field(default_factory=StagesSection)
     temperature: float = 1.0
@@ -78,6 +81,10 @@ class RftSource(DemonstrationSource):
     stage: str = "rft"
     ends_by_itself: bool = True
     best: float = 0.0  # the highest share of solved cases so far
+
+    @property
+    def samples_next(self) -> bool:
+        return not self.steps_left
 
     async def next(self, count: int, version: int) -> list[Group]:
         self.metrics = {}
@@ -115,6 +122,8 @@ class RftSource(DemonstrationSource):
         problems, attempts, passes = self._cases(), min(PLAIN_ATTEMPTS, most), 1
         this.plain = await self._sample(this, problems[: max(1, in_pass // attempts)], {}, attempts, 0)
         covered = self._covered()
+        if len(this.found.keys() - covered) >= ENOUGH_CASES:
+            return
         while attempts <= most and this.solved_share < self.settings.rft_until:
             problems = [problem for problem in problems if problem.id not in covered and problem.id not in this.found]
             if not problems:
@@ -131,7 +140,9 @@ class RftSource(DemonstrationSource):
         hinted: HintedEnvironment = with_hints(self.environment, hints)
         temperature = max(self.temperature, min(MAX_TEMPERATURE, self.temperature + HOTTER * passes))
         keys = [f"rft/{self.seed}/{self.round}/{passes}/{problem.id}" for problem in problems]
-        groups = await self.collector(hinted, temperature).collect(problems, attempts, keys, self.on_rollout)
+        forced_calls = self._forced_calls(this, passes) if hints else 0
+        collector = self.collector(hinted, temperature, forced_calls)
+        groups = await collector.collect(problems, attempts, keys, self.on_rollout)
         rollouts = [r for group in groups for r in group.rollouts if r.error is None]
         rollouts = [hinted.without_hint(r, self.chat) if r.passed and r.problem_id in hints else r for r in rollouts]
         for rollout in rollouts:
@@ -145,6 +156,15 @@ class RftSource(DemonstrationSource):
         problems = list(self.environment.problems("train"))
         random.Random(f"{self.seed}/{self.round}").shuffle(problems)
         return problems
+
+    def _forced_calls(self, this: Round, passes: int) -> int:
+        """How many tool calls a hinted attempt begins with: one where the model rarely calls, and more than it makes
+        on its own, one more in each pass, until something has passed."""
+        usual = int(median(sum(result.ok for result in r.tool_results) for r in this.plain)) if this.plain else 0
+        has_passed = self.count > 0 or bool(this.found)
+        if has_passed:
+            return 0 if usual else 1
+        return usual + passes
 
     def _hints(self, this: Round, problems: Sequence[Problem], passes: int) -> dict[str, Hint]:
         """Rules against what went wrong, and solved cases; the expected answer where that did not help."""

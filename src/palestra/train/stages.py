@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
 from palestra.learner.local import LocalLearner
+from palestra.models.chat.grammars import GrammarText
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.train.checkpoint import TrainState
 from palestra.train.demonstration_source import DemonstrationSource, DemonstrationStore, steps_for
@@ -201,9 +203,14 @@ class Stages:
         assert isinstance(task, EnvironmentTask)
         rewards = rewards_of(task.environment, task.reward_functions, parts)
 
-        def collector(environment: Any, temperature: float) -> Any:
+        def collector(environment: Any, temperature: float, forced_calls: int) -> Any:
             hotter = config.with_settings({"rollout.temperature": temperature})
             found = agent_collector(environment, parts.policy, parts.chat, hotter, training=True)
+            if forced_calls and _takes_grammars(config):
+                close = parts.chat.closes_reasoning({})
+                call = GrammarText(parts.chat.stop_token_ids, one_call=True, close_reasoning=close)
+                calls = min(forced_calls, found.limits.max_tool_rounds)
+                found = replace(found, limits=replace(found.limits, forced_calls=calls, call=call))
             return replace(found, rewards=rewards)
 
         size, stages = config.rollout.group_size, config.stages
@@ -237,6 +244,12 @@ class Stages:
                 return steps_for(source.count, config.stages.sft_epochs, config.stages.sft_batch)
             case _:
                 return MAX_STAGE_STEPS
+
+
+def _takes_grammars(config: RunConfig) -> bool:
+    """Whether the sampler can be held to a tool call."""
+    has_own_engine = config.backend == "local" and config.vllm.mode == "off" and config.rollout.policy_url is None
+    return has_own_engine and find_spec("llguidance") is not None
 
 
 def stage_config(config: RunConfig, name: str) -> RunConfig:

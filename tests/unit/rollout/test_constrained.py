@@ -11,11 +11,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from palestra import function_tool
 from palestra.agents.tools.run import read_arguments
-from palestra.core.types import SamplingParams, Turn
+from palestra.core.types import Message, Problem, Rollout, SamplingParams, Turn
 from palestra.engine.sampler import SamplingRow, sample
+from palestra.models.chat.grammars import GrammarText
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
+from palestra.rollout.agent_loop import AttemptLimits, run_attempt
+from palestra.rollout.collect import token_speakers
 
 OPEN = "<tool_call>"
 
@@ -168,3 +171,38 @@ def test_top_k_counts_allowed_tokens() -> None:
     row = SamplingRow(SamplingParams(1, top_k=1), 0, [], Only(3, 5))
     tokens, logprobs = sample(logits, [row])
     assert (tokens.item(), logprobs.item()) == (5, 0.0)
+
+
+class Shop:
+    prompt = (Message("user", "Two lamps, please."),)
+    tools = (order, now)
+
+    async def reply(self, messages: Any) -> tuple[Message, ...]:
+        return ()
+
+    async def score(self, messages: Any, tool_results: Any) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def test_an_attempt_with_a_forced_call_begins_with_one_call_and_goes_on_freely(model: Any, chat: ChatFormat) -> None:
+    limits = AttemptLimits(
+        SamplingParams(200, stop_token_ids=chat.stop_token_ids),
+        max_tool_rounds=1,
+        forced_calls=1,
+        call=GrammarText(chat.stop_token_ids, one_call=True),
+    )
+    policy = LocalPolicy(model, chat.tokenizer, kv_memory_gib=0.05, self_check=False)
+
+    async def attempts() -> list[Rollout]:
+        shops: list[Any] = [Shop() for _ in range(6)]
+        speakers = token_speakers(policy, chat)(shops)
+        pairs = enumerate(zip(speakers, shops, strict=True))
+        return [await run_attempt(speaker, shop, Problem("p", ""), limits, seed) for seed, (speaker, shop) in pairs]
+
+    replies = [[m for m in rollout.messages if m.role == "assistant"] for rollout in asyncio.run(attempts())]
+    whole = [said for said in replies if len(said) > 1]  # the others ran out of tokens in their call
+    assert whole
+    assert all(len(said[0].tool_calls) == 1 for said in whole)
+    assert not any(said[1].tool_calls for said in whole)

@@ -556,6 +556,18 @@ def test_a_run_ends_early_when_every_rollout_of_so_many_steps_passed(count: int,
     assert (loop.training.ended_early is not None) == (last < 9)
 
 
+def test_a_run_ends_after_the_step_that_reaches_its_limit_of_sampled_tokens(tmp_path: Path) -> None:
+    whole = make_loop(steps=4)
+    whole.training.run()
+    in_a_step = whole.training.state.sampled_tokens // 4
+    loop = make_loop({"train.max_sampled_tokens": in_a_step + 1}, steps=4, checkpoints=tmp_path)
+    loop.training.run()
+    assert loop.training.state.step == 2
+    assert loop.training.state.sampled_tokens == 2 * in_a_step > 0
+    assert names(tmp_path) == [2]
+    assert "train.max_sampled_tokens" in (loop.training.ended_early or "")
+
+
 def test_an_error_in_the_first_step_says_that_there_is_no_checkpoint_yet(tmp_path: Path) -> None:
     loop = make_loop(checkpoints=tmp_path)
     loop.learner.on_step = failing_at(1, RuntimeError("no"))

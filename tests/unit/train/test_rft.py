@@ -80,9 +80,9 @@ def by_name(names: Sequence[str]) -> Callable[[str, int], str]:
         a, b, tail = question(text)
         name, total = names[int(a) - 11].split("-")[0], int(a) + int(b)
         if "tool_response" in tail:
-            return f"It is {total}."
+            return "No idea." if name == "calls" else f"It is {total}."
         call = call_text(f'{{"a": {a}, "b": {b}}}')
-        chance = {"easy": True, "ruled": RULED in text, "told": TOLD in text}
+        chance = {"easy": True, "calls": True, "ruled": RULED in text, "told": TOLD in text}
         if chance.get(name):
             return call
         is_guess = name == "guess" or (name == "parrot" and TOLD in text)
@@ -99,6 +99,7 @@ class Pass:
     attempts: int
     problems: list[str]
     hints: Mapping[str, Hint]
+    forced_calls: int = 0
 
 
 @dataclass
@@ -155,10 +156,12 @@ def lab(tiny_tokenizer: Any, tmp_path: Path) -> Build:
         class Recorded:
             environment: Any
             temperature: float
+            forced_calls: int
 
             async def collect(self, problems: Any, attempts: int, keys: Any, on_rollout: Any) -> list[Group]:
                 hints = dict(self.environment.hints)
-                made.passes.append(Pass(round(self.temperature, 6), attempts, [p.id for p in problems], hints))
+                asked = [p.id for p in problems]
+                made.passes.append(Pass(round(self.temperature, 6), attempts, asked, hints, self.forced_calls))
                 collector = Collector(self.environment, limits, token_speakers(policy, chat))
                 return await collector.collect(problems, attempts, keys, on_rollout)
 
@@ -194,6 +197,35 @@ def test_plain_attempts_come_first_then_more_and_hotter_ones_with_hints_at_what_
     metrics = made.source.metrics
     assert (metrics["rft/attempts"], metrics["rft/pass_rate"]) == (8 * 5 + 8 * 4 + 16 * 3, 1 / 5)
     assert (metrics["rft/solved_cases"], metrics["rft/covered_cases"]) == (1 / 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "forced"),
+    [
+        (("easy", "easy-2", "never"), [0, 0, 0]),  # the median attempt calls, and some pass
+        (("easy", "never", "never-2"), [0, 1, 1]),
+        (("never", "never-2"), [0, 1, 2]),  # more in each pass, until something passes
+        (("calls", "calls-2"), [0, 2, 3]),
+    ],
+)
+def test_attempts_with_hints_begin_with_more_calls_than_plain_ones_make(
+    lab: Build, names: Sequence[str], forced: list[int]
+) -> None:
+    made = lab(names)
+    made.step()
+    assert [p.forced_calls for p in made.passes] == forced
+
+
+def test_a_round_in_which_plain_attempts_solve_many_new_cases_needs_no_hints(
+    lab: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lab()
+    made.step()
+    assert len(made.passes) == 3
+    monkeypatch.setattr("palestra.train.rft.ENOUGH_CASES", 1)
+    made = lab(path="other.jsonl")
+    made.step()
+    assert [p.hints for p in made.passes] == [{}]
 
 
 def test_a_pass_makes_more_attempts_at_fewer_cases(lab: Build) -> None:
