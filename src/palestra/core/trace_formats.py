@@ -6,6 +6,8 @@ TypeError. `core.conversations` reports both with the file and the line.
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from json import dumps
 from typing import Any
@@ -14,8 +16,8 @@ from palestra.core.messages import read_json
 
 Json = dict[str, Any]
 FORMATS = (
-    'OpenAI chat {"messages": […], "tools": […]}, Anthropic {"system": …, "messages": […]}, '
-    'ShareGPT {"conversations": […]} and ATIF {"schema_version": "ATIF-v1.4", "steps": […]}'
+    'OpenAI chat {"messages": […], "tools": […]}, TRL {"prompt": …, "completion": …}, Anthropic {"system": …, '
+    '"messages": […]}, ShareGPT {"conversations": […]} and ATIF {"schema_version": "ATIF-v1.4", "steps": […]}'
 )
 _ANTHROPIC_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 _SHAREGPT_ROLES = {
@@ -28,15 +30,19 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+_HERMES_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_HERMES_RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 _ATIF_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 
 
 def to_chat(record: Json) -> Json:
-    """A record of any of the four formats in OpenAI's chat form."""
+    """A record of any of the five formats in OpenAI's chat form."""
     if "steps" in record:
         return _from_atif(record)
     if "conversations" in record:
         return _from_sharegpt(record)
+    if "prompt" in record and "completion" in record:
+        record = {**record, "messages": _prompt_and_completion(record["prompt"], record["completion"])}
     if not isinstance(record.get("messages"), list):
         raise ValueError(f"the format of an object with the keys {sorted(record)} is not known; use {FORMATS}")
     if _is_anthropic(record):
@@ -122,6 +128,13 @@ def _without_function_call(message: Json) -> Json:
     return message
 
 
+def _prompt_and_completion(prompt: Any, completion: Any) -> list[Json]:
+    """TRL's form: texts or messages. What the assistant says in the prompt is not trained."""
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    return [*({**message, "weight": 0} if message.get("role") == "assistant" else message for message in asked), *said]
+
+
 def _tools(tools: Any) -> list[Json]:
     """Schemas in the form of chat templates; datasets often have them as JSON text."""
     if isinstance(tools, str):
@@ -152,7 +165,13 @@ def _from_sharegpt(record: Json) -> Json:
         if role == "function_call":
             _add_calls(messages, turn)
         elif role == "tool":
-            messages += _results(messages, turn["value"])
+            for value in _HERMES_RESULT.findall(turn["value"]) or [turn["value"]]:
+                messages += _results(messages, value)
+        elif role == "assistant" and (calls := _HERMES_CALL.findall(turn["value"])):
+            text = _HERMES_CALL.sub("", turn["value"]).strip()
+            messages.append({"role": role, "content": text, "weight": turn.get("weight")})
+            for call in calls:
+                _add_calls(messages, {"value": call})
         else:
             messages.append({"role": role, "content": turn["value"], "weight": turn.get("weight")})
     return {"messages": messages, "tools": _tools(record.get("tools"))}
@@ -163,7 +182,10 @@ def _add_calls(messages: list[Json], turn: Json) -> None:
     try:
         value = read_json(turn["value"])
     except ValueError as error:
-        raise ValueError(f"a function_call is not JSON ({error}): {turn['value']!r:.100}") from None
+        try:
+            value = literal_eval(turn["value"])  # some datasets have Python's dicts
+        except (ValueError, SyntaxError):
+            raise ValueError(f"a function call is not JSON ({error}): {turn['value']!r:.100}") from None
     calls = value if isinstance(value, list) else [value]
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": "", "weight": turn.get("weight")})

@@ -134,8 +134,9 @@ class Stages:
             training.watcher.note(f"stage {number + 1} of {len(self.plan)}: {name}")
         if number == len(self.plan) - 1:
             training.save_model = self.save_model
-            if training.ranks.is_first:
-                self.folder.add_to_record(steps=training.total_steps)
+        if training.ranks.is_first and self.plan != ["grpo"]:
+            is_open = name == "rft"  # it ends by itself
+            self.folder.add_to_record(steps=None if is_open else training.total_steps)
 
     def resume(self, folder: Path, state: TrainState) -> None:
         """Go on from a checkpoint, in its stage."""

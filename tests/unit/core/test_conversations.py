@@ -113,6 +113,43 @@ def test_parallel_calls_results_reasoning_and_tools_are_the_same_in_each_format(
     assert conversation.origin == f"{tmp_path / 'traces.jsonl'}, line 1"
 
 
+def test_sharegpt_may_have_calls_and_results_in_the_text(tmp_path):
+    calls = """<tool_call>
+{"name": "price", "arguments": {"item": "tea"}}
+</tool_call>
+<tool_call>
+{'name': 'price', 'arguments': {'item': 'milk'}}
+</tool_call>"""
+    turns = [
+        ("human", "Tea and milk?"),
+        ("gpt", f"One moment.\n{calls}"),
+        ("tool", "<tool_response>\n4\n</tool_response>\n<tool_response>\n2\n</tool_response>"),
+        ("gpt", "4 and 2."),
+    ]
+    conversation = read_one(tmp_path, {"conversations": [{"from": role, "value": value} for role, value in turns]})
+    said = [(m.role, m.text, [call.arguments["item"] for call in m.tool_calls]) for m in conversation.messages]
+    assert said == [
+        ("user", "Tea and milk?", []),
+        ("assistant", "One moment.", ["tea", "milk"]),
+        ("tool", "4", []),
+        ("tool", "2", []),
+        ("assistant", "4 and 2.", []),
+    ]
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_completion_is_trained_and_its_prompt_is_not(tmp_path, as_text):
+    prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi."}]
+    question = {"role": "user", "content": "Tea?"}
+    answer = {"role": "assistant", "content": "4."}
+    record = {"prompt": [*prompt, question], "completion": [answer]}
+    if as_text:
+        record = {"prompt": "Tea?", "completion": "4."}
+    conversation = read_one(tmp_path, record)
+    assert [m.text for m in conversation.messages] == ([] if as_text else ["Hi", "Hi."]) + ["Tea?", "4."]
+    assert conversation.untrained == (frozenset() if as_text else frozenset({1}))
+
+
 def test_sharegpt_calls_belong_to_the_text_before_them(tmp_path):
     calls = [{"name": "price", "arguments": {"item": item}} for item in ("tea", "milk")]
     turns = [
@@ -243,7 +280,7 @@ def changed(place: int, **fields: Any) -> dict[str, Any]:
         ),
         ({"conversations": [{"from": "bot", "value": "x"}]}, "'bot'"),
         ({"conversations": [{"from": "human"}]}, 'no text in "value"'),
-        ({"conversations": [{"from": "function_call", "value": "price()"}]}, "function_call is not JSON"),
+        ({"conversations": [{"from": "function_call", "value": "price()"}]}, "function call is not JSON"),
         ({"schema_version": "2", "steps": []}, "ATIF-v1.0"),
         ({"schema_version": "ATIF-v1.0", "steps": [{"source": "bot"}]}, "system, user or agent"),
         (
