@@ -51,7 +51,8 @@ def _opening(run: Run) -> str:
     where = run["environment"]
     return f"""# Results
 
-Two models, mostly three seeds of each task; all weights trained on one {where["device"]}, with GRPO unless the task says more.
+Two models, mostly three seeds of each task; all weights trained on one {where["device"]}, with GRPO unless the task
+says more.
 Several runs shared the GPU at a time, so their wall times are upper bounds.
 Pass rates are on held-out problems with greedy decoding; intervals are Wilson's, 95 %.
 `python scripts/results.py page` writes this page from the files in [data](data).
