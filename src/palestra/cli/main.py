@@ -13,34 +13,48 @@ from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, is_first_rank
 
-# name -> (module beside this one, or module:attribute where it is not `command`; its line in `palestra --help`)
-COMMANDS = {
-    "train": ("train", "Train an agent and show that it got better."),
-    "sft": ("sft", "Train a model on conversations."),
-    "eval": ("eval", "Score an agent without training."),
-    "envs": ("envs", "List the available environments."),
-    "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
-    "dashboard": ("dashboard", "Show runs, rollouts and tokens in a browser."),
-    "rescore": ("rescore", "Score a run's stored rollouts with changed measures."),
-    "chat": ("chat", "Chat with a trained model that has its tools."),
-    "serve": ("serve", "Serve a model to any OpenAI client."),
-    "gateway": ("gateway", "Serve a model to agents, and record the exact tokens of each attempt."),
-    "record": ("gateway:record", "Record what an agent says to an OpenAI- or Anthropic-style API."),
-    "trajectory": ("serve:trajectory", "Serve the API between environments and a trainer."),
-    "tinker": ("tinker", "Serve models to the Tinker SDK: train and sample over its API."),
-    "mcp": ("agent_tools:mcp", "Let an agent train models, over the Model Context Protocol."),
-    "http": ("agent_tools:http", "Let an agent train models, over HTTP."),
-    "tools": ("agent_tools:tools", "Print the schemas of the tools by which an agent trains models."),
-    "locks": ("agent_tools:locks", "Show what an agent may not change here."),
-    "runs": ("runs", "List, watch, stop, resume, compare and clean up runs."),
-    "export": ("export", "Export a model: Hugging Face folder, GGUF file, Ollama."),
-    "plan": ("plan", "Predict step time, memory and cost of a training."),
-    "bench": ("bench", "Measure how fast a model samples on this machine."),
-    "config": ("config", "Print the settings a run would use, or all settings."),
-    "doctor": ("about:doctor", "Check what this machine has, and what it lacks."),
-    "completion": ("about:completion", "Print the completion script of your shell."),
-    "version": ("about:version", "Print the versions that matter in a bug report."),
+# group -> name -> (module beside this one, or module:attribute where it is not `command`; its line in --help)
+GROUPS = {
+    "Train and score": {
+        "init": ("init", "Write an agent file, cases and a measure to start from."),
+        "train": ("train", "Train an agent and show that it got better."),
+        "sft": ("sft", "Train a model on conversations."),
+        "eval": ("eval", "Score an agent without training."),
+        "rescore": ("rescore", "Score a run's stored rollouts with changed measures."),
+        "envs": ("envs", "List the available environments."),
+        "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
+    },
+    "Runs": {
+        "runs": ("runs", "List, watch, stop, resume, compare and clean up runs."),
+        "dashboard": ("dashboard", "Show runs, rollouts and tokens in a browser."),
+        "plan": ("plan", "Predict step time, memory and cost of a training."),
+        "bench": ("bench", "Measure how fast a model samples on this machine."),
+    },
+    "Use a model": {
+        "chat": ("chat", "Chat with a trained model that has its tools."),
+        "serve": ("serve", "Serve a model to any client, like a hosted API; nothing is recorded."),
+        "export": ("export", "Export a model: Hugging Face folder, GGUF file, Ollama."),
+    },
+    "Agents and environments in other programs": {
+        "gateway": ("gateway", "Serve a model to agents and record the exact tokens of each attempt."),
+        "record": ("gateway:record", "Record what an agent says to an OpenAI- or Anthropic-style API."),
+        "trajectory": ("serve:trajectory", "Serve the API between environments and a trainer."),
+        "tinker": ("tinker", "Serve models to the Tinker SDK: train and sample over its API."),
+    },
+    "Trainings run by an LLM agent": {
+        "mcp": ("agent_tools:mcp", "Offer the rl_* tools over the Model Context Protocol."),
+        "http": ("agent_tools:http", "Offer the rl_* tools over HTTP: they start trainings; it serves no model."),
+        "tools": ("agent_tools:tools", "Print the schemas of the rl_* tools."),
+        "locks": ("agent_tools:locks", "Show what an agent may not change here."),
+    },
+    "Installation and settings": {
+        "config": ("config", "Print the settings a run would use, or all settings."),
+        "doctor": ("about:doctor", "Check what this machine has, and what it lacks."),
+        "completion": ("about:completion", "Print the completion script of your shell."),
+        "version": ("about:version", "Print the versions that matter in a bug report."),
+    },
 }
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
 class LazyGroup(click.Group):
@@ -58,8 +72,10 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -78,6 +94,7 @@ def cli() -> None:
 
     \b
     palestra train                  train the demo agent, in minutes, on a laptop
+    palestra init                   write an agent of your own to start from
     palestra train my_agent.py      train an agent of your own
     palestra eval my_agent.py       score it without training
     """
