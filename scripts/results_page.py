@@ -109,8 +109,8 @@ def _comparison(data: Path, methods: Sequence[str], tasks: Mapping[str, int]) ->
 palestra/tiny on a CPU, three seeds, one thread each: held-out pass rate when the run has sampled as many tokens as it
 may ({limits}; the last step or round is finished: up to 155,000).
 `sft` and `distillation` learn from a fourth run of method rft: its successes are the demonstrations, its model is the
-teacher; for parcels it was made by an earlier version, which failed there. Self-distillation has a weight of 1, the weak one of 0.1: this model is a
-poor teacher of itself, and the runs say so (finding `weak_teacher`).
+teacher; for parcels it was made by an earlier version, which failed there. Self-distillation has a weight of 1, the
+weak one of 0.1: this model is a poor teacher of itself, and the runs say so (finding `weak_teacher`).
 
 `python scripts/results.py compare directory rft --seed 0`
 
