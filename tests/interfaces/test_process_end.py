@@ -32,6 +32,12 @@ def ended(ending: str, trace: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
+def test_ctrl_c_during_the_exit_ends_it_without_a_traceback() -> None:
+    interrupt = "atexit.register(os.kill, os.getpid(), 2)"
+    process = ended(f"{interrupt}; return 130")
+    assert (process.returncode, process.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("status", [0, 2])
 def test_threads_and_exit_handlers_run_and_nothing_is_taken_apart(status: int) -> None:
     process = ended(f"return {status}")

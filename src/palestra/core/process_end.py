@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 
+INTERRUPTED = 130
 OBJECTS_UNTIL_COLLECTION = 50_000  # Python's own 700 means a thousand collections while torch is imported: a second
 
 
@@ -20,6 +23,8 @@ def run_process(function: Callable[[list[str]], int]) -> None:
     gc.set_threshold(OBJECTS_UNTIL_COLLECTION, *gc.get_threshold()[1:])
     hide_environment()
     status.append(function(sys.argv[1:]))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # a second Ctrl-C: at once, without a traceback
     sys.exit(status[0])
 
 
