@@ -25,7 +25,7 @@ INFERENCE: list[Template] = [
     (
         "POST",
         "/v1/responses",
-        {"input": ASK, "instructions": "Add.", "max_output_tokens": 4, "tools": [TOOL["function"]]},
+        {"input": ASK, "max_output_tokens": 4, "tools": [{"type": "function", "name": "f"}]},
     ),
     ("POST", "/v1/messages", {"model": "m", "max_tokens": 4, "messages": ASK[1:], "system": "x", "stream": True}),
     ("POST", "/v1/messages/count_tokens", {"model": "m", "messages": ASK[1:]}),
