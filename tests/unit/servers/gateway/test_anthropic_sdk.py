@@ -76,7 +76,8 @@ def test_the_embedded_model_answers_by_schema_and_calls_when_it_must(model, with
         answer = await client.post("/v1/messages", body={**FIELDS, "messages": [QUESTION], **form}, cast_to=object)
         assert set(json.loads(answer["content"][0]["text"])) == {"x"}
         choice = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
-        fields = {**FIELDS, "max_tokens": 200, "messages": [QUESTION], "tools": [ADD], "tool_choice": choice}
+        fields = {"model": "any", "max_tokens": 200, "messages": [QUESTION], "extra_body": {"temperature": 0}}
+        fields |= {"tools": [ADD], "tool_choice": choice}
         async with client.messages.stream(**fields) as stream:
             final = await stream.get_final_message()
         assert [block.type for block in final.content] == ["tool_use"]
