@@ -22,6 +22,13 @@ INFERENCE: list[Template] = [
     ("GET", "/v1/models", None),
     ("POST", "/v1/chat/completions", {"model": "m", "messages": ASK, "max_tokens": 4, "n": 2, "logprobs": True}),
     ("POST", "/v1/chat/completions", {"messages": ASK, "max_completion_tokens": 4, "tools": [TOOL], "stream": True}),
+    (
+        "POST",
+        "/v1/responses",
+        {"input": ASK, "max_output_tokens": 4, "tools": [{"type": "function", "name": "f"}]},
+    ),
+    ("POST", "/v1/messages", {"model": "m", "max_tokens": 4, "messages": ASK[1:], "system": "x", "stream": True}),
+    ("POST", "/v1/messages/count_tokens", {"model": "m", "messages": ASK[1:]}),
     ("POST", "/v1/completions", {"prompt": ["hi", "ho"], "max_tokens": 3, "stop": ["x"], "logprobs": 1, "echo": True}),
     ("POST", "/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 3, "presence_penalty": 0.5}),
     ("POST", "/generate", {"text": "hello", "sampling_params": SAMPLING, "return_logprob": True}),

@@ -1,4 +1,4 @@
-"""`palestra serve` as a person uses it: the official OpenAI client talks to a process."""
+"""`palestra serve` as a person uses it: the official OpenAI and Anthropic clients talk to a process."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -79,6 +80,22 @@ def test_streamed_tool_call_is_the_same_call_and_none_of_it_is_text(client):
 def test_tools_are_not_read_when_none_were_given(client):
     choice = called(client, tool_choice="none").choices[0]
     assert choice.message.tool_calls is None
+
+
+def test_anthropic_client_calls_the_tool_that_it_names(url):
+    client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", timeout=60)
+    function = add.schema["function"]
+    tool = {"name": function["name"], "input_schema": function["parameters"]}
+    answer = client.messages.create(
+        model="palestra/tiny",
+        max_tokens=200,
+        extra_body={"temperature": 0},
+        messages=[{"role": "user", "content": "What is 3 + 4?"}],
+        tools=[tool],
+        tool_choice={"type": "tool", "name": "add"},
+    )
+    assert {block.name for block in answer.content if block.type == "tool_use"} == {"add"}
+    assert answer.stop_reason in ("tool_use", "max_tokens")
 
 
 def test_other_addresses_need_a_token(cli):

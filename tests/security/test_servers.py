@@ -72,7 +72,7 @@ def test_a_page_of_another_site_is_refused_whatever_it_sends(method, headers):
 def all_servers(folder):
     """The application of every server, with a path that changes or tells something."""
     clients = Clients(lambda: RlTools(RunManager(folder / "home"), Site()))
-    model = SimpleNamespace(name="m", context_tokens=8)
+    model = SimpleNamespace(name="m", context_tokens=8, policy=None, eos=(0,))
     yield trajectory_app(folder / "wire"), "/reset_data"
     yield inference_app(model), "/v1/completions"
     yield http_api.http_app(clients, None), "/tools/rl_list_runs"

@@ -1,4 +1,4 @@
-"""`palestra serve RUN_OR_MODEL`: a model behind an OpenAI-compatible API."""
+"""`palestra serve RUN_OR_MODEL`: a model behind OpenAI- and Anthropic-compatible APIs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def command(
     engine: str,
     weights_from: Path | None,
 ) -> None:
-    """Serve a run's trained model, or any other, over the HTTP APIs of OpenAI, vLLM and SGLang.
+    """Serve a run's trained model, or any other, over the HTTP APIs of OpenAI, Anthropic, vLLM and SGLang.
 
     RUN is a run's id, name or folder; RUN@50 or RUN@best is one of its checkpoints.
 

@@ -42,8 +42,15 @@ T = TypeVar("T")
 
 def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = ()) -> Starlette:
     """The application; additional `routes` come first."""
+    dialects = dialect_routes(model, find)
+    all_routes = [*routes, Mount("/attempt/{attempt}", routes=dialects), *dialects]
+    return make_app(all_routes, error_form=error_form)
+
+
+def dialect_routes(model: Completer, find: FindAttempt) -> list[Route]:
+    """The endpoints of all dialects, of the gateway and of `palestra serve`."""
     api = _Api(model, find)
-    dialects = [
+    return [
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
         Route("/v1/messages", api.messages, methods=["POST"]),
@@ -51,8 +58,6 @@ def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute]
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
     ]
-    all_routes = [*routes, Mount("/attempt/{attempt}", routes=dialects), *dialects]
-    return make_app(all_routes, error_form=_error_form)
 
 
 class _Api:
@@ -99,8 +104,7 @@ class _Api:
         pieces = attempt.stream(to_sample)
         first = await anext(pieces)  # a refusal comes before the stream begins
         events = body.events(_connected(request, first, pieces), self._model)
-        headers = {"Cache-Control": "no-cache"}
-        return StreamingResponse(_lines(request, events), media_type="text/event-stream", headers=headers)
+        return event_stream(request, events)
 
     def _attempt(self, request: Request) -> Attempt:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -133,6 +137,11 @@ async def _connected(request: Request, first: Piece, pieces: AsyncGenerator[Piec
             yield piece
 
 
+def event_stream(request: Request, events: AsyncIterator[Event]) -> Response:
+    headers = {"Cache-Control": "no-cache"}
+    return StreamingResponse(_lines(request, events), media_type="text/event-stream", headers=headers)
+
+
 async def _lines(request: Request, events: AsyncIterator[Event]) -> AsyncIterator[str]:
     """Server-sent events. An error that comes in the middle is one, too, in the dialect's own form."""
     try:
@@ -142,12 +151,12 @@ async def _lines(request: Request, events: AsyncIterator[Event]) -> AsyncIterato
     except Exception as error:
         status = 400 if isinstance(error, PalestraError) else 500
         name = "" if _path(request).endswith("/completions") else "event: error\n"
-        yield f"{name}data: {json.dumps(_error_form(request, status, str(error)))}\n\n"
+        yield f"{name}data: {json.dumps(error_form(request, status, str(error)))}\n\n"
         if status == 500:
             raise
 
 
-def _error_form(request: Request, status: int, message: str) -> dict[str, Any]:
+def error_form(request: Request, status: int, message: str) -> dict[str, Any]:
     is_anthropic = "/v1/messages" in _path(request)
     return anthropic_error(status, shortened(message)) if is_anthropic else error_body(status, message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
@@ -31,6 +32,7 @@ from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.servers.gateway.conversation_tree import Continuation, ConversationTree, Prompt, TurnNode
 from palestra.servers.gateway.request import ChatRequest, params_of
+from palestra.servers.gateway.responses import StoredResponses
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
@@ -54,7 +56,11 @@ class AttemptCounts:
 
 
 class Attempt:
-    """Made by `Gateway.open`. Used in the gateway's event loop alone."""
+    """Made by `Gateway.open`. Used in the gateway's event loop alone.
+
+    With `records=False` nothing is recorded, every request is a conversation of its own, and seeds are random unless
+    the client sets them: `palestra serve` answers all requests by one such attempt.
+    """
 
     def __init__(
         self,
@@ -66,22 +72,24 @@ class Attempt:
         seed: int,
         key: str | None = None,
         client_sampling: bool = False,
+        records: bool = True,
         shared_prompts: SharedPrompts | None = None,
         on_end: Callable[[Attempt], None] = lambda attempt: None,
     ) -> None:
         self.id = secrets.token_urlsafe(16)
         self.api_key = key or f"sk-palestra-{secrets.token_urlsafe(24)}"
         self.problem = problem
-        self.tree = ConversationTree(model, shared_prompts or SharedPrompts(model.policy, 1))
+        self.tree = ConversationTree(model, shared_prompts or SharedPrompts(model.policy, int(records)))
         self.ended = False
         self.requests = 0
-        self.stored: dict[str, tuple[Message, ...]] = {}  # what was said up to a response of OpenAI's Responses
+        self.stored = StoredResponses()
         self.failure: Exception | None = None  # of the policy, not of the agent
         self._url = gateway_url
         self._model = model
-        self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.chat.stop_token_ids)
+        self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.eos)
         self._seed = seed
         self._client_sampling = client_sampling
+        self._records = records
         self._under_way: set[asyncio.Task[Any] | None] = set()  # the tasks that sample
         self._nobody_samples = asyncio.Event()
         self._began = time.perf_counter()
@@ -191,11 +199,13 @@ class Attempt:
             self._check_logprobs(request, limit)
             sessions = [place.session]
             if request.fields.choices > 1:
+                self._model.check_total(len(place.session.token_ids) * request.fields.choices)
                 sessions = self.tree.prompts.fork(place.session, request.fields.choices)
         except BaseException:
             self.tree.prompts.close_session(place.session)
             raise
-        turns = [self._turn(request, place, session, limit) for session in sessions]
+        turns = [self._turn(request, place, session, limit, i) for i, session in enumerate(sessions)]
+        self._model.on_request(len(turns), turns[0].params)
         try:
             yield turns
         finally:
@@ -206,9 +216,10 @@ class Attempt:
                     self.tree.prompts.close_session(turn.session)
                     self.tree.free_number(prompt.place, turn.number)
 
-    def _turn(self, request: ChatRequest, place: Continuation, session: Any, limit: int) -> _PendingTurn:
+    def _turn(self, request: ChatRequest, place: Continuation, session: Any, limit: int, index: int) -> _PendingTurn:
         number = self.tree.take_number(place.prompt.place)
-        params = params_of(request, self._sampling, self._client_sampling, limit, self._turn_seed(place, number))
+        seed = self._turn_seed(place, number)
+        params = params_of(request, self._sampling, self._client_sampling, limit, seed, index)
         return _PendingTurn(place, session, number, params, len(session.token_ids))
 
     def _streamed(self, request: ChatRequest, turn: _PendingTurn) -> StreamedReply:
@@ -237,6 +248,8 @@ class Attempt:
 
     def _turn_seed(self, place: Continuation, number: int) -> int:
         """The attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds."""
+        if not self._records:
+            return random.getrandbits(62)
         return self._seed + place.depth if number == 0 else seed_of(f"{self._seed}/{place.depth}/{number}")
 
     def _room(self, place: Continuation) -> int:
@@ -276,18 +289,21 @@ class Attempt:
         calls = said.calls
         reply = Message("assistant", strip_reasoning(said.text), calls)
         ids = tuple(self._call_id(i) for i in range(len(calls)))
-        has_stop_token = isinstance(completion.matched, int)
-        self.tree.add(place.prompt, reply, sampled, turn.session, ids, has_stop_token)
-        turn.recorded = True
+        if self._records:
+            has_stop_token = isinstance(completion.matched, int)
+            self.tree.add(place.prompt, reply, sampled, turn.session, ids, has_stop_token)
+            turn.recorded = True
         if not calls:
             self._model.policy.skip_tool_barrier(turn.session)
         shown = reply
         if calls:
             shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
-        return ChatAnswer(shown, said.reasoning, completion, start, place.cached_tokens)
+        return ChatAnswer(shown, said.reasoning, completion, start, place.cached_tokens, turn.session.token_ids)
 
     def _call_id(self, index: int) -> str:
-        """Unique in the attempt and reproducible."""
+        """Unique in the attempt and, if it is recorded, reproducible."""
+        if not self._records:
+            return f"call_{secrets.token_hex(12)}"
         text = f"{self._seed}/{len(self.tree.nodes)}/{index}"
         return f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
 

@@ -19,7 +19,7 @@ class ChatCompletionBody(ChatBody):
     @classmethod
     def read(cls, raw: dict[str, Any]) -> ChatCompletionBody:
         if raw.get("grammar") is not None:  # a field of palestra's own inference protocol, inherited from ChatBody
-            raise PalestraError("grammar is not supported by the gateway; use tool_choice or response_format")
+            raise PalestraError("grammar is not supported in chats; use tool_choice or response_format")
         return cls.model_validate(known_fields(cls, raw))
 
     def request(self, model: Completer) -> ChatRequest:

@@ -221,7 +221,10 @@ class ConversationTree:
 
     def free_number(self, place: Place, number: int) -> None:
         """Release the number of a turn that was not sampled, so that the same request gets the same answer again."""
-        self._numbers[place].discard(number)
+        taken = self._numbers[place]
+        taken.discard(number)
+        if not taken:
+            del self._numbers[place]
 
     def close(self) -> None:
         for node in self.nodes:

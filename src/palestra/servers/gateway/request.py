@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, SamplingParams
 from palestra.models.chat.grammars import GrammarText
-from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.completer import SEED_STRIDE, Completer
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, tool_schema
 from palestra.servers.openai.sampling_fields import SamplingFields, short
 
@@ -52,8 +52,10 @@ class Body(Protocol):
     def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]: ...
 
 
-def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit: int, seed: int) -> SamplingParams:
-    """Sampling parameters of one turn: the run's or, with `by_client`, the request's.
+def params_of(
+    request: ChatRequest, run: SamplingParams, by_client: bool, limit: int, seed: int, index: int = 0
+) -> SamplingParams:
+    """Sampling parameters of one turn: the run's or, with `by_client`, the request's. `index` is that of the choice.
 
     In a training the run decides: an agent with temperature=0 would explore nothing. The client's stop sequences and
     limits always apply.
@@ -63,7 +65,7 @@ def params_of(request: ChatRequest, run: SamplingParams, by_client: bool, limit:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     changed: dict[str, Any] = {n: getattr(asked, n) for n in names if by_client and getattr(fields, n) is not None}
     if by_client and fields.seed is not None:
-        seed = asked.seed
+        seed = asked.seed + index * SEED_STRIDE
     return replace(
         run,
         max_new_tokens=asked.max_new_tokens,

@@ -1,4 +1,4 @@
-"""OpenAI's Responses. Responses are stored with the attempt, for `previous_response_id`."""
+"""OpenAI's Responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,30 @@ from palestra.servers.openai.sampling_fields import SamplingFields, known_fields
 # Accepted where they ask for what is done anyway.
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
-Stored = dict[str, tuple[Message, ...]]  # what was said up to a response, by its id
+_MAX_STORED = 1 << 26  # characters
+
+
+class StoredResponses:
+    """The messages up to each response, for `previous_response_id`. The oldest are dropped above _MAX_STORED."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, tuple[Message, ...]] = {}
+        self._characters = 0
+
+    def __getitem__(self, response_id: str) -> tuple[Message, ...]:
+        if response_id not in self._messages:
+            raise PalestraError(f"previous_response_id={short(response_id)} is no response that is stored here")
+        return self._messages[response_id]
+
+    def __setitem__(self, response_id: str, messages: tuple[Message, ...]) -> None:
+        self._messages[response_id] = messages
+        self._characters += _characters(messages)
+        while self._characters > _MAX_STORED:
+            self._characters -= _characters(self._messages.pop(next(iter(self._messages))))
+
+
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(100 + len(message.text) + len(repr(message.tool_calls)) for message in messages)
 
 
 class ResponseBody(BaseModel):
@@ -47,24 +70,18 @@ class ResponseBody(BaseModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
-    _stored: Stored = PrivateAttr(default_factory=dict)
+    _stored: StoredResponses = PrivateAttr()
     _history: tuple[Message, ...] = PrivateAttr(default=())
 
     @classmethod
-    def read(cls, raw: dict[str, Any], stored: Stored) -> ResponseBody:
+    def read(cls, raw: dict[str, Any], stored: StoredResponses) -> ResponseBody:
         body = cls.model_validate(known_fields(cls, raw))
         body._stored = stored
         return body
 
     def request(self, model: Completer) -> ChatRequest:
         self._refuse_what_is_not_built()
-        before: tuple[Message, ...] = ()
-        if self.previous_response_id is not None:
-            if self.previous_response_id not in self._stored:
-                raise PalestraError(
-                    f"previous_response_id={short(self.previous_response_id)} is no response that this attempt stored"
-                )
-            before = self._stored[self.previous_response_id]
+        before = () if self.previous_response_id is None else self._stored[self.previous_response_id]
         self._history = (*before, *input_messages(self.input))
         system = (Message("system", self.instructions),) if self.instructions else ()
         tools = tuple(map(_tool, self.tools or ()))

@@ -16,6 +16,7 @@ class SharedPrompts:
 
     The first that opens a prompt forks it for all. Any other beginning goes on from the open session with which it has
     the most tokens in common, where the policy can branch: an edited history, a subagent with the same instructions.
+    With 0 siblings nothing is shared here: the engine finds the prefixes of a server's closed sessions itself.
     """
 
     def __init__(self, policy: Policy[Any], siblings: int) -> None:
@@ -27,7 +28,7 @@ class SharedPrompts:
 
     def render(self, messages: Sequence[Message], opening: str, make: Callable[[], Turn]) -> Turn:
         """The tokens of an opening; `opening` names its tools and variables."""
-        if self._siblings == 1 or any(message.tool_calls for message in messages):
+        if self._siblings <= 1 or any(message.tool_calls for message in messages):
             return make()
         key = (opening, tuple(messages))
         if key not in self._rendered:
@@ -36,7 +37,7 @@ class SharedPrompts:
 
     def open(self, prompt_ids: Sequence[int]) -> tuple[Any, int]:
         """A session with a prompt that siblings may open, too, and how many of its tokens another one had."""
-        if self._siblings == 1:  # nothing to share, and computing in two steps what could be one is slower
+        if self._siblings <= 1:  # nothing to share, and computing in two steps what could be one is slower
             return self.branch(prompt_ids)
         key = tuple(prompt_ids)
         if forks := self._forks.get(key):
@@ -80,7 +81,7 @@ class SharedPrompts:
         self._forks.clear()
 
     def _note(self, session: Any) -> None:
-        if self._policy.can_branch:
+        if self._siblings and self._policy.can_branch:
             self._open[id(session)] = session
 
     def _most_alike(self, token_ids: Sequence[int]) -> tuple[Any, int]:

@@ -27,7 +27,7 @@ MAX_INLINE_CHARS = 1 << 14  # a longer text is prepared in a thread, so that it 
 _TOO_MANY = 1.25  # times the context's tokens: counted in chunks, a text may have a few more than as a whole
 _POLL_S = 0.01
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-_SEED_STRIDE = 1_000_003
+SEED_STRIDE = 1_000_003  # between the choices of a request
 _MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
 
@@ -88,7 +88,7 @@ class Completer:
         self.context_tokens = context_tokens
         self.score = score
         self.vocabulary = vocabulary
-        self.on_request: Callable[[SamplingRequest], None] = lambda request: None
+        self.on_request: Callable[[int, SamplingParams], None] = lambda choices, params: None
         self.unexpected_calls: UnexpectedCalls = "execute"
         self._chat: ChatFormat | None = None
         self._no_chat = ""
@@ -179,10 +179,13 @@ class Completer:
                 "send the rest apart"
             )
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        total = sum(map(len, ids)) * fields.choices
-        if total > _MAX_TOKENS:
-            raise PalestraError(f"the prompts have {total} tokens x n together; up to {_MAX_TOKENS} are taken at once")
+        self.check_total(sum(map(len, ids)) * fields.choices)
         return [self.request(prompt, fields, new_tokens) for prompt in ids]
+
+    def check_total(self, tokens: int) -> None:
+        """Refuse a request for too many choices of long prompts."""
+        if tokens > _MAX_TOKENS:
+            raise PalestraError(f"the prompts have {tokens} tokens x n together; up to {_MAX_TOKENS} are taken at once")
 
     def request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
         """The sampling request for a prompt; new tokens are limited by the rest of the context.
@@ -220,7 +223,7 @@ class Completer:
 
     async def complete(self, request: SamplingRequest) -> list[Completion]:
         """Sample exactly n completions; cancelling this cancels the sampling."""
-        self.on_request(request)
+        self.on_request(request.n, request.params)
         if request.params.max_new_tokens == 0:
             sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
         else:
@@ -256,7 +259,7 @@ class Completer:
 
     async def stream(self, request: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
         """Yield (choice, new text), (choice, Completion) at a choice's end, and (-1, None) while nothing is new."""
-        self.on_request(request)
+        self.on_request(request.n, request.params)
         sessions = self._open(request)
         tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
         texts = [TextStream(self.tokenizer, request.params.stop, request.params.stop_token_ids) for _ in sessions]
@@ -351,4 +354,4 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def _seeded(request: SamplingRequest, index: int) -> SamplingParams:
-    return replace(request.params, seed=request.params.seed + index * _SEED_STRIDE)
+    return replace(request.params, seed=request.params.seed + index * SEED_STRIDE)

@@ -1,7 +1,7 @@
 """The inference server: OpenAI's, SGLang's and vLLM's HTTP over any Policy.
 
-    POST /v1/chat/completions, /v1/completions      GET /v1/models, /v1/models/NAME
-    POST /generate, /update_weights_from_disk       GET /health
+    POST /v1/completions, /generate, /update_weights_from_disk, GET /health
+    and the dialects of the gateway: POST /v1/chat/completions, /v1/responses, /v1/messages, GET /v1/models
 
 All requests share the policy's batches, and a client that disconnects cancels its sampling. A large body is parsed
 and tokenised in a thread, with a tokenizer of its own.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,14 +19,16 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
+from palestra.core.types import Problem, SamplingParams
 from palestra.core.weights import Weights
-from palestra.models.chat.toolcalls import Reply
 from palestra.servers.body import MIB, parse, read_body
-from palestra.servers.http_errors import error_body, refuse
+from palestra.servers.gateway.app import dialect_routes, error_form, event_stream
+from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.request import Event
 from palestra.servers.openai import openai_forms as forms
 from palestra.servers.openai.completer import Completer, Completion, SamplingRequest
 from palestra.servers.openai.generate_forms import generate_body
@@ -56,16 +57,16 @@ def inference_app(model: Completer, *, token: str | None = None, weights_folder:
     With `weights_folder`, a trainer in another process may tell it to load weights from files there.
     """
     api = _Api(model, weights_folder)
+    sampling = SamplingParams(model.context_tokens)
+    chats = Attempt(Problem("", ""), model, "", sampling=sampling, seed=0, client_sampling=True, records=False)
     routes = [
         Route("/health", api.health, methods=["GET"]),
-        Route("/v1/models", api.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", api.model, methods=["GET"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/generate", api.generate, methods=["POST"]),
         Route("/update_weights_from_disk", api.update_weights, methods=["POST"]),
+        *dialect_routes(model, lambda attempt_id, key: chats),
     ]
-    return make_app(routes, token=token)
+    return make_app(routes, token=token, error_form=error_form)
 
 
 class _Api:
@@ -74,40 +75,19 @@ class _Api:
     def __init__(self, model: Completer, weights_folder: Path | None = None) -> None:
         self._model = model
         self._weights_folder = weights_folder
-        self._card = {"id": model.name, "object": "model", "created": 0, "owned_by": "palestra"} | {
-            "max_model_len": model.context_tokens
-        }
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._model.name, "policy_version": self._model.policy.version})
 
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card]})
-
-    async def model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._model.name:
-            raise refuse(404, f"the model that is served here is {self._model.name!r}")
-        return JSONResponse(self._card)
-
     async def completions(self, request: Request) -> Response:
         body, to_sample = await self._read(request, partial(_form, forms.CompletionBody))
         if body.stream:
-            return _events(_stream_text(request, body, to_sample[0], self._model))
+            return event_stream(request, _text_events(request, body, to_sample[0], self._model))
         rows = await while_connected(request, self._all(to_sample))
         flat = [(asked, completion) for asked, row in zip(to_sample, rows, strict=True) for completion in row]
         choices = [body.choice(i, asked, completion, self._model) for i, (asked, completion) in enumerate(flat)]
         usage = forms.usage(to_sample, [completion for _, completion in flat])
         return JSONResponse(forms.response("text_completion", self._model)(choices, usage=usage))
-
-    async def chat(self, request: Request) -> Response:
-        body, (to_sample,) = await self._read(request, partial(_form, forms.ChatBody))
-        if body.stream:
-            pieces = _chat_pieces(request, body, to_sample, self._model)
-            return _events(_closing(body.chunks(pieces, self._model), pieces))
-        row = await while_connected(request, self._model.complete(to_sample))
-        answers = [body.answer(to_sample, completion, self._model) for completion in row]
-        more = {"prompt_token_ids": list(to_sample.prompt_ids)} if body.return_token_ids else {}
-        return JSONResponse(body.response(answers, self._model) | more)
 
     async def generate(self, request: Request) -> Response:
         body, to_sample = await self._read(request, generate_body)
@@ -148,22 +128,9 @@ def _form(form: type[Form], raw: dict[str, Any]) -> Form:
     return form.model_validate(known_fields(form, raw))
 
 
-def _events(pieces: AsyncGenerator[dict[str, Any], None]) -> Response:
-    async def lines() -> AsyncIterator[str]:
-        async with contextlib.aclosing(pieces) as source:
-            try:
-                async for piece in source:
-                    yield f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
-            except PalestraError as error:
-                yield f"data: {json.dumps(error_body(400, str(error)))}\n\n"
-        yield "data: [DONE]\n\n"
-
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-async def _stream_text(
+async def _text_events(
     request: Request, body: forms.CompletionBody, prompt: SamplingRequest, model: Completer
-) -> AsyncGenerator[dict[str, Any], None]:
+) -> AsyncIterator[Event]:
     chunk, ended = forms.response("text_completion", model), list[Completion]()
     sent = [""] * prompt.n
     async with contextlib.aclosing(model.stream(prompt)) as source:
@@ -173,41 +140,11 @@ async def _stream_text(
                     return
             elif isinstance(piece, str):
                 sent[i] += piece
-                yield chunk([{"index": i, "text": piece, "finish_reason": None, "logprobs": None}])
+                yield Event(chunk([{"index": i, "text": piece, "finish_reason": None, "logprobs": None}]))
             else:
                 ended.append(piece)
                 choice = body.choice(i, prompt, piece, model)
-                yield chunk([{**choice, "text": choice["text"][len(sent[i]) :]}])
+                yield Event(chunk([{**choice, "text": choice["text"][len(sent[i]) :]}]))
     if (body.stream_options or {}).get("include_usage"):
-        yield chunk([], usage=forms.usage([prompt], ended))
-
-
-async def _closing(
-    chunks: AsyncGenerator[dict[str, Any], None], pieces: AsyncGenerator[Any, None]
-) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks; the sampling ends with them."""
-    async with contextlib.aclosing(pieces), contextlib.aclosing(chunks):
-        async for chunk in chunks:
-            yield chunk
-
-
-async def _chat_pieces(
-    request: Request, body: forms.ChatBody, to_sample: SamplingRequest, model: Completer
-) -> AsyncGenerator[forms.Piece, None]:
-    """The pieces of a streamed chat, until the client disconnects."""
-    prompt_end, with_tools = model.prompt_end(to_sample.prompt_ids), bool(body.tools_used)
-    replies = [model.chat.stream(with_tools=with_tools, prompt_end=prompt_end) for _ in range(to_sample.n)]
-    yield -1, forms.PromptSize(len(to_sample.prompt_ids), 0)
-    async with contextlib.aclosing(model.stream(to_sample)) as source:
-        async for i, piece in source:
-            if piece is None:
-                if await request.is_disconnected():
-                    return
-            elif isinstance(piece, str):
-                for delta in replies[i].push(piece):
-                    yield i, delta
-            else:
-                answer = body.answer(to_sample, piece, model)
-                for delta in replies[i].rest(Reply(answer.thinking, answer.message.text.lstrip()), piece.text):
-                    yield i, delta
-                yield i, answer
+        yield Event(chunk([], usage=forms.usage([prompt], ended)))
+    yield Event("[DONE]")

@@ -15,7 +15,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.messages import call_to_dict, from_dict
 from palestra.core.types import Message
 from palestra.models.chat.streaming import Delta
-from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode, texts_of
+from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
 from palestra.servers.openai.sampling_fields import Prompts, SamplingFields, TokenIds, short
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -30,6 +30,7 @@ class ChatAnswer:
     completion: Completion
     prompt_tokens: int
     cached_tokens: int = 0
+    context_ids: Sequence[int] = ()  # the tokens of its session, of which the prompt's come first
 
     @property
     def is_cut_off(self) -> bool:
@@ -104,14 +105,6 @@ class ChatBody(SamplingFields):
     stream_options: dict[str, Any] | None = None
 
     @property
-    def tools_used(self) -> list[dict[str, Any]]:
-        if self.tool_choice not in (None, "auto", "none"):
-            raise PalestraError(
-                f"tool_choice={short(self.tool_choice)} is not supported by this server; use auto or none"
-            )
-        return [] if self.tool_choice == "none" else [tool_schema(tool) for tool in self.tools or []]
-
-    @property
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
@@ -120,16 +113,6 @@ class ChatBody(SamplingFields):
     def check_logprobs(self) -> None:
         if self.top_logprobs and not self.logprobs:
             raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
-
-    def requests(self, model: Completer) -> list[SamplingRequest]:
-        self.check_logprobs()
-        model.check_length(sum(map(len, texts_of([self.messages, self.tools]))))
-        tools = self.tools_used
-        prompt = model.chat.prompt(self.read_messages(), tools, self.variables)
-        (request,) = model.requests([prompt.token_ids.tolist()], self, model.context_tokens)
-        request = replace(request, top_logprobs=self.top_logprobs or 0)
-        model.check_scoring(request)
-        return [request]
 
     def read_messages(self) -> list[Message]:
         for i, message in enumerate(self.messages):
@@ -140,17 +123,12 @@ class ChatBody(SamplingFields):
         except (TypeError, AttributeError) as error:
             raise PalestraError(f"messages: not in the form of a chat ({error})") from None
 
-    def answer(self, request: SamplingRequest, completion: Completion, model: Completer) -> ChatAnswer:
-        """A completion read as a message; its tool calls get ids."""
-        reply = model.read_reply(completion.text, self.tools_used, model.prompt_end(request.prompt_ids))
-        calls = tuple(replace(call, id=f"call_{secrets.token_hex(8)}") for call in reply.calls)
-        message = Message("assistant", reply.text, calls)
-        return ChatAnswer(message, reply.reasoning, completion, len(request.prompt_ids))
-
     def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         choices = [self._choice(i, answer, model) for i, answer in enumerate(answers)]
         size = PromptSize(answers[0].prompt_tokens, answers[0].cached_tokens)
-        return response("chat.completion", model)(choices, usage=_chat_usage(size, answers))
+        ids = list(answers[0].context_ids[: size.tokens])
+        more = {"prompt_token_ids": ids} if self.return_token_ids else {}
+        return response("chat.completion", model)(choices, usage=_chat_usage(size, answers), **more)
 
     async def chunks(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed response."""

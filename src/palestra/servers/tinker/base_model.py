@@ -7,6 +7,7 @@ import threading
 import warnings
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class BaseModel:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.name = loaded.name
-        self.path = loaded.path
+        # absolute: clients load the tokenizer from it, and may run in another folder
+        self.path = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
         self.tokenizer = loaded.tokenizer
         self.vocabulary = loaded.vocabulary
         self.context = loaded.context_tokens

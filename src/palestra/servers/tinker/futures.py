@@ -97,13 +97,19 @@ class OrderedWorker:
         self._next = 1
         self._known: dict[int, Request] = {}
         self._early: dict[int, Callable[[], Result]] = {}
+        self._started: Request | None = None  # the last one
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, f"tinker-{name}", prepare)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a started request is not done yet; those that wait for a missing one do not count."""
+        return self._started is not None and not self._started.future.done()
 
     def run(self, kind: str, work: Callable[[], Result]) -> Request:
         """Do this in its turn among what has been started; for what has no number."""
         request = self._requests.new(kind)
-        self._thread.submit(_do, request, work)
+        self._start(request, work)
         return request
 
     def submit(self, seq_id: int, kind: str, work: Callable[[], Result]) -> Request:
@@ -121,10 +127,14 @@ class OrderedWorker:
             request = self._known[seq_id] = self._requests.new(kind)
             self._early[seq_id] = work
             while self._next in self._early:
-                self._thread.submit(_do, self._known[self._next], self._early.pop(self._next))
+                self._start(self._known[self._next], self._early.pop(self._next))
                 self._next += 1
                 self._known.pop(self._next - KEPT_REQUESTS, None)
             return request
+
+    def _start(self, request: Request, work: Callable[[], Result]) -> None:
+        self._started = request
+        self._thread.submit(_do, request, work)
 
     def refuse(self, seq_id: int, reason: str) -> None:
         """Count the number of a request that is not done."""

@@ -217,10 +217,14 @@ class Sample(Body):
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
 
     def turns(self, room: int, eos: Sequence[int]) -> list[SamplingParams]:
-        """How each sample is drawn; `room` is how many tokens the model's context leaves, `eos` ends by default."""
+        """How each sample is drawn; `room` is how many tokens the model's context leaves.
+
+        A client's stops add to `eos`, the model's own: with others alone, a sample would go on behind its end, which
+        no renderer can read. An empty list switches all of them off.
+        """
         params = self.sampling_params
         stop = [params.stop] if isinstance(params.stop, str) else params.stop
-        ids = tuple(eos) if stop is None else tuple(s for s in stop if isinstance(s, int))
+        ids = () if stop == [] else (*eos, *(s for s in stop or () if isinstance(s, int)))
         words = tuple(s for s in stop or () if isinstance(s, str))
         seed = secrets.randbits(63) if params.seed is None else params.seed
         each = SamplingParams(

@@ -263,7 +263,9 @@ class _Api:
 
     async def get_sampler(self, request: HttpRequest) -> Response:
         found = self._service.sampling_session(request.path_params["sampling_id"])
-        return JSONResponse({"sampler_id": found.id, "base_model": found.base.name, "model_path": found.path})
+        # a folder instead of a name, since the SDK loads the tokenizer from it; it cuts "/a/b" short, but not "/a/b/"
+        base = found.base.path + "/" * (found.base.path.count("/") == 2)
+        return JSONResponse({"sampler_id": found.id, "base_model": base, "model_path": found.path})
 
     async def sample(self, request: HttpRequest) -> Response:
         body = await _read(request, bodies.Sample, MAX_BODY_MIB)

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,7 @@ class ServiceLimits:
     samplers: int = 4
     versions: int = 8  # pinned ones of one model that are kept in memory
     session_idle_s: float = 900.0  # without a heartbeat
+    session_gone_s: float = 30.0  # … if another client needs its place; the SDK sends one every 10 s
     waiting_samples: int = 4096
     rows_per_pass: int | None = None  # None: 4 on a CPU, as many as fit on a GPU
 
@@ -70,7 +71,7 @@ class Service:
     # sessions
 
     def create_session(self, name: str, metadata: dict[str, Any]) -> str:
-        self.end_idle()
+        self._make_room(lambda: len(self.sessions) >= self.limits.sessions)
         if len(self.sessions) >= self.limits.sessions:
             raise TooBusy(f"{len(self.sessions)} sessions are open, which is the limit; close one, or try again later")
         session = Session(f"s-{secrets.token_hex(6)}", name, metadata)
@@ -100,6 +101,17 @@ class Service:
             log.warning("session %s has sent nothing for %g s and is ended", session_id, self.limits.session_idle_s)
             self.finish_session(session_id, completed=False)
 
+    def _make_room(self, is_full: Callable[[], bool]) -> None:
+        """End sessions of disconnected clients while `is_full()`, the longest silent first; those at work stay."""
+        self.end_idle()
+        longest = time.monotonic() - self.limits.session_gone_s
+        for session in sorted(self.sessions.values(), key=lambda session: session.last_seen):
+            if session.last_seen >= longest or not is_full():
+                return
+            if not any(m.worker.is_busy for m in self.models.values() if m.session == session.id):
+                log.warning("session %s has no heartbeat and is ended to make room for another one", session.id)
+                self.finish_session(session.id, completed=False)
+
     def close(self) -> None:
         for session_id in list(self.sessions):
             self.finish_session(session_id, completed=False)
@@ -110,7 +122,8 @@ class Service:
     # training
 
     def base(self, name: str) -> BaseModel:
-        found = self.bases.get(name) or next((base for base in self.bases.values() if name == base.path), None)
+        path = name.rstrip("/")
+        found = self.bases.get(name) or next((base for base in self.bases.values() if path == base.path), None)
         if found is None:
             raise NotFound(f"the base model {name!r} is not served here; this server has {', '.join(self.bases)}")
         return found
@@ -123,16 +136,10 @@ class Service:
         if seq in session.models:
             return session.models[seq]
         base = self.base(base_model)
-        self.end_idle()
         size = base.trained_bytes(spec)
-        if len(self.models) >= self.limits.models:
-            raise TooBusy(f"{len(self.models)} models are being trained, which is the limit; try again later")
-        held = sum(model.bytes for model in self.models.values())
-        if self.limits.memory_gib is not None and held + size > self.limits.memory_gib * GIB:
-            raise TooBusy(
-                f"rank {spec.rank} needs about {size / GIB:.2f} GiB, and of {self.limits.memory_gib:g} GiB "
-                f"{held / GIB:.2f} are taken; use a lower rank, or try again later"
-            )
+        self._make_room(lambda: bool(self._refusal(spec, size)))
+        if refusal := self._refusal(spec, size):
+            raise TooBusy(refusal)
         model_id = f"{session_id}:train:{seq}"
         worker = OrderedWorker(model_id, self.requests, lambda: _use_own_stream(base.device))
         model = Model(model_id, session_id, base, spec, size, worker)
@@ -151,6 +158,18 @@ class Service:
 
         session.models[seq] = model.worker.run("create_model", make)
         return session.models[seq]
+
+    def _refusal(self, spec: AdapterSpec, size: int) -> str:
+        """Why a model of `size` bytes cannot be made now; empty if it can."""
+        if len(self.models) >= self.limits.models:
+            return f"{len(self.models)} models are being trained, which is the limit; try again later"
+        held = sum(model.bytes for model in self.models.values())
+        if self.limits.memory_gib is None or held + size <= self.limits.memory_gib * GIB:
+            return ""
+        return (
+            f"rank {spec.rank} needs about {size / GIB:.2f} GiB, and of {self.limits.memory_gib:g} GiB "
+            f"{held / GIB:.2f} are taken; use a lower rank, or try again later"
+        )
 
     def model(self, model_id: str) -> Model:
         found = self.models.get(model_id)

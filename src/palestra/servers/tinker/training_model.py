@@ -97,6 +97,10 @@ class TrainingModel:
                 if other.shape != targets.shape or not np.array_equal(other.places, targets.places):
                     shapes = f"{list(other.shape)}, target_tokens {list(targets.shape)}"
                     raise PalestraError(f"datum {i}: loss_fn_inputs[{name!r}] has the shape {shapes}; they must agree")
+                if not np.isfinite(other.values).all():
+                    raise PalestraError(
+                        f"datum {i}: loss_fn_inputs[{name!r}] holds NaN or infinite values; every number must be finite"
+                    )
             for name, ids in (("model_input", datum.token_ids), ("target_tokens", targets.values)):
                 if ids.dtype.kind != "i":
                     raise PalestraError(f"datum {i}: {name} holds {ids.dtype} values; token ids are integers")
@@ -139,7 +143,7 @@ class TrainingModel:
         except NotFiniteError as error:
             raise PalestraError(
                 "the gradient norm is infinite or NaN, expected a finite number; the weights are unchanged. Look for "
-                "infinite advantages or logprobs, or lower the learning rate"
+                "very large advantages or logprobs, or lower the learning rate"
             ) from error
         self.version += 1
         return norm

@@ -17,11 +17,11 @@ from typing import Any
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_from
 from palestra.core.run_folder import RunFolder, RunKind
-from palestra.core.types import Group
+from palestra.core.types import Group, SamplingParams
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
-from palestra.servers.openai.completer import Completer, SamplingRequest
+from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import completer_of
 from palestra.servers.web import Server, Tally, open_port, url_of
@@ -381,9 +381,9 @@ class RequestWatch:
         self._note = note
         self._is_written = False
 
-    def __call__(self, request: SamplingRequest) -> None:
-        self.groups += request.n > 1
-        other = request.params.temperature
+    def __call__(self, choices: int, params: SamplingParams) -> None:
+        self.groups += choices > 1
+        other = params.temperature
         if other != self._temperature and not self._is_written:
             self._is_written = True
             self._note(

@@ -1,13 +1,17 @@
-"""A gateway on loopback, for the tests of this folder that talk to one by HTTP."""
+"""A gateway or `palestra serve` on loopback, for the tests of this folder that talk to one by HTTP."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
+
+from served import served
 
 from palestra.core.types import Problem, SamplingParams
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.inference import inference_app
 
 
 def with_gateway(model: Completer, agent: Callable[[Gateway], Awaitable[Any]], **options: Any) -> Any:
@@ -30,3 +34,21 @@ def with_attempt(model: Completer, agent: Callable[[Attempt], Awaitable[Any]], *
 
 def open_attempt(gateway: Gateway, sibling: int = 0) -> Attempt:
     return gateway.open(Problem("p", ""), seed_key=f"0/0/{sibling}")
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address of `palestra serve`, with the names that attempts have."""
+
+    anthropic_base_url: str
+    api_key: str = "none"
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.anthropic_base_url}/v1"
+
+
+def with_serve(model: Completer, agent: Callable[[Any], Awaitable[Any]]) -> Any:
+    """What `agent(address)` returns; the application of `palestra serve` runs meanwhile, in a thread."""
+    with served(inference_app(model)) as url:
+        return asyncio.run(agent(Address(url)))

@@ -1,4 +1,4 @@
-"""The official anthropic client against gateways: messages whole and streamed, tools, thinking, errors."""
+"""The official anthropic client against gateways and `palestra serve`: whole and streamed messages, tools, errors."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_conversation_with_tools_is_one_row_of_the_very_tokens(tiny_tokenizer)
 
 
 @pytest.mark.parametrize("thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}])
-def test_a_streamed_message_is_the_same_as_a_whole_one(tiny_tokenizer, thinking):
+def test_a_streamed_message_is_the_same_as_a_whole_one(tiny_tokenizer, thinking, with_server):
     async def agent(attempt):
         client = client_of(attempt)
         fields = {**FIELDS, "max_tokens": 2000, "messages": [QUESTION], "tools": [ADD], "thinking": thinking}
@@ -55,7 +55,7 @@ def test_a_streamed_message_is_the_same_as_a_whole_one(tiny_tokenizer, thinking)
             events = [event async for event in stream]
             return whole, events, await stream.get_final_message()
 
-    whole, events, final = with_attempt(completer(tiny_tokenizer, [CALLS] * 2), agent)
+    whole, events, final = with_server(completer(tiny_tokenizer, [CALLS] * 2), agent)
     kinds = ["thinking"] * (thinking["type"] == "enabled") + ["text", "tool_use", "tool_use"]
     assert [block.type for block in whole.content] == [block.type for block in final.content] == kinds
     assert [b.input for b in whole.content[-2:]] == [b.input for b in final.content[-2:]] == [{"a": 2, "b": "é"}, {}]
@@ -69,23 +69,29 @@ def test_a_streamed_message_is_the_same_as_a_whole_one(tiny_tokenizer, thinking)
     assert events[-1].type == "message_stop"
 
 
-def test_the_embedded_model_answers_by_schema_and_calls_when_it_must(model):
+def test_the_embedded_model_answers_by_schema_and_calls_when_it_must(model, with_server):
     async def agent(attempt):
         client = client_of(attempt)
         form = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
         answer = await client.post("/v1/messages", body={**FIELDS, "messages": [QUESTION], **form}, cast_to=object)
         assert set(json.loads(answer["content"][0]["text"])) == {"x"}
         choice = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
-        fields = {**FIELDS, "max_tokens": 200, "messages": [QUESTION], "tools": [ADD], "tool_choice": choice}
+        fields = {"model": "any", "max_tokens": 200, "messages": [QUESTION], "extra_body": {"temperature": 0}}
+        fields |= {"tools": [ADD], "tool_choice": choice}
         async with client.messages.stream(**fields) as stream:
             final = await stream.get_final_message()
         assert [block.type for block in final.content] == ["tool_use"]
         assert final.content[0].name == "add"
+        counted = await client.messages.count_tokens(model="any", messages=[QUESTION], tools=[ADD])
+        assert counted.input_tokens == final.usage.input_tokens + final.usage.cache_read_input_tokens
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(**FIELDS, messages=[QUESTION, {"role": "assistant", "content": "It"}])
+        assert refused.value.body["error"]["type"] == "invalid_request_error"
 
-    with_attempt(model, agent)
+    with_server(model, agent)
 
 
-def test_stop_sequences_and_limits_end_a_message(tiny_tokenizer):
+def test_stop_sequences_and_limits_end_a_message(tiny_tokenizer, with_server):
     async def agent(attempt):
         client = client_of(attempt)
         stopped = await client.messages.create(**FIELDS, messages=[QUESTION], stop_sequences=[" two"])
@@ -93,7 +99,7 @@ def test_stop_sequences_and_limits_end_a_message(tiny_tokenizer):
         cut = await client.messages.create(model="any", max_tokens=1, messages=[QUESTION])
         assert cut.stop_reason == "max_tokens"
 
-    with_attempt(completer(tiny_tokenizer, ["One two"] * 2), agent)
+    with_server(completer(tiny_tokenizer, ["One two"] * 2), agent)
 
 
 def test_a_wrong_key_is_an_authentication_error_of_this_dialect(model):

@@ -1,11 +1,11 @@
-"""The official openai client against gateways: Chat Completions and Responses, whole and streamed, and errors."""
+"""The official openai client against gateways and `palestra serve`: both dialects, whole and streamed, and errors."""
 
 import asyncio
 import json
 
 import openai
 import pytest
-from real_gateway import open_attempt, with_attempt, with_gateway
+from real_gateway import open_attempt, with_attempt, with_gateway, with_serve
 from scripted_model import CALLS, END, QUESTION, SCHEMA, TOOL, completer
 
 FLAT_TOOL = {"type": "function", "strict": True, **TOOL["function"]}
@@ -44,9 +44,10 @@ def test_an_attempt_is_found_by_its_url_or_its_key_and_no_key_opens_another(mode
     with_gateway(model, agent)
 
 
-def test_a_streamed_chat_is_the_same_as_a_whole_one(model):
+def test_a_streamed_chat_is_the_same_as_a_whole_one(model, with_server):
     """By the same seed, with a tool call that is required."""
     fields = {"model": "any", "messages": [QUESTION], "tools": [TOOL], "tool_choice": "required", "logprobs": True}
+    fields |= {"seed": 1, "max_tokens": 200}
 
     async def whole(attempt):
         return (await client_of(attempt).chat.completions.create(**fields)).choices[0]
@@ -57,8 +58,8 @@ def test_a_streamed_chat_is_the_same_as_a_whole_one(model):
             events = await collected(stream)
             return events, (await stream.get_final_completion())
 
-    choice = with_attempt(model, whole)
-    events, final = with_attempt(model, streamed)
+    choice = with_server(model, whole)
+    events, final = with_server(model, streamed)
     (called,) = {c.function.name for c in choice.message.tool_calls}
     assert called == "add"
     assert choice.finish_reason == final.choices[0].finish_reason == "tool_calls"
@@ -69,7 +70,7 @@ def test_a_streamed_chat_is_the_same_as_a_whole_one(model):
     assert any(event.type == "tool_calls.function.arguments.done" for event in events)
 
 
-def test_chat_answers_have_text_thinking_and_parallel_calls_apart(tiny_tokenizer):
+def test_chat_answers_have_text_thinking_and_parallel_calls_apart(tiny_tokenizer, with_server):
     async def agent(attempt):
         client = client_of(attempt)
         fields = {"model": "any", "messages": [QUESTION], "tools": [TOOL]}
@@ -83,10 +84,10 @@ def test_chat_answers_have_text_thinking_and_parallel_calls_apart(tiny_tokenizer
         assert json.loads(whole.tool_calls[0].function.arguments) == {"a": 2, "b": "é"}
         assert len({c.id for c in [*whole.tool_calls, *calls]}) == 4
 
-    with_attempt(completer(tiny_tokenizer, [CALLS] * 2), agent)
+    with_server(completer(tiny_tokenizer, [CALLS] * 2), agent)
 
 
-def test_stop_sequences_limits_and_choices(model, tiny_tokenizer):
+def test_stop_sequences_limits_and_choices(model, tiny_tokenizer, with_server):
     async def agent(attempt):
         create = client_of(attempt).chat.completions.create
         short = await create(
@@ -96,7 +97,7 @@ def test_stop_sequences_limits_and_choices(model, tiny_tokenizer):
         assert all(len(t.top_logprobs) == 2 for c in short.choices for t in c.logprobs.content)
         assert short.usage.completion_tokens == 6
 
-    with_attempt(model, agent)
+    with_server(model, agent)
 
     async def stops(attempt):
         create = client_of(attempt).chat.completions.create
@@ -106,10 +107,10 @@ def test_stop_sequences_limits_and_choices(model, tiny_tokenizer):
         assert whole.message.content == "".join(c.choices[0].delta.content or "" for c in chunks) == "One"
         assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "stop"
 
-    with_attempt(completer(tiny_tokenizer, ["One two"] * 2), stops)
+    with_server(completer(tiny_tokenizer, ["One two"] * 2), stops)
 
 
-def test_answers_keep_to_a_json_schema_in_both_dialects(model):
+def test_answers_keep_to_a_json_schema_in_both_dialects(model, with_server):
     async def agent(attempt):
         client = client_of(attempt)
         schema = {"name": "number", "schema": SCHEMA, "strict": True}
@@ -122,8 +123,54 @@ def test_answers_keep_to_a_json_schema_in_both_dialects(model):
         )
         for text in (chat.choices[0].message.content, response.output_text):
             assert set(json.loads(text)) == {"x"}
+        any_object = await client.chat.completions.create(
+            messages=[QUESTION], response_format={"type": "json_object"}, model="any", max_tokens=5
+        )
+        assert any_object.choices[0].message.content.lstrip().startswith("{")
 
-    with_attempt(model, agent)
+    with_server(model, agent)
+
+
+def test_a_named_tool_is_called_once(model, with_server):
+    async def agent(attempt):
+        chosen = {"tool_choice": {"type": "function", "function": {"name": "add"}}, "parallel_tool_calls": False}
+        fields = {"model": "any", "messages": [QUESTION], "tools": [TOOL], "temperature": 0, **chosen}
+        answer = await client_of(attempt).chat.completions.create(**fields)
+        assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["add"]
+
+    with_server(model, agent)
+
+
+def test_serve_answers_each_request_on_its_own(model):
+    async def agent(address):
+        client = client_of(address)
+        fields = {"model": "any", "messages": [QUESTION], "max_tokens": 30}
+        one, other = [await client.chat.completions.create(**fields, seed=5, n=4) for _ in range(2)]
+        texts = [choice.message.content for choice in one.choices]
+        assert texts == [choice.message.content for choice in other.choices]
+        assert len(set(texts)) > 1
+        free = [await client.chat.completions.create(**fields) for _ in range(4)]
+        assert len({answer.choices[0].message.content for answer in free}) > 1
+
+    with_serve(model, agent)
+    assert not model.policy.engine.busy
+
+
+def test_serve_stores_responses_until_they_are_too_many(tiny_tokenizer, monkeypatch):
+    async def agent(address):
+        create = client_of(address).responses.create
+        first = await create(model="any", input="What is 2 + 3?", tools=[FLAT_TOOL])
+        calls = [item.call_id for item in first.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call, "output": "5"} for call in calls]
+        second = await create(model="any", input=results, previous_response_id=first.id, tools=[FLAT_TOOL])
+        assert (second.output_text, len(set(calls))) == ("It is 5.", 2)
+        assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+        monkeypatch.setattr("palestra.servers.gateway.responses._MAX_STORED", 500)
+        await create(model="any", input="Hi.")
+        with pytest.raises(openai.BadRequestError, match="no response that is stored"):
+            await create(model="any", input="And?", previous_response_id=first.id)
+
+    with_serve(completer(tiny_tokenizer, [CALLS, f"It is 5.{END}", f"Hi.{END}"]), agent)
 
 
 def test_a_conversation_of_responses_is_one_row_by_history_and_by_id(tiny_tokenizer):
@@ -143,7 +190,7 @@ def test_a_conversation_of_responses_is_one_row_by_history_and_by_id(tiny_tokeni
         assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
         third = await create(input="Thanks.", previous_response_id=second.id, **fields)
         assert third.previous_response_id == second.id
-        with pytest.raises(openai.BadRequestError, match="is no response that this attempt stored"):
+        with pytest.raises(openai.BadRequestError, match="is no response that is stored"):
             await create(input="Thanks.", previous_response_id="resp_other", **fields)
         return await attempt.finish(), attempt.counts
 
@@ -153,14 +200,14 @@ def test_a_conversation_of_responses_is_one_row_by_history_and_by_id(tiny_tokeni
     assert (counts.lineages, counts.recomputed_tokens, counts.retokenised_turns) == (1, 0, 0)
 
 
-def test_a_streamed_response_has_all_events_of_its_items(tiny_tokenizer):
+def test_a_streamed_response_has_all_events_of_its_items(tiny_tokenizer, with_server):
     async def agent(attempt):
         client = client_of(attempt)
         async with client.responses.stream(model="any", input="What is 2 + 3?", tools=[FLAT_TOOL]) as stream:
             events = await collected(stream)
             return events, await stream.get_final_response()
 
-    events, final = with_attempt(completer(tiny_tokenizer, [CALLS]), agent)
+    events, final = with_server(completer(tiny_tokenizer, [CALLS]), agent)
     assert [e.sequence_number for e in events] == list(range(len(events)))
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta").rstrip() == "Let me see."
     done = [e.arguments for e in events if e.type == "response.function_call_arguments.done"]
@@ -170,13 +217,13 @@ def test_a_streamed_response_has_all_events_of_its_items(tiny_tokenizer):
     assert {e.type for e in events} >= {"response.created", "response.output_item.added", "response.completed"}
 
 
-def test_the_models_can_be_asked_for(model):
+def test_the_models_can_be_asked_for(model, with_server):
     async def agent(attempt):
         client = client_of(attempt)
         assert [m.id async for m in client.models.list()] == ["palestra/tiny"]
         assert (await client.models.retrieve("gpt-5")).id == "gpt-5"
 
-    with_attempt(model, agent)
+    with_server(model, agent)
 
 
 def test_an_attempt_that_ends_in_mid_turn_ends_the_requests_of_its_agent(model):

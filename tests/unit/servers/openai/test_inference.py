@@ -11,10 +11,9 @@ from builders import wait_until
 
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
-from palestra.servers.openai.completer import Completer, Completion, SamplingRequest, TextStream, certain
+from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, certain
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
-from palestra.servers.openai.openai_forms import ChatBody
 
 ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 QUESTION = Message("user", "What is 3 + 4?")
@@ -217,12 +216,6 @@ def test_fields_that_say_who_asks_are_taken(http):
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **about}).status_code == 200
 
 
-def test_the_served_model_is_found_by_its_name(client):
-    assert client.models.retrieve("palestra/tiny").id == "palestra/tiny"
-    with pytest.raises(openai.NotFoundError, match="palestra/tiny"):
-        client.models.retrieve("gpt")
-
-
 def reference(model, ids):
     """[T - 1, V] the logprobs of what may follow each token, by the model's own forward."""
     with torch.inference_mode():
@@ -307,10 +300,10 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model, http,
         monkeypatch.setattr(each, "tokenizer", None)
     text = "hello world " * 500_000
     chat = {"messages": [{"role": "user", "content": text}]}
-    bodies = {"/generate": {"text": text}, "/v1/completions": {"prompt": text}, "/v1/chat/completions": chat}
-    for path, body in bodies.items():
+    for path, body in {"/generate": {"text": text}, "/v1/completions": {"prompt": text}}.items():
         answer = http.post(path, json=body)
         assert (answer.status_code, "characters" in answer.text) == (400, True)
+    assert http.post("/v1/chat/completions", json=chat).status_code == 413
     assert http.post("/generate", content=b" " * (17 << 20)).status_code == 413
 
 
@@ -340,15 +333,6 @@ def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeyp
     assert http.post("/v1/completions", json=body).json()["choices"] == small
     assert http.post("/v1/completions", json=body | {"temprature": 1}).status_code == 400
     assert [name.startswith("palestra-tokenise") for name in threads] == [False, True]
-
-
-def test_tool_calls_have_ids_of_their_own(model):
-    written = "".join(f'<tool_call>{{"name": "add", "arguments": {{"a": {i}}}}}</tool_call>' for i in range(2))
-    completion = Completion([], [], [], written, "stop")
-    body = ChatBody(messages=ASK, tools=[{"type": "function", "function": {"name": "add"}}])
-    request = SamplingRequest((5,), 1, SamplingParams(1))
-    answers = [body.answer(request, completion, model) for _ in range(2)]
-    assert len({call.id for answer in answers for call in answer.message.tool_calls}) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

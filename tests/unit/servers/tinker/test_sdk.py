@@ -142,3 +142,10 @@ def test_exported_weights_are_files_that_peft_loads(sdk: Any, tmp_path: Any) -> 
         (tmp_path / name).write_bytes(Request(url).send().body)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
     assert not {"manifest.json", "tinker.json"} & set(urls)  # the server's own notes
+
+
+def test_a_sampling_client_loads_the_tokenizer_without_a_network(sdk: Any, base: Any) -> None:
+    sampler = sdk.create_sampling_client(base_model="palestra/tiny")
+    assert sampler.get_tokenizer().encode("What is 3 + 4?") == base.tokenizer.encode("What is 3 + 4?")
+    again = sdk.create_sampling_client(base_model=sampler.get_base_model())
+    assert again.get_base_model() == sampler.get_base_model()

@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from fuzzing.tinker_requests import forward_backward_body
 
 from palestra.servers.tinker.base_model import AdapterSpec
 from palestra.servers.tinker.checkpoints import TinkerPath
+from palestra.servers.tinker.futures import Gone, TooBusy
 from palestra.servers.tinker.messages import Datum, Tensor
+from palestra.servers.tinker.requests import Sample
 from palestra.servers.tinker.service import Service, ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
@@ -230,6 +233,48 @@ def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(bas
     assert service.sessions == {}
     assert service.models == {}
     service.close()
+
+
+def test_a_disconnected_client_makes_room_unless_it_has_work(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
+    service = Service([base], tmp_path / "runs", ServiceLimits(models=2, sessions=4))
+
+    def client(silent_s: float) -> str:
+        session = service.create_session("client", {})
+        service.create_model(session, 0, "palestra/tiny", AdapterSpec(2), 0, {}).future.result(30)
+        service.sessions[session].last_seen -= silent_s
+        return session
+
+    gone, gone_longest = client(60.0), client(90.0)
+    connected = client(0.0)
+    assert set(service.sessions) == {gone, connected}
+    with pytest.raises(Gone, match="saved tinker://"):
+        service.session(gone_longest)
+    done = threading.Event()
+    work = service.models[f"{gone}:train:0"].worker.run("work", lambda: {"done": done.wait(30)})
+    with pytest.raises(TooBusy):
+        client(0.0)
+    done.set()
+    work.future.result(30)
+    client(0.0)
+    assert gone not in service.sessions
+    service.close()
+
+
+@pytest.mark.parametrize(
+    ("stop", "ids", "texts"),
+    [
+        (None, (2, 3), ()),
+        ("]\n", (2, 3), ("]\n",)),
+        (["a", "b"], (2, 3), ("a", "b")),
+        ([7], (2, 3, 7), ()),
+        ([], (), ()),
+    ],
+)
+def test_stops_add_to_the_models_own_and_an_empty_list_is_none(stop, ids, texts):
+    sample = Sample.model_validate({"prompt": PROMPT, "sampling_params": {"stop": stop}})
+    (params,) = sample.turns(10, (2, 3))
+    assert (params.stop_token_ids, params.stop) == (ids, texts)
 
 
 def test_what_was_saved_survives_a_restart_and_what_was_not_is_told(tmp_path, serve):

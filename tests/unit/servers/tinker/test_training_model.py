@@ -197,7 +197,8 @@ def test_an_infinite_gradient_changes_nothing_and_is_told(base: BaseModel, make_
     training_model = TrainingModel(base, SPEC)
     before = training_model.snapshot()
     row = make_row(5)
-    row.inputs["advantages"].values[3] = np.inf
+    row.inputs["advantages"].values[3] = 3e38
+    row.inputs["logprobs"].values[3] = -50
     training_model.forward_backward([row], "importance_sampling", {})
     with pytest.raises(PalestraError, match="the weights are unchanged"):
         training_model.optim_step(ADAM)
@@ -240,6 +241,8 @@ def changed(row: Datum, **inputs: Tensor | None) -> Datum:
         ({"advantages": None}, "lacks loss_fn_inputs\\['advantages'\\]"),
         ({"mask": Tensor(np.zeros(5), (5,))}, "does not read"),
         ({"advantages": Tensor(np.zeros(4), (4,))}, "they must agree"),
+        ({"advantages": Tensor(np.array([0, 0, np.nan, 0, 0]), (5,))}, "'advantages'\\] holds NaN or infinite"),
+        ({"logprobs": Tensor(np.array([0, 0, 0, 0, -np.inf]), (5,))}, "'logprobs'\\] holds NaN or infinite"),
         ({"target_tokens": Tensor(np.array([1, 2, 3, 4, 9999]), (5,))}, "token id 9999 in target_tokens is outside"),
         ({"target_tokens": Tensor(np.array([1, 2]), (2,))}, "5 input tokens and 2 target_tokens"),
         ({"target_tokens": Tensor(np.zeros(5, np.float32), (5,))}, "token ids are integers"),
