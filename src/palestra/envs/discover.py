@@ -105,7 +105,10 @@ def package_of(path: Path) -> tuple[str, list[Path]]:
     roots = [folder.parent for folder in parents if folder.name in first]
     if not depth:
         return "", roots
-    while depth < len(parents) - 1 and (parents[depth] / "__init__.py").is_file():
+    # a file of the folder's name would be found before the folder
+    while depth < len(parents) - 1 and (
+        (parents[depth] / "__init__.py").is_file() or (parents[0] / f"{parents[depth - 1].name}.py").is_file()
+    ):
         depth += 1
     package = ".".join(folder.name for folder in reversed(parents[:depth]))
     return package, list(dict.fromkeys([parents[min(depth, len(parents) - 1)], *roots]))

@@ -179,8 +179,13 @@ class AtroposEnv:
             "total_steps": config.train.max_steps,
             "use_wandb": False,
         }
-        # the server type that gives token ids and logprobs, whatever the file names
-        server = {"model_name": tokenizer, "api_key": "none", "server_type": "sglang", "base_url": TRAINER_URL}
+        server = {
+            "model_name": tokenizer,
+            "api_key": "none",
+            "server_type": "sglang",  # gives token ids and logprobs, whatever the file names
+            "base_url": TRAINER_URL,
+            "health_check": False,  # it would ask the model every second
+        }
         command = serve_command(self.python(), self.file, {**env, **self.env}, {**server, **self.openai})
         os.execve(command[0], command, env_process_environment(self.env))
 
