@@ -53,6 +53,8 @@ GAMES = "game_environments/gymnasium"
 ATROPOS = [  # {warm}: palestra/tiny after demonstrations of guesses, for scores that differ
     f"gsm8k_server.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
     f"gsm8k_server_axolotl.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
+    f"community/cat_behavior_env/catbot_arena.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
+    f"mcqa_thinking_env.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
     f"community/goofy_math/goofy_math_server.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
     f"community/accessibility_env/accessibility_env.py --with beautifulsoup4 --with lxml"
     f" --env.dataset_path {{data}}/accessibility.jsonl {POSTS_ALL}",

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROWS = 64
-ANSWERS = 4  # the warm model guesses one of 1 to 4
+LETTERS = "ABCD"  # the warm model guesses one of them, and its number
+WORDS = "what is the sum of how many apples does Tom have red blue pick one answer table find rule".split()
 Row = dict[str, Any]
 
 
@@ -24,19 +25,22 @@ def write_data(folder: Path) -> None:
     sums = [_sum(i) for i in range(ROWS)]
     gsm8k = [{"question": question, "answer": f"#### {answer}"} for question, answer in sums]
     _dataset(folder / "gsm8k", {"train": gsm8k, "test": gsm8k}, config="main")
-    _jsonl(
-        folder / "humor.jsonl",
-        ({"question": f"Tell joke {i}.", "format": "line", "comedian": "x"} for i in range(ROWS)),
-    )
-    pages = (
-        {"id": str(i), "html": f"<label>Name {i}</label>", "issues_to_fix": ["missing_alt_text"]} for i in range(ROWS)
-    )
+    options = ["one", "two", "three", "four"]
+    choices = [
+        {"prompt": question, "answer": answer - 1, "ground_truth": LETTERS[answer - 1], "options": options}
+        for question, answer in sums
+    ]
+    _dataset(folder / "NousResearch" / "AcademicMCQA", {"train": choices})
+    jokes = [{"question": f"Tell joke {i}.", "format": "one line", "comedian": "anyone"} for i in range(ROWS)]
+    _jsonl(folder / "humor.jsonl", jokes)
+    issues = ["missing_alt_text", "label_association"]
+    pages = [{"id": str(i), "html": f"<label>Name {i}</label>", "issues_to_fix": issues} for i in range(ROWS)]
     _jsonl(folder / "accessibility.jsonl", pages)
 
 
 def _sum(seed: int) -> tuple[str, int]:
     rng = random.Random(seed)
-    answer, other = rng.randint(1, ANSWERS), rng.randint(1, 9)
+    answer, other = rng.randint(1, len(LETTERS)), rng.randint(1, 9)
     return f"What is {answer + other} - {other}?", answer
 
 
@@ -55,12 +59,11 @@ def _jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def warm_model(folder: Path, palestra: Sequence[str], environ: dict[str, str]) -> Path:
-    """`palestra/tiny` after some demonstrations of `\\boxed{N}`: it guesses, so that the scores of a group differ."""
+    """`palestra/tiny` after demonstrations of guesses, so that the scores of a group differ. Made once."""
     model = folder / "model"
     if not model.exists():
         rng = random.Random(0)
-        words = "what is the sum of how many apples does Tom have red blue pick one answer table find rule".split()
-        _jsonl(folder / "traces.jsonl", ({"messages": _guess(rng, words)} for _ in range(4 * ROWS)))
+        _jsonl(folder / "traces.jsonl", ({"messages": _guess(rng)} for _ in range(4 * ROWS)))
         options = "--model.name palestra/tiny --stages.plan sft --stages.traces traces.jsonl --stages.sft_epochs 6"
         subprocess.run([*palestra, "train", *options.split()], cwd=folder, env=environ, check=True, capture_output=True)
         (trained,) = folder.glob("runs/*/model")
@@ -68,10 +71,10 @@ def warm_model(folder: Path, palestra: Sequence[str], environ: dict[str, str]) -
     return model
 
 
-def _guess(rng: random.Random, words: Sequence[str]) -> list[Row]:
-    said = {
-        role: " ".join(rng.choices(words, k=rng.randint(3, most))) for role, most in (("system", 120), ("user", 40))
-    }
-    messages = [{"role": role, "content": text} for role, text in said.items() if role == "user" or rng.random() < 0.75]
-    reply = f"<think>\nThat is it.\n</think>\n\\boxed{{{rng.randint(1, ANSWERS)}}}"
-    return [*messages, {"role": "assistant", "content": reply}]
+def _guess(rng: random.Random) -> list[Row]:
+    """A demonstration: a prompt of random words, and a guess."""
+    roles = {"system": 120, "user": 40} if rng.random() < 0.75 else {"user": 40}
+    prompt = [{"role": role, "content": " ".join(rng.choices(WORDS, k=rng.randint(3, n)))} for role, n in roles.items()]
+    number = rng.randint(1, len(LETTERS))
+    reply = f"<think>\nThat is it.\n</think>\nThe best answer is {LETTERS[number - 1]}.\n\\boxed{{{number}}}"
+    return [*prompt, {"role": "assistant", "content": reply}]
