@@ -180,6 +180,10 @@ def test_a_venv_is_extended_by_what_it_lacks_and_keeps_its_pins(tmp_path, monkey
     assert first[-2:] == list(PACKAGES)
     assert second[-3:] == [*PACKAGES, "gymnasium==1.0.0"]
     assert third[-4:] == [*PACKAGES, "gymnasium==1.0.0", "bs4"]
+    (folder / "ready.json").write_text('["atroposlib==0.3.0", "transformers==4.57.6", "bs4"]')  # of an older release
+    ensure_python(folder)
+    assert "--clear" in commands[-2]
+    assert commands[-1][-2:] == list(PACKAGES)
 
 
 LIBRARY = """

@@ -64,6 +64,9 @@ def rl_list_environments(call: Call) -> views.Data:
 def rl_select_environment(call: Call, name: str) -> views.Data:
     """Select the environment to train on, and load its settings with its own values. Earlier edits are dropped.
 
+    The first environment written for Atropos takes minutes: what it needs is installed. If you give up waiting, the
+    installation continues; select it again later.
+
     Args:
         name: A name from rl_list_environments.
     """

@@ -59,9 +59,10 @@ def _name_and_pin(requirement: str) -> tuple[str, str]:
 
 
 def _installed(folder: Path) -> list[str]:
-    """The requirements that a venv was made with, and later extended by."""
+    """The requirements of a venv; none if there is no venv, or one of other versions of our own."""
     ready = folder / _READY
-    return list(json.loads(ready.read_text())) if ready.is_file() else []
+    installed = list(json.loads(ready.read_text())) if ready.is_file() else []
+    return installed if installed[: len(PACKAGES)] == list(PACKAGES) else []
 
 
 def requirements_of(file: Path) -> list[str]:
@@ -91,8 +92,9 @@ def ensure_python(
             if not installed:
                 _run([sys.executable, "-m", "venv", "--clear", str(folder)], progress)
             write_text(folder / "constraints.txt", CONSTRAINTS)
-            install = [str(python), "-m", "pip", "install", "--no-input", "-c", str(folder / "constraints.txt")]
-            _run([*install, *installed, *missing], progress)  # all of them, so that pip keeps earlier pins
+            pip = [str(python), *"-m pip install --no-input --disable-pip-version-check -c".split()]
+            constraints = str(folder / "constraints.txt")
+            _run([*pip, constraints, *installed, *missing], progress)  # all of them, so that pip keeps earlier pins
             write_json(folder / _READY, [*installed, *missing])
     return python
 
