@@ -254,8 +254,8 @@ def _write(page: Path, outcomes: Sequence[Outcome]) -> None:
         "demonstrations of guesses, for environments that drop groups with equal scores; `{data}` is the folder of\n"
         "the stand-ins, in which the commands run.\n\n"
         f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`; of run-atropos also `--wait-limit 15`.\n"
-        f"The load is that of the machine at the end of the run, on {os.cpu_count()} cores; above one a core, all takes\n"
-        "longer, and a wait of 15 s may end before a slow group arrives.\n\n"
+        f"The load is that of the machine at the end of the run, on {os.cpu_count()} cores; above one a core, all\n"
+        "takes longer, and a wait of 15 s may end before a slow group arrives.\n\n"
         "| project | environment | result | seconds | load | date |\n| --- | --- | --- | ---: | ---: | --- |\n"
         + "".join(f"{rows[name]}\n" for name in names if name in rows)
     )
