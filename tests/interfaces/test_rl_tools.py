@@ -432,29 +432,25 @@ def atroposlib(folder, monkeypatch):
 
 
 def test_selecting_an_atropos_environment_installs_what_it_needs_and_tells_its_progress(folder, atroposlib):
-    game = folder / "environments" / "game"
+    game, other = folder / "environments" / "game", folder / "environments" / "other.py"
     game.mkdir()
     (game / "parts.py").write_text("from lemmata import SIZE\n")
     (game / "gsm.py").write_text("from .parts import SIZE\n" + ATROPOS.replace("group_size=12", "group_size=SIZE"))
-    tools, told = RlTools(OneRun(folder / "home"), Site()), []
-
-    def select():
-        return tools.call("rl_select_environment", {"name": "gsm"}, progress=lambda *row: told.append(row))
-
-    refused = select()["error"]
-    assert "'lemmata'" in refused
-    assert str(game / "requirements.txt") in refused
-    assert any("atroposlib" in text for _, _, text in told)
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
-    assert all(done < total for done, total, _ in told)
     (game / "requirements.txt").write_text("# of the environment\n--index-url http://elsewhere\nlemmata  # words\n")
-    told.clear()
-    assert select()["environment"] == "gsm"
-    assert any("lemmata" in text for _, _, text in told)
-    told.clear()
+    other.write_text("import nowhere_words\n" + ATROPOS.replace('"gsm"', '"other"'))
+    tools, told = RlTools(OneRun(folder / "home"), Site()), []
+    answer = tools.call("rl_select_environment", {"name": "gsm"}, progress=lambda *row: told.append(row))
+    assert answer["environment"] == "gsm"
+    for package in ("atroposlib", "lemmata"):
+        assert any(package in text for _, _, text in told), package
+    done = [done for done, _, _ in told]
+    assert done == sorted(set(done))
+    assert done[-1] < 1
     assert tools.rl_edit_config("group_size", 6)["value"] == 6
     assert tools.rl_start_training()["status"] == "starting"
-    assert not told
+    refused = tools.rl_select_environment("other")["error"]
+    assert "nowhere_words" in refused
+    assert str(other.with_name("requirements.txt")) in refused
 
 
 def test_batch_size_of_an_atropos_environment_reaches_the_trainer(folder):

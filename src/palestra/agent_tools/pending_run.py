@@ -6,9 +6,10 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -343,14 +344,20 @@ def describe(
     """The environment's config with `settings` laid over it, and the settings of a training that suit it.
 
     For an Atropos environment, atroposlib is installed first. If it then lacks a package, those that the file
-    requirements.txt of its folder lists are installed, too.
+    requirements.txt of its folder lists are installed, too. Both continue if the client gives up waiting.
     """
     timeout_s = 60 * (limits or RequestLimits()).config_minutes
     if found.dialect == "palestra":
         return _read_config(found, settings, timeout_s)
-    error, package, listed = None, "", requirements_of(found.file_path)
+    error, package, lines, listed = None, "", count(1), requirements_of(found.file_path)
+
+    def tell(text: str) -> None:
+        line = next(lines)
+        progress(line / (line + 50), 1.0, short(text, 200))  # pip does not say how much there is to do
+
     for packages in [[], listed] if listed else [[]]:
-        python = _install(packages, progress)
+        python = ensure_python(venv_folder(), packages, tell, tell)
+        tell(f"reading the config of {found.name}")
         try:
             described = _read_config(found, settings, timeout_s, python)
             return replace(described, run_settings={**WIRE_DEFAULTS, **described.run_settings})
@@ -362,18 +369,6 @@ def describe(
         f"{error}; if {package} is a package, whoever runs this server can install it: "
         f"add it to {found.file_path.parent / 'requirements.txt'}"
     )
-
-
-def _install(packages: Sequence[str], progress: Progress) -> Path:
-    """The Python of Atropos environments. If it is missing, it is made, also when the client gives up waiting."""
-    lines = 0
-
-    def tell(text: str) -> None:
-        nonlocal lines
-        lines += 1
-        progress(lines / (lines + 50), 1.0, short(text, 200))  # pip does not say how much there is to do
-
-    return ensure_python(venv_folder(), packages, tell, tell)
 
 
 def _read_config(
