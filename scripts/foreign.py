@@ -2,7 +2,7 @@
 
 Each runs by the one documented command, and must train its three steps or end within a minute with a reason. The
 projects are cloned, and installed into virtual environments of their own below --work; nothing of them becomes part of
-Palestra.
+Palestra. Datasets of the hub are replaced by local stand-ins (scripts/foreign_data.py).
 What is left of a command after its limit ends by SIGTERM, as by Ctrl-C, so that no process of it stays.
 """
 
@@ -25,6 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from palestra.core import children
+from palestra.sources.wire.atropos import ensure_python, venv_folder
+
+sys.path.insert(0, str(Path(__file__).parent))
+from foreign_data import warm_model, write_data
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "foreign.md"
@@ -46,7 +50,16 @@ SMALL = (
 # Groups of equal scores are posted, too: an untrained model mostly fails, and a step without a gradient is a step.
 POSTS_ALL = "--env.ensure_scores_are_not_same false"
 GAMES = "game_environments/gymnasium"
-ATROPOS = [
+ATROPOS = [  # {warm}: palestra/tiny after demonstrations of guesses, for scores that differ
+    f"gsm8k_server.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
+    f"gsm8k_server_axolotl.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
+    f"community/cat_behavior_env/catbot_arena.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
+    f"mcqa_thinking_env.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
+    f"community/goofy_math/goofy_math_server.py --env.max_token_length 64 {POSTS_ALL} --model.name {{warm}}",
+    f"community/accessibility_env/accessibility_env.py --with beautifulsoup4 --with lxml"
+    f" --env.dataset_path {{data}}/accessibility.jsonl {POSTS_ALL}",
+    f"community/humor_generation/humor_env.py --env.data_path humor.jsonl --env.max_token_length 64 {POSTS_ALL}",
+    f"infinimath/infinimath_env.py --with mathgenerator --env.max_token_length 256 {POSTS_ALL}",
     f"community/metric_card_generator/metric_card_generator.py --env.max_token_length 256 {POSTS_ALL}",
     f"community/word_hunt/word_hunt_env.py --env.max_token_length 256 {POSTS_ALL}",
     f"{GAMES}/blackjack/blackjack_env_no_thinking.py --with gymnasium==1.0.0 --env.max_token_length 512"
@@ -57,12 +70,15 @@ ATROPOS = [
     "community/selcube/rubiks_cube_environment.py --with matplotlib --env.max_token_length 256",
     "reasoning_gym_environment/reasoning_gym_environment.py --with reasoning-gym --env.max_token_length 512",
 ]
+MIN_TRAINED = 8  # of Atropos' environments
 VERIFIERS = {
     "verifiers0": ["tool_test", "reasoning_gym_env", "hello_group_reward_v1", "hello_subagent_v1", "wordle"],
     "verifiers1": ["interception", "scratchpad", "code_golf", "color_codeword", "glossary"],
 }
 OPENENV = ["echo_env", "grid_world_env", "maze_env"]
-LIMIT_S, STOP_S = 300.0, 60.0
+PALESTRA = ["-c", "from palestra.cli.main import main; main()"]
+FIXED = {"COLUMNS": "2000", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+LIMIT_S, STOP_S = 600.0, 60.0
 _STEP = re.compile(r"step (\d+)/3 +reward +\S+ \((\S+) to (\S+)\)")
 
 
@@ -73,10 +89,11 @@ class Outcome:
     result: str
     seconds: float
     load: float = field(default_factory=lambda: os.getloadavg()[0])
+    date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
 
     @property
     def row(self) -> str:
-        return f"| {self.kind} | {self.name} | {self.result} | {self.seconds:.0f} |"
+        return f"| {self.kind} | {self.name} | {self.result} | {self.seconds:.0f} | {self.load:.1f} | {self.date} |"
 
 
 class Workshop:
@@ -105,6 +122,17 @@ class Workshop:
             ready.touch()
         return str(python)
 
+    def prepare_atropos(self) -> dict[str, str]:
+        """Make the venv of all environments, their data and the warm model. Returns their places."""
+        os.environ["PALESTRA_CACHE"] = str(self.folder / "cache")
+        packages = sorted({package for name in ATROPOS for package in re.findall(r"--with (\S+)", name)})
+        ensure_python(venv_folder(packages), packages, print)
+        data, warm = self.folder / "data", self.folder / "warm"
+        for folder in (data, warm):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_data(data)
+        return {"data": str(data), "warm": str(warm_model(warm, [sys.executable, *PALESTRA], os.environ | FIXED))}
+
 
 def _site_packages() -> list[str]:
     """Of this interpreter, and of those that its own venv borrows from."""
@@ -116,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("/tmp/palestra-foreign"))
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--only", default="", help="names that contain this; the page keeps the rows of the others")
     arguments = parser.parse_args()
     shop = Workshop(arguments.work)
     outcomes = []
@@ -126,8 +154,10 @@ def main() -> None:
         outcome = _try(shop, kind, name)
         print(outcome.row, flush=True)
         outcomes.append(outcome)
-        if not arguments.only:  # the page is about all of them
-            _write(arguments.page, outcomes)
+        _write(arguments.page, outcomes)
+    trained = sum(outcome.kind == "atropos" and outcome.result.startswith("trained") for outcome in outcomes)
+    if not arguments.only and trained < MIN_TRAINED:
+        sys.exit(f"{trained} environments of Atropos trained; expected at least {MIN_TRAINED}")
 
 
 def _all() -> Iterator[tuple[str, str]]:
@@ -140,10 +170,9 @@ def _try(shop: Workshop, kind: str, name: str) -> Outcome:
     try:
         source = shop.source(kind)
         if kind == "atropos":
-            command = f"env run-atropos {source / 'environments' / name} {SMALL} --wait-limit 15"
-            return _run(
-                kind, name, sys.executable, command, {"PALESTRA_CACHE": str(shop.folder / "cache")}, shop.folder
-            )
+            places = shop.prepare_atropos()
+            command = f"env run-atropos {source}/environments/{name.format(**places)} {_small(name)} --wait-limit 15"
+            return _run(kind, name, sys.executable, command, {}, Path(places["data"]))
         if kind == "openenv":
             with _served(shop.python(kind), source, name) as url:
                 return _run(kind, name, sys.executable, f"train --env openenv:{url} {SMALL}", {}, shop.folder)
@@ -153,14 +182,17 @@ def _try(shop: Workshop, kind: str, name: str) -> Outcome:
         return Outcome(kind, name, f"could not be set up: {error}", 0.0)
 
 
+def _small(name: str) -> str:
+    return SMALL.replace("--model.name palestra/tiny ", "") if "--model.name" in name else SMALL
+
+
 def _run(kind: str, name: str, python: str, words: str, environ: dict[str, str], cwd: Path) -> Outcome:
     """`trained 3 steps`, or the reason for which the command ended."""
-    command = [python, "-c", "from palestra.cli.main import main; main()", *shlex.split(words)]
-    fixed = {"COLUMNS": "2000", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [python, *PALESTRA, *shlex.split(words)]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = children.start(
-            command, cwd=cwd, env={**os.environ, **fixed, **environ}, stdout=output, stderr=subprocess.STDOUT
+            command, cwd=cwd, env={**os.environ, **FIXED, **environ}, stdout=output, stderr=subprocess.STDOUT
         )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(LIMIT_S)
@@ -208,17 +240,24 @@ def _served(python: str, source: Path, name: str) -> Iterator[str]:
 
 
 def _write(page: Path, outcomes: Sequence[Outcome]) -> None:
+    """Write the page: the rows of `outcomes`, and for all others the row that the page has."""
+    known = [line for line in page.read_text().splitlines() if line.startswith("| ")] if page.is_file() else []
+    rows = {tuple(line.split(" | ")[:2]): line for line in [*known, *(outcome.row for outcome in outcomes)]}
+    names = [(f"| {kind}", name) for kind, name in _all()]
     versions = ", ".join(f"{name} {' '.join(packages)}" for name, packages in PACKAGES.items())
     page.write_text(
         "# Environments that we did not write\n\n"
         "Written by `make test-foreign` (scripts/foreign.py): each was run unmodified, by the one documented\n"
         "command, on a CPU with `palestra/tiny`. It should train three steps, or end within a minute with the reason.\n"
-        "That model knows two small tasks and nothing else, so rewards here say nothing about the environments.\n\n"
+        "That model knows two small tasks and nothing else, so rewards here say nothing about the environments.\n"
+        "Datasets of the hub are small local stand-ins (scripts/foreign_data.py). `{warm}` is `palestra/tiny` after\n"
+        "demonstrations of guesses, for environments that drop groups with equal scores; `{data}` is the folder of\n"
+        "the stand-ins, in which the commands run.\n\n"
         f"Versions: atroposlib 0.4.0, {versions}. Options of all: `{SMALL}`; of run-atropos also `--wait-limit 15`.\n"
-        f"Load of the machine at the first: {outcomes[0].load:.1f} on {os.cpu_count()} cores; above one a core, all\n"
+        f"The load is that of the machine at the end of the run, on {os.cpu_count()} cores; above one a core, all\n"
         "takes longer, and a wait of 15 s may end before a slow group arrives.\n\n"
-        "| project | environment | result | seconds |\n| --- | --- | --- | ---: |\n"
-        + "".join(f"{outcome.row}\n" for outcome in outcomes)
+        "| project | environment | result | seconds | load | date |\n| --- | --- | --- | ---: | ---: | --- |\n"
+        + "".join(f"{rows[name]}\n" for name in names if name in rows)
     )
 
 

@@ -20,10 +20,12 @@ from palestra.agent_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose
 from palestra.core.errors import PalestraError
 from palestra.runs.locks import Inference, RequestLimits, Site
 from palestra.runs.manager import RunManager
+from palestra.sources.wire.atropos import venv_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rl_agent
 
+VENV = venv_folder()
 KEY = "sk-endpoint-0123456789"
 TELLTALE = """
 import os, sys
@@ -125,6 +127,27 @@ def test_a_failing_model_says_why(folder, url):
     assert row["status"] == "failed"
     assert "401" in row["error"]
     assert row["completions"] == 0
+
+
+@pytest.mark.skipif(not (VENV / "ready.json").exists(), reason=f"atroposlib is not installed in {VENV}")
+@pytest.mark.parametrize("in_a_list", [True, False])
+def test_an_atropos_environment_that_uses_managed_server_is_tested(folder, serve, in_a_list):
+    async def digits(request):
+        body = await request.json()
+        choice = {"message": {"role": "assistant", "content": "1" * 20}, "finish_reason": "stop"}
+        choices = [{"index": i, **choice} for i in range(body.get("n", 1))]
+        return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
+
+    text = (Path(__file__).parents[2] / "benchmarks" / "atropos" / "digits_env.py").read_text()
+    # all answers are equal here
+    text = text.replace("max_token_length=256", "max_token_length=256, ensure_scores_are_not_same=False")
+    (folder / "environments" / "digits.py").write_text(text if in_a_list else text.replace("[server]", "server"))
+    site = Site(inference=Inference(base_url=serve(json_app(digits), grace_s=0) + "/v1", models=["m"]))
+    tools = RlTools(RunManager(folder / "home"), site)
+    assert "error" not in tools.rl_select_environment("digits")
+    (row,) = tools.rl_test_inference(num_steps=2, group_size=3)["results"]
+    assert row["status"] == "completed", row
+    assert (row["steps_tested"], row["completions"], row["correct"]) == (2, 6, 6)
 
 
 def test_a_test_that_nobody_wants_any_more_ends_at_once(folder):

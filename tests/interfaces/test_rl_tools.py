@@ -4,6 +4,8 @@ import asyncio
 import inspect
 import json
 import sys
+import sysconfig
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,18 +13,21 @@ import pytest
 
 from palestra import agent_tools as rl_tools
 from palestra.agent_tools import RlTools, coroutines, get_missing_keys, views
+from palestra.agent_tools.answers import Refusal
 from palestra.agent_tools.endpoints import OPENROUTER_MODELS, Candidate
 from palestra.agent_tools.inference import _scores, _summary
+from palestra.agent_tools.pending_run import PendingRunConfig
 from palestra.agent_tools.tools import TOOLS
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json, write_text
+from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import in_file
 from palestra.policy.openai import OpenAISettings
 from palestra.runs.index import Index
 from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import process_environment
-from palestra.sources.wire.atropos import env_process_environment
+from palestra.sources.wire.atropos import PACKAGES, env_process_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rl_agent
@@ -387,6 +392,7 @@ from pydantic import BaseModel
 class BaseEnvConfig(BaseModel):
     group_size: int = 4
     total_steps: int = 1000
+    batch_size: int = -1
     max_num_workers: int = -1
     wandb_name: str | None = None
 
@@ -396,19 +402,88 @@ class BaseEnv:
 """
 
 
+def wheel(folder, name, version, files):
+    """A package that pip installs without a network."""
+    about = f"{name}-{version}.dist-info"
+    texts = {
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        **files,
+    }
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in texts.items():
+            archive.writestr(path, text)
+        archive.writestr(f"{about}/RECORD", "".join(f"{path},,\n" for path in [*texts, f"{about}/RECORD"]))
+
+
+@pytest.fixture
+def atroposlib(folder, monkeypatch):
+    """An empty cache, and small packages under the names that an environment needs, which pip can install."""
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    ours = f"{sysconfig.get_paths()['purelib']}\n"  # has pydantic
+    wheel(wheels, "atroposlib", "0.4.0", {"atroposlib/envs/base.py": ATROPOSLIB, "zz_pydantic.pth": ours})
+    wheel(wheels, "transformers", "4.57.6", {})
+    wheel(wheels, "lemmata", "1.0", {"lemmata.py": "SIZE = 12\n"})
+    for name, value in {
+        "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PALESTRA_CACHE": str(folder / "cache"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+
+def test_selecting_an_atropos_environment_installs_what_it_needs_and_tells_its_progress(folder, atroposlib):
+    game, other = folder / "environments" / "game", folder / "environments" / "other.py"
+    game.mkdir()
+    (game / "parts.py").write_text("from lemmata import SIZE\n")
+    (game / "gsm.py").write_text("from .parts import SIZE\n" + ATROPOS.replace("group_size=12", "group_size=SIZE"))
+    (game / "requirements.txt").write_text("# of the environment\n--index-url http://elsewhere\nlemmata  # words\n")
+    other.write_text("import nowhere_words\n" + ATROPOS.replace('"gsm"', '"other"'))
+    tools, told = RlTools(OneRun(folder / "home"), Site()), []
+    answer = tools.call("rl_select_environment", {"name": "gsm"}, progress=lambda *row: told.append(row))
+    assert answer["environment"] == "gsm"
+    for package in ("atroposlib", "lemmata"):
+        assert any(package in text for _, _, text in told), package
+    done = [done for done, _, _ in told]
+    assert done == sorted(set(done))
+    assert done[-1] < 1
+    assert tools.rl_edit_config("group_size", 6)["value"] == 6
+    assert tools.rl_start_training()["status"] == "starting"
+    refused = tools.rl_select_environment("other")["error"]
+    assert "nowhere_words" in refused
+    assert str(other.with_name("requirements.txt")) in refused
+
+
+def test_batch_size_of_an_atropos_environment_reaches_the_trainer(folder):
+    (folder / "environments" / "gsm.py").write_text(ATROPOS)
+    found = in_file(folder / "environments" / "gsm.py")[0]
+    rows = [
+        {"name": name, "type": "int", "default": default, "description": "", "schema": {"type": "integer"}}
+        for name, default in (("group_size", 4), ("batch_size", -1))
+    ]
+    prepared = PendingRunConfig.of(found, EnvDescription(rows, {}), Site())
+    edited = prepared.edit("batch_size", 8)
+    assert edited.settings()["train.problems_per_step"] == 2
+    assert "batch_size" not in edited.env_settings()  # atroposlib takes the trainer's
+    assert prepared.edit("group_size", 2).edit("batch_size", 8).settings()["train.problems_per_step"] == 4
+    with pytest.raises(Refusal, match="multiple of group_size = 4"):
+        prepared.edit("batch_size", 10)
+    locked = PendingRunConfig.of(found, EnvDescription(rows, {}), Site(run={"train.problems_per_step": 3}))
+    with pytest.raises(Refusal, match="locked"):
+        locked.edit("batch_size", 8)
+
+
 def test_an_atropos_environment_is_set_up_in_the_python_that_can_import_it(folder, monkeypatch):
     (folder / "environments" / "gsm.py").write_text(ATROPOS)
     monkeypatch.delenv("PALESTRA_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     manager = OneRun(folder / "home")
     tools = RlTools(manager, Site())
-    assert "palestra env run-atropos" in tools.rl_select_environment("gsm")["error"]  # its library is not there
-
     library = folder / "library" / "atroposlib" / "envs"
     library.mkdir(parents=True)
     (library / "base.py").write_text(ATROPOSLIB)
     python = folder / "cache" / "palestra" / f"atropos-0.4.0-py3.{sys.version_info.minor}" / "bin" / "python"
     python.parent.mkdir(parents=True)
+    write_json(python.parents[1] / "ready.json", PACKAGES)
     python.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "library"} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     chosen = tools.rl_select_environment("gsm")

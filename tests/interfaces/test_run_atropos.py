@@ -16,6 +16,8 @@ from palestra.run import environment_request, new_wire_run, serve_environment
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import launch_token, process_environment
 from palestra.sources.wire.atropos import (
+    PACKAGES,
+    AtroposEnv,
     ensure_python,
     env_process_environment,
     serve_command,
@@ -152,26 +154,95 @@ def test_a_token_of_our_servers_is_not_asked_of_an_environment_that_cannot_know_
         assert "PALESTRA_TOKEN" not in process_environment(part, "r", request)
 
 
-def test_each_set_of_pins_has_a_venv_of_its_own_in_the_cache(tmp_path, monkeypatch):
+def test_all_environments_share_a_venv_unless_their_pins_contradict(tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path))
-    pins = [(), ("gymnasium==1.0.0",), ("gymnasium==1.1.1",), ("b", "a"), ("a", "b")]
-    folders = [venv_folder(packages) for packages in pins]
-    assert len(set(folders)) == 4
-    assert folders[3] == folders[4]
-    assert {folder.parent for folder in folders} == {tmp_path}
+    shared = venv_folder()
+    assert venv_folder(["gymnasium==1.0.0"]) == shared
+    shared.mkdir()
+    (shared / "ready.json").write_text(json.dumps([*PACKAGES, "gymnasium==1.0.0", "gymnasium", "nltk"]))
+    for agrees in (["Gymnasium == 1.0.0"], ["gymnasium"], ["nltk==3.9"], ["sympy"]):
+        assert venv_folder(agrees) == shared, agrees
+    others = {venv_folder(pins) for pins in (["gymnasium==1.1.1"], ["transformers==5.0"], ["a", "gymnasium>1"])}
+    assert len(others) == 3
+    assert shared not in others
+    assert {folder.parent for folder in others} == {tmp_path}
 
 
-def test_a_venv_with_other_packages_than_its_pins_is_made_anew(tmp_path, monkeypatch):
-    installed = []
-    monkeypatch.setattr("palestra.sources.wire.atropos._run", installed.append)
+def test_a_venv_is_extended_by_what_it_lacks_and_keeps_its_pins(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr("palestra.sources.wire.atropos._run", lambda command, progress: commands.append(command))
     folder = tmp_path / "venv"
     folder.mkdir()
-    (folder / "ready.json").write_text('["atroposlib==0.4.0", "transformers==4.57.6", "gymnasium==1.1.1"]')
-    for _ in range(2):
-        ensure_python(folder, ("gymnasium==1.0.0",))
-    (made, install) = installed
+    for packages in ((), ("gymnasium==1.0.0",), ("gymnasium==1.0.0",), ("bs4",), ()):
+        ensure_python(folder, packages)
+    made, first, second, third = commands
     assert "--clear" in made
-    assert install[-1] == "gymnasium==1.0.0"
+    assert first[-2:] == list(PACKAGES)
+    assert second[-3:] == [*PACKAGES, "gymnasium==1.0.0"]
+    assert third[-4:] == [*PACKAGES, "gymnasium==1.0.0", "bs4"]
+    (folder / "ready.json").write_text('["atroposlib==0.3.0", "transformers==4.57.6", "bs4"]')  # of an older release
+    ensure_python(folder)
+    assert "--clear" in commands[-2]
+    assert commands[-1][-2:] == list(PACKAGES)
+
+
+LIBRARY = """
+import json, sys
+from types import SimpleNamespace
+
+
+class APIServerConfig(SimpleNamespace):
+    def model_dump(self):
+        return vars(self)
+
+
+def resolve_openai_configs(**_):
+    raise SystemExit("the settings are ignored or rejected")
+
+
+def run(servers):
+    words = sys.argv[2:]
+    flags = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2])}
+    configs = resolve_openai_configs(
+        default_server_configs=servers, openai_config_dict={}, yaml_config={}, cli_passed_flags=flags, logger=None
+    )
+    print(json.dumps([config.model_dump() for config in configs]))
+"""
+SERVERS = {
+    "none": ("[]", [{}]),
+    "one": ("APIServerConfig(timeout=7)", [{"timeout": 7}]),
+    "list": ("[APIServerConfig(timeout=7)]", [{"timeout": 7}]),
+    "two": ("[APIServerConfig(timeout=7), APIServerConfig(timeout=8)]", [{"timeout": 7}, {"timeout": 8}]),
+}
+
+
+@pytest.mark.parametrize("servers", SERVERS)
+@pytest.mark.parametrize("imports", ["from .parts import run", "from parts import run", "from games.parts import run"])
+def test_every_server_that_a_file_names_gets_our_address_and_its_imports_work(tmp_path, monkeypatch, servers, imports):
+    for path, text in {
+        "library/atroposlib/envs/base.py": LIBRARY,
+        "games/parts.py": "from atroposlib.envs.base import run\n",
+        "games/env.py": f"{imports}\nfrom atroposlib.envs.base import *\nrun({SERVERS[servers][0]})\n",
+        "atroposlib/envs/base.py": "raise SystemExit('of the repository')\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "library"))
+    command = serve_command(Path(sys.executable), tmp_path / "games/env.py", {"x": 1}, {"base_url": "http://here/v1"})
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{**own, "base_url": "http://here/v1"} for own in SERVERS[servers][1]]
+
+
+def test_an_inference_test_allows_managed_servers_without_tokens_and_a_training_does_not(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("palestra.sources.wire.atropos.os.execve", lambda *words: seen.append(words[2]))
+    monkeypatch.setattr("palestra.sources.wire.atropos.cached_tokenizer", lambda model: tmp_path)
+    monkeypatch.setattr(AtroposEnv, "python", lambda self: Path("python"))
+    env = AtroposEnv(DIGITS, {}, {"base_url": "http://127.0.0.1:1/v1", "model_name": "m"})
+    env.process(RunConfig(), 1, tmp_path / "out.jsonl")
+    env.serve(RunConfig(), "http://127.0.0.1:2")
+    assert [environ.get("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER") for environ in seen] == ["1", None]
 
 
 @pytest.mark.skipif(not (VENV / "ready.json").exists(), reason=f"atroposlib is not installed in {VENV}")

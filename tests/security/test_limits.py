@@ -125,7 +125,7 @@ def test_only_a_few_environments_are_read_at_once(monkeypatch):
     reading, most = 0, 0
     lock = threading.Lock()
 
-    def slow(found, settings=None, *, python=None):
+    def slow(found, settings=None, *, timeout_s, python=None):
         nonlocal reading, most
         with lock:
             reading += 1

@@ -6,15 +6,17 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 from palestra.agent_tools.answers import Refusal, short
 from palestra.agents.tools.run import find_mismatch
 from palestra.core.config import RunConfig, flatten
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import PalestraError, did_you_mean, missing_package
 from palestra.core.files import slug
 from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
@@ -22,6 +24,7 @@ from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_
 from palestra.runs.locks import (
     THE_MODEL,
     Lock,
+    RequestLimits,
     ServerLocks,
     Site,
     as_setting,
@@ -34,13 +37,15 @@ from palestra.runs.locks import (
 from palestra.runs.manager import RunRequest
 from palestra.runs.request import LOCAL_ONLY
 from palestra.sources.wire import WIRE_DEFAULTS
-from palestra.sources.wire.atropos import venv_folder
+from palestra.sources.wire.atropos import ensure_python, requirements_of, venv_folder
 
+Progress = Callable[[float, float, str], None]  # done, total, what is being done
 TRACKING_NAME = "wandb_name"
 RUN_SEED = "run.seed"  # an environment has a seed of its own
 _RENAMED = {"track.run_name": TRACKING_NAME, "seed": RUN_SEED}
 # fields of an Atropos environment -> the settings of the trainer that must be equal
 _SAME = {"group_size": "rollout.group_size", "total_steps": "train.max_steps"}
+_OF_TRAINER = ("batch_size",)  # fields of an Atropos environment that the trainer overwrites with its own setting
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _MAX_VALUE_CHARS = 10_000
 _SERVER_SETTINGS = ("timeout", "num_requests_for_eval", "server_type")  # the rest is the trainer's
@@ -105,8 +110,8 @@ def _meanings(value: Any) -> Iterable[Any]:
 
 def env_fields(rows: Iterable[Mapping[str, Any]], dialect: str) -> dict[str, ConfigField]:
     """The environment's own fields, as `envs.config_fields` describes them."""
-    same = _SAME if dialect == "atropos" else {}
-    return {row["name"]: ConfigField(**row, also=same.get(row["name"])) for row in rows}
+    same, dropped = (_SAME, _OF_TRAINER) if dialect == "atropos" else ({}, ())
+    return {row["name"]: ConfigField(**row, also=same.get(row["name"])) for row in rows if row["name"] not in dropped}
 
 
 @cache
@@ -226,13 +231,13 @@ class PendingRunConfig:
             return value
         if name != "batch_size":
             return as_setting(key, value)
-        attempts, group_size = self.fields[key].read(value), self.value("rollout.group_size")
+        size = next(f.name for f in self.fields.values() if f.key == "rollout.group_size")
+        attempts, group_size = self.fields[key].read(value), self.value(size)
         if group_size is None:
-            raise Refusal("batch_size counts attempts: set rollout.group_size first", field=name)
+            raise Refusal(f"batch_size counts attempts: set {size} first", field=name)
         if attempts % group_size:
             raise Refusal(
-                f"batch_size counts attempts: expected a multiple of rollout.group_size = {group_size}; "
-                f"{key} counts problems",
+                f"batch_size counts attempts: expected a multiple of {size} = {group_size}; {key} counts problems",
                 field=name,
             )
         return attempts // group_size
@@ -330,20 +335,48 @@ def _holds_something(lock: Lock, own: Mapping[str, ConfigField], dialect: str, s
     return lock.setting is not None or lock.name in own
 
 
-def describe(found: DiscoveredEnv, settings: Mapping[str, Any] | None = None) -> EnvDescription:
-    """The environment's config with `settings` laid over it, and the settings of a training that suit it."""
-    python = venv_folder() / "bin" / "python" if found.dialect == "atropos" else None
-    if python is not None and not python.is_file():
-        raise PalestraError(
-            f"{found.name} is written for atroposlib, which is not installed yet; install it once with: "
-            f"palestra env run-atropos {found.file_path} --train.max_steps 1"
-        )
+def describe(
+    found: DiscoveredEnv,
+    settings: Mapping[str, Any] | None = None,
+    limits: RequestLimits | None = None,
+    progress: Progress = lambda done, total, text: None,
+) -> EnvDescription:
+    """The environment's config with `settings` laid over it, and the settings of a training that suit it.
+
+    For an Atropos environment, atroposlib is installed first. If it then lacks a package, those that the file
+    requirements.txt of its folder lists are installed, too. Both continue if the client gives up waiting.
+    """
+    timeout_s = 60 * (limits or RequestLimits()).config_minutes
+    if found.dialect == "palestra":
+        return _read_config(found, settings, timeout_s)
+    error, package, lines, listed = None, "", count(1), requirements_of(found.file_path)
+
+    def tell(text: str) -> None:
+        line = next(lines)
+        progress(line / (line + 50), 1.0, short(text, 200))  # pip does not say how much there is to do
+
+    for packages in [[], listed] if listed else [[]]:
+        python = ensure_python(venv_folder(), packages, tell, tell)
+        tell(f"reading the config of {found.name}")
+        try:
+            described = _read_config(found, settings, timeout_s, python)
+            return replace(described, run_settings={**WIRE_DEFAULTS, **described.run_settings})
+        except PalestraError as failure:
+            error, package = failure, missing_package(str(failure)) or ""
+            if not package:
+                raise
+    raise PalestraError(
+        f"{error}; if {package} is a package, whoever runs this server can install it: "
+        f"add it to {found.file_path.parent / 'requirements.txt'}"
+    )
+
+
+def _read_config(
+    found: DiscoveredEnv, settings: Mapping[str, Any] | None, timeout_s: float, python: Path | None = None
+) -> EnvDescription:
     if not _DESCRIBED_AT_ONCE.acquire(timeout=_DESCRIBE_WAIT_S):
         raise PalestraError("this server is reading the settings of too many environments; ask again in a minute")
     try:
-        described = describe_env(found, settings, python=python)
+        return describe_env(found, settings, timeout_s=timeout_s, python=python)
     finally:
         _DESCRIBED_AT_ONCE.release()
-    if found.dialect == "palestra":
-        return described
-    return replace(described, run_settings={**WIRE_DEFAULTS, **described.run_settings})

@@ -21,7 +21,7 @@ from palestra.agent_tools import views
 from palestra.agent_tools.answers import Answer, Refusal, answer, require_json, short
 from palestra.agent_tools.endpoints import choose_models
 from palestra.agent_tools.inference import InferenceTest
-from palestra.agent_tools.pending_run import PendingRunConfig, describe
+from palestra.agent_tools.pending_run import PendingRunConfig, Progress, describe
 from palestra.agents.tools.run import ArgumentError, read_arguments
 from palestra.agents.tools.tool import Tool, function_tool
 from palestra.core.calls import OutOfThreads, call_with_limit
@@ -32,7 +32,6 @@ from palestra.runs.locks import Site, load_site
 from palestra.runs.manager import Run, RunManager, State
 
 JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
-Progress = Callable[[float, float, str], None]  # done, total, what is being done
 Effect = Literal["reads", "edits", "starts", "stops"]
 MAX_SESSIONS = 1000
 MINIMUM_PYTHON = (3, 11)
@@ -65,10 +64,13 @@ def rl_list_environments(call: Call) -> views.Data:
 def rl_select_environment(call: Call, name: str) -> views.Data:
     """Select the environment to train on, and load its settings with its own values. Earlier edits are dropped.
 
+    The first environment written for Atropos takes minutes: what it needs is installed. If you give up waiting, the
+    installation continues; select it again later.
+
     Args:
         name: A name from rl_list_environments.
     """
-    return views.selected(call.tools.select(name))
+    return views.selected(call.tools.select(name, call.progress))
 
 
 def rl_get_current_config(call: Call) -> views.Data:
@@ -96,7 +98,7 @@ def rl_start_training(call: Call) -> views.Data:
     if missing:
         hints = "; ".join(f"{key}: {_HINTS[key]}" for key in missing)
         raise Refusal(f"{' and '.join(missing)} must be set in this server's environment ({hints})", missing=missing)
-    describe(pending.found, pending.env_settings())  # they must fit together, too
+    describe(pending.found, pending.env_settings(), tools.site.limits)  # they must fit together, too
     limit = tools.site.limits.active_runs
     return views.started(tools.manager.start(pending.request(), max_active=limit), pending)
 
@@ -257,14 +259,14 @@ class RlTools:
             )
         return self._pending
 
-    def select(self, name: str) -> PendingRunConfig:
+    def select(self, name: str, progress: Progress) -> PendingRunConfig:
         """Start with the own settings of an environment; earlier edits are dropped."""
         found = discover()
         names = [env.name for env in found.environments]
         if name not in names:
             raise Refusal(f"there is no environment {short(name)!r}.{did_you_mean(name[:200], names)}", available=names)
         env = found.named(name)
-        pending = PendingRunConfig.of(env, describe(env), self.site)
+        pending = PendingRunConfig.of(env, describe(env, None, self.site.limits, progress), self.site)
         with self._lock:
             self._pending = pending
         return pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -34,6 +35,34 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+_PACKAGES = {  # module -> the package that has it, where the names differ
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python-headless",
+    "dateutil": "python-dateutil",
+    "docx": "python-docx",
+    "dotenv": "python-dotenv",
+    "fitz": "pymupdf",
+    "git": "gitpython",
+    "google": "google-genai",
+    "jwt": "pyjwt",
+    "OpenSSL": "pyopenssl",
+    "PIL": "pillow",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+
+
+def missing_package(text: str) -> str | None:
+    """The package to install, if a text says that a module is missing.
+
+    >>> missing_package("ModuleNotFoundError: No module named 'bs4.element'"), missing_package("KeyError: 'bs4'")
+    ('beautifulsoup4', None)
+    """
+    found = re.search(r"No module named '([A-Za-z]\w*)", text)
+    return _PACKAGES.get(found[1], found[1]) if found else None
 
 
 def explain_arguments(meant: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:

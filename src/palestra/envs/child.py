@@ -11,6 +11,7 @@ import os
 import pickle
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ REFUSED = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "sub
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def describe(file: str, class_name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def describe(
+    file: str, class_name: str, settings: dict[str, Any], package: str = "", roots: Sequence[str] = ()
+) -> dict[str, Any]:
     """The fields of an environment's config with its own values, and the run settings that suit it."""
-    cls = getattr(import_file(Path(file)), class_name)
+    sys.path += roots
+    cls = getattr(import_file(Path(file), package), class_name)
     config = cls.config_init()
     if isinstance(config, tuple):  # Atropos gives (config, servers)
         config = config[0]
@@ -45,8 +49,8 @@ def describe(file: str, class_name: str, settings: dict[str, Any]) -> dict[str, 
     return {"fields": fields, "run_settings": dict(getattr(cls, "run_settings", {}))}
 
 
-def import_file(path: Path) -> Any:
-    name = f"palestra_file_{path.stem}"
+def import_file(path: Path, package: str = "") -> Any:
+    name = f"{package}.{path.stem}" if package else f"palestra_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

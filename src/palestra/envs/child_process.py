@@ -24,6 +24,10 @@ class ChildFailed(Exception):
     """A request without a value: the code raised, took too long or ended the process."""
 
 
+class ChildTimeout(ChildFailed):
+    """A request that took too long."""
+
+
 class ChildProcess:
     """Starts with the first request, and again after a request that timed out or ended the process.
 
@@ -63,7 +67,8 @@ class ChildProcess:
                 return reply["value"]
             reason = "its process sent a reply to another request"
         except TimeoutError:
-            reason = f"it took longer than {timeout_s:g} s"
+            self.close()
+            raise ChildTimeout(f"it took longer than {timeout_s:g} s") from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             reason = self._last_complaint() or "its process ended without an answer"
         self.close()

@@ -11,8 +11,8 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.secrets import clean_environment
-from palestra.envs.child_process import ChildFailed, ChildProcess
-from palestra.envs.discover import DiscoveredEnv
+from palestra.envs.child_process import ChildFailed, ChildProcess, ChildTimeout
+from palestra.envs.discover import DiscoveredEnv, package_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def describe_env(
     found: DiscoveredEnv,
     settings: Mapping[str, Any] | None = None,
     *,
-    timeout_s: float = 30.0,
+    timeout_s: float = 180.0,
     python: Path | None = None,
 ) -> EnvDescription:
     """Ask the environment for its config, with `settings` laid over it; what does not fit raises PalestraError.
@@ -36,6 +36,7 @@ def describe_env(
     """
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as stderr:
         child = ChildProcess(python or sys.executable, clean_environment() | {"HOME": home}, home, stderr)
+        package, roots = package_of(found.file_path)
         try:
             answer = child.ask(
                 "describe",
@@ -43,8 +44,15 @@ def describe_env(
                 file=str(found.file_path),
                 class_name=found.class_name,
                 settings={**found.preset, **(settings or {})},
+                package=package,
+                roots=[str(root) for root in roots],
             )
             return EnvDescription(list(answer["fields"]), dict(answer["run_settings"]))
+        except ChildTimeout as error:
+            raise PalestraError(
+                f"the config of {found.name} cannot be read: {error}. If this machine is busy, try again or raise "
+                "limits.config_minutes in the site file; otherwise import and config_init should load no data or model"
+            ) from None
         except (ChildFailed, TypeError, KeyError, ValueError) as error:
             raise PalestraError(f"the config of {found.name} cannot be read: {error}") from None
         finally:

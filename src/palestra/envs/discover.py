@@ -88,6 +88,40 @@ def in_file(path: Path) -> list[DiscoveredEnv]:
     return _Classes([source, *neighbours]).environments(source, "configured")
 
 
+def package_of(path: Path) -> tuple[str, list[Path]]:
+    """The package that the file's relative imports need ("": none), and folders to add to sys.path for its imports.
+
+    Relative imports inside of `try` have a fallback. Absolute ones may begin with a folder that the file is in.
+    """
+    try:
+        nodes = list(_imports_without_fallback(ast.parse(read_regular(path, MAX_BYTES))))
+    except (OSError, PalestraError, SyntaxError, ValueError):
+        return "", []  # running it says why
+    parents = path.resolve().parents
+    depth = max((node.level for node in nodes if isinstance(node, ast.ImportFrom)), default=0)
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    first = {name.partition(".")[0] for name in names}
+    roots = [folder.parent for folder in parents if folder.name in first]
+    if not depth:
+        return "", roots
+    # a file of the folder's name would be found before the folder
+    while depth < len(parents) - 1 and (
+        (parents[depth] / "__init__.py").is_file() or (parents[0] / f"{parents[depth - 1].name}.py").is_file()
+    ):
+        depth += 1
+    package = ".".join(folder.name for folder in reversed(parents[:depth]))
+    return package, list(dict.fromkeys([parents[min(depth, len(parents) - 1)], *roots]))
+
+
+def _imports_without_fallback(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif not isinstance(child, ast.Try):
+            yield from _imports_without_fallback(child)
+
+
 def configured_paths(paths: Iterable[Path | str] = ()) -> list[Path]:
     variable = [part for part in os.environ.get(PATH_VARIABLE, "").split(os.pathsep) if part]
     candidates = [Path(path).resolve() for path in (*paths, *variable, "environments")]

@@ -69,6 +69,7 @@ class RequestLimits(Section):
     status_check_minutes: float = Field(
         30.0, ge=0, description="minutes between two status checks of a run whose state has not changed"
     )
+    config_minutes: float = Field(3.0, gt=0, description="minutes for reading the config of an environment")
     active_runs: int = Field(20, ge=1, description="runs that are running or queued")
     test_completions: int = Field(2048, ge=2, description="num_steps × group_size of one model in rl_test_inference")
     test_models: int = Field(16, ge=1, description="models in one rl_test_inference")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, missing_package
 from palestra.core.files import last_lines, last_rows
 from palestra.core.run_folder import RunFolder, numbered_rows
 from palestra.core.secrets import redact
@@ -282,14 +282,19 @@ def tail(path: Path, count: int) -> Lines:
     return redact("\n".join(lines[-count:])).split("\n") if lines else []
 
 
-def why_it_ended(part: str, exit_code: int, log: Path) -> str:
-    """One sentence about how a process ended, then the lines of its log that explain it."""
+def why_it_ended(part: str, exit_code: int, log: Path, *, packages: bool = False) -> str:
+    """One sentence about how a process ended, then the lines of its log that explain it.
+
+    `packages`: a package that is missing can be installed with --with.
+    """
     name = _PART_NAMES.get(part, part)
     if exit_code < 0:
         sentence = f"{name} was killed by {_signal_name(-exit_code)}"
         return sentence + ("; perhaps out of memory" if -exit_code == signal.SIGKILL else "")
     sentence = f"{name} ended with exit code {exit_code}"
     text = "\n".join(error_lines(tail(log, 200))) if exit_code > 0 else ""
+    if packages and (package := missing_package(text)):
+        text += f"\nIf {package} is a package that it needs, add: --with {package}"
     return f"{sentence}:\n{text[-_MAX_REASON_CHARS:]}" if text else sentence
 
 

@@ -205,7 +205,8 @@ class Supervisor:
             if time.monotonic() - self._env_ended < _LAST_POSTS_S:
                 return
             raise PalestraError("the environment ended before the training did; its log may say why")
-        raise PalestraError(why_it_ended(part, code, self._folder.log_file(part)))
+        is_atropos = part == "env" and self._request.dialect == "atropos"
+        raise PalestraError(why_it_ended(part, code, self._folder.log_file(part), packages=is_atropos))
 
     def _end_parts(self) -> None:
         """End environment, trainer and API in this order, each with all that it has started: SIGTERM, then SIGKILL."""

@@ -8,7 +8,7 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.envs.config_fields import describe_env
-from palestra.envs.discover import discover, in_file
+from palestra.envs.discover import discover, in_file, package_of
 from palestra.envs.load import find_env, load_env
 
 
@@ -166,11 +166,44 @@ def test_config_fields_have_the_environments_own_values_and_never_our_secrets(wr
 
 def test_a_config_that_hangs_or_raises_is_told(write):
     (hanging,) = in_file(write("slow.py", FIELDS.replace("import os", "import os, time; time.sleep(60)")))
-    with pytest.raises(PalestraError, match=r"took longer than 0\.5 s"):
+    with pytest.raises(PalestraError, match=r"took longer than 0\.5 s.*limits\.config_minutes"):
         describe_env(hanging, timeout_s=0.5)
     (raising,) = in_file(write("bad.py", FIELDS.replace("level=7", "level='high'")))
     with pytest.raises(PalestraError, match="cannot be read"):
         describe_env(raising)
+
+
+@pytest.mark.parametrize(
+    ("statement", "package", "roots"),
+    [
+        ("from .words import WORDS", "game", ["environments"]),
+        ("from ..shared import WORDS", "environments.game", ["."]),
+        ("def f():\n    from .words import WORDS", "game", ["environments"]),
+        ("try:\n    from .words import WORDS\nexcept ImportError:\n    from words import WORDS", "", []),
+        ("from environments.shared import WORDS", "", ["."]),
+        ("import environments.shared", "", ["."]),
+        ("import json", "", []),
+        ("from .words import", "", []),  # running it says what is wrong
+    ],
+)
+def test_the_package_of_a_file_is_what_its_imports_need(write, tmp_path, statement, package, roots):
+    path = write("game/main.py", statement)
+    assert package_of(path) == (package, [(tmp_path / root).resolve() for root in roots])
+
+
+def test_a_package_reaches_up_to_the_last_folder_with_an_init_file(write, tmp_path):
+    path = write("game/main.py", "from .words import WORDS")
+    write("game/__init__.py", "")
+    write("__init__.py", "")
+    assert package_of(path) == ("environments.game", [tmp_path])
+
+
+def test_the_config_of_a_file_with_relative_imports_is_read(write):
+    write("game/words.py", "LEVEL = 9")
+    relative = FIELDS.replace("import os", "import os\nfrom .words import LEVEL").replace("level=7", "level=LEVEL")
+    for name in ("main.py", "game.py"):  # the latter has the name of its folder
+        (env,) = in_file(write(f"game/{name}", relative))
+        assert {row["name"]: row["default"] for row in describe_env(env).fields}["level"] == 9
 
 
 def test_an_environment_is_loaded_by_file_class_or_name(write):

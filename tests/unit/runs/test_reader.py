@@ -77,6 +77,12 @@ def test_the_reason_of_an_end_is_what_its_log_says_last(tmp_path, code, log, sai
     assert why_it_ended("trainer", code, tmp_path / "log").endswith(said)
 
 
+def test_a_missing_package_is_named_with_the_option_that_installs_it_where_there_is_one(tmp_path):
+    (tmp_path / "log").write_text("Traceback\nModuleNotFoundError: No module named 'bs4'\n")
+    assert why_it_ended("env", 1, tmp_path / "log", packages=True).endswith("add: --with beautifulsoup4")
+    assert "--with" not in why_it_ended("env", 1, tmp_path / "log")
+
+
 def test_logs_are_shown_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     (tmp_path / "log").write_text("a\nlogged in with 0123456789abcdef\n")

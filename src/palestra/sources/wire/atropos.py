@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import cache_folder, open_private, slug, write_json, write_text
 from palestra.core.secrets import clean_environment
+from palestra.envs.discover import package_of
 from palestra.policy.openai import OpenAISettings
 
 # With transformers 5 this atroposlib never delivers a group: the result of apply_chat_template changed its type.
@@ -26,35 +29,90 @@ PACKAGES = ("atroposlib==0.4.0", "transformers==4.57.6")
 # An environment may need torch; without an exact pin, pip takes the newest, with gigabytes of CUDA.
 CONSTRAINTS = "torch==2.13.0\n"
 TRAINER_URL = "http://127.0.0.1:9001/v1"  # where a trainer serves its model, unless another port is set
+_READY = "ready.json"  # in a venv: the list of its requirements, written when they are installed
+_CHILD = Path(__file__).with_name("atropos_child.py")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def venv_folder(packages: Sequence[str] = ()) -> Path:
-    """Where the Python with atroposlib and exactly these packages is, one for each version of this Python."""
-    name = f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
+    """The venv that all environments share, or another one if `packages` contradict the pins that are installed there.
+
+    There is one for each version of this Python.
+    """
+    shared = cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
+    pins = {name: pin for name, pin in map(_name_and_pin, _installed(shared)) if pin}
+    if not any(pin and pins.get(name, pin) != pin for name, pin in map(_name_and_pin, packages)):
+        return shared
     key = hashlib.sha256("\n".join(sorted(packages)).encode()).hexdigest()[:12]
-    return cache_folder() / (f"{name}-{key}" if packages else name)
+    return shared.with_name(f"{shared.name}-{key}")
 
 
-def ensure_python(folder: Path, packages: Sequence[str] = (), note: Callable[[str], None] = lambda text: None) -> Path:
-    """The Python of a venv in `folder` that has atroposlib and `packages`; made when it is not there yet."""
+def _name_and_pin(requirement: str) -> tuple[str, str]:
+    """Split a requirement.
+
+    >>> _name_and_pin("Math_Verify[antlr4] ==0.7"), _name_and_pin("nltk")
+    (('math-verify', '==0.7'), ('nltk', ''))
+    """
+    name = re.match(r"[\w.-]*", requirement.strip())[0]  # type: ignore[index]  # it matches anything
+    pin = re.sub(r"^\[.*?\]", "", requirement.strip()[len(name) :].strip())
+    return re.sub(r"[-_.]+", "-", name).lower(), pin.replace(" ", "")
+
+
+def _installed(folder: Path) -> list[str]:
+    """The requirements of a venv; none if there is no venv, or one of other versions of our own."""
+    ready = folder / _READY
+    installed = list(json.loads(ready.read_text())) if ready.is_file() else []
+    return installed if installed[: len(PACKAGES)] == list(PACKAGES) else []
+
+
+def requirements_of(file: Path) -> list[str]:
+    """The packages that requirements.txt in the environment's folder lists; options of pip are left out."""
+    listed = file.with_name("requirements.txt")
+    lines = listed.read_text(encoding="utf-8").splitlines() if listed.is_file() else []
+    return [text for line in lines if (text := line.partition("#")[0].strip())[:1].isalnum()]
+
+
+def ensure_python(
+    folder: Path,
+    packages: Sequence[str] = (),
+    note: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """The Python of the venv in `folder`, which is made if it is missing, and extended by missing packages.
+
+    `note` is told what is installed, `progress` each line of pip's output.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    python, ready, requirements = folder / "bin" / "python", folder / "ready.json", [*PACKAGES, *sorted(packages)]
+    python = folder / "bin" / "python"
     with FileLock(folder.with_name(f"{folder.name}.lock")):
-        if not ready.exists() or json.loads(ready.read_text()) != requirements:
-            note(f"installing {', '.join(requirements)} into {folder}; this takes minutes, once")
-            _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+        installed = _installed(folder)
+        missing = [package for package in dict.fromkeys([*PACKAGES, *packages]) if package not in installed]
+        if missing:
+            note(f"installing {', '.join(missing)} into {folder}, once; this can take minutes")
+            if not installed:
+                _run([sys.executable, "-m", "venv", "--clear", str(folder)], progress)
             write_text(folder / "constraints.txt", CONSTRAINTS)
-            _run([str(python), "-m", "pip", "install", "-q", "-c", str(folder / "constraints.txt"), *requirements])
-            write_json(ready, requirements)
+            pip = [str(python), *"-m pip install --no-input --disable-pip-version-check -c".split()]
+            constraints = str(folder / "constraints.txt")
+            _run([*pip, constraints, *installed, *missing], progress)  # all of them, so that pip keeps earlier pins
+            write_json(folder / _READY, [*installed, *missing])
     return python
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str], progress: Callable[[str], None]) -> None:
     environ = clean_environment(keep=[name for name in os.environ if name.startswith("PIP_")])
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
-    if done.returncode:
-        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+    lines: deque[str] = deque(maxlen=5)
+    process = children.start(command, env=environ, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            progress(line.strip())
+        code = process.wait()
+    finally:
+        children.end(process)
+    if code:
+        last = "\n".join(lines)
         raise PalestraError(f"`{' '.join(command[:5])} …` failed:\n{last}")
 
 
@@ -75,7 +133,7 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> Path:
 
 def serve_command(python: Path, file: Path, env: Mapping[str, Any], openai: Mapping[str, Any]) -> list[str]:
     """`FILE serve` with settings in the form that atroposlib's command line takes."""
-    command = children.isolated("--path", file.resolve().parent, file, "serve", python=python)
+    command = _command(python, file, "serve")
     for section, values in (("env", env), ("openai", openai)):
         for name, value in values.items():
             command += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
@@ -84,7 +142,13 @@ def serve_command(python: Path, file: Path, env: Mapping[str, Any], openai: Mapp
 
 def process_command(python: Path, file: Path, config: Path) -> list[str]:
     """`FILE process`, with all its settings in a YAML file: a token on a command line is seen by others."""
-    return children.isolated("--path", file.resolve().parent, file, "process", "--config", config, python=python)
+    return _command(python, file, "process", "--config", config)
+
+
+def _command(python: Path, file: Path, *words: object) -> list[str]:
+    package, roots = package_of(file)
+    paths = os.pathsep.join(map(str, roots))
+    return children.isolated("--path", file.resolve().parent, _CHILD, paths, package, file, *words, python=python)
 
 
 def env_process_environment(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -117,8 +181,13 @@ class AtroposEnv:
             "total_steps": config.train.max_steps,
             "use_wandb": False,
         }
-        # the server type that gives token ids and logprobs, whatever the file names
-        server = {"model_name": tokenizer, "api_key": "none", "server_type": "sglang", "base_url": TRAINER_URL}
+        server = {
+            "model_name": tokenizer,
+            "api_key": "none",
+            "server_type": "sglang",  # gives token ids and logprobs, whatever the file names
+            "base_url": TRAINER_URL,
+            "health_check": False,  # it would ask the model every second
+        }
         command = serve_command(self.python(), self.file, {**env, **self.env}, {**server, **self.openai})
         os.execve(command[0], command, env_process_environment(self.env))
 
@@ -154,7 +223,8 @@ class AtroposEnv:
         with open_private(settings) as written:
             written.write(yaml.safe_dump({"env": env, "openai": server}).encode())
         command = process_command(python, self.file, settings.resolve())
-        os.execve(command[0], command, env_process_environment(env))
+        # environments that use managed_server need the tokens only to train
+        os.execve(command[0], command, env_process_environment(env) | {"ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "1"})
 
 
 def cached_tokenizer(model: str) -> Path:

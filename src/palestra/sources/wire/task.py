@@ -43,6 +43,9 @@ _DROPPED_GROUPS = 64  # sampled, more than any environment attempts at a time, a
 _MAX_LOG_BYTES, _LOG_TAIL_BYTES = 16 * 2**20, 2**20
 _TROUBLE = re.compile(r"error|exception|fail|skipp|refus|invalid|too long|cannot|not support", re.IGNORECASE)
 _FRAME = re.compile(r"File |raise |During handling|The above exception|Traceback")
+_NO_CONNECTION = re.compile(
+    r"ClientConnector|ConnectError|APIConnectionError|Connection (refused|error)", re.IGNORECASE
+)
 _REMEDIES = {
     "Scores are the same": "--env.ensure_scores_are_not_same false posts groups with equal scores, too",
     "Token length is too long": "raise --env.max_token_length",
@@ -64,6 +67,7 @@ class StallWatch:
     _looked: float = 0.0
     _next_note_s: float = _FIRST_NOTE_S
     _groups: int = -1
+    _environments: int = 0
     _refused_posts: int = 0
     _before: Tally = field(default_factory=Tally)
     _groups_before: int = 0
@@ -83,7 +87,9 @@ class StallWatch:
         status = await self.status()
         shorten_log(self.log)
         groups = int(status.get("groups_accepted", status.get("queue_size", 0)))
-        if groups != self._groups:
+        is_new = int(status.get("environments", 0)) > self._environments  # loading its libraries may take minutes
+        self._environments = int(status.get("environments", 0))
+        if groups != self._groups or is_new:
             self._restart(now, groups, int(status.get("posts_refused", 0)))
             return
         waited_s = now - self._began
@@ -114,7 +120,9 @@ class StallWatch:
         repeats, line = repeated_trouble(_read_from(self.log, self._log_start))
         is_idle = not (answered or refused or posts or self.inference.running)
         parts = [f"{answered} requests to the model were answered"]
-        if is_idle:
+        if is_idle and _NO_CONNECTION.search(line):
+            parts.append("the environment cannot connect to it; does it ask at another address than --openai.base_url?")
+        elif is_idle:
             parts.append("the environment asks for nothing; are its prompts longer than --env.max_token_length?")
         sampled = self.requests.groups - self._groups_before
         if sampled >= _DROPPED_GROUPS:

@@ -116,6 +116,29 @@ def test_an_environment_that_asks_for_nothing_ends_the_run_after_five_limits_unl
         wait.look_at(2010)
 
 
+def test_the_wait_begins_when_an_environment_has_registered(tmp_path):
+    wait = Wait(tmp_path / "env.log")
+    wait.watch = StallWatch(
+        wait._status, wait.inference, wait.requests, wait.log, wait.notes.append, 60.0, lambda: wait.now
+    )
+    wait.api |= {"environments": 0}
+    wait.watch.begin()
+    wait.look_at(0)
+    wait.look_at(1000)
+    wait.api |= {"environments": 1}
+    wait.look_at(1010)
+    wait.look_at(1300)
+    with pytest.raises(PalestraError, match="no group for 301 s"):
+        wait.look_at(1311)
+
+
+def test_an_environment_that_cannot_connect_is_not_asked_about_its_prompts(wait):
+    wait.log.write_text(9 * "Error in collect_trajectories: RetryError[<Future raised ClientConnectorError>]\n")
+    with pytest.raises(PalestraError, match=r"cannot connect.*--openai\.base_url") as raised:
+        wait.look_at(60)
+    assert "max_token_length" not in str(raised.value)
+
+
 def test_what_the_log_says_of_each_answer_ends_the_run_only_after_two_limits(wait):
     wait.inference.answered = 13
     wait.log.write_text(16 * "Error: JSON parsing error: Expecting value\n")

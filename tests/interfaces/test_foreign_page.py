@@ -1,0 +1,56 @@
+"""docs/foreign.md, the page that `make test-foreign` writes, and the stand-ins that its environments train on."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import foreign
+import foreign_data
+from foreign import Outcome
+
+
+def rows(page):
+    return [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")][2:]
+
+
+def test_the_page_is_about_every_environment_and_enough_of_atropos_train():
+    listed = rows(foreign.PAGE)
+    assert [(row[0].removeprefix("| "), row[1]) for row in listed] == list(foreign._all())
+    trained = [row for row in listed if row[0] == "| atropos" and row[2].startswith("trained 3 steps")]
+    assert len(trained) >= foreign.MIN_TRAINED
+
+
+def test_a_partial_run_replaces_its_own_rows_and_keeps_the_others(tmp_path):
+    page, names = tmp_path / "page.md", list(foreign._all())
+    first, last = names[0], names[-1]
+    foreign._write(page, [Outcome(*last, "ended: a \\| b", 3.0), Outcome(*first, "ended: once", 1.0)])
+    foreign._write(page, [Outcome(*first, "trained 3 steps", 2.0)])
+    assert [row[2] for row in rows(page)] == ["trained 3 steps", "ended: a \\| b"]
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "result"),
+    [
+        (
+            0,
+            "step 1/3  reward 0.00 (-1 to 1)\nstep 3/3  reward 0.50 (0 to 2)\n",
+            "trained 3 steps, rewards from -1 to 2",
+        ),
+        (2, "step 1/3  reward 0.00 (0 to 0)\nError: no group in /a/b/c.py\n", "ended: no group in …/c.py"),
+        (None, "", f"**neither trained nor ended within {foreign.LIMIT_S:.0f} s**"),
+    ],
+)
+def test_a_result_is_three_steps_or_the_reason(code, output, result):
+    assert foreign._result(code, output) == result
+
+
+def test_a_stand_in_has_the_answers_that_the_warm_model_guesses(tmp_path):
+    foreign_data.write_data(tmp_path)
+    card = (tmp_path / "gsm8k" / "README.md").read_text()
+    assert "config_name: main" in card
+    assert "path: test.jsonl" in card
+    answers = {json.loads(line)["answer"] for line in (tmp_path / "gsm8k" / "train.jsonl").read_text().splitlines()}
+    assert answers == {f"#### {number}" for number in range(1, 5)}
