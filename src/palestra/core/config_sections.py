@@ -91,7 +91,10 @@ class TrainSection(Section):
     )
     max_steps: int | None = Field(None, ge=1, le=100_000_000, description="stop after this many optimizer steps")
     max_sampled_tokens: int | None = Field(
-        None, ge=1, description="stop after the step in which all stages together have sampled this many tokens"
+        None,
+        ge=1,
+        le=1_000_000_000_000,
+        description="stop after the step in which all stages together have sampled this many tokens",
     )
     problems_per_step: Automatic = Field(
         BY_RUN,
