@@ -214,11 +214,13 @@ def launch_steps(
 
 
 def has_all_batches(folder: RunFolder, api_port: int, token: str | None = None) -> bool:
-    """Whether the trainer has taken its last batch: from then on it needs no environment."""
+    """Whether all remaining batches are taken by the trainer, or wait for it: from then on it needs no environment."""
     try:
-        steps = folder.config.train.max_steps
+        train = folder.config.train
         request = Request(f"http://127.0.0.1:{api_port}/status", token=token, timeout_s=_HTTP_TIMEOUT_S)
-        return steps is not None and int(request.parse(request.send())["current_step"]) >= steps
+        status = request.parse(request.send())
+        waiting = int(status.get("queue_size", 0)) // train.problems_per_step
+        return train.max_steps is not None and int(status["current_step"]) + waiting >= train.max_steps
     except (OSError, ValueError, HttpError):
         return False
 

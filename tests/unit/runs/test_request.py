@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from served import json_app
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.run import environment_request
-from palestra.runs.request import RunRequest, launch_steps, launch_token, process_environment
+from palestra.runs.request import RunRequest, has_all_batches, launch_steps, launch_token, process_environment
 
 
 def test_a_request_comes_back_from_its_file_with_absolute_paths(tmp_path, monkeypatch):
@@ -108,3 +109,16 @@ def test_the_processes_of_a_run_over_the_wire_share_a_token_of_their_own(tmp_pat
     theirs = tmp_path / "theirs.py"
     theirs.write_text("from atroposlib.envs.base import BaseEnv\nclass Theirs(BaseEnv):\n    pass\n")
     assert launch_token(RunRequest(environment=str(theirs)), folder) is None, "their clients send none to the API"
+
+
+@pytest.mark.parametrize(
+    ("taken", "waiting", "enough"), [(3, 0, True), (1, 4, True), (1, 3, False), (2, 1, False), (0, 0, False)]
+)
+def test_an_environment_may_end_when_all_remaining_batches_are_taken_or_wait(tmp_path, serve, taken, waiting, enough):
+    async def status(request):
+        return {"current_step": taken, "queue_size": waiting}
+
+    config = RunConfig.build({"train.max_steps": 3, "train.problems_per_step": 2})
+    folder = RunFolder.create(tmp_path, "wire", config, {})
+    port = int(serve(json_app(status)).rpartition(":")[2])
+    assert has_all_batches(folder, port) is enough
