@@ -14,7 +14,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from palestra.core.errors import PalestraError
 from palestra.servers.body import MIB, parse, read_body
+from palestra.servers.gateway.agent_requests import AgentRequests, fit_template
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
@@ -50,8 +51,10 @@ def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute]
         Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+        Route("/", api.alive, methods=["GET"]),
     ]
-    all_routes = [*routes, Mount("/attempt/{attempt}", routes=dialects), *dialects]
+    by_url = [Route("/attempt/{attempt}", api.alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
+    all_routes = [*routes, *by_url, *dialects]
     return make_app(all_routes, error_form=_error_form)
 
 
@@ -61,9 +64,15 @@ class _Api:
     def __init__(self, model: Completer, find: FindAttempt) -> None:
         self._model = model
         self._find = find
+        self._agents = AgentRequests()
         about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
         more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
         self._card = {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
+
+    async def alive(self, request: Request) -> Response:
+        """Some agents look at their base URL before the first request (HEAD)."""
+        self._attempt(request)
+        return JSONResponse({"object": "attempt"})
 
     async def models(self, request: Request) -> Response:
         self._attempt(request)
@@ -76,22 +85,24 @@ class _Api:
         return JSONResponse(self._card | {"id": request.path_params["name"]})
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, self._attempt(request), ChatCompletionBody.read)
+        return await self._answer(request, self._attempt(request), ChatCompletionBody, ChatCompletionBody.read)
 
     async def responses(self, request: Request) -> Response:
         attempt = self._attempt(request)
-        return await self._answer(request, attempt, lambda raw: ResponseBody.read(raw, attempt.stored))
+        return await self._answer(request, attempt, ResponseBody, lambda raw: ResponseBody.read(raw, attempt.stored))
 
     async def messages(self, request: Request) -> Response:
-        return await self._answer(request, self._attempt(request), MessagesBody.read)
+        return await self._answer(request, self._attempt(request), MessagesBody, MessagesBody.read)
 
     async def count_tokens(self, request: Request) -> Response:
         attempt = self._attempt(request)
-        body = await _read(request, self._model, CountBody.read)
+        body = await self._read(request, CountBody, CountBody.read)
         return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, self._model))})
 
-    async def _answer(self, request: Request, attempt: Attempt, read: Callable[[dict[str, Any]], Body]) -> Response:
-        body = await _read(request, self._model, read)
+    async def _answer(
+        self, request: Request, attempt: Attempt, form: type[BaseModel], read: Callable[[dict[str, Any]], Body]
+    ) -> Response:
+        body = await self._read(request, form, read)
         to_sample = _request(body, self._model)
         if not body.stream:
             answers = await while_connected(request, attempt.answer(to_sample))
@@ -102,21 +113,21 @@ class _Api:
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(_lines(request, events), media_type="text/event-stream", headers=headers)
 
+    async def _read(self, request: Request, form: type[BaseModel], read: Callable[[dict[str, Any]], T]) -> T:
+        """Parse the body in its dialect; 413 if it is larger than any history that fits the context."""
+        raw = await read_body(request, min(_MAX_BODY, MIB + _JSON_BYTES * self._model.max_characters))
+        fields = parse(_OBJECT.validate_json, raw, 400)
+        return parse(read, self._agents.clean(fields, form, self._model.chat), 400)
+
     def _attempt(self, request: Request) -> Attempt:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return self._find(request.path_params.get("attempt"), request.headers.get("x-api-key") or bearer or None)
 
 
-async def _read(request: Request, model: Completer, read: Callable[[dict[str, Any]], T]) -> T:
-    """Parse the body in its dialect; 413 if it is larger than any history that fits the context."""
-    raw = await read_body(request, min(_MAX_BODY, MIB + _JSON_BYTES * model.max_characters))
-    return parse(read, parse(_OBJECT.validate_json, raw, 400), 400)
-
-
 def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
     """The request of a body, whose messages and tools may hold any values."""
     try:
-        return body.request(model)
+        return fit_template(body.request(model), model.chat)
     except RecursionError:
         raise PalestraError("the request is nested too deeply") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
