@@ -38,7 +38,7 @@ def make_app(
     *,
     token: str | None = None,
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
-    error_form: ErrorForm = lambda request, status, text: error_body(status, text),
+    error_form: ErrorForm = lambda request, status, error: error_body(status, error),
 ) -> Starlette:
     """An application that answers every error as JSON, and requires the token if one is set."""
 

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ContextLengthError, PalestraError
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.gateway.agent_requests import AgentRequests, fit_template
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
@@ -28,7 +29,7 @@ from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.request import Body, ChatRequest, Event
 from palestra.servers.gateway.responses import ResponseBody
-from palestra.servers.http_errors import error_body, shortened
+from palestra.servers.http_errors import error_body, message_of
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.openai_forms import Piece
 from palestra.servers.web import make_app, while_connected
@@ -114,8 +115,16 @@ class _Api:
         return StreamingResponse(_lines(request, events), media_type="text/event-stream", headers=headers)
 
     async def _read(self, request: Request, form: type[BaseModel], read: Callable[[dict[str, Any]], T]) -> T:
-        """Parse the body in its dialect; 413 if it is larger than any history that fits the context."""
-        raw = await read_body(request, min(_MAX_BODY, MIB + _JSON_BYTES * self._model.max_characters))
+        """Parse the body in its dialect; one that is larger than any history that fits the context is refused."""
+        limit = MIB + _JSON_BYTES * self._model.max_characters
+        try:
+            raw = await read_body(request, min(_MAX_BODY, limit))
+        except HTTPException as refusal:
+            if refusal.status_code != 413 or limit > _MAX_BODY:
+                raise
+            raise ContextLengthError(
+                f"the body holds more than {limit} bytes; shorten it", self._model.context_tokens
+            ) from None
         fields = parse(_OBJECT.validate_json, raw, 400)
         return parse(read, self._agents.clean(fields, form, self._model.chat), 400)
 
@@ -153,14 +162,14 @@ async def _lines(request: Request, events: AsyncIterator[Event]) -> AsyncIterato
     except Exception as error:
         status = 400 if isinstance(error, PalestraError) else 500
         name = "" if _path(request).endswith("/completions") else "event: error\n"
-        yield f"{name}data: {json.dumps(_error_form(request, status, str(error)))}\n\n"
+        yield f"{name}data: {json.dumps(_error_form(request, status, error))}\n\n"
         if status == 500:
             raise
 
 
-def _error_form(request: Request, status: int, message: str) -> dict[str, Any]:
+def _error_form(request: Request, status: int, error: Exception | str) -> dict[str, Any]:
     is_anthropic = "/v1/messages" in _path(request)
-    return anthropic_error(status, shortened(message)) if is_anthropic else error_body(status, message)
+    return anthropic_error(status, message_of(error)) if is_anthropic else error_body(status, error)
 
 
 def _path(request: Request) -> str:

@@ -155,7 +155,7 @@ def _events(pieces: AsyncGenerator[dict[str, Any], None]) -> Response:
                 async for piece in source:
                     yield f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
             except PalestraError as error:
-                yield f"data: {json.dumps(error_body(400, str(error)))}\n\n"
+                yield f"data: {json.dumps(error_body(400, error))}\n\n"
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
