@@ -69,6 +69,9 @@ def test_a_program_is_trained_and_resumed_from_anywhere(cli, program, tmp_path, 
 def test_options_that_do_not_go_together_are_refused(cli, program):
     for words, reason in (
         ([*program, "--agent-port", "0"], "choose"),
+        ([*program, "--agent-host", "0.0.0.0"], "set a token"),
+        (["--agent-host", "127.0.0.1"], "goes with --agent-port"),
+        (["--agent-image", "x", "--agent-port", "0"], "choose"),
         ([*program, "--mcp", "python server.py"], "our own agent loop"),
         (["--cases", "cases.jsonl"], "needs a measure"),
         (["--held-out", "0.1"], "goes with --cases"),

@@ -42,8 +42,10 @@ FindAttempt = Callable[[str | None, str | None], Attempt]  # by the id in the UR
 T = TypeVar("T")
 
 
-def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The application; additional `routes` come first."""
+def gateway_app(
+    model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None
+) -> Starlette:
+    """The application; additional `routes` come first. The token opens attempts; all else needs an attempt's key."""
     api = _Api(model, find)
     dialects = [
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
@@ -56,7 +58,9 @@ def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute]
     ]
     by_url = [Route("/attempt/{attempt}", api.alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
     all_routes = [*routes, *by_url, *dialects]
-    return make_app(all_routes, error_form=_error_form)
+    return make_app(
+        all_routes, token=token, has_own_key=lambda path: path.rstrip("/") != "/attempts", error_form=_error_form
+    )
 
 
 class _Api:
