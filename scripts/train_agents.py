@@ -42,7 +42,7 @@ BEFORE_AT_MOST, AFTER_AT_LEAST = 0.35, 0.90
 SETTINGS = "--train.problems_per_step 8 --train.max_steps 14 --eval.cases 60"
 STEPS = 3
 LONG_SETTINGS = (
-    f"--train.problems_per_step 1 --rollout.group_size 2 --train.max_steps {STEPS} --rollout.max_new_tokens 64 "
+    f"--train.problems_per_step 1 --rollout.group_size 2 --train.max_steps {STEPS} --rollout.max_new_tokens 512 "
     "--eval.cases 1 --agent.timeout_s 1200"
 )
 LONG_CONTEXT = 1 << 17  # tokens
@@ -96,7 +96,7 @@ PROGRAMS = (
 
 def length(ctx: Any) -> float:
     """The measure of programs with long prompts: a random model can learn to say more."""
-    return min(1.0, len(ctx.final_assistant_message.text) / 200)
+    return min(1.0, sum(len(message.text) for message in ctx.messages if message.role == "assistant") / 1000)
 
 
 def install(programs: list[Program]) -> dict[str, str]:
@@ -196,7 +196,7 @@ def _results(summary: Row) -> Row:
         "after": summary["held_out_after"],
         "rows": sum(rows) / max(1, len(rows)),
         "retokenised": sum(step.get("agent/retokenised_turns", 0.0) for step in steps),
-        "losses": [step["loss"] for step in steps if "loss" in step],
+        "losses": [step.get("loss", 0.0) for step in steps],  # of equal rewards there is none
         "attempts": len(attempts),
         "ended": sum(attempt["error"] is None for attempt in attempts),
         "prompt_tokens": max(prompts, default=0),
@@ -223,9 +223,7 @@ def section(rows: dict[str, Row], settings: str, *, is_long: bool) -> list[str]:
     with_model = "`palestra/tiny`"
     columns = "before | after"
     if is_long:
-        with_model += (
-            " with a context of 131,072 tokens; it cannot solve such tasks, so a longer answer gets more reward"
-        )
+        with_model += " with a context of 131,072 tokens; it cannot solve such tasks, so who says more gets more reward"
         columns = "attempts that ended by themselves | tokens of the first prompt | loss of the steps"
     lines = [
         HEADINGS[is_long],

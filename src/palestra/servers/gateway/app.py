@@ -46,7 +46,7 @@ def gateway_app(
     model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None
 ) -> Starlette:
     """The application; additional `routes` come first. The token opens attempts; all else needs an attempt's key."""
-    api = _Api(model, find)
+    api = _Api(model, find, AgentRequests())
     dialects = [
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
@@ -64,12 +64,12 @@ def gateway_app(
 
 
 class _Api:
-    """One method for each endpoint."""
+    """One method for each endpoint. Without `agents`, every field that is not supported is refused."""
 
-    def __init__(self, model: Completer, find: FindAttempt) -> None:
+    def __init__(self, model: Completer, find: FindAttempt, agents: AgentRequests | None = None) -> None:
         self._model = model
         self._find = find
-        self._agents = AgentRequests()
+        self._agents = agents
         about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
         more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
         self._card = {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
@@ -130,7 +130,9 @@ class _Api:
                 f"the body holds more than {limit} bytes; shorten it", self._model.context_tokens
             ) from None
         fields = parse(_OBJECT.validate_json, raw, 400)
-        return parse(read, self._agents.clean(fields, form, self._model.chat), 400)
+        if self._agents is not None:
+            fields = self._agents.clean(fields, form, self._model.chat)
+        return parse(read, fields, 400)
 
     def _attempt(self, request: Request) -> Attempt:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
