@@ -223,7 +223,7 @@ def section(rows: dict[str, Row], settings: str, *, is_long: bool) -> list[str]:
     with_model = "`palestra/tiny`"
     columns = "before | after"
     if is_long:
-        with_model += " with a context of 131,072 tokens; it cannot solve such tasks, so who says more gets more reward"
+        with_model = f"a small random model with a context of {LONG_CONTEXT:,} tokens; who says more gets more reward"
         columns = "attempts that ended by themselves | tokens of the first prompt | loss of the steps"
     lines = [
         HEADINGS[is_long],
