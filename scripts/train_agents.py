@@ -1,7 +1,9 @@
-"""`make test-agents`: train palestra/tiny with every program of examples/agents, and write docs/agents_table.md.
+"""`make test-agents`: train a model with every program of examples/agents, and write docs/agents_table.md.
 
-Each is a process that knows nothing of Palestra but its environment variables. It must come from at most 35 % to at
-least 90 % of the demo's held-out questions. Packages go to build/agents, a virtual environment and an npm folder.
+Each is a process that knows nothing of Palestra but its environment variables. Programs with short prompts must bring
+palestra/tiny from at most 35 % to at least 90 % of the demo's held-out questions. Coding agents and others with long
+prompts are trained for three steps with a small random model of a long context: every attempt must end by itself, no
+turn be re-tokenised, and the loss differ from 0. Packages go to build/agents: virtual environments, an npm folder.
 """
 
 from __future__ import annotations
@@ -16,36 +18,60 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "agents"
 PAGE = ROOT / "docs" / "agents_table.md"
 BUILD = ROOT / "build" / "agents"
-PYTHON_PACKAGES = [
-    "openai>=3", "anthropic>=2", "openai-agents>=0.20", "langgraph>=1", "langchain>=1", "langchain-openai>=1",
-    "pydantic-ai-slim[openai]>=2", "smolagents[openai]>=1.20",
+NODE, LONG_MODEL = BUILD / "node", BUILD / "long"
+VIRTUAL_ENVIRONMENTS = {
+    "python": [
+        "openai>=3", "anthropic>=2", "openai-agents>=0.20", "langgraph>=1", "langchain>=1", "langchain-openai>=1",
+        "pydantic-ai-slim[openai]>=2",
+    ],
+    "smolagents": ["smolagents[openai]>=1.20"],
+    "mini_swe_agent": ["mini-swe-agent>=2"],
+    "aider": ["aider-chat"],
+}  # fmt: skip
+NPM_PACKAGES = [
+    "openai", "ai", "@ai-sdk/openai", "zod", "tsx",
+    "@anthropic-ai/claude-code", "@openai/codex", "opencode-ai", "@qwen-code/qwen-code",
 ]  # fmt: skip
-NPM_PACKAGES = ["openai", "ai", "@ai-sdk/openai", "zod", "tsx"]
 BEFORE_AT_MOST, AFTER_AT_LEAST = 0.35, 0.90
 SETTINGS = "--train.problems_per_step 8 --train.max_steps 14 --eval.cases 60"
+STEPS = 3
+LONG_SETTINGS = (
+    f"--train.problems_per_step 1 --rollout.group_size 2 --train.max_steps {STEPS} --rollout.max_new_tokens 512 "
+    "--eval.cases 1 --agent.timeout_s 1200"
+)
+LONG_CONTEXT = 1 << 17  # tokens
 LIMIT_S = 7200
+HEADINGS = ("## Programs that learn the demo", "## Coding agents and other long prompts")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Program:
-    """One example: its file, what it is, and how it is started."""
+    """One example: its file, what it is, and where its packages are."""
 
     file: str
     about: str
-    is_node: bool = False
-    why_not: str = ""  # why it is not trained here
+    packages: str = "python"  # a virtual environment, or node
+    is_long: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return BUILD / self.packages
 
     def command(self) -> str:
         path = EXAMPLES / self.file
-        if not self.is_node:
-            return f"{BUILD / 'python' / 'bin' / 'python'} {path}"
-        runner = BUILD / "node" / "node_modules" / ".bin" / "tsx" if path.suffix == ".ts" else "node"
-        return f"{runner} {BUILD / 'node' / self.file}"
+        if path.suffix == ".sh":
+            return f"sh {path}"
+        if self.packages != "node":
+            return f"{self.folder / 'bin' / 'python'} {path}"
+        runner = NODE / "node_modules" / ".bin" / "tsx" if path.suffix == ".ts" else "node"
+        return f"{runner} {NODE / self.file}"
 
 
 PROGRAMS = (
@@ -55,111 +81,211 @@ PROGRAMS = (
     Program("openai_agents.py", "openai-agents"),
     Program("langgraph_agent.py", "LangGraph"),
     Program("pydantic_ai_agent.py", "pydantic-ai"),
-    Program(
-        "smolagents_agent.py", "smolagents", why_not="its own prompt has more than the 2,048 tokens of palestra/tiny"
-    ),
-    Program("openai_node.mjs", "Node, `openai` package", is_node=True),
-    Program("vercel_ai.ts", "TypeScript, Vercel AI SDK", is_node=True),
+    Program("openai_node.mjs", "Node, `openai` package", "node"),
+    Program("vercel_ai.ts", "TypeScript, Vercel AI SDK", "node"),
+    Program("claude_code.sh", "Claude Code, `claude -p`", "node", is_long=True),
+    Program("codex.sh", "Codex, `codex exec`", "node", is_long=True),
+    Program("opencode.sh", "opencode, `opencode run`", "node", is_long=True),
+    Program("qwen_code.sh", "Qwen Code, `qwen -p`", "node", is_long=True),
+    Program("aider.sh", "aider, `aider --message`", "aider", is_long=True),
+    Program("mini_swe_agent.sh", "mini-swe-agent, `mini --yolo`", "mini_swe_agent", is_long=True),
+    Program("smolagents_agent.py", "smolagents, ToolCallingAgent", "smolagents", is_long=True),
+    Program("smolagents_code.py", "smolagents, CodeAgent", "smolagents", is_long=True),
 )
 
 
-def install() -> None:
-    """Both folders, once. Node looks packages up beside the program, so programs are copied there."""
-    python, node = BUILD / "python", BUILD / "node"
-    if not (python / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(python)], check=True)
-        subprocess.run([python / "bin" / "pip", "install", "--quiet", *PYTHON_PACKAGES], check=True)
-        (python / "ready").touch()
-    if shutil.which("npm") and not (node / "ready").exists():
-        node.mkdir(parents=True, exist_ok=True)
-        (node / "package.json").write_text('{"type": "module"}')
-        subprocess.run(["npm", "install", "--silent", *NPM_PACKAGES], cwd=node, check=True)
-        (node / "ready").touch()
-    for file in ("catalogue.json", *(program.file for program in PROGRAMS if program.is_node)):
-        if node.is_dir():
-            shutil.copy(EXAMPLES / file, node / file)
+def length(ctx: Any) -> float:
+    """The measure of programs with long prompts: a random model can learn to say more."""
+    return min(1.0, sum(len(message.text) for message in ctx.messages if message.role == "assistant") / 1000)
 
 
-def train(program: Program, settings: str) -> dict[str, object]:
+def install(programs: list[Program]) -> dict[str, str]:
+    """Install what the programs need, once. Returns the reason for each set of packages that cannot be installed."""
+    failed = {}
+    for packages in dict.fromkeys(program.packages for program in programs):
+        folder = BUILD / packages
+        if (folder / "ready").exists():
+            continue
+        try:
+            _install_node() if packages == "node" else _install_python(folder, VIRTUAL_ENVIRONMENTS[packages])
+            (folder / "ready").touch()
+        except (OSError, subprocess.CalledProcessError) as error:
+            failed[packages] = f"not installed here: {error}"[:300]
+    if NODE.is_dir():  # Node looks packages up beside the program
+        for file in ("catalogue.json", *(p.file for p in PROGRAMS if p.packages == "node" and p.file[-3:] != ".sh")):
+            shutil.copy(EXAMPLES / file, NODE / file)
+    return failed
+
+
+def _install_python(folder: Path, packages: list[str]) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([folder / "bin" / "pip", "install", "--quiet", *packages], check=True)
+
+
+def _install_node() -> None:
+    NODE.mkdir(parents=True, exist_ok=True)
+    (NODE / "package.json").write_text('{"type": "module"}')
+    subprocess.run(["npm", "install", "--silent", *NPM_PACKAGES], cwd=NODE, check=True)
+
+
+def make_long_model() -> None:
+    """A model of one small layer for the prompts of coding agents, up to 40,000 tokens, with palestra/tiny's tokenizer.
+
+    Its weights are random, but for a constant dimension by which one token in ten ends the turn.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tiny = ROOT / "src" / "palestra" / "models" / "tiny"
+    known = json.loads((tiny / "config.json").read_text())
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=known["vocab_size"],
+            eos_token_id=known["eos_token_id"],
+            pad_token_id=known["pad_token_id"],
+            bos_token_id=None,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=LONG_CONTEXT,
+            tie_word_embeddings=False,
+        )
+    )
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(std=0.5)[:, 0] = 1.0
+        model.lm_head.weight.normal_(std=0.2)
+        model.lm_head.weight[known["eos_token_id"]] = torch.tensor([3.1] + [0.0] * 63)
+    model.save_pretrained(LONG_MODEL)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny / name, LONG_MODEL / name)
+
+
+def train(program: Program, settings: str) -> Row:
     """One training, as a user starts it; gives what docs/agents_table.md says of it."""
     began = time.monotonic()
-    fork = "" if program.is_node else " --agent.fork_server true"
     command = [sys.executable, "-m", "palestra", "train", "--agent-cmd", program.command(), "--json"]
-    command += f"{settings}{fork} --output_dir {BUILD / 'runs'}".split()
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    command += [*settings.split(), "--output_dir", str(BUILD / "runs")]
+    if program.file.endswith(".py"):
+        command += ["--agent.fork_server", "true"]
+    if program.is_long:
+        command += ["--model.name", str(LONG_MODEL), "--measure", f"{Path(__file__).resolve()}:length"]
+    bins = [str(NODE / "node_modules" / ".bin"), str(program.folder / "bin"), os.environ["PATH"]]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join(bins)}
     log = BUILD / f"{program.file}.log"
     with log.open("w") as errors:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, env=env, timeout=LIMIT_S, check=False)
-    row: dict[str, object] = {"file": program.file, "about": program.about, "seconds": round(time.monotonic() - began)}
+    row: Row = {"file": program.file, "seconds": round(time.monotonic() - began)}
     if done.returncode:
         last = log.read_text().strip().splitlines()
         return row | {"error": (last or ["no output"])[-1][:300]}
-    summary = json.loads(done.stdout.splitlines()[-1])
-    steps = [json.loads(line) for line in Path(summary["run_dir"], "metrics.jsonl").read_text().splitlines()]
+    return row | _results(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _results(summary: Row) -> Row:
+    folder = Path(summary["run_dir"])
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    attempts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     rows = [step["agent/rows_per_attempt"] for step in steps if "agent/rows_per_attempt" in step]
-    again = [step["agent/retokenised_turns"] for step in steps if "agent/retokenised_turns" in step]
-    return row | {
+    prompts = [len(attempt["turns"][0]["token_ids"]) for attempt in attempts if attempt["turns"]]
+    return {
         "before": summary["held_out_before"],
         "after": summary["held_out_after"],
         "rows": sum(rows) / max(1, len(rows)),
-        "retokenised": sum(again),
+        "retokenised": sum(step.get("agent/retokenised_turns", 0.0) for step in steps),
+        "losses": [step.get("loss", 0.0) for step in steps],  # of equal rewards there is none
+        "attempts": len(attempts),
+        "ended": sum(attempt["error"] is None for attempt in attempts),
+        "prompt_tokens": max(prompts, default=0),
     }
 
 
-def write_page(rows: list[dict[str, object]], settings: str) -> None:
+def problem(program: Program, row: Row) -> str:
+    """Reason a program's row is not good enough; empty if it is."""
+    if "error" in row:
+        return str(row["error"])
+    if row["retokenised"]:
+        return f"{row['retokenised']:.0f} turns were tokenised again"
+    if not program.is_long:
+        good = row["before"] <= BEFORE_AT_MOST and row["after"] >= AFTER_AT_LEAST
+        return "" if good else f"did not come from {BEFORE_AT_MOST:.0%} to {AFTER_AT_LEAST:.0%}"
+    if row["ended"] < row["attempts"]:
+        return f"{row['attempts'] - row['ended']} of {row['attempts']} attempts failed"
+    return "" if len(row["losses"]) == STEPS and any(row["losses"]) else "three steps with a gradient were expected"
+
+
+def section(rows: dict[str, Row], settings: str, *, is_long: bool) -> list[str]:
+    """One table of the page."""
+    where = f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} processors"
+    with_model = "`palestra/tiny`"
+    columns = "before | after"
+    if is_long:
+        with_model = f"a small random model with a context of {LONG_CONTEXT:,} tokens; who says more gets more reward"
+        columns = "attempts that ended by themselves | tokens of the first prompt | loss of the steps"
     lines = [
-        "# Programs that were trained as they are",
+        HEADINGS[is_long],
         "",
-        "Written by `make test-agents` (scripts/train_agents.py): each program of examples/agents was trained with"
-        f" `palestra train --agent-cmd … {settings}` on a CPU, on the demo's questions, with `palestra/tiny`."
-        f" {platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} processors.",
+        f"`palestra train --agent-cmd … {settings}` on the demo's questions, on a CPU ({where}), with {with_model}.",
         "",
-        "| program | what it is | before | after | rows per attempt | re-tokenised turns | seconds |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        f"| program | what it is | {columns} | rows per attempt | re-tokenised turns | seconds |",
+        f"| --- | --- |{' ---: |' * (columns.count('|') + 1)} ---: | ---: | ---: |",
     ]
-    for row in sorted(rows, key=lambda row: [p.file for p in PROGRAMS].index(str(row["file"]))):
-        if "before" in row:
-            found = f"{row['before']:.1%} | {row['after']:.1%} | {row['rows']:.2f} | {row['retokenised']:.0f}"
-        else:
-            found = f"{row.get('error', 'not run')} | | |"
-        lines.append(f"| {row['file']} | {row['about']} | {found} | {row.get('seconds', '')} |")
-    PAGE.write_text("\n".join(lines) + "\n")
+    for program in PROGRAMS:
+        if program.is_long == is_long:
+            row = rows.get(program.file, {"error": "not run"})
+            lines.append(f"| {program.file} | {program.about} | {_cells(row, columns)} | {row.get('seconds', '')} |")
+    return lines
 
 
-def why_not(program: Program) -> str:
-    if program.is_node and not (BUILD / "node" / "ready").exists():
-        return "npm is not installed here"
-    return program.why_not
+def _cells(row: Row, columns: str) -> str:
+    more = f"{row.get('rows', 0):.2f} | {row.get('retokenised', 0):.0f}"
+    if "error" in row:
+        return str(row["error"]).replace("|", "/") + " |" * (columns.count("|") + 2)
+    if columns.startswith("before"):
+        return f"{row['before']:.1%} | {row['after']:.1%} | {more}"
+    losses = ", ".join(f"{loss:.2f}" for loss in row["losses"])
+    return f"{row['ended']} of {row['attempts']} | {row['prompt_tokens']:,} | {losses} | {more}"
 
 
-def not_run(program: Program) -> dict[str, object]:
-    why = f"not trained: {why_not(program)}" if why_not(program) else "not run"
-    return {"file": program.file, "about": program.about, "error": why}
+def write_page(parts: dict[bool, list[str]]) -> None:
+    """Replace the sections that were run; the others stay as they are."""
+    text = PAGE.read_text()
+    for is_long, lines in parts.items():
+        head, _, old = text.partition(HEADINGS[is_long])
+        rest = old.partition("\n## ")[2]
+        text = head + "\n".join(lines) + (f"\n\n## {rest}" if rest else "\n")
+    PAGE.write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("programs", nargs="*", help="files of examples/agents; default all")
-    parser.add_argument("--settings", default=SETTINGS, help="of the training")
-    given = parser.parse_args()
-    install()
-    results = BUILD / "results.json"
-    rows = {row["file"]: row for row in json.loads(results.read_text())} if results.exists() and given.programs else {}
-    if unknown := set(given.programs) - {p.file for p in PROGRAMS}:
+    parser.add_argument("--settings", default=SETTINGS, help="of the trainings with palestra/tiny as it is")
+    options = parser.parse_args()
+    if unknown := set(options.programs) - {p.file for p in PROGRAMS}:
         parser.error(f"{', '.join(sorted(unknown))}: no program of examples/agents that this script knows")
-    chosen = [p for p in PROGRAMS if not why_not(p) and (not given.programs or p.file in given.programs)]
-    failed = []
+    chosen = [p for p in PROGRAMS if not options.programs or p.file in options.programs]
+    failed_installs = install(chosen)
+    make_long_model()
+    results = BUILD / "results.json"
+    rows: dict[str, Row] = {}
+    if options.programs and results.exists():
+        rows = {row["file"]: row for row in json.loads(results.read_text())}
+    problems = {}
     for program in chosen:
-        row = train(program, given.settings)
-        rows[program.file] = row
-        print(json.dumps(row), flush=True)
-        if not (row.get("before", 1.0) <= BEFORE_AT_MOST and row.get("after", 0.0) >= AFTER_AT_LEAST):  # type: ignore[operator]
-            failed.append(program.file)
+        settings = LONG_SETTINGS if program.is_long else options.settings
+        reason = failed_installs.get(program.packages)
+        rows[program.file] = {"file": program.file, "error": reason} if reason else train(program, settings)
+        print(json.dumps(rows[program.file]), flush=True)
+        if reason := problem(program, rows[program.file]):
+            problems[program.file] = reason
         results.write_text(json.dumps(list(rows.values())))
-        everyone = [rows.get(p.file, not_run(p)) for p in PROGRAMS]
-        write_page(everyone, given.settings)
-    if failed:
-        sys.exit(f"did not come from {BEFORE_AT_MOST:.0%} to {AFTER_AT_LEAST:.0%}: {', '.join(failed)}")
+        write_page({program.is_long: section(rows, settings, is_long=program.is_long)})
+    if problems:
+        sys.exit("\n".join(f"{file}: {reason}" for file, reason in problems.items()))
 
 
 if __name__ == "__main__":

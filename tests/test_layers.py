@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "result": "core models evals agents policy rollout train",
     "api": "core models evals agents policy envs rollout train sources result",
     "env_api": "core models evals agents policy envs rollout train sources result api",
-    "agent_source": "core evals agents sources",
+    "agent_source": "core evals agents sources servers",  # servers: an address without a token is refused at once
     "run": "core models policy envs runs servers train sources agent_source api env_api",
     "suite": "evals api",
     "__init__": "evals agents envs api suite",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -106,7 +107,9 @@ class AgentOptions:
     """The options, with absolute paths, so that a run can be resumed from anywhere."""
 
     agent_cmd: str | None = None
+    agent_image: str | None = None
     agent_port: int | None = None
+    agent_host: str | None = None
     cases: str | None = None
     held_out: str | None = None
     measure: Sequence[str] = ()
@@ -170,10 +173,12 @@ class AgentOptions:
         return file, self._agent(agent), config
 
     def _check(self) -> None:
-        if self.agent_cmd is not None and self.agent_port is not None:
+        if self._is_started_here and self.agent_port is not None:
             raise PalestraError(
-                "--agent-cmd runs the agent here, --agent-port lets external agents take the cases; choose"
+                "--agent-cmd and --agent-image start the agent, --agent-port lets external agents take cases; choose"
             )
+        if self.agent_host is not None and not self.is_program:
+            raise PalestraError("--agent-host goes with --agent-port, --agent-cmd or --agent-image")
         if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None):
             raise PalestraError(
                 "--mcp and --instructions are for our own agent loop; a program has tools and instructions of its own"
@@ -189,10 +194,23 @@ class AgentOptions:
             with needs_extra("this", "serve"):
                 import starlette  # noqa: F401
                 import uvicorn  # noqa: F401
+        if self.agent_host is not None:
+            from palestra.servers.web import check_token
+
+            check_token(self.agent_host, self._token)
+
+    @property
+    def _token(self) -> str | None:
+        """Not an option: options are written to the run's folder."""
+        return None if self.agent_host is None else os.environ.get("PALESTRA_TOKEN")
+
+    @property
+    def _is_started_here(self) -> bool:
+        return self.agent_cmd is not None or self.agent_image is not None
 
     @property
     def is_program(self) -> bool:
-        return self.agent_cmd is not None or self.agent_port is not None
+        return self._is_started_here or self.agent_port is not None
 
     def _suite(self) -> EvalSuite:
         return EvalSuite.from_jsonl(str(self.cases))
@@ -204,12 +222,14 @@ class AgentOptions:
 
     def _agent(self, agent: Agent) -> Agent:
         """The program, or the agent with the MCP servers."""
-        if self.agent_cmd is not None:
-            return command_agent(self.agent_cmd, model=agent.model, cwd=self.cwd)
+        address: dict[str, Any] = {"host": self.agent_host or "127.0.0.1", "token": self._token}
+        if self._is_started_here:
+            program = command_agent(self.agent_cmd or (), model=agent.model, cwd=self.cwd, image=self.agent_image)
+            return replace(program, **address)
         if self.agent_port is not None:
             from palestra.sources.programs.outside import OutsideAgent
 
-            return OutsideAgent("external-agents", agent.model, port=self.agent_port)
+            return OutsideAgent("external-agents", agent.model, port=self.agent_port, **address)
         servers = [*map(McpServer, self.mcp), *(McpServer(command, shared=True) for command in self.mcp_shared)]
         changed: dict[str, Any] = {"mcp_servers": [*agent.mcp_servers, *servers]}
         if self.instructions is not None:

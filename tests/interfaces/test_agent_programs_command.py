@@ -66,9 +66,22 @@ def test_a_program_is_trained_and_resumed_from_anywhere(cli, program, tmp_path, 
     assert [int(row["step"]) for row in run.metrics()] == [1, 2]
 
 
+def test_the_token_for_other_machines_reaches_the_gateway_and_no_file(program, monkeypatch):
+    monkeypatch.setenv("PALESTRA_TOKEN", "a-token-of-this-test")
+    for options in ({"agent_cmd": "python agent.py"}, {"agent_port": 0}):
+        chosen = AgentOptions(cases="cases.jsonl", measure=("score.py:even",), agent_host="0.0.0.0", **options)
+        _, agent, _ = chosen.open(None, {})
+        assert (agent.host, agent.token) == ("0.0.0.0", "a-token-of-this-test")
+        assert "a-token-of-this-test" not in repr((chosen.record(), chosen.arguments(), agent))
+        assert "--agent-host" in chosen.arguments()
+
+
 def test_options_that_do_not_go_together_are_refused(cli, program):
     for words, reason in (
         ([*program, "--agent-port", "0"], "choose"),
+        ([*program, "--agent-host", "0.0.0.0"], "set a token"),
+        (["--agent-host", "127.0.0.1"], "goes with --agent-port"),
+        (["--agent-image", "x", "--agent-port", "0"], "choose"),
         ([*program, "--mcp", "python server.py"], "our own agent loop"),
         (["--cases", "cases.jsonl"], "needs a measure"),
         (["--held-out", "0.1"], "goes with --cases"),

@@ -18,6 +18,10 @@ from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.loading import load_completer
 from palestra.sources.programs.collector import ProgramCollector
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import train_agents
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 PROGRAMS = {
     "openai_chat.py": "openai",
@@ -61,3 +65,45 @@ def test_an_unmodified_program_solves_cases_with_the_model(model, file):
         assert rollout.scores.keys() == {"right_total"}
     assert group.metrics["agent/rows_per_attempt"] == 1.0
     assert group.metrics["agent/retokenised_turns"] == 0.0
+
+
+def test_every_example_is_trained_by_make_test_agents():
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"shop.py", "catalogue.json", "any_cli.sh"}
+    assert {program.file for program in train_agents.PROGRAMS} == files
+
+
+LONG_ROW = {"attempts": 6, "ended": 6, "losses": [0.0, 0.1, -0.2], "rows": 1.0, "retokenised": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "is_good"),
+    [
+        (LONG_ROW, True),
+        ({**LONG_ROW, "retokenised": 1.0}, False),
+        ({**LONG_ROW, "ended": 5}, False),
+        ({**LONG_ROW, "losses": [0.0, 0.0, 0.0]}, False),
+        ({**LONG_ROW, "losses": [0.1]}, False),
+        ({"error": "not installed here"}, False),
+    ],
+)
+def test_a_coding_agent_passes_if_all_attempts_end_and_three_steps_train_its_own_tokens(row, is_good):
+    codex = next(program for program in train_agents.PROGRAMS if program.file == "codex.sh")
+    assert (train_agents.problem(codex, row) == "") == is_good
+
+
+def test_a_run_of_some_programs_replaces_their_table_and_keeps_the_other(monkeypatch, tmp_path):
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(train_agents, "PAGE", page)
+    first, second = train_agents.HEADINGS
+    page.write_text(f"# Title\n\n{first}\n\nold rows\n\n{second}\n\nother rows\n")
+    row = {"before": 0.3, "after": 0.95, "rows": 1.0, "retokenised": 0.0, "seconds": 9}
+    lines = train_agents.section({"openai_chat.py": row}, "--x 1", is_long=False)
+    train_agents.write_page({False: lines})
+    text = page.read_text()
+    assert "old rows" not in text
+    assert "| openai_chat.py | OpenAI SDK, Chat Completions | 30.0% | 95.0% | 1.00 | 0 | 9 |" in text
+    assert text.endswith(f"{second}\n\nother rows\n")
+    cells = {line.count("|") for line in lines if line.startswith("|")}
+    assert len(cells) == 1  # every row has all columns
+    failed = train_agents.section({"codex.sh": {"error": "a|b"}}, "--x 1", is_long=True)
+    assert len({line.count("|") for line in failed if line.startswith("|")}) == 1

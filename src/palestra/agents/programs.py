@@ -12,17 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+from urllib.parse import urlsplit
 
 from palestra.agents.agent import Agent
+from palestra.agents.containers import ENGINE_VARIABLES, FOLDER, Containers
 from palestra.agents.process import ForkServer, run_process, supervised
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.files import scratch_root
 from palestra.core.messages import read_json
-from palestra.core.secrets import clean_environment
+from palestra.core.secrets import clean_environment, passed_on
 from palestra.core.types import ProgramResult
 
-_NO_PROXY = "127.0.0.1,localhost"
+_NO_PROXY = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Endpoint:
 
     def variables(self) -> dict[str, str]:
         """What the clients of both providers read from the environment."""
-        proxies = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), _NO_PROXY)))
+        direct = dict.fromkeys((*_NO_PROXY, urlsplit(self.base_url).hostname))
+        proxies = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *direct)))
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
@@ -74,6 +77,8 @@ class ProgramAgent(Agent):
     """An agent whose loop is a program: it gets a case and an endpoint, and does the rest itself."""
 
     port: int = 0  # of the gateway; 0: any that is free
+    host: str = "127.0.0.1"  # where the gateway listens
+    token: str | None = field(default=None, repr=False)  # to take cases from other machines
     has_own_tools: ClassVar[bool] = True
     posts_reward: ClassVar[bool] = False  # it reports the reward itself, so no measure is needed
 
@@ -96,12 +101,20 @@ class CommandAgent(ProgramAgent):
     command: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
+    containers: Containers | None = None  # where it runs, if not on this machine itself
     _server: ForkServer | None = field(default=None, init=False, repr=False, compare=False)
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
-        with tempfile.TemporaryDirectory(prefix="palestra-attempt-", dir=scratch_root()) as folder:
+        # files of a container's user may not be ours to remove
+        scratch = tempfile.TemporaryDirectory(
+            prefix="palestra-attempt-", dir=scratch_root(), ignore_cleanup_errors=self.containers is not None
+        )
+        with scratch as folder:
             case_file, result_file = Path(folder, "case.json"), Path(folder, "result.json")
             case_file.write_text(json.dumps(case, ensure_ascii=False), encoding="utf-8")
+            if self.containers is not None:
+                ended = await self._run_in_container(self.containers, endpoint, Path(folder), limits)
+                return _with_result(ended, result_file, limits.max_output_bytes)
             own = {"PALESTRA_CASE_FILE": str(case_file), "PALESTRA_RESULT_FILE": str(result_file)}
             env = {**clean_environment(), **self.env, **endpoint.variables(), **own}
             self._check_exists(env)
@@ -119,6 +132,28 @@ class CommandAgent(ProgramAgent):
                 max_output_bytes=limits.max_output_bytes,
             )
             return _with_result(ended, result_file, limits.max_output_bytes)
+
+    async def _run_in_container(
+        self, containers: Containers, endpoint: Endpoint, folder: Path, limits: ProgramLimits
+    ) -> ProgramResult:
+        own = {"PALESTRA_CASE_FILE": f"{FOLDER}/case.json", "PALESTRA_RESULT_FILE": f"{FOLDER}/result.json"}
+        passed = {name: os.environ[name] for name in passed_on(os.environ) if name in os.environ}
+        variables = {**passed, **self.env, **endpoint.variables(), **own}
+        name, ended = folder.name, None
+        command = containers.command(self.command, name, folder, variables, endpoint.base_url)
+        try:
+            ended = await run_process(
+                supervised(command),
+                env={**clean_environment(ENGINE_VARIABLES), **variables},
+                stdin=folder / "case.json",
+                cwd=self.cwd,
+                timeout_s=limits.timeout_s,
+                max_output_bytes=limits.max_output_bytes,
+            )
+            return ended
+        finally:
+            if ended is None or ended.stopped:
+                await containers.remove(name)
 
     def _check_exists(self, env: Mapping[str, str]) -> None:
         program = str(Path(self.cwd or "", self.command[0])) if "/" in self.command[0] else self.command[0]
@@ -163,20 +198,25 @@ def command_agent(
     model: str | None = "palestra/tiny",
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    image: str | None = None,
 ) -> CommandAgent:
     """An agent that is a program: `train_grpo(command_agent(["python", "my_agent.py"]), suite, …)`.
 
     Each attempt is a process. It finds the model by OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY), and the case as JSON on its standard input and in the file PALESTRA_CASE_FILE.
+
+    With `image` each attempt is a container of that image (docker or podman); an empty command is the image's own.
     """
     words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-    if not words:
+    containers = None if image is None else Containers.of_image(image)
+    if not words and containers is None:
         raise PalestraError(
             "the agent's command is empty; give the program and its arguments: ['python', 'my_agent.py']"
         )
-    own_name = name or _name_of(words)
+    own_name = name or _name_of(words or [str(image).rpartition("/")[2].partition(":")[0]])
     folder = None if cwd is None else str(cwd)
-    return CommandAgent(own_name, model, command=tuple(words), env=dict(env or {}), cwd=folder)
+    agent = CommandAgent(own_name, model, command=tuple(words), env=dict(env or {}), cwd=folder)
+    return replace(agent, containers=containers)
 
 
 def function_agent(function: Callable[..., Any], model: str | None = "palestra/tiny") -> FunctionAgent:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries, out_option
 from palestra.cli.find_run import model_of
-from palestra.cli.serve import require_serve_extra, run_server, server_port
+from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
 from palestra.evals.suite import EvalSuite
 
 _port = click.option("--port", default=8005, show_default=True, type=click.IntRange(0, 65535), help="0: any free.")
@@ -22,12 +23,18 @@ _port = click.option("--port", default=8005, show_default=True, type=click.IntRa
 @out_option("For rollouts.", "rollouts.jsonl")
 @click.option("--cases", metavar="FILE", help="Cases as JSON lines, handed out one after the other.")
 @click.option("--max-new-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Of one conversation.")
-@_port
+@address_options(8005)
 @dtype_option
 @device_option
 @debug_option
 def command(
-    run_or_model: str, out: Path, cases: str | None, max_new_tokens: int, port: int, dtype: str, device: str
+    run_or_model: str,
+    out: Path,
+    cases: str | None,
+    max_new_tokens: int,
+    dtype: str,
+    device: str,
+    **address: Any,
 ) -> None:
     """Serve a model to agents and record the exact tokens of each attempt, without a training.
 
@@ -36,8 +43,13 @@ def command(
     curl http://127.0.0.1:8005/attempts --json '{"input": "What does a red lamp cost?"}'
       → {"id": …, "base_url": …, "api_key": …}; point an agent there, and end it with
     curl http://127.0.0.1:8005/attempts/ID/reward -H "Authorization: Bearer KEY" --json '{"reward": 1}'
+
+    With --host 0.0.0.0, agents in containers and on other machines open attempts with the token as bearer token.
     """
     require_serve_extra()
+    from palestra.servers.web import check_token
+
+    check_token(address["host"], address["token"])
     suite = EvalSuite.from_jsonl(cases) if cases else ()
     model, _ = model_of(run_or_model)
     load_libraries(Console(stderr=True), model)
@@ -45,7 +57,7 @@ def command(
     from palestra.sources.programs.standalone import StandaloneGateway
 
     completer = load_completer(model, dtype=dtype, device=device)
-    lone = StandaloneGateway(completer, out, cases=tuple(suite), port=port, max_new_tokens=max_new_tokens)
+    lone = StandaloneGateway(completer, out, cases=tuple(suite), max_new_tokens=max_new_tokens, **address)
     click.echo(f"{model} is served at {lone.gateway.url}; POST /attempts opens an attempt, rollouts go to {out}")
 
     async def serve() -> None:

@@ -22,6 +22,15 @@ class NotFiniteError(PalestraError):
     """A loss or gradient that is NaN or infinite; the weights are unchanged."""
 
 
+class ContextLengthError(PalestraError):
+    """A conversation that has no room for another token: in the context of `limit` tokens, or in a token budget."""
+
+    def __init__(self, text: str, limit: int, tokens: int | None = None) -> None:
+        super().__init__(text)
+        self.limit = limit
+        self.tokens = tokens  # of the prompt, where that is what is too long
+
+
 class RolloutError(PalestraError):
     """A rollout that could not go on; recorded on the rollout, never fatal to a run."""
 

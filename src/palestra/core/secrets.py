@@ -41,7 +41,7 @@ def clean_environment(keep: Iterable[str] = (), environ: Mapping[str, str] = os.
     >>> clean_environment(environ={"PATH": "/bin", "A_KEY": "x", "DATA": "y", "PALESTRA_PASS_ENV": "DATA"})
     {'PATH': '/bin', 'DATA': 'y', 'PALESTRA_PASS_ENV': 'DATA'}
     """
-    allowed = {*keep, *_passed_on(environ)}
+    allowed = {*keep, *passed_on(environ)}
     return {
         name: value
         for name, value in environ.items()
@@ -51,11 +51,12 @@ def clean_environment(keep: Iterable[str] = (), environ: Mapping[str, str] = os.
 
 def own_environment(hide: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a process of our own may see: all but the token of our servers and `hide`, unless passed on by name."""
-    hidden = {"PALESTRA_TOKEN", *hide} - _passed_on(environ)
+    hidden = {"PALESTRA_TOKEN", *hide} - passed_on(environ)
     return {name: value for name, value in environ.items() if name not in hidden}
 
 
-def _passed_on(environ: Mapping[str, str]) -> set[str]:
+def passed_on(environ: Mapping[str, str]) -> set[str]:
+    """The names in PALESTRA_PASS_ENV."""
     return {name.strip() for name in environ.get(_PASS_VARIABLE, "").split(",")}
 
 

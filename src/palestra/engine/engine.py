@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from palestra.core.errors import PalestraError, UnsupportedModel
+from palestra.core.errors import ContextLengthError, PalestraError, UnsupportedModel
 from palestra.core.phases import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
@@ -119,8 +119,10 @@ class Engine:
             raise PalestraError("the prompt is empty; a session needs at least one token to go on from")
         if len(ids) >= limit:
             where = "the model's context" if limit == self.context else "the engine's KV memory (kv_memory_gib)"
-            raise PalestraError(
-                f"the prompt has {len(ids)} tokens; {where} holds {limit}, a sampled one included; shorten it"
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens; {where} holds {limit}, a sampled one included; shorten it",
+                limit,
+                len(ids),
             )
         return Session(ids)
 

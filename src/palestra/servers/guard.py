@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -20,24 +20,31 @@ class Guard:
     A server on the loopback address can be reached by every page that a local browser shows. Such requests
     carry an Origin of their own, or are marked by the browser as another site's (`<img>`, links and forms have
     no Origin), or have a host name that was made to point here.
+
+    Paths of `has_own_key` are not asked for the token: the application checks a key of its own there.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, token: str | None, has_own_key: Callable[[str], bool] = lambda path: False
+    ) -> None:
         self._app = app
         self._token = token
+        self._has_own_key = has_own_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(dict(reversed(scope["headers"])))  # of several the first counts
+        refusal = self._refusal(scope["path"], dict(reversed(scope["headers"])))  # of several the first counts
         if refusal is None:
             await self._app(scope, receive, send)
         else:
             status, message = refusal
             await JSONResponse(error_body(status, message), status)(scope, receive, send)
 
-    def _refusal(self, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
+    def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
+        if self._token and self._has_own_key(path):
+            return None
         if self._token:
             sent = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
             if not hmac.compare_digest(sent.removeprefix(b"Bearer "), self._token.encode()):

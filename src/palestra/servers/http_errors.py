@@ -9,11 +9,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from palestra.core.errors import PalestraError, text_of
+from palestra.core.errors import ContextLengthError, PalestraError, text_of
 
+_CODES = {
+    401: "invalid_api_key",
+    403: "permission_denied",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "service_unavailable",
+}
 _MAX_MESSAGE = 2000  # characters: it may quote what was sent
 
-ErrorForm = Callable[[Request, int, str], dict[str, Any]]
+ErrorForm = Callable[[Request, int, Exception | str], dict[str, Any]]  # the status, and the error or its text
 
 
 def refuse(status: int, message: str, *, retry_after_s: int | None = None) -> HTTPException:
@@ -26,13 +36,26 @@ def error_response(request: Request, error: Exception, error_form: ErrorForm) ->
     if isinstance(error, HTTPException):
         return JSONResponse(error_form(request, error.status_code, error.detail), error.status_code, error.headers)
     status = 400 if isinstance(error, PalestraError) else 500
-    return JSONResponse(error_form(request, status, text_of(error)), status)
+    return JSONResponse(error_form(request, status, error), status)
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def error_body(status: int, error: Exception | str) -> dict[str, Any]:
+    """An error in OpenAI's form. Its code is a text by which clients decide what to do, as they do with OpenAI's."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": shortened(message), "type": kind, "param": None, "code": status}}
+    code = _CODES.get(status, "invalid_request" if status < 500 else "server_error")
+    if isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
+    return {"error": {"message": message_of(error), "type": kind, "param": None, "code": code}}
 
 
-def shortened(message: str) -> str:
+def message_of(error: Exception | str) -> str:
+    """The text of an error. A context that is full is reported in the words that agents look for.
+
+    They are those of Anthropic ("prompt is too long") and OpenAI ("maximum context length is"), in both dialects:
+    frameworks translate between them. An agent that recognises them shortens its history or stops instead of retrying.
+    """
+    message = error if isinstance(error, str) else text_of(error)
+    if isinstance(error, ContextLengthError):
+        size = "" if error.tokens is None else f"{error.tokens} tokens > {error.limit} maximum; "
+        message = f"prompt is too long: {size}{message}. This model's maximum context length is {error.limit} tokens."
     return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]} …"

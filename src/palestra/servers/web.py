@@ -29,6 +29,8 @@ from palestra.servers.http_errors import ErrorForm, error_body, error_response, 
 
 request_log = logging.getLogger("palestra.requests")  # one line per request at level INFO
 _GRACE_S = 5
+_WILDCARDS = ("0.0.0.0", "::", "")
+_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # addresses reserved for documentation
 
 T = TypeVar("T")
 
@@ -37,10 +39,14 @@ def make_app(
     routes: Sequence[BaseRoute],
     *,
     token: str | None = None,
+    has_own_key: Callable[[str], bool] = lambda path: False,
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
-    error_form: ErrorForm = lambda request, status, text: error_body(status, text),
+    error_form: ErrorForm = lambda request, status, error: error_body(status, error),
 ) -> Starlette:
-    """An application that answers every error as JSON, and requires the token if one is set."""
+    """An application that answers every error as JSON, and requires the token if one is set.
+
+    Paths of `has_own_key` check a key of their own instead of the token.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
         return error_response(request, error, error_form)
@@ -48,7 +54,7 @@ def make_app(
     tally = Tally()
     app = Starlette(
         routes=list(routes),
-        middleware=[Middleware(CountRequests, tally=tally), Middleware(Guard, token=token)],
+        middleware=[Middleware(CountRequests, tally=tally), Middleware(Guard, token=token, has_own_key=has_own_key)],
         exception_handlers={HTTPException: handle, PalestraError: handle, Exception: handle},
         lifespan=lifespan,
     )
@@ -130,8 +136,8 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         connection.on_lost = None
 
 
-def open_port(host: str, port: int, token: str | None) -> socket.socket:
-    """Bind a socket (port 0: any free one). Addresses other than loopback need a token."""
+def check_token(host: str, token: str | None) -> None:
+    """Refuse a token that no header can carry, and an address other than loopback without one."""
     if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
         got = "an empty text" if not token else "one with outer blanks or characters beyond ASCII"
         raise PalestraError(
@@ -142,6 +148,11 @@ def open_port(host: str, port: int, token: str | None) -> socket.socket:
             f"host={host!r} can be reached from other machines; set a token (--token or PALESTRA_TOKEN), "
             "or use 127.0.0.1"
         )
+
+
+def open_port(host: str, port: int, token: str | None) -> socket.socket:
+    """Bind a socket (port 0: any free one). Addresses other than loopback need a token."""
+    check_token(host, token)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -157,6 +168,18 @@ def open_port(host: str, port: int, token: str | None) -> socket.socket:
 
 def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reachable_url(host: str, sock: socket.socket) -> str:
+    """A URL that works from other machines: `host`, or this machine's own address where it stands for all of them."""
+    port = sock.getsockname()[1]
+    if host in _WILDCARDS:
+        with socket.socket(sock.family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((_ELSEWHERE[sock.family], 9))  # sends nothing; it selects the address for the default route
+            host = probe.getsockname()[0]
+    if host in _WILDCARDS:  # no network
+        host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

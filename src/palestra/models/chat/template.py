@@ -380,10 +380,25 @@ class ChatFormat:
             raise not_append_only("a later message changes the end of the assistant's message")
         return stop, new[first + len(stop) :]
 
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """Whether the template writes a system message that comes after the user's."""
+        late = [Message("user", _QUESTION), Message("system", _SYSTEM), Message("user", _LAST)]
+        try:
+            text = self.render(late, self._probe_tools, add_generation_prompt=True)
+        except TemplateRefusal:
+            return False
+        return 0 <= text.find(_QUESTION) < text.find(_SYSTEM) < text.find(_LAST)
+
+    def has_variable(self, name: str) -> bool:
+        """Whether the template reads a variable of its own with this name."""
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        is_own = name not in taken and name != "messages"
+        return is_own and re.search(rf"\b{re.escape(name)}\b", self._template) is not None
+
     def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters if variables else {}
         for name in variables:
-            if name in taken or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", self._template):
+            if not self.has_variable(name):
                 raise PalestraError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
         return variables
 

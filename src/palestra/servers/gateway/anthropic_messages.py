@@ -15,9 +15,8 @@ from palestra.models.chat.streaming import Delta
 from palestra.servers.gateway.request import ChatRequest, Event, ToolChoice, grammar_of, json_schema
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
-from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields, short
+from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, NO_EFFECT, SamplingFields, short
 
-_NO_EFFECT = frozenset(("metadata", "service_tier", "cache_control", "inference_geo", "betas"))
 _STATUS = {
     401: "authentication_error",
     403: "permission_error",
@@ -42,7 +41,7 @@ class CountBody(BaseModel):
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> Any:
-        known = {name: value for name, value in raw.items() if name not in _NO_EFFECT}
+        known = {name: value for name, value in raw.items() if name in cls.model_fields or name not in NO_EFFECT}
         for name in known:
             if name not in cls.model_fields:
                 hint = did_you_mean(name[:100], cls.model_fields)
@@ -57,12 +56,15 @@ class CountBody(BaseModel):
             yield Message("system", _text(self.system, "system"))
         for i, message in enumerate(self.messages):
             where, content, role = f"messages.{i}", message.get("content"), message.get("role")
-            if role not in ("user", "assistant"):
-                raise PalestraError(f"{where}.role is {short(role)}; expected user or assistant")
+            if role not in ("user", "assistant", "system"):
+                raise PalestraError(f"{where}.role is {short(role)}; expected user, assistant or system")
             blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
             if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
                 raise PalestraError(f"{where}.content is {short(content)}; expected a text or a list of blocks")
-            yield from _user(blocks, where) if role == "user" else [_assistant(blocks, where)]
+            if role == "system":  # Claude Code sends some between the user's messages
+                yield Message("system", _text(blocks, where))
+            else:
+                yield from _user(blocks, where) if role == "user" else [_assistant(blocks, where)]
         if self.messages[-1].get("role") == "assistant":
             raise PalestraError("the last message is the assistant's; prefilled answers are not supported")
 

@@ -14,20 +14,22 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ContextLengthError, PalestraError
 from palestra.servers.body import MIB, parse, read_body
+from palestra.servers.gateway.agent_requests import AgentRequests, fit_template
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.request import Body, ChatRequest, Event
 from palestra.servers.gateway.responses import ResponseBody
-from palestra.servers.http_errors import error_body, shortened
+from palestra.servers.http_errors import error_body, message_of
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.openai_forms import Piece
 from palestra.servers.web import make_app, while_connected
@@ -40,16 +42,21 @@ FindAttempt = Callable[[str | None, str | None], Attempt]  # by the id in the UR
 T = TypeVar("T")
 
 
-def gateway_app(model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The application; additional `routes` come first."""
-    dialects = dialect_routes(model, find)
-    all_routes = [*routes, Mount("/attempt/{attempt}", routes=dialects), *dialects]
-    return make_app(all_routes, error_form=error_form)
+def gateway_app(
+    model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None
+) -> Starlette:
+    """The application; additional `routes` come first. The token opens attempts; all else needs an attempt's key."""
+    dialects, alive = dialect_routes(model, find, AgentRequests()), _Api(model, find).alive
+    by_url = [Route("/attempt/{attempt}", alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
+    all_routes = [*routes, *by_url, *dialects]
+    return make_app(
+        all_routes, token=token, has_own_key=lambda path: path.rstrip("/") != "/attempts", error_form=error_form
+    )
 
 
-def dialect_routes(model: Completer, find: FindAttempt) -> list[Route]:
-    """The endpoints of all dialects, of the gateway and of `palestra serve`."""
-    api = _Api(model, find)
+def dialect_routes(model: Completer, find: FindAttempt, agents: AgentRequests | None = None) -> list[Route]:
+    """The endpoints of all dialects, of the gateway and, without `agents`, of `palestra serve`."""
+    api = _Api(model, find, agents)
     return [
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
@@ -57,18 +64,25 @@ def dialect_routes(model: Completer, find: FindAttempt) -> list[Route]:
         Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+        Route("/", api.alive, methods=["GET"]),
     ]
 
 
 class _Api:
-    """One method for each endpoint."""
+    """One method for each endpoint. Without `agents`, every field that is not supported is refused."""
 
-    def __init__(self, model: Completer, find: FindAttempt) -> None:
+    def __init__(self, model: Completer, find: FindAttempt, agents: AgentRequests | None = None) -> None:
         self._model = model
         self._find = find
+        self._agents = agents
         about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
         more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
         self._card = {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
+
+    async def alive(self, request: Request) -> Response:
+        """Some agents look at their base URL before the first request (HEAD)."""
+        self._attempt(request)
+        return JSONResponse({"object": "attempt"})
 
     async def models(self, request: Request) -> Response:
         self._attempt(request)
@@ -81,22 +95,24 @@ class _Api:
         return JSONResponse(self._card | {"id": request.path_params["name"]})
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, self._attempt(request), ChatCompletionBody.read)
+        return await self._answer(request, self._attempt(request), ChatCompletionBody, ChatCompletionBody.read)
 
     async def responses(self, request: Request) -> Response:
         attempt = self._attempt(request)
-        return await self._answer(request, attempt, lambda raw: ResponseBody.read(raw, attempt.stored))
+        return await self._answer(request, attempt, ResponseBody, lambda raw: ResponseBody.read(raw, attempt.stored))
 
     async def messages(self, request: Request) -> Response:
-        return await self._answer(request, self._attempt(request), MessagesBody.read)
+        return await self._answer(request, self._attempt(request), MessagesBody, MessagesBody.read)
 
     async def count_tokens(self, request: Request) -> Response:
         attempt = self._attempt(request)
-        body = await _read(request, self._model, CountBody.read)
+        body = await self._read(request, CountBody, CountBody.read)
         return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, self._model))})
 
-    async def _answer(self, request: Request, attempt: Attempt, read: Callable[[dict[str, Any]], Body]) -> Response:
-        body = await _read(request, self._model, read)
+    async def _answer(
+        self, request: Request, attempt: Attempt, form: type[BaseModel], read: Callable[[dict[str, Any]], Body]
+    ) -> Response:
+        body = await self._read(request, form, read)
         to_sample = _request(body, self._model)
         if not body.stream:
             answers = await while_connected(request, attempt.answer(to_sample))
@@ -106,21 +122,31 @@ class _Api:
         events = body.events(_connected(request, first, pieces), self._model)
         return event_stream(request, events)
 
+    async def _read(self, request: Request, form: type[BaseModel], read: Callable[[dict[str, Any]], T]) -> T:
+        """Parse the body in its dialect; one that is larger than any history that fits the context is refused."""
+        limit = MIB + _JSON_BYTES * self._model.max_characters
+        try:
+            raw = await read_body(request, min(_MAX_BODY, limit))
+        except HTTPException as refusal:
+            if refusal.status_code != 413 or limit > _MAX_BODY:
+                raise
+            raise ContextLengthError(
+                f"the body holds more than {limit} bytes; shorten it", self._model.context_tokens
+            ) from None
+        fields = parse(_OBJECT.validate_json, raw, 400)
+        if self._agents is not None:
+            fields = self._agents.clean(fields, form, self._model.chat)
+        return parse(read, fields, 400)
+
     def _attempt(self, request: Request) -> Attempt:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return self._find(request.path_params.get("attempt"), request.headers.get("x-api-key") or bearer or None)
 
 
-async def _read(request: Request, model: Completer, read: Callable[[dict[str, Any]], T]) -> T:
-    """Parse the body in its dialect; 413 if it is larger than any history that fits the context."""
-    raw = await read_body(request, min(_MAX_BODY, MIB + _JSON_BYTES * model.max_characters))
-    return parse(read, parse(_OBJECT.validate_json, raw, 400), 400)
-
-
 def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
     """The request of a body, whose messages and tools may hold any values."""
     try:
-        return body.request(model)
+        return fit_template(body.request(model), model.chat)
     except RecursionError:
         raise PalestraError("the request is nested too deeply") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
@@ -151,14 +177,14 @@ async def _lines(request: Request, events: AsyncIterator[Event]) -> AsyncIterato
     except Exception as error:
         status = 400 if isinstance(error, PalestraError) else 500
         name = "" if _path(request).endswith("/completions") else "event: error\n"
-        yield f"{name}data: {json.dumps(error_form(request, status, str(error)))}\n\n"
+        yield f"{name}data: {json.dumps(error_form(request, status, error))}\n\n"
         if status == 500:
             raise
 
 
-def error_form(request: Request, status: int, message: str) -> dict[str, Any]:
+def error_form(request: Request, status: int, error: Exception | str) -> dict[str, Any]:
     is_anthropic = "/v1/messages" in _path(request)
-    return anthropic_error(status, shortened(message)) if is_anthropic else error_body(status, message)
+    return anthropic_error(status, message_of(error)) if is_anthropic else error_body(status, error)
 
 
 def _path(request: Request) -> str:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ContextLengthError, PalestraError
 from palestra.core.types import (
     Lineage,
     Message,
@@ -258,15 +258,18 @@ class Attempt:
         if left <= 0:
             if place.prompt.parent is not None:
                 place.prompt.parent.refused = True
-            raise PalestraError(
+            raise ContextLengthError(
                 f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over all "
-                "turns; raise rollout.max_new_tokens, or let the agent say less"
+                "turns; raise rollout.max_new_tokens, or let the agent say less",
+                self._model.context_tokens,
             )
         size, context = len(place.session.token_ids), self._model.context_tokens
         if size >= context:
-            raise PalestraError(
+            raise ContextLengthError(
                 f"the conversation has {size} tokens; the model's context holds {context}, a sampled one included; "
-                "shorten it"
+                "shorten it",
+                context,
+                size,
             )
         return min(left, context - size)
 

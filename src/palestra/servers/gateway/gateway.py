@@ -27,7 +27,7 @@ from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.http_errors import refuse
 from palestra.servers.openai.completer import Completer
-from palestra.servers.web import Server, open_port, url_of
+from palestra.servers.web import Server, open_port, reachable_url
 
 _ENDED = 20_000
 
@@ -35,6 +35,7 @@ _ENDED = 20_000
 class Gateway:
     """A server in the sampling event loop: it pauses with that loop, so nothing is sampled during an update.
 
+    A `host` other than loopback needs a `token`, which clients send to take a case (`POST /attempts`).
     With `client_sampling`, requests set temperature, top_p, … and seed; otherwise the run does. With `unix_socket` it
     also listens at `socket_path`, for programs without network.
     """
@@ -46,6 +47,7 @@ class Gateway:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        token: str | None = None,
         client_sampling: bool = False,
         routes: Sequence[BaseRoute] = (),
         unix_socket: bool = False,
@@ -56,16 +58,16 @@ class Gateway:
         self._by_id: dict[str, Attempt] = {}  # the open ones
         self._by_key: dict[str, Attempt] = {}
         self._ended: dict[str, None] = {}  # ids and keys of the last attempts
-        self._socket = open_port(host, port, None)
+        self._socket = open_port(host, port, token)
         self._folder = (
             tempfile.TemporaryDirectory(prefix="palestra-gateway-", dir=scratch_root()) if unix_socket else None
         )
         self._unix_socket = None if self._folder is None else socket.socket(socket.AF_UNIX)
         if self._unix_socket is not None:
             self._unix_socket.bind(self.socket_path)
-        self._server = Server(gateway_app(model, self._find, routes))
+        self._server = Server(gateway_app(model, self._find, routes, token))
         self._task: asyncio.Task[None] | None = None
-        self.url = url_of(self._socket)
+        self.url = reachable_url(host, self._socket)
 
     @property
     def port(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ContextLengthError, PalestraError
 from palestra.core.messages import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
 from palestra.models.chat.roundtrip import check_tool_calls
@@ -142,8 +142,9 @@ class Completer:
     def check_length(self, characters: int) -> None:
         """Refuse a text that cannot fit before it is tokenised, since tokenising is slow."""
         if characters > self.max_characters:
-            raise PalestraError(
-                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it"
+            raise ContextLengthError(
+                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it",
+                self.context_tokens,
             )
 
     def check_tokens(self, texts: Iterable[str]) -> None:
@@ -156,8 +157,10 @@ class Completer:
                     backend.encode_batch_fast([chunk], add_special_tokens=False)[0]
                 )  # without holding the GIL
                 if tokens > self.context_tokens * _TOO_MANY:
-                    raise PalestraError(
-                        f"the prompt has more than {self.context_tokens} tokens, all that the context holds; shorten it"
+                    raise ContextLengthError(
+                        f"the prompt has more than {self.context_tokens} tokens, all that the context holds; "
+                        "shorten it",
+                        self.context_tokens,
                     )
 
     async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
@@ -198,9 +201,11 @@ class Completer:
             raise PalestraError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
         room = self.context_tokens - len(prompt_ids)
         if room < 1:
-            raise PalestraError(
+            raise ContextLengthError(
                 f"the prompt has {len(prompt_ids)} tokens; the context holds {self.context_tokens}, a sampled one "
-                "included; shorten it"
+                "included; shorten it",
+                self.context_tokens,
+                len(prompt_ids),
             )
         return SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, new_tokens))
 

@@ -36,9 +36,9 @@ _NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
 )
 _NOT_BUILT = {name: values for values, names in _NEUTRAL_VALUES for name in names.split()}
 # Fields about the caller, which change nothing in the response.
-_NO_EFFECT = frozenset(
+NO_EFFECT = frozenset(
     "model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id rid "
-    "priority log_metrics spaces_between_special_tokens".split()
+    "priority log_metrics spaces_between_special_tokens betas cache_control inference_geo".split()
 )
 MAX_PROMPTS = 1024
 _GREEDY_BELOW = 1e-5  # logits divided by less are no numbers any more
@@ -106,12 +106,17 @@ def known_fields(form: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         if name in form.model_fields:
             known[name] = value
-        elif name in _NOT_BUILT and value not in _NOT_BUILT[name]:
+        elif changes_answer(name, value):
             raise PalestraError(f"{name}={short(value)} is not supported by this server; leave it out")
-        elif name not in _NOT_BUILT and name not in _NO_EFFECT:
+        elif name not in _NOT_BUILT and name not in NO_EFFECT:
             hint = did_you_mean(name[:100], form.model_fields)
             raise PalestraError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
     return known
+
+
+def changes_answer(name: str, value: Any) -> bool:
+    """Whether a field is one that is not supported, with a value that would change the response."""
+    return name in _NOT_BUILT and value not in _NOT_BUILT[name]
 
 
 def short(value: Any) -> str:

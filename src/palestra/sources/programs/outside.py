@@ -2,6 +2,8 @@
 
 POST /attempts                  → id, case, base_url, anthropic_base_url, api_key, timeout_s; 204: none now, ask again
 POST /attempts/<id>/reward      {"reward": 0.5, "result": …}, with the attempt's key as bearer token
+
+From other machines, the first needs the server's token as bearer token.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import hmac
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from starlette.requests import Request
@@ -102,7 +105,7 @@ class OutsideAgent(ProgramAgent):
         if offer is None:
             return Response(status_code=204)
         offer.taken.set()
-        return case_answer(offer.case, offer.endpoint, timeout_s=offer.limits.timeout_s)
+        return case_answer(request, offer.case, offer.endpoint, timeout_s=offer.limits.timeout_s)
 
     async def _next(self) -> _Offer | None:
         """The offer that has waited longest; None if there is none within TAKE_WAIT_S."""
@@ -123,8 +126,14 @@ class OutsideAgent(ProgramAgent):
         return JSONResponse({"id": request.path_params["id"]})
 
 
-def case_answer(case: Mapping[str, Any], endpoint: Endpoint, **more: Any) -> Response:
-    """The answer to an agent that takes a case."""
+def case_answer(request: Request, case: Mapping[str, Any], endpoint: Endpoint, **more: Any) -> Response:
+    """The answer to an agent that takes a case. The URLs have the address by which it has reached this server.
+
+    In a container, or behind a forwarded port, that is not the one that the server knows.
+    """
+    if host := request.headers.get("host"):
+        path = urlsplit(endpoint.base_url).path
+        endpoint = replace(endpoint, base_url=f"{request.url.scheme}://{host}{path}")
     where = {"base_url": endpoint.base_url, "anthropic_base_url": endpoint.anthropic_url, "api_key": endpoint.api_key}
     return JSONResponse({"id": endpoint.attempt_id, "case": dict(case), **where, **more})
 

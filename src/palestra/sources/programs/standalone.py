@@ -44,13 +44,21 @@ class StandaloneGateway:
     """Attempts that clients open and end. Requests decide temperature, top_p and seed."""
 
     def __init__(
-        self, model: Completer, file: Path, *, cases: Sequence[Problem] = (), port: int = 0, max_new_tokens: int = 1024
+        self,
+        model: Completer,
+        file: Path,
+        *,
+        cases: Sequence[Problem] = (),
+        max_new_tokens: int = 1024,
+        **address: Any,
     ) -> None:
+        """`address`: host, port and token of the gateway."""
         routes = [
             Route("/attempts", self._open, methods=["POST"]),
             Route("/attempts/{id}/reward", self._reward, methods=["POST"]),
         ]
-        self.gateway = Gateway(model, SamplingParams(max_new_tokens), port=port, client_sampling=True, routes=routes)
+        sampling = SamplingParams(max_new_tokens)
+        self.gateway = Gateway(model, sampling, client_sampling=True, routes=routes, **address)
         self._file = file
         self._cases = iter(cases)
         self._hidden = hidden_columns(cases)
@@ -70,7 +78,8 @@ class StandaloneGateway:
             raise refuse(404, 'there is no case left to take; send one: {"input": …}')
         attempt = self.gateway.open(problem, seed_key=f"{number if body.seed is None else body.seed}")
         self._open_attempts[attempt.id] = attempt
-        return case_answer(case_of(problem, self._hidden), Endpoint(attempt.base_url, attempt.api_key, attempt.id))
+        endpoint = Endpoint(attempt.base_url, attempt.api_key, attempt.id)
+        return case_answer(request, case_of(problem, self._hidden), endpoint)
 
     async def _reward(self, request: Request) -> Response:
         attempt = self._open_attempts.get(request.path_params["id"])

@@ -93,7 +93,17 @@ class ProgramTask:
                 if not isinstance(program, CommandAgent):
                     raise PalestraError("agent.sandbox is for commands (--agent-cmd, command_agent); leave it out")
                 check_sandbox()
-            self.gateway = Gateway(model, sampling, port=program.port, routes=program.routes(), unix_socket=in_sandbox)
+            if isinstance(program, CommandAgent) and program.containers is not None:
+                parts.config.refuse(["agent.sandbox", "agent.fork_server"], "each attempt is a container")
+            self.gateway = Gateway(
+                model,
+                sampling,
+                host=program.host,
+                port=program.port,
+                token=program.token,
+                routes=program.routes(),
+                unix_socket=in_sandbox,
+            )
             if program.posts_reward:
                 parts.watcher.note(f"agents take their cases with POST {self.gateway.url}/attempts")
         return self.gateway

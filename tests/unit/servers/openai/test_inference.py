@@ -303,7 +303,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model, http,
     for path, body in {"/generate": {"text": text}, "/v1/completions": {"prompt": text}}.items():
         answer = http.post(path, json=body)
         assert (answer.status_code, "characters" in answer.text) == (400, True)
-    assert http.post("/v1/chat/completions", json=chat).status_code == 413
+    assert http.post("/v1/chat/completions", json=chat).json()["error"]["code"] == "context_length_exceeded"
     assert http.post("/generate", content=b" " * (17 << 20)).status_code == 413
 
 

@@ -1,0 +1,113 @@
+"""Attempts in containers: the arguments of `docker run` or `podman run`, and the removal of a container."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from palestra.core.errors import PalestraError
+
+FOLDER = "/palestra"  # of the attempt, in its container
+# What the programs themselves read, to find their service.
+ENGINE_VARIABLES = (
+    *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
+    *("CONTAINER_HOST", "CONTAINER_SSHKEY"),
+)
+_ENGINES = ("docker", "podman")
+_CHECK_S = 30.0
+_REMOVE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Containers:
+    """An image, and the program that runs it."""
+
+    engine: str  # docker or podman
+    image: str
+
+    @classmethod
+    def of_image(cls, image: str) -> Containers:
+        """The image with the first engine that works; PalestraError with the reason where none does."""
+        reasons = []
+        for engine in _ENGINES:
+            reason = _why_not(engine)
+            if reason is None:
+                return cls(engine, image)
+            reasons.append(reason)
+        raise PalestraError(
+            f"--agent-image {image} needs docker or podman: {'; '.join(reasons)}. Install one or start its service, or "
+            "run the program without a container by --agent-cmd"
+        )
+
+    def command(
+        self, command: Sequence[str], name: str, folder: Path, variables: Iterable[str], base_url: str
+    ) -> list[str]:
+        """Run `command` (empty: the image's own) with the attempt's folder and the named variables.
+
+        Their values are not among the arguments, which every local user can read.
+        """
+        network = []
+        if is_local(base_url):  # the only network from which a container reaches our loopback address
+            check_host_network()
+            network = ["--network=host"]
+        folder.chmod(0o777)  # the image may have a user of its own; the folder above is ours alone
+        return [
+            *(self.engine, "run", "--rm", "--init", "--interactive", "--name", name, *network),
+            *("--volume", f"{folder}:{FOLDER}:Z"),
+            *(word for variable in variables for word in ("--env", variable)),
+            *(self.image, *command),
+        ]
+
+    async def remove(self, name: str) -> None:
+        """Remove a container that did not end by itself: ending the program that started it does not end it."""
+        process = await asyncio.create_subprocess_exec(
+            *(self.engine, "rm", "--force", name),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            await asyncio.wait_for(process.wait(), _REMOVE_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def is_local(url: str) -> bool:
+    return urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
+
+
+def check_host_network() -> None:
+    """Refuse the loopback address where containers run in a virtual machine."""
+    if sys.platform != "linux":
+        raise PalestraError(
+            "containers on this system cannot reach 127.0.0.1; set --agent-host 0.0.0.0 and PALESTRA_TOKEN"
+        )
+
+
+def _why_not(engine: str) -> str | None:
+    """Reason why an engine cannot be used; None if it can."""
+    if shutil.which(engine) is None:
+        return f"{engine} is not installed"
+    with tempfile.TemporaryFile() as errors:
+        try:
+            done = subprocess.run(
+                [engine, "version"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                timeout=_CHECK_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"`{engine} version` failed ({error})"
+        errors.seek(0)
+        said = errors.read(10_000).decode("utf-8", "replace").strip().splitlines()
+    return f"`{engine} version` failed ({said[-1] if said else 'no output'})" if done.returncode else None
