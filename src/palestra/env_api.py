@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
-from palestra.api import train_task, watching
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.run_folder import Resume, RunFolder
@@ -33,6 +32,7 @@ from palestra.sources.wire.protocol import WireClient
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
+from palestra.trainer import train_task, watching
 
 if TYPE_CHECKING:
     from palestra.sources.wire.task import Address

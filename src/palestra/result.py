@@ -82,8 +82,9 @@ class GRPOTrainingResult:
         return [tool.schema for tool in self.agent.tools]
 
     @property
-    def instructions(self) -> str:
-        return str(self.agent.instructions)
+    def instructions(self) -> str | None:
+        """The system message; None if the agent has none."""
+        return None if self.agent.instructions is None else self.agent.fixed_instructions
 
     @property
     def before(self) -> EvalReport:
@@ -101,12 +102,13 @@ class GRPOTrainingResult:
         """Save weights and tokenizer.
 
         An adapter run saves the adapter; with `merged` the folder holds the whole model, and the adapter in `adapter/`.
+        Gives the absolute path.
         """
         from palestra.models.export.hf import save_hf
 
         if self.outcome.model is None and not merged:  # the files are all there is of it here
-            return Path(shutil.copytree(self.model_path, path, dirs_exist_ok=True))
-        return save_hf(self.model, self.tokenizer, Path(path), merge=merged, record=self.run.record)
+            return Path(shutil.copytree(self.model_path, path, dirs_exist_ok=True)).absolute()
+        return save_hf(self.model, self.tokenizer, Path(path).absolute(), merge=merged, record=self.run.record)
 
     def generate(
         self,
@@ -200,7 +202,7 @@ class GRPOTrainingResult:
 
         source = open_source(str(model_path or self.model_path), model_name)
         if not source.instructions:
-            source = replace(source, instructions=self.instructions)
+            source = replace(source, instructions=self.instructions or "")
         folder = self.run.export / "ollama" / slug(model_name)
         made = to_ollama(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)
         if not made.created:

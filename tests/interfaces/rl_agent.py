@@ -112,7 +112,7 @@ def server_environment(folder: Path) -> dict[str, str]:
 async def prepare(call: Call) -> None:
     """List, select and edit, also wrongly."""
     listed = await call("rl_list_environments")
-    assert listed["count"] == len(listed["environments"]) > 5
+    assert listed["count"] >= len(listed["environments"]) > 5
     assert "echo-number" in {env["name"] for env in listed["environments"]}
     assert any("broken.py" in path for path in listed["errors"])
     assert "error" in await call("rl_get_current_config")  # nothing is selected yet

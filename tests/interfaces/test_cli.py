@@ -80,6 +80,7 @@ def test_model_on_the_command_line_takes_the_place_of_the_agents(cli, agent_file
         ("train.learning_rate", "2e-5", 2e-5),
         ("train.importance_correction", "none", "none"),
         ("model.gradient_checkpointing", "true", True),
+        ("model.chat_template_kwargs", '{"enable_thinking": false}', {"enable_thinking": False}),
         ("lora.target_modules", "q_proj, v_proj", ["q_proj", "v_proj"]),
         ("lora.target_modules", "none", None),
         ("track.report_to", "none", []),

@@ -255,6 +255,20 @@ def test_a_run_that_has_ended_is_stopped_without_an_error_and_its_report_is_told
     assert results["report_path"] == str(folder.report_page)
 
 
+def test_the_checkpoint_of_a_stopped_run_is_told_to_load_like_a_model(started):
+    tools, answer = started
+    folder = tools.manager.folder(answer["run_id"])
+    Index(tools.manager.home).move(answer["run_id"], ["pending"], "stopped", ended=1.0)
+    assert "first checkpoint" in tools.rl_get_results(answer["run_id"])["tip"]
+    checkpoint = folder.checkpoints / "step-000003"
+    checkpoint.mkdir(parents=True)
+    write_json(checkpoint / "manifest.json", {})
+    results = tools.rl_get_results(answer["run_id"])
+    assert results["weights_path"] is None
+    assert results["checkpoint_path"] == str(checkpoint)
+    assert f"palestra serve {checkpoint}" in results["tip"]
+
+
 def test_runs_are_listed_page_by_page(tools, monkeypatch):
     monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
     tools._pending = pending()
@@ -298,6 +312,57 @@ def test_keys_are_asked_for_by_name_and_by_need_and_never_told(folder, monkeypat
         monkeypatch.setenv(key, value)
     answer = json.dumps(tools.rl_start_training())
     assert not any(value in answer for value in keys.values())
+
+
+@pytest.mark.parametrize("found", ["offline", "login"])
+def test_wandb_needs_no_key_offline_or_after_a_login(monkeypatch, tmp_path, found):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert get_missing_keys("local", ["wandb"]) == ["WANDB_API_KEY"]
+    if found == "offline":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    else:
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123456789\n")
+    assert get_missing_keys("local", ["wandb"]) == []
+
+
+def test_environments_come_in_pages_with_the_users_own_first(folder, tools):
+    first = tools.rl_list_environments(limit=2)
+    assert first["environments"][0]["name"] == "echo-number"
+    assert (len(first["environments"]), first["next_offset"]) == (2, 2)
+    rest = tools.rl_list_environments(limit=200, offset=2)
+    assert 2 + len(rest["environments"]) == first["count"] == rest["count"]
+    assert "next_offset" not in rest
+    assert [e["name"] for e in tools.rl_list_environments("calcul")["environments"]] == ["calculator"]
+    assert "limit=0" in tools.rl_list_environments(limit=0)["error"]
+
+
+def test_answers_fit_into_an_agents_context(chosen):
+    assert len(json.dumps(chosen.rl_list_environments())) < 10_000
+    config = chosen.rl_get_current_config()
+    assert len(json.dumps(config)) < 10_000
+    names = [field["name"] for field in config["configurable_fields"]]
+    assert names[0] == "operations" or "operations" in names[:10]
+    assert {"train.max_steps", "rollout.group_size", "model.name"} <= set(names)
+    only = chosen.rl_get_current_config(contains="lora.")
+    assert {field["name"].partition(".")[0] for field in only["configurable_fields"]} == {"lora"}
+    unknown = edit(chosen, "learning_rat", 1)
+    assert "train.learning_rate" in unknown["available_fields"]
+    assert len(json.dumps(unknown)) < 1000
+
+
+def test_wrong_run_settings_of_an_environment_are_told_when_it_is_selected(folder, tools):
+    path = folder / "environments" / "echo_number.py"
+    wrong = rl_agent.ENVIRONMENT.replace("rollout.max_new_tokens", "rollout.max_tokens")
+    assert wrong != rl_agent.ENVIRONMENT
+    path.write_text(wrong)
+    assert "unknown setting 'rollout.max_tokens'" in tools.rl_select_environment("echo-number")["error"]
+
+
+def test_a_training_whose_environment_is_gone_is_refused(folder, tools):
+    tools.rl_select_environment("echo-number")
+    (folder / "environments" / "echo_number.py").unlink()
+    assert "echo_number.py" in tools.rl_start_training()["error"]
 
 
 def test_a_secret_is_neither_taken_nor_told(folder, monkeypatch):
@@ -353,6 +418,7 @@ def test_results_of_models_have_the_names_of_the_other_tools_too():
     row |= _scores(records)
     assert row["steps"][0] == {"step": 1, "completions": 2, "correct": 1, "scores": [1.0, 0.25]}
     assert row["steps_with_correct"] == 1
+    assert (row["total_completions"], row["correct_completions"]) == (4, 1)
     failed = {**row, **_scores([]), "status": "failed"}
     summary = _summary([row, failed], 1.0)
     assert (summary["models_succeeded"], summary["avg_accuracy"], summary["environment_working"]) == (1, 0.25, True)

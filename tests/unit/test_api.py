@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils import logging
 
-from palestra import Agent
+from palestra import Agent, GRPOTrainingConfig
 from palestra.api import GRPOTrainer, evaluate, train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -22,6 +22,11 @@ def test_no_config_and_an_empty_one_are_the_defaults_with_checkpoints() -> None:
     assert configs[0].checkpoint.every > 0
 
 
+def price(item: str) -> float:
+    """Look up a price."""
+    return 1.0
+
+
 def brief(completions: list[Any]) -> list[float]:
     return [0.0] * len(completions)
 
@@ -29,7 +34,7 @@ def brief(completions: list[Any]) -> list[float]:
 @pytest.mark.parametrize(("given", "functions"), [(None, []), ([], []), (brief, [brief]), ((brief,), [brief])])
 def test_reward_functions_may_be_none_one_or_several(given: Any, functions: list[Any]) -> None:
     assert list(as_list(given)) == functions
-    assert list(GRPOTrainer(AGENT, extra_reward_funcs=given)._reward_functions) == functions
+    assert list(GRPOTrainer(AGENT, extra_reward_funcs=given).extra_reward_funcs) == functions
 
 
 @pytest.mark.parametrize("function", [train_grpo, GRPOTrainer])
@@ -37,13 +42,39 @@ def test_an_unknown_argument_is_answered_with_the_right_one(function: Any) -> No
     with pytest.raises(PalestraError, match=r"no argument 'reward_funcs'\. Did you mean 'extra_reward_funcs'") as error:
         function(AGENT, reward_funcs=[brief])  # TRL's name for it
     assert str(error.value).startswith(function.__name__)
+
+
+def test_train_grpo_takes_an_agent_where_trl_has_a_model() -> None:
     with pytest.raises(PalestraError, match=r"Did you mean 'agent'\? It takes agent, .*reward_measures, config"):
-        function(model="palestra/tiny", args=None)
+        train_grpo(model="palestra/tiny", args=None)  # type: ignore[call-arg]
 
 
 def test_an_argument_of_trl_without_a_place_here_gets_no_guess() -> None:
     with pytest.raises(PalestraError, match=r"GRPOTrainer has no argument 'train_dataset'\. It takes agent, "):
-        GRPOTrainer(AGENT, train_dataset=[])  # type: ignore[call-arg]
+        GRPOTrainer(AGENT, train_dataset=[])
+
+
+def test_a_trainer_has_its_arguments_as_attributes() -> None:
+    config = GRPOTrainingConfig(num_generations=4)
+    given: dict[str, Any] = {
+        "reward_measures": [lambda ctx: True],
+        "reward_weights": [1.0],
+        "torch_dtype": "float32",
+        "device_map": "cpu",
+        "environment_factory": dict,
+        "rollout_func": brief,
+    }
+    trainer = GRPOTrainer(Agent("a", "palestra/tiny", "Answer.", [price]), config=config, **given)
+    assert {name: getattr(trainer, name) for name in given} == given
+    assert (trainer.model_name, trainer.instructions) == ("palestra/tiny", "Answer.")
+    assert [tool.name for tool in trainer.tools] == ["price"]
+    assert (trainer.args, trainer.config.rollout.group_size) == (config, 4)
+    assert trainer.config.model.device == "cpu"
+
+
+def test_a_device_map_is_one_device() -> None:
+    with pytest.raises(PalestraError, match=r"model\.device"):
+        _ = GRPOTrainer(AGENT, device_map={"": 0}).config  # type: ignore[arg-type]
 
 
 def test_a_measure_of_an_evaluation_has_its_own_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,23 @@ def test_without_progress_nothing_is_printed_and_with_it_lines_where_there_is_no
     assert "scoring" not in capfd.readouterr().err
     suite.evaluate(result.agent, config=config)
     assert "scoring: 1 rollouts\nscoring: done in" in capfd.readouterr().err
+
+
+def test_an_agent_without_instructions_has_no_system_message(
+    result: GRPOTrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no Ollama
+    silent = replace(result, agent=Agent("clerk", "palestra/tiny", None, [price]), run=RunFolder(tmp_path))
+    assert silent.instructions is None
+    assert isinstance(ask(silent, "What does a red lamp cost?"), str)
+    plain = tmp_path / "plain"
+    shutil.copytree(result.model_path, plain)
+    (plain / "palestra.json").unlink(missing_ok=True)
+    assert "SYSTEM" not in silent.to_ollama("clerk", plain).modelfile.read_text()
+
+
+def test_the_saved_model_has_an_absolute_path(
+    result: GRPOTrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert result.save_model("saved") == tmp_path / "saved"

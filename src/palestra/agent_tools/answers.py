@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from palestra.core.errors import PalestraError
 from palestra.core.secrets import redact
 
 MAX_ARGUMENT_CHARS = 100_000
+MAX_LISTED = 200
+MAX_CHOICES = 12  # that an error names
 _MAX_DEPTH = 40
 log = logging.getLogger("palestra")
 
 Answer = dict[str, Any]
+
+
+class Page(NamedTuple):
+    """Some rows of a list, and where they stand in it."""
+
+    rows: list[Any]
+    about: dict[str, int]  # count, and next_offset unless it is the last page
 
 
 class Refusal(PalestraError):
@@ -80,6 +90,21 @@ def require_json(arguments: Any) -> dict[str, Any]:
             "the arguments hold a secret of this program's environment; settings are written to disk: leave it"
         )
     return dict(arguments)
+
+
+def closest(word: str, known: Iterable[str]) -> list[str]:
+    """The names that are most like a word; all of them would fill an agent's context."""
+    return difflib.get_close_matches(word[:200], list(known), n=MAX_CHOICES, cutoff=0.0)
+
+
+def page(found: Sequence[Any], limit: int, offset: int, name: Callable[[Any], str], contains: str) -> Page:
+    """Some of the rows whose name contains a text, how many there are, and where the next page begins."""
+    if not (1 <= limit <= MAX_LISTED and offset >= 0):
+        raise Refusal(f"limit={short(limit)}, offset={short(offset)}; expected 1 to {MAX_LISTED}, and 0 or more")
+    matching = [row for row in found if contains.lower() in name(row).lower()]
+    following = offset + limit
+    more = {"next_offset": following} if following < len(matching) else {}
+    return Page(matching[offset:following], {"count": len(matching), **more})
 
 
 def short(value: Any, length: int = 120) -> str:

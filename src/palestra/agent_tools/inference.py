@@ -59,6 +59,9 @@ class InferenceTest:
             rows = list(pool.map(lambda attempt: attempt.run(), attempts))
         return {
             "environment": self.draft.found.name,
+            "environment_file": self.draft.found.file_path,
+            "test_config": {"num_steps": self.num_steps, "group_size": self.group_size},
+            "models_tested": [row["model"] for row in rows],
             "num_steps": self.num_steps,
             "group_size": self.group_size,
             "results": rows,
@@ -217,7 +220,9 @@ def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps_tested": len(records),
         "steps_with_correct": sum(solved),
         "completions": len(passed),
+        "total_completions": len(passed),  # the same, as other tools call it
         "correct": sum(passed),
+        "correct_completions": sum(passed),
         "accuracy": sum(passed) / len(passed) if passed else None,
         "step_success_rate": sum(solved) / len(solved) if solved else None,
         "mean_score": sum(scores) / len(scores) if scores else None,

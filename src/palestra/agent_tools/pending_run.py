@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from palestra.agent_tools.answers import Refusal, short
+from palestra.agent_tools.answers import Refusal, closest, short
 from palestra.agents.tools.run import find_mismatch
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError, did_you_mean, missing_package
@@ -46,6 +46,12 @@ _RENAMED = {"track.run_name": TRACKING_NAME, "seed": RUN_SEED}
 # fields of an Atropos environment -> the settings of the trainer that must be equal
 _SAME = {"group_size": "rollout.group_size", "total_steps": "train.max_steps"}
 _OF_TRAINER = ("batch_size",)  # fields of an Atropos environment that the trainer overwrites with its own setting
+_USUAL = {
+    "model.name", "train.max_steps", "train.learning_rate", "train.problems_per_step", "rollout.group_size",
+    "rollout.max_new_tokens", "rollout.temperature", "rollout.max_tool_rounds", "lora.r", "train.loss", "train.beta",
+    "echo.coefficient", "stages.plan", "eval.every", "checkpoint.every", "track.report_to", "track.project",
+    "track.run_name", "seed",
+}  # fmt: skip
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _MAX_VALUE_CHARS = 10_000
 _SERVER_SETTINGS = ("timeout", "num_requests_for_eval", "server_type")  # the rest is the trainer's
@@ -171,6 +177,10 @@ class PendingRunConfig:
 
     @classmethod
     def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> PendingRunConfig:
+        try:
+            RunConfig.build(description.run_settings)
+        except PalestraError as error:
+            raise PalestraError(f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}") from None
         stamp = time.strftime("%Y%m%d-%H%M%S")
         own = env_fields(description.fields, found.dialect)
         same = {f.also for f in own.values()}
@@ -201,7 +211,9 @@ class PendingRunConfig:
         if own is None:
             available = [f.name for f in self.open_fields()]
             raise Refusal(
-                f"there is no field {short(name)!r}.{did_you_mean(name[:200], available)}", available_fields=available
+                f"there is no field {short(name)!r}.{did_you_mean(name[:200], available)} rl_get_current_config lists "
+                f"all {len(available)}",
+                available_fields=closest(name, available),
             )
         if len(json.dumps(value)) > _MAX_VALUE_CHARS:
             raise Refusal(f"{name} takes at most {_MAX_VALUE_CHARS} characters; expected {own.type}", field=name)
@@ -270,8 +282,14 @@ class PendingRunConfig:
         return [lock for lock in self.locks if effective.get(lock.setting or "", True)]
 
     def open_fields(self) -> list[ConfigField]:
-        """The environment's own first, then the run's, without the locked ones."""
-        ordered = sorted(self.fields.values(), key=lambda f: f.setting is not None or f.is_server)
+        """The environment's own first, then the run's, the usual ones before the others, without the locked ones."""
+
+        def rank(f: ConfigField) -> int:
+            if f.setting is None and not f.is_server:
+                return 0
+            return 1 if f.setting in _USUAL else 2
+
+        ordered = sorted(self.fields.values(), key=rank)
         return [f for f in ordered if self.lock_of(f.name) is None]
 
     def value(self, name: str) -> Any:

@@ -18,7 +18,7 @@ from types import MethodType
 from typing import Any, Literal
 
 from palestra.agent_tools import views
-from palestra.agent_tools.answers import Answer, Refusal, answer, require_json, short
+from palestra.agent_tools.answers import MAX_LISTED, Answer, Refusal, answer, closest, require_json, short
 from palestra.agent_tools.endpoints import choose_models
 from palestra.agent_tools.inference import InferenceTest
 from palestra.agent_tools.pending_run import PendingRunConfig, Progress, describe
@@ -30,19 +30,18 @@ from palestra.envs.discover import discover
 from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Site, load_site
 from palestra.runs.manager import Run, RunManager, State
+from palestra.runs.tracking.services import needs_wandb_key
 
 JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
 Effect = Literal["reads", "edits", "starts", "stops"]
 MAX_SESSIONS = 1000
 MINIMUM_PYTHON = (3, 11)
 _BACKEND_KEYS = {"local": (), "tinker": ("TINKER_API_KEY",)}
-_TRACKER_KEYS = {"wandb": ("WANDB_API_KEY",)}
 _HINTS = {
     "TINKER_API_KEY": "make one in the Tinker console",
-    "WANDB_API_KEY": "make one at wandb.ai/authorize, or leave wandb out of track.report_to",
+    "WANDB_API_KEY": "make one at wandb.ai/authorize, set WANDB_MODE=offline, or leave wandb out of track.report_to",
 }
 _STOP_WAIT_S = 60.0
-_MAX_LISTED = 200
 _MAX_LOOKS = 1000
 _LONGEST_CALL_S = 24 * 3600.0
 
@@ -56,9 +55,15 @@ class Call:
     cancelled: threading.Event
 
 
-def rl_list_environments(call: Call) -> views.Data:
-    """List the environments that a model can be trained on. Start here."""
-    return views.environments(discover())
+def rl_list_environments(call: Call, contains: str = "", limit: int = 30, offset: int = 0) -> views.Data:
+    """List the environments that a model can be trained on, those in your own files first. Start here.
+
+    Args:
+        contains: Only names and descriptions with this text.
+        limit: Environments to list at once, at most 200.
+        offset: How many to leave out: next_offset of the answer before.
+    """
+    return views.environments(discover(), contains, limit, offset)
 
 
 def rl_select_environment(call: Call, name: str) -> views.Data:
@@ -73,9 +78,16 @@ def rl_select_environment(call: Call, name: str) -> views.Data:
     return views.selected(call.tools.select(name, call.progress))
 
 
-def rl_get_current_config(call: Call) -> views.Data:
-    """Show the settings of the selected environment and of its training: which may be edited, which are locked."""
-    return views.config(call.tools.pending)
+def rl_get_current_config(call: Call, contains: str = "", limit: int = 30, offset: int = 0) -> views.Data:
+    """Show the settings of the selected environment and of its training: which may be edited, which are locked. The
+    environment's own and the usual ones come first.
+
+    Args:
+        contains: Only names with this text, such as "train." or "lora".
+        limit: Settings to list at once, at most 200.
+        offset: How many to leave out: next_offset of the answer before.
+    """
+    return views.config(call.tools.pending, contains, limit, offset)
 
 
 def rl_edit_config(call: Call, field: str, value: JsonValue) -> views.Data:
@@ -141,8 +153,8 @@ def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> views.Data:
         limit: Trainings to list at once, at most 200.
         offset: How many of the newest to leave out: next_offset of the answer before.
     """
-    if not (1 <= limit <= _MAX_LISTED and offset >= 0):
-        raise Refusal(f"limit={short(limit)}, offset={short(offset)}; expected 1 to {_MAX_LISTED}, and 0 or more")
+    if not (1 <= limit <= MAX_LISTED and offset >= 0):
+        raise Refusal(f"limit={short(limit)}, offset={short(offset)}; expected 1 to {MAX_LISTED}, and 0 or more")
     found, total = call.tools.manager.page(limit, offset)
     return views.runs(found, offset, total)
 
@@ -264,7 +276,10 @@ class RlTools:
         found = discover()
         names = [env.name for env in found.environments]
         if name not in names:
-            raise Refusal(f"there is no environment {short(name)!r}.{did_you_mean(name[:200], names)}", available=names)
+            raise Refusal(
+                f"there is no environment {short(name)!r}.{did_you_mean(name[:200], names)}",
+                available=closest(name, names),
+            )
         env = found.named(name)
         pending = PendingRunConfig.of(env, describe(env, None, self.site.limits, progress), self.site)
         with self._lock:
@@ -323,9 +338,9 @@ def check_rl_api_keys(backend: str = "local", trackers: Iterable[str] = ()) -> b
 def get_missing_keys(
     backend: str = "local", trackers: Iterable[str] = (), environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """The names of the keys that are needed and not set."""
-    needed = [*_BACKEND_KEYS[backend], *(key for tracker in trackers for key in _TRACKER_KEYS.get(tracker, ()))]
-    return [key for key in needed if not environ.get(key)]
+    """The names of the keys that are needed and not set; W&B needs none offline, or after `wandb login`."""
+    missing = [key for key in _BACKEND_KEYS[backend] if not environ.get(key)]
+    return missing + (["WANDB_API_KEY"] if "wandb" in trackers and needs_wandb_key(environ) else [])
 
 
 class Clients:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from palestra.agent_tools.answers import MAX_LISTED, page, short
 from palestra.agent_tools.pending_run import TRACKING_NAME, PendingRunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import Discovery
@@ -18,14 +19,16 @@ _METRICS = ("step", "reward_mean", "percent_correct", "eval_percent_correct", "l
 Data = Mapping[str, Any]
 
 
-def environments(found: Discovery) -> Data:
+def environments(found: Discovery, contains: str = "", limit: int = MAX_LISTED, offset: int = 0) -> Data:
+    ordered = sorted(found.environments, key=lambda e: (e.origin == "built-in") + bool(e.preset))
+    some = page(ordered, limit, offset, lambda e: f"{e.name} {e.description}", contains)
     rows = [
-        {"name": e.name, "class_name": e.class_name, "file_path": e.file_path, "description": e.description}
-        for e in found.environments
+        {"name": e.name, "class_name": e.class_name, "file_path": e.file_path, "description": short(e.description)}
+        for e in some.rows
     ]
     answer: dict[str, Any] = {
         "environments": rows,
-        "count": len(rows),
+        **some.about,
         "tips": [
             "rl_select_environment(name) selects one and loads its settings",
             "read the file at file_path to see what an environment asks and how it scores",
@@ -47,7 +50,8 @@ def selected(draft: PendingRunConfig) -> Data:
     }
 
 
-def config(draft: PendingRunConfig) -> Data:
+def config(draft: PendingRunConfig, contains: str = "", limit: int = MAX_LISTED, offset: int = 0) -> Data:
+    some = page(draft.open_fields(), limit, offset, lambda f: f.name, contains)
     configurable = [
         {
             "name": f.name,
@@ -56,7 +60,7 @@ def config(draft: PendingRunConfig) -> Data:
             "description": f.description,
             "current_value": draft.value(f.name),
         }
-        for f in draft.open_fields()
+        for f in some.rows
     ]
     locked = [
         {
@@ -67,10 +71,12 @@ def config(draft: PendingRunConfig) -> Data:
             "locked_value": draft.locked_value(lock),
         }
         for lock in draft.shown_locks()
+        if offset == 0 and contains.lower() in lock.full_name.lower()
     ]
     return {
         "environment": draft.found.name,
         "configurable_fields": configurable,
+        **some.about,
         "locked_fields": locked,
         "tip": "rl_edit_config(field, value) changes one field; locked ones are set by the site and cannot be changed",
     }
@@ -147,10 +153,18 @@ def results(run: Run, found: Data) -> Data:
         "tip": f"load the weights with palestra.models.loading.load_model({str(path)!r}), or serve them: "
         f"palestra serve {path}"
         if path
-        else "a run that has completed has weights; one that was stopped goes on from its checkpoint: "
-        f"palestra runs resume {run.run_id}",
+        else _checkpoint_tip(run, found.get("checkpoint")),
         **({"error": run.reason} if run.state == "failed" else {}),
     }
+
+
+def _checkpoint_tip(run: Run, checkpoint: Any) -> str:
+    if checkpoint is None:
+        return "a run has weights from its first checkpoint on; checkpoint.every says when that is"
+    return (
+        f"checkpoint_path loads like any model: palestra serve {checkpoint}; the run goes on from it with: palestra "
+        f"runs resume {run.run_id}"
+    )
 
 
 def runs(found: Sequence[Run], offset: int, total: int) -> Data:

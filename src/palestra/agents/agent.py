@@ -26,7 +26,7 @@ class Agent:
 
     name: str
     model: str | None = None
-    instructions: str | Callable[..., Any] = ""
+    instructions: str | Callable[..., Any] | None = ""  # none: no system message
     tools: Sequence[Any] = ()
     mcp_servers: Sequence[Any] = ()
     examples: Any = ()  # conversations, or the path of a file of them

@@ -3,9 +3,11 @@ OpenAI-style endpoint (`--openai.model_name m`)."""
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -
 
 
 def read(info: FieldInfo, text: str) -> Any:
-    """Convert an option's text for RunConfig: `none` becomes None, commas separate the items of a list."""
+    """Convert an option's text for RunConfig: `none` is None, commas separate a list's items, objects are JSON."""
     parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
     is_list = any(typing.get_origin(part) is list for part in parts)
     if text.lower() in ("none", "null"):
@@ -92,6 +94,9 @@ def read(info: FieldInfo, text: str) -> Any:
             return []
     if is_list:
         return [part.strip() for part in text.split(",") if part.strip()]
+    if typing.get_origin(info.annotation) is dict:
+        with suppress(ValueError):  # RunConfig says what was expected
+            return json.loads(text)
     return text
 
 
@@ -108,6 +113,8 @@ def show(value: Any) -> str:
     match value:
         case None | []:
             return "none"
+        case dict():
+            return json.dumps(value)
         case bool():
             return str(value).lower()
         case float():

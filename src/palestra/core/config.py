@@ -361,7 +361,7 @@ def flatten(data: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in data.items():
         key = f"{prefix}{name}"
         found = {}
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in known:  # a setting may be an object itself
             found = flatten(value, f"{key}.")
         elif value is not None or not any(k.startswith(f"{key}.") for k in known):
             found = {key: value}

@@ -48,6 +48,11 @@ class ModelSection(Section):
         le=4096,
         description="CPU threads; default: 1 for a small model, else the processors that are idle at the start",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="values for variables of the chat template, such as enable_thinking: false; the saved model's "
+        "template has them, too",
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     sleep_mode: bool = Field(False, description="give the KV cache's memory back while the learner works (slower)")
     master_weights: bool = Field(

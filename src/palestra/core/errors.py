@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
@@ -79,20 +79,25 @@ def explain_arguments(meant: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = [name for name in signature(function).parameters if name != "self"]
-        title = function.__qualname__.removesuffix(".__init__")
+        title = function.__qualname__
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name not in known:
-                    word = meant.get(name, name)
-                    hint = did_you_mean(word, known if word == name else {word}.intersection(known))
-                    raise PalestraError(f"{title} has no argument {name!r}.{hint} It takes {', '.join(known)}")
+            refuse_arguments(title, kwargs, known, meant)
             return function(*args, **kwargs)
 
         return checked
 
     return decorate
+
+
+def refuse_arguments(title: str, given: Iterable[str], known: Sequence[str], meant: Mapping[str, str]) -> None:
+    """Raise for the first argument that is not known, with the one that it is `meant` as."""
+    for name in given:
+        if name not in known:
+            word = meant.get(name, name)
+            hint = did_you_mean(word, known if word == name else {word}.intersection(known))
+            raise PalestraError(f"{title} has no argument {name!r}.{hint} It takes {', '.join(known)}")
 
 
 @contextmanager

@@ -112,10 +112,10 @@ class GRPOTrainingConfig(BaseModel):
                 "checkpoint.every": self._save_every(batch, problems),
                 "track.report_to": self._trackers(),
             }
-            | self._vllm()
+            | self.vllm_settings()
         )
 
-    def _vllm(self) -> dict[str, Any]:
+    def vllm_settings(self) -> dict[str, Any]:
         """The vllm section; settings that would have no effect are refused, here or by it."""
         changed = [n for n, f in type(self).model_fields.items() if "vllm" in n and getattr(self, n) != f.default]
         if not self.use_vllm:

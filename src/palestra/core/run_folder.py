@@ -295,6 +295,9 @@ class Resume:
     max_steps: int | None = None  # steps in total
     finish: bool = False  # no more steps: score and save what there is
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))  # a text will do
+
     @classmethod
     def of(cls, run: Path | str | Resume | None) -> Resume | None:
         return cls(Path(run)) if isinstance(run, Path | str) else run

@@ -21,6 +21,7 @@ LIBRARY = Path(__file__).with_name("library")
 ENTRY_POINTS = "palestra.environments"
 PATH_VARIABLE = "PALESTRA_ENV_PATH"
 MAX_FILES = 5000
+MAX_REEXPORTS = 5
 MAX_BYTES = 2_000_000  # a longer file is data, not an environment
 
 Origin = Literal["built-in", "configured", "installed"]
@@ -159,6 +160,12 @@ class FileSource:
     path: Path
     classes: dict[str, ClassSource] = field(default_factory=dict)
     error: str | None = None
+    imports: dict[str, str] = field(default_factory=dict)  # local name -> full dotted name
+
+
+def module_names(path: Path) -> tuple[str, str]:
+    """The names by which a file may be imported: its own, or its folder's."""
+    return path.stem, path.parent.name
 
 
 class _Classes:
@@ -170,7 +177,8 @@ class _Classes:
 
     def __init__(self, sources: Sequence[FileSource]) -> None:
         self._by_name: dict[str, list[tuple[FileSource, ClassSource]]] = {}
-        self._modules = {""} | {name for source in sources for name in (source.path.stem, source.path.parent.name)}
+        self._sources = sources
+        self._modules = {""} | {name for source in sources for name in module_names(source.path)}
         for source in sources:
             for cls in source.classes.values():
                 self._by_name.setdefault(cls.name, []).append((source, cls))
@@ -199,13 +207,29 @@ class _Classes:
     def _dialect(self, source: FileSource, cls: ClassSource, seen: frozenset[tuple[Path, str]]) -> str | None:
         if (source.path, cls.name) in seen:  # a circle
             return None
-        for base in cls.bases:
+        for name in cls.bases:
+            base = self._original(name)
             if base in BASES:
                 return BASES[base]
             for home, parent in self._find(source, base):
                 if dialect := self._dialect(home, parent, seen | {(source.path, cls.name)}):
                     return dialect
         return None
+
+    def _original(self, base: str) -> str:
+        """The full name of a base that another module re-exports: my_base.BaseEnv may be atroposlib's."""
+        for _ in range(MAX_REEXPORTS):
+            module, _dot, name = base.rpartition(".")
+            if base in BASES or not module or not name.endswith("Env"):
+                break
+            found = [s.imports.get(name) for s in self._sources if module.rpartition(".")[2] in module_names(s.path)]
+            if not any(found) and (path := _module_file(module)) is not None:
+                found = [read_source(path).imports.get(name)]
+            original = next((full for full in found if full and full != base), None)
+            if original is None:
+                break
+            base = original
+        return base
 
     def _find(self, source: FileSource, base: str) -> list[tuple[FileSource, ClassSource]]:
         """Where a base may be defined."""
@@ -228,7 +252,8 @@ def read_source(path: Path) -> FileSource:
         return FileSource(path, error=f"{type(error).__name__}: {error}")
     statements = list(_top_level(tree.body))
     imports = _imports(statements)
-    return FileSource(path, {node.name: _class(node, imports) for node in statements if isinstance(node, ast.ClassDef)})
+    classes = {node.name: _class(node, imports) for node in statements if isinstance(node, ast.ClassDef)}
+    return FileSource(path, classes, imports=imports)
 
 
 def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -304,7 +329,10 @@ def _installed(errors: dict[Path, str]) -> Iterator[tuple[FileSource, str]]:
 
 def _module_file(module: str) -> Path | None:
     top, *rest = module.split(".")
-    spec = find_spec(top)
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return None
     if spec is None:
         return None
     if not rest:

@@ -25,7 +25,7 @@ def judge(
     model: str,
     rubric: str,
     *,
-    base_url: str = _OPENAI,
+    base_url: str | None = None,
     api_key_env: str = "OPENAI_API_KEY",
     name: str = "judge",
     threshold: float = 0.5,
@@ -33,9 +33,11 @@ def judge(
 ) -> Measure:
     """A measure that asks `model` to grade by `rubric`; a score of at least `threshold` passes.
 
+    It is asked at `base_url`; without one at OPENAI_BASE_URL, else at api.openai.com.
     The key is read from the environment variable `api_key_env`; local servers need none.
     """
-    if base_url == _OPENAI and not os.environ.get(api_key_env):
+    endpoint = (base_url or os.environ.get("OPENAI_BASE_URL") or _OPENAI).rstrip("/")
+    if endpoint == _OPENAI and not os.environ.get(api_key_env):
         raise PalestraError(
             f"judge({model!r}) needs the key of {_OPENAI} in the environment variable {api_key_env}. "
             "Set it, or name another endpoint: judge(…, base_url='http://localhost:11434/v1')."
@@ -44,7 +46,7 @@ def judge(
     def grade(context: MeasureContext) -> Score:
         messages = [{"role": "system", "content": _TASK}, {"role": "user", "content": _question(rubric, context)}]
         body = {"model": model, "messages": messages, "temperature": 0}
-        url, key = f"{base_url.rstrip('/')}/chat/completions", os.environ.get(api_key_env)
+        url, key = f"{endpoint}/chat/completions", os.environ.get(api_key_env)
         answer = ask(Request(url, body, token=key, timeout_s=timeout_s), _RETRIES)
         value, reason = read_verdict(answer["choices"][0]["message"]["content"])
         return Score(value, value >= threshold, reason)

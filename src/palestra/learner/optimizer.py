@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
+
+log = logging.getLogger("palestra")
 
 
 class Optimizer:
@@ -236,6 +241,28 @@ class UserOptimizer(Optimizer):
 
     _user: Any = None
     _scheduler: Any = None
+    _has_warned = False
+
+    def __init__(self, model: nn.Module, train: TrainSection, *, master_weights: bool = False) -> None:
+        super().__init__(model, train, master_weights=master_weights)
+        _watch_optimizers()
+        _in_use.add(self)
+
+    def warn_if_unused(self, optimizer: Any) -> None:
+        """Warn if another optimizer of these weights steps without gradients: the training made the step itself."""
+        if not self._has_warned and self._is_unused(optimizer):
+            self._has_warned = True
+            log.warning(
+                "optimizer.step() has no effect: train_step has already made a step, with AdamW by the config. "
+                "Pass your optimizer to it: train_step(prompt, answer, optimizer)"
+            )
+
+    def _is_unused(self, optimizer: Any) -> bool:
+        if optimizer is self.adamw or optimizer is self._user:
+            return False
+        ours = {id(weight) for weight in self.weights}
+        shared = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ours]
+        return bool(shared) and all(p.grad is None for p in shared)
 
     def use(self, optimizer: Any | None, scheduler: Any | None) -> None:
         """From now on step this optimizer (or the scheduler's own), and the scheduler once a training step."""
@@ -271,3 +298,17 @@ class UserOptimizer(Optimizer):
         if self._scheduler is not None:
             self._scheduler.step()
         return {"learning_rate": learning_rate}
+
+
+_in_use: WeakSet[UserOptimizer] = WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Look at every step of any optimizer in this process, once."""
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for own in list(_in_use):
+            own.warn_if_unused(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from palestra.models import adapters
 from palestra.models.chat.render import prepare
 from palestra.models.chat.template import ChatFormat
 from palestra.models.gguf.read import SMOLLM2, cached_conversion, smollm2_file
+
+log = logging.getLogger("palestra")
 
 TINY = "palestra/tiny"
 _UNSTATED_CONTEXT = 1 << 15
@@ -111,6 +115,18 @@ def _set_tokenizer_defaults(tokenizer: Any) -> None:
         vocab = tokenizer.get_vocab()
         tokenizer.pad_token = next((pad for pad in _PADS if pad in vocab), tokenizer.eos_token)
     prepare(tokenizer)
+
+
+def set_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Give variables of the chat template a value, unless the caller of the template gives another one."""
+    for name, value in variables.items():
+        if not name.isidentifier() or not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
+            log.warning("the chat template has no variable %r; its value in chat_template_kwargs has no effect", name)
+            continue
+        literal = "none" if value is None else json.dumps(value)
+        given = f"{{%- set {name} = {name} if {name} is defined else {literal} %}}"
+        if not tokenizer.chat_template.startswith(given):
+            tokenizer.chat_template = given + tokenizer.chat_template
 
 
 def _set_model_defaults(model: Any, tokenizer: Any) -> None:

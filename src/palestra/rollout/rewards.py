@@ -37,6 +37,15 @@ class TrainerState:
     global_step: int = 0  # updates so far
     max_steps: int = 0
     epoch: float = 0.0
+    log_history: tuple[Mapping[str, float], ...] = ()  # the metrics of each step; only `trainer.state` has them
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, float]], max_steps: int) -> TrainerState:
+        """The state after the steps of `rows`; each row also has the reward and its spread by TRL's names."""
+        same = {"reward": "reward_mean", "completions/mean_length": "completion_length_mean"}
+        history = tuple(dict(row) | {new: row[own] for new, own in same.items() if own in row} for row in rows)
+        last = rows[-1] if rows else {}
+        return cls(int(last.get("step", 0)), max_steps, float(last.get("epoch", 0.0)), history)
 
 
 class RewardFunctions:

@@ -25,7 +25,8 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "model": ("model.name",),
     "account": ("track.entity",),
     "agent": (
-        "seed", "model.dtype", "model.device", "model.gpus", "model.threads", "model.gradient_checkpointing",
+        "seed", "model.chat_template_kwargs", "model.dtype", "model.device", "model.gpus", "model.threads",
+        "model.gradient_checkpointing",
         "model.sleep_mode", "model.master_weights", "model.engine", "model.kv_memory_gib", "train.learning_rate",
         "train.epochs", "train.max_steps", "train.problems_per_step", "train.loss", "train.ratio", "train.epsilon",
         "train.epsilon_high", "train.delta", "train.sapo_temperature_pos", "train.sapo_temperature_neg", "train.beta",

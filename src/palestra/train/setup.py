@@ -20,7 +20,15 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora, quantization_config
 from palestra.models.export.hf import save_base
-from palestra.models.loading import LoadedModel, device_named, dtype_named, load_config, load_model, load_tokenizer
+from palestra.models.loading import (
+    LoadedModel,
+    device_named,
+    dtype_named,
+    load_config,
+    load_model,
+    load_tokenizer,
+    set_template_variables,
+)
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.module import sampling_copy
@@ -47,20 +55,24 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     ranks = join(config)
     if config.backend == "tinker":
         require_tinker()
-        return LoadedModel(None, load_tokenizer(config.model.name), config.model.name, "")
+        tokenizer = load_tokenizer(config.model.name)
+        set_template_variables(tokenizer, config.model.chat_template_kwargs)
+        return LoadedModel(None, tokenizer, config.model.name, "")
     if config.backend == "ray":
         require_ray(config)
     require_gpus(config.model.gpus, count_gpus())
     device = device_named(config.model.device) if ranks.size == 1 else ranks.device
     if device.type == "cuda":
         refuse_what_cannot_fit(config, load_config(config.model.name), device)
-    return load_model(
+    loaded = load_model(
         config.model.name,
         dtype=config.model.dtype,
         device=str(device),
         quantization=quantization_config(config.lora, dtype_named(config.model.dtype, device)),
         threads=config.model.threads,
     )
+    set_template_variables(loaded.tokenizer, config.model.chat_template_kwargs)
+    return loaded
 
 
 def require_tinker() -> None:

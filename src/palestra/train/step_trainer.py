@@ -50,6 +50,17 @@ from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, suited_to, with_adapter
 
 log = logging.getLogger("palestra")
+DEFAULT_CONFIG = Path("config/config.yaml")
+# Attributes by the names of other trainers, and the settings that they are.
+_ATTRIBUTES = {
+    "batch_size": "train.problems_per_step",
+    "learning_rate": "train.learning_rate",
+    "num_epochs": "train.epochs",
+    "max_steps": "train.max_steps",
+    "num_generations": "rollout.group_size",
+    "max_new_tokens": "rollout.max_new_tokens",
+    "temperature": "rollout.temperature",
+}
 
 
 class Output(str):
@@ -101,7 +112,9 @@ class StepTrainer:
         *,
         config_path: Path | str | None = None,
     ) -> None:
-        """`config` is an object, or the path of a YAML file like `config_path`; `output_dir` becomes the run folder."""
+        """`config` is an object, or the path of a YAML file like `config_path`; without one config/config.yaml, if
+        there is one. `output_dir` becomes the run folder.
+        """
         refuse_ranks("StepTrainer", "use train_grpo, or start it without torchrun")
         if config is not None and config_path is not None:
             raise PalestraError("config and config_path are one setting; give one of them")
@@ -113,6 +126,7 @@ class StepTrainer:
         self.model = with_adapter(model, self.config).eval()  # dropout is for the learner alone, which switches it on
         self.tokenizer = tokenizer
         self.epoch = 0.0  # passes over the dataset of `train`
+        self.reward_model = reward_model
         self._reward = reward_function(reward_model)
         options = self.config.model
         self._optimizer = UserOptimizer(self.model, self.config.train, master_weights=options.master_weights)
@@ -127,6 +141,20 @@ class StepTrainer:
         config = _resolve(path)
         loaded = load_for_run(config)
         return cls(loaded.model, loaded.tokenizer, reward_model, config, output_dir)
+
+    def __getattr__(self, name: str) -> Any:
+        """Settings by the names of other trainers: `trainer.num_generations`."""
+        if name not in _ATTRIBUTES:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self.config.value(_ATTRIBUTES[name])
+
+    @property
+    def output_dir(self) -> Path:
+        return self.folder
+
+    @property
+    def wandb_enabled(self) -> bool:
+        return "wandb" in self.config.track.report_to
 
     @property
     def step(self) -> int:
@@ -152,11 +180,17 @@ class StepTrainer:
             list(rewards), members, scale=train.advantage_scale, leave_one_out=train.leave_one_out
         ).tolist()
 
-    def train_step(self, prompt: Prompt, expected_answer: Any = None) -> dict[str, Any]:
+    def train_step(
+        self, prompt: Prompt, expected_answer: Any = None, optimizer: Any | None = None, scheduler: Any | None = None
+    ) -> dict[str, Any]:
         """One optimizer step on one prompt: sample a group, reward it, learn.
 
-        Gives the step's metrics, the `rewards` and `advantages` of the answers, and their `weighted_loss`.
+        The step is that of `optimizer` from the first call with one; without, AdamW by the config. It is made here:
+        an `optimizer.step()` after it finds no gradients. Gives the step's metrics, the `rewards` and `advantages` of
+        the answers, and their `weighted_loss`.
         """
+        if optimizer is not None or scheduler is not None:
+            self._optimizer.use(optimizer, scheduler)
         return self.train_batch([Problem(str(self.step), as_input(prompt), expected_answer)])
 
     def train_batch(self, problems: Sequence[Problem]) -> dict[str, Any]:
@@ -289,6 +323,9 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
             config = config.to_run_config()
         case Path() | str():
             config = RunConfig().with_settings(read_yaml_config(Path(config)))
+        case None if DEFAULT_CONFIG.is_file():
+            log.warning("the settings are those of %s; pass config=RunConfig() for the defaults", DEFAULT_CONFIG)
+            config = RunConfig().with_settings(read_yaml_config(DEFAULT_CONFIG))
         case None:
             config = RunConfig()
     if config.train.epochs is None:

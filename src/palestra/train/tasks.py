@@ -80,6 +80,7 @@ class EnvironmentTask:
     rollout_func: RolloutFunction | None = None
     trainer: Any = None  # what rollout_func is given
     examples: Sequence[Conversation] = ()  # the agent's, for an sft stage
+    scored: bool = True  # before and after the training
 
     @property
     def kind(self) -> RunKind:
@@ -94,7 +95,9 @@ class EnvironmentTask:
         _check_tools(self.environment, parts)
         return source_of(self.environment, self._collector(parts, training=True), parts)
 
-    def evaluator(self, parts: Parts) -> Evaluator:
+    def evaluator(self, parts: Parts) -> Evaluator | None:
+        if not self.scored:
+            return None
         return evaluator_of(self.environment, self._collector(parts, training=False), parts)
 
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from palestra.algo.losses import Objective
-from palestra.core.config import TRANSLATIONS, RunConfig, flatten, load_yaml, translate
+from palestra.core.config import TRANSLATIONS, RunConfig, flatten, load_yaml, read_yaml_config, translate
 from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError
 from palestra.core.grpo_config import GRPOTrainingConfig
@@ -66,6 +66,12 @@ def test_a_saved_config_reads_back_equal(tmp_path) -> None:
     config = RunConfig.build({"lora": {"r": 8}, "track": {"report_to": ["tensorboard"]}})
     config.save(tmp_path / "config.yaml")
     assert RunConfig.build(yaml.safe_load((tmp_path / "config.yaml").read_text())) == config
+
+
+def test_a_setting_that_is_an_object_is_read_from_a_file_as_a_whole(tmp_path: Path) -> None:
+    config = RunConfig.build({"model.chat_template_kwargs": {"enable_thinking": False}})
+    config.save(tmp_path / "run.yaml")
+    assert RunConfig.build(read_yaml_config(tmp_path / "run.yaml")) == config
 
 
 def test_the_flat_config_reaches_every_section() -> None:
@@ -123,6 +129,7 @@ def test_checkpoints_by_epoch_need_the_problems_of_a_step() -> None:
 def test_the_flat_config_leaves_what_is_not_given_to_the_run(given, problems) -> None:
     config = GRPOTrainingConfig(**given).to_run_config()
     assert config.train.problems_per_step == problems
+    assert config.model.dtype == "auto"  # bfloat16 on a GPU, float32 on a CPU
     assert (config.train.epochs, config.rollout.group_size, config.rollout.max_new_tokens) == (None, None, None)
 
 

@@ -179,6 +179,7 @@ def test_a_run_ends_anywhere_after_the_steps_that_it_has(tmp_path: Path, steps: 
     assert Resume(run.path, max_steps=steps).config(run.config, done=60).train.max_steps == steps
     assert Resume(run.path, finish=True).config(run.config, done=60).train.max_steps == 60
     assert Resume(run.path).config(run.config, done=60) == run.config
+    assert Resume(str(run.path)) == Resume(run.path)  # type: ignore[arg-type]
 
 
 def test_a_run_cannot_have_fewer_steps_than_it_has_done(tmp_path: Path) -> None:

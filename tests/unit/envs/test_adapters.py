@@ -346,6 +346,16 @@ def test_an_installed_environment_of_verifiers_is_loaded_by_its_name(monkeypatch
         load_env("verifers:repeat")
 
 
+@pytest.mark.parametrize("error", [ImportError("No module 'textarena'"), AttributeError("no taskset"), SystemExit(1)])
+def test_a_verifiers_package_that_cannot_be_loaded_is_told_with_its_reason(monkeypatch, error):
+    def load_environment(name, **arguments):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(load_environment=load_environment))
+    with pytest.raises(PalestraError, match=f"'wordle' cannot be loaded: {type(error).__name__}: {error}"):
+        load_env("verifiers:wordle")
+
+
 def test_a_library_that_is_not_installed_is_told_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(PalestraError, match=r"palestra\[gymnasium\]"):

@@ -137,11 +137,16 @@ def test_configured_folders_come_from_the_variable_too(write, tmp_path, monkeypa
 
 FIELDS = '''
 from palestra import Env, EnvConfig
+import enum
 import os
 print("noise on stdout")
 
+class Handling(enum.Enum):
+    STOP = "STOP_TRAIN"
+
 class Config(EnvConfig):
     """More."""
+    handling: Handling = Handling.STOP
     level: int = 1
     note: str = ""
 
@@ -161,6 +166,7 @@ def test_config_fields_have_the_environments_own_values_and_never_our_secrets(wr
     assert {"name": "level", "type": "int", "default": 7, "description": ""}.items() <= fields["level"].items()
     assert fields["level"]["schema"]["type"] == "integer"
     assert fields["note"]["default"] == "nothing"
+    assert fields["handling"]["default"] == "STOP_TRAIN"
     assert fields["train_size"]["default"] == 1000
 
 
@@ -248,3 +254,12 @@ def test_a_pipe_and_a_link_to_a_device_are_named_as_unreadable(tmp_path, monkeyp
     found = discover()
     assert {path.name for path in found.errors} == {"pipe.py", "zero.py"}
     assert "good" in {env.name for env in found.environments}
+
+
+def test_a_base_that_another_module_re_exports_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "my_base.py").write_text("from atroposlib.envs.base import BaseEnv, BaseEnvConfig\n")
+    (tmp_path / "other.py").write_text("from somewhere import BaseEnv\n")
+    (tmp_path / "mine.py").write_text("from my_base import BaseEnv\n\n\nclass Gsm(BaseEnv):\n    name = 'gsm'\n")
+    (tmp_path / "foreign.py").write_text("from other import BaseEnv\n\n\nclass No(BaseEnv):\n    name = 'no'\n")
+    found = {env.name: env.dialect for env in discover([tmp_path]).environments if env.origin == "configured"}
+    assert found == {"gsm": "atropos"}

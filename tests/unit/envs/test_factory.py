@@ -169,6 +169,25 @@ def test_train_grpo_takes_an_environment_factory(tmp_path):
     assert all(isinstance(world, Counter) for world in seen)
 
 
+def test_a_factory_trains_an_adapter_with_echo_which_answers_and_is_saved_merged(tmp_path):
+    result = train_grpo(
+        Agent("counter", "palestra/tiny", "Use the tools to answer.", []),
+        EvalSuite.from_records([{"input": f"Count up by {i}."} for i in range(5)]),
+        environment_factory=Counter,
+        extra_reward_funcs=[lambda completions, **_: [float(i) for i in range(len(completions))]],
+        config={
+            "train.max_steps": 1, "train.problems_per_step": 1, "rollout.group_size": 2, "rollout.max_new_tokens": 60,
+            "lora.r": 2, "echo.coefficient": 0.5, "model.gradient_checkpointing": True, "eval.cases": 1,
+            "checkpoint.every": 0, "output_dir": str(tmp_path),
+        },
+    )  # fmt: skip
+    assert "loss" in result.metrics[0]
+    assert isinstance(result.generate("Count up by 2.", max_new_tokens=8, tools=[]), str)
+    merged = result.save_model(tmp_path / "merged", merged=True)
+    assert (merged / "config.json").is_file()
+    assert (merged / "adapter" / "adapter_config.json").is_file()
+
+
 def test_neither_measures_nor_an_own_reward_is_an_error():
     class Plain:
         def reset(self, **row: Any) -> None: ...

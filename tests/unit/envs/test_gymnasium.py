@@ -54,6 +54,31 @@ def test_names_of_actions_count_from_the_first_one():
         RunningEnv(GymEnv(Door, actions=("push", "kick"), config=SMALL))
 
 
+class Costly(Door):
+    """Every step costs 1."""
+
+    def step(self, action):
+        observation, _, ended, cut, info = super().step(action)
+        return observation, -1.0, ended, cut, info
+
+
+class ThreeTurns(GymEnv):
+    max_turns = 3
+
+
+def test_an_attempt_without_a_valid_action_fails_instead_of_getting_the_best_score():
+    with pytest.raises(PalestraError, match=r"no answer was an action, the last one 'hm'\. Say a number from 1 to 3"):
+        play(RunningEnv(ThreeTurns(Costly, config=SMALL)), "hm", "hm", "hm")
+    acted, _ = play(RunningEnv(ThreeTurns(Costly, config=SMALL)), "hm", "1", "3")
+    assert (acted.error, acted.reward) == (None, -1.0)
+
+
+def test_with_a_reward_for_wrong_answers_every_attempt_counts():
+    silent, _ = play(RunningEnv(ThreeTurns(Costly, config=SMALL, invalid_reward=-2)), "hm", "hm", "hm")
+    assert silent.error is None
+    assert silent.reward < -2.0
+
+
 @pytest.mark.parametrize(
     "space",
     [gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.MultiDiscrete([2, 3]), gymnasium.spaces.MultiBinary(2)],

@@ -327,6 +327,13 @@ def test_more_tokens_are_advised_only_where_the_context_has_room(context: int | 
     )
 
 
+def test_an_idle_model_over_the_wire_is_not_told_to_sample_ahead() -> None:
+    rows = steps(6, **TIMES | {"agent_loop_seconds": 7.0})
+    assert "rollout.max_staleness" in only(rows, RunFacts(RunConfig(), "agent")).settings
+    wire = only(rows, RunFacts(RunConfig(), "wire"))
+    assert (wire.kind, wire.settings) == ("idle", ())
+
+
 def test_a_limit_of_age_is_advised_over_the_wire_and_lowered_elsewhere() -> None:
     rows = steps(6, staleness_max=6.0)
     assert "rollout.max_staleness=2" in only(rows, with_settings("wire")).sentence

@@ -227,7 +227,8 @@ def endpoint():
 
 def grade(endpoint: Endpoint, *answers: tuple[int, str], **options):
     endpoint.answers = list(answers)
-    return asyncio.run(run_measure(judge("m", "Be right.", base_url=endpoint.base_url, **options), JUDGE_CONTEXT, 20))
+    options = {"base_url": endpoint.base_url} | options
+    return asyncio.run(run_measure(judge("m", "Be right.", **options), JUDGE_CONTEXT, 20))
 
 
 def test_the_judge_sees_rubric_expectation_and_conversation(endpoint, monkeypatch):
@@ -238,6 +239,13 @@ def test_the_judge_sees_rubric_expectation_and_conversation(endpoint, monkeypatc
     assert (path, authorization, body["model"]) == ("/v1/chat/completions", "Bearer secret", "m")
     question = body["messages"][1]["content"]
     assert all(words in question for words in ("Be right.", "# Expected\n4", "user: 2 + 2?", '[calls add({"a": 2})]'))
+
+
+def test_the_judge_asks_where_openai_base_url_points(endpoint, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", endpoint.base_url)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert grade(endpoint, (200, '{"score": 1}'), base_url=None).passed
+    assert endpoint.requests[0][0] == "/v1/chat/completions"
 
 
 def test_a_local_server_needs_no_key(endpoint, monkeypatch):
@@ -277,6 +285,7 @@ def test_thinking_before_the_verdict_is_passed_over():
 
 
 def test_openai_itself_needs_a_key_at_once(monkeypatch):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(PalestraError, match="environment variable OPENAI_API_KEY"):
         judge("gpt-5", "Be right.")

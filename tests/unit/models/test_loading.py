@@ -9,7 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.learner.lora import add_lora
-from palestra.models.loading import LoadedModel, canonical_name, choose_threads, idle_processors, load_model
+from palestra.models.loading import (
+    LoadedModel,
+    canonical_name,
+    choose_threads,
+    idle_processors,
+    load_model,
+    set_template_variables,
+)
 
 
 @pytest.mark.parametrize(
@@ -204,3 +211,19 @@ def test_an_adapter_whose_base_has_gone_names_both(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(gone)}))
     with pytest.raises(PalestraError, match=f"the adapter in {tmp_path} needs its base model, and {gone} is not there"):
         load_model(str(tmp_path), device="cpu")
+
+
+def test_variables_of_the_chat_template_have_the_given_values_unless_the_caller_gives_others(
+    tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = (
+        "{% if enable_thinking is defined and not enable_thinking %}/no_think {% endif %}{{ messages[0].content }}"
+    )
+    tiny.tokenizer.chat_template = template
+    set_template_variables(tiny.tokenizer, {"enable_thinking": False, "unknown": 1})
+    assert "no variable 'unknown'" in caplog.text
+    tiny.tokenizer.save_pretrained(tmp_path)
+    for tokenizer in (tiny.tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        said = [{"role": "user", "content": "Hi"}]
+        assert tokenizer.apply_chat_template(said, tokenize=False) == "/no_think Hi"
+        assert tokenizer.apply_chat_template(said, tokenize=False, enable_thinking=True) == "Hi"

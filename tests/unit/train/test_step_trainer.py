@@ -189,6 +189,44 @@ def test_the_users_scheduler_moves_on_also_where_a_step_has_nothing_to_learn(
     assert scheduler.get_last_lr() == [0.125]
 
 
+def test_a_step_by_hand_is_made_by_the_users_optimizer(trainer: StepTrainer, random_model: Any) -> None:
+    optimizer = torch.optim.SGD(random_model.parameters(), lr=0.0)
+    before = [p.clone() for p in random_model.parameters()]
+    metrics = trainer.train_step("Say something.", "e", optimizer)
+    optimizer.step()  # of the loop around it: there is nothing left to do
+    assert metrics["learning_rate"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, random_model.parameters(), strict=True))
+
+
+def test_an_optimizer_that_the_trainer_does_not_use_is_warned_about(
+    trainer: StepTrainer, random_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = torch.optim.SGD(random_model.parameters(), lr=100.0)
+    trainer.train_step("Say something.", "e")
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert caplog.text.count("optimizer.step() has no effect") == 1
+
+
+def test_without_a_config_the_file_of_the_working_folder_is_read(
+    random_model: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.yaml").write_text(
+        "model: {max_new_tokens: 24}\nrl:\n  training: {max_steps: 4, learning_rate: 1.0e-4}\n"
+        "  generation: {num_generations: 6, temperature: 0.9}\n"
+    )
+    trainer = StepTrainer(random_model, tiny.tokenizer, share_of_letter)
+    assert (trainer.max_new_tokens, trainer.max_steps, trainer.learning_rate) == (24, 4, 1e-4)
+    assert (trainer.num_generations, trainer.temperature, trainer.wandb_enabled) == (6, 0.9, False)
+    assert trainer.reward_model is share_of_letter
+    assert trainer.output_dir == trainer.folder
+    with pytest.raises(AttributeError, match="no attribute 'batch'"):
+        _ = trainer.batch
+
+
 def test_an_optimizer_of_another_model_is_refused(trainer: StepTrainer) -> None:
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(PalestraError, match="no trainable weight of this model"):

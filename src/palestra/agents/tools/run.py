@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import operator
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -197,7 +198,7 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
         return failed(f"there is no tool {call.name!r}.{did_you_mean(call.name, tools)} {known}")
     try:
         arguments = read_arguments(tool, call.arguments)
-        value = await call_with_limit(tool.fn, timeout_s=timeout_s, **arguments)
+        value = await _call(tool, arguments, timeout_s)
     except ArgumentError as problem:
         return failed(str(problem))
     except CallTimeout as problem:
@@ -210,6 +211,17 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
         kind = f"{type(value).__name__}, which has no text form"
         return failed(f"{call.name} returned {kind} ({type(error).__name__}: {error})", raised=True)
     return ToolResult(call, shorten(content, max_chars), seconds=time.perf_counter() - started)
+
+
+async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+    """Call the function in a thread; here if it sets a signal handler (signal.alarm), as only the main thread may."""
+    try:
+        return await call_with_limit(tool.fn, timeout_s=timeout_s, **arguments)
+    except ValueError as error:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or "signal only works in main thread" not in str(error):
+            raise
+    return tool.fn(**arguments)
 
 
 def shorten(text: str, max_chars: int) -> str:

@@ -52,6 +52,11 @@ class Tool:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
+    @property
+    def params_json_schema(self) -> dict[str, Any]:
+        """The schema of the arguments, by its name in openai-agents."""
+        return self.parameters
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
 
@@ -62,14 +67,27 @@ def function_tool(fn: Callable[..., Any], /) -> Tool: ...
 
 @overload
 def function_tool(
-    *, name: str | None = None, description: str | None = None
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    name_override: str | None = None,
+    description_override: str | None = None,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 
 
 def function_tool(
-    fn: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    name_override: str | None = None,
+    description_override: str | None = None,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
-    """Make a tool of a typed function with a docstring; as `@function_tool` or `@function_tool(name=…)`."""
+    """Make a tool of a typed function with a docstring; as `@function_tool` or `@function_tool(name=…)`.
+
+    `name_override` and `description_override` are the names of openai-agents for `name` and `description`.
+    """
 
     def make(function: Callable[..., Any]) -> Tool:
         if isinstance(function, type) or not callable(function):
@@ -77,8 +95,8 @@ def function_tool(
         schema = function_schema(function)
         own_name = getattr(function, "__name__", type(function).__name__)
         return Tool(
-            name=name or own_name,
-            description=description or schema.description,
+            name=name or name_override or own_name,
+            description=description or description_override or schema.description,
             parameters=schema.parameters,
             fn=function,
             readers=schema.readers,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from palestra.core.errors import needs_extra
+from palestra.core.errors import PalestraError, needs_extra, text_of
 from palestra.envs.adapters.gymnasium import GymEnv
 from palestra.envs.adapters.openenv import OpenEnv
 from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
@@ -27,6 +27,12 @@ class NamedConfig(EnvConfig):
 
 class GymConfig(NamedConfig):
     actions: list[str] = Field(default_factory=list, description="a name for each action, as JSON")
+    invalid_reward: float | None = Field(
+        None,
+        ge=-1e6,
+        le=1e6,
+        description="reward of an answer that is no action; none: an attempt without any action fails",
+    )
 
 
 class OpenEnvConfig(NamedConfig):
@@ -40,7 +46,13 @@ class NamedGymEnv(GymEnv):
 
     def __init__(self, config: GymConfig) -> None:
         make = _library("gymnasium").make
-        super().__init__(lambda: make(config.target, **config.arguments), config.question, config.actions, config)
+        super().__init__(
+            lambda: make(config.target, **config.arguments),
+            config.question,
+            config.actions,
+            config,
+            config.invalid_reward,
+        )
 
 
 class NamedOpenEnv(OpenEnv):
@@ -60,11 +72,20 @@ class NamedVerifiersEnv(Env):
 
     def __new__(cls, config: NamedConfig) -> Any:
         library = _library("verifiers")
-        if hasattr(library, "load_environment"):
-            return VerifiersEnv(library.load_environment(config.target, **config.arguments), config)
-        loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        settings = loaders.taskset_config_type(config.target)(id=config.target, **config.arguments)
-        return TasksetEnv(loaders.load_taskset(settings), config)
+        try:
+            if hasattr(library, "load_environment"):
+                return VerifiersEnv(library.load_environment(config.target, **config.arguments), config)
+            loaders = importlib.import_module("verifiers.v1.utils.loaders")
+            settings = loaders.taskset_config_type(config.target)(id=config.target, **config.arguments)
+            return TasksetEnv(loaders.load_taskset(settings), config)
+        except PalestraError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise PalestraError(
+                f"the verifiers environment {config.target!r} cannot be loaded: {text_of(error)}. It must be installed "
+                "with all that it needs (pip install verifiers[…] or its own package), and be an environment or a "
+                "taskset; its arguments are env.arguments"
+            ) from error
 
 
 BY_NAME: dict[str, type[Env]] = {

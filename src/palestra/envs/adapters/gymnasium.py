@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.types import Problem
 from palestra.envs.base import Split
 from palestra.envs.env import Env, EnvConfig, seeded_problems
@@ -17,6 +17,9 @@ class GymEnv(Env):
 
     With a Discrete action space the answer names an action by its number, or by its name in `actions`; a Text space
     gets the answer as it is. Other spaces are refused: an ActionWrapper can turn text into their actions.
+
+    An attempt without a valid action fails, and is not trained on: doing nothing must not beat steps that cost. With
+    `invalid_reward` such attempts count, and each answer that is no action adds that much.
     """
 
     name = "gymnasium"
@@ -28,12 +31,14 @@ class GymEnv(Env):
         question: str = "Begin.",
         actions: Sequence[str] = (),
         config: EnvConfig | None = None,
+        invalid_reward: float | None = None,
     ) -> None:
         super().__init__(config)
+        self._invalid_reward = invalid_reward
         self._make, self._question, self._actions = make, question, [name.lower() for name in actions]
         self._first = self._count = 0  # of the actions; none where the answer itself is the action
         self.environment: Any = None
-        self.total = 0.0
+        self.total, self.has_acted = 0.0, False
 
     def setup(self) -> None:
         """Check the action space once: one that text cannot name is refused before training."""
@@ -57,14 +62,16 @@ class GymEnv(Env):
 
     def start(self) -> str:
         self.environment = self._make()
-        self.total = 0.0
+        self.total, self.has_acted = 0.0, False
         observation, _ = self.environment.reset(seed=self.problem.row["seed"])
         return f"{_text(observation)}\n\n{self._known()}".strip()
 
     def step(self, answer: str) -> str | None:
         action = self._action(answer.strip())
         if action is None:
+            self.total += self._invalid_reward or 0.0
             return f"That is no action. {self._known()}"
+        self.has_acted = True
         observation, reward, terminated, truncated, _ = self.environment.step(action)
         self.total += float(reward)
         return None if terminated or truncated else _text(observation)
@@ -83,6 +90,11 @@ class GymEnv(Env):
         return f"Say a number from {self._first} to {self._first + self._count - 1}." if self._count else ""
 
     def score(self, answer: str) -> float:
+        if not self.has_acted and self._invalid_reward is None:
+            raise RolloutError(
+                f"no answer was an action, the last one {answer[:80]!r}. {self._known()} With a reward for wrong "
+                "answers (env.invalid_reward, for example -1) such attempts are trained on"
+            )
         return self.total
 
     def close(self) -> None:

@@ -8,7 +8,17 @@ import torch
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.models.export.source import ModelSource
-from palestra.models.gguf.write import QUANTIZED, TYPES, Progress, find_llama_quantize, llama_quantize, write_gguf
+from palestra.models.gguf.config import is_written_here
+from palestra.models.gguf.write import (
+    QUANTIZED,
+    TYPES,
+    Progress,
+    find_llama_converter,
+    find_llama_quantize,
+    llama_convert,
+    llama_quantize,
+    write_gguf,
+)
 
 
 def to_gguf(
@@ -19,7 +29,10 @@ def to_gguf(
     llama_cpp: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Write the model as GGUF: f32, f16, bf16 and q8_0 directly, other types through llama.cpp's quantiser."""
+    """Write the model as GGUF: f32, f16, bf16 and q8_0 directly, other types through llama.cpp's quantiser.
+
+    Architectures that are not written here go through llama.cpp's converter, where there is one.
+    """
     type = type.lower()
     types = (*TYPES, *QUANTIZED)
     if type not in types:
@@ -27,7 +40,13 @@ def to_gguf(
             f"there is no GGUF type {type!r}; use one of {', '.join(types)}.{did_you_mean(type, types)}"
         )
 
+    converter = None if is_written_here(source.config) else find_llama_converter(llama_cpp)
+
     def write(target: Path, own_type: str) -> None:
+        if converter is not None:
+            with source.in_folder() as folder:
+                llama_convert(converter, folder, target, own_type)
+            return
         write_gguf(
             source.weights, source.config, source.tokenizer, target, type=own_type, name=source.name, progress=progress
         )

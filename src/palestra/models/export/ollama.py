@@ -13,7 +13,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.files import write_text
 from palestra.models.export.gguf import to_gguf
 from palestra.models.export.source import ModelSource
-from palestra.models.gguf.config import config_to_gguf
+from palestra.models.gguf.config import config_to_gguf, is_written_here
 from palestra.models.gguf.tokenizer import chat_template
 from palestra.models.gguf.write import Progress
 from palestra.models.loading import TINY
@@ -143,7 +143,10 @@ def _default_system(tokenizer: Any) -> str:
 
 
 def _context(source: ModelSource) -> int:
-    return min(int(config_to_gguf(source.config)["context_length"]), _MAX_CONTEXT)
+    if is_written_here(source.config):
+        return min(int(config_to_gguf(source.config)["context_length"]), _MAX_CONTEXT)
+    stated = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    return min(int(stated or _MAX_CONTEXT), _MAX_CONTEXT)
 
 
 def _quoted(text: str) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from palestra.core.errors import PalestraError
 from palestra.models.adapters import RECORD, is_adapter
@@ -30,6 +33,18 @@ class ModelSource:
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.weights.values())).dtype
+
+    @contextmanager
+    def in_folder(self) -> Iterator[Path]:
+        """A Hugging Face folder of the model: its own, or a temporary one."""
+        if isinstance(self.weights, FolderWeights):
+            yield self.weights.folder
+            return
+        with tempfile.TemporaryDirectory() as made:
+            self.config.save_pretrained(made)
+            self.tokenizer.save_pretrained(made)
+            save_file({name: w.clone() for name, w in self.weights.items()}, Path(made, "model.safetensors"))
+            yield Path(made)
 
 
 def open_source(name: str, display_name: str | None = None) -> ModelSource:

@@ -100,6 +100,11 @@ ARCHITECTURES = (
 )
 
 
+def is_written_here(config: Any) -> bool:
+    """Whether the architecture is one that we write as GGUF ourselves."""
+    return any(row.model_type == config.model_type for row in ARCHITECTURES)
+
+
 def architecture_of(config: Any) -> Architecture:
     """The row of a transformers config; raises for one that cannot be written as GGUF."""
     for row in ARCHITECTURES:
@@ -109,7 +114,8 @@ def architecture_of(config: Any) -> Architecture:
             return row
     raise PalestraError(
         f"the architecture {config.model_type!r} cannot be written as GGUF; supported are "
-        f"{', '.join(row.model_type for row in ARCHITECTURES)}. Use --to hf and llama.cpp's own converter"
+        f"{', '.join(row.model_type for row in ARCHITECTURES)}. For others, give the folder of llama.cpp (--llama-cpp, "
+        "llama_cpp_path or LLAMA_CPP_PATH), whose convert_hf_to_gguf.py is then used"
     )
 
 

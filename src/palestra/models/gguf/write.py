@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import replacing
+from palestra.core.secrets import clean_environment
 from palestra.models.gguf.config import architecture_of, config_to_gguf, tensor_names, weight_to_gguf
 from palestra.models.gguf.file import require_gguf
 from palestra.models.gguf.rope import rope_tensors
@@ -34,6 +36,7 @@ _HEADER_BYTES = 64 * 2**20  # more than any vocabulary takes
 
 # Types that only llama.cpp's own program makes
 PROGRAM = "llama-quantize"
+CONVERTER = "convert_hf_to_gguf.py"
 QUANTIZED = tuple(
     "q4_0 q4_1 q5_0 q5_1 q2_k q2_k_s q3_k q3_k_s q3_k_m q3_k_l q4_k q4_k_s q4_k_m q5_k q5_k_s q5_k_m q6_k "
     "tq1_0 tq2_0 iq3_xs iq3_s iq3_m iq3_xxs iq4_nl iq4_xs".split()
@@ -232,6 +235,24 @@ def find_llama_quantize(llama_cpp: str | None = None) -> Path:
         f"{needed}, which was not found on PATH nor in {', '.join(_USUAL_FOLDERS)}; "
         "set LLAMA_CPP_PATH to llama.cpp's folder, or use type q8_0"
     )
+
+
+def find_llama_converter(llama_cpp: str | None = None) -> Path | None:
+    """convert_hf_to_gguf.py in the llama.cpp folder of the argument, of LLAMA_CPP_PATH, or in a usual folder."""
+    folders = [llama_cpp, os.environ.get("LLAMA_CPP_PATH"), *_USUAL_FOLDERS]
+    scripts = (Path(folder).expanduser() / CONVERTER for folder in folders if folder)
+    return next((script for script in scripts if script.is_file()), None)
+
+
+def llama_convert(script: Path, folder: Path, path: Path, type: str) -> Path:
+    """Write a model folder as GGUF with llama.cpp's own converter, which knows more architectures than we do."""
+    with replacing(path) as partial:
+        command = [sys.executable, str(script), str(folder), "--outfile", str(partial), "--outtype", type]
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=clean_environment())
+        if result.returncode or not partial.is_file():
+            lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
+            raise PalestraError(f"{script} could not convert the model (exit {result.returncode}): {lines[-1]}")
+    return path
 
 
 def llama_quantize(program: Path, source: Path, path: Path, type: str) -> Path:

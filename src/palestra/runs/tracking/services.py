@@ -60,22 +60,22 @@ class WandbService(Tracker):
 
 def check_wandb_key() -> None:
     """Raise where W&B would ask for a key."""
-    if os.environ.get("WANDB_MODE", "online") not in _MODES_WITHOUT_KEY and not _has_wandb_key():
+    if needs_wandb_key():
         raise PalestraError(
             "report_to 'wandb' needs WANDB_API_KEY, which is not set; set it, run `wandb login`, "
             "or set WANDB_MODE=offline to keep the run on this machine"
         )
 
 
-def _has_wandb_key() -> bool:
-    """Whether W&B finds a key without a prompt: in the variable, or stored by `wandb login`."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+def needs_wandb_key(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether W&B would ask for a key: it is online, and finds none in the variable or stored by `wandb login`."""
+    if environ.get("WANDB_MODE", "online") in _MODES_WITHOUT_KEY or environ.get("WANDB_API_KEY"):
         return False
+    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(environ.get("NETRC")).authenticators(host) is None
+    except (OSError, netrc.NetrcParseError):
+        return True
 
 
 class TensorBoardService(Tracker):

@@ -1,6 +1,7 @@
 import asyncio
 import enum
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -306,3 +307,15 @@ def test_a_bare_json_schema_is_checked_too(arguments, words):
     else:
         assert not result.ok
         assert words in result.content
+
+
+def test_a_tool_that_sets_an_alarm_runs_in_the_main_thread():
+    @function_tool
+    def guarded(item: str) -> str:
+        """Look up, at most for a second."""
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.signal(signal.SIGALRM, before)
+        return f"{item} found"
+
+    [result] = asyncio.run(run_calls({"guarded": guarded}, [ToolCall("a", "guarded", {"item": "lamp"})], 5.0))
+    assert (result.ok, result.content) == (True, "lamp found")

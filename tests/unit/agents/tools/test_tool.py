@@ -62,3 +62,13 @@ class TestOpenAIAgents:
     def test_a_hosted_tool_is_refused(self, sdk):
         with pytest.raises(PalestraError, match="hosted tools"):
             as_tool(sdk.WebSearchTool())
+
+
+def test_names_of_openai_agents_are_taken():
+    @function_tool(name_override="look_up", description_override="Find it.")
+    def price(item: str) -> float:
+        """Look up a price."""
+        return 1.0
+
+    assert (price.name, price.description) == ("look_up", "Find it.")
+    assert list(price.params_json_schema["properties"]) == ["item"]

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, G
 
 from palestra.core.errors import PalestraError
 from palestra.models.export.gguf import to_gguf
+from palestra.models.export.ollama import modelfile
 from palestra.models.export.source import open_source
 from palestra.models.gguf.config import ARCHITECTURES, config_to_gguf
 from palestra.models.gguf.write import find_llama_quantize, write_gguf
@@ -88,6 +90,38 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny: Any, tmp_p
         write(model, tiny.tokenizer, tmp_path / "gpt2.gguf")
     assert all(row.model_type in str(refused.value) for row in ARCHITECTURES)
     assert left_in(tmp_path) == []
+
+
+CONVERTER = """
+import json, sys
+from pathlib import Path
+
+folder, _, path, _, type_ = sys.argv[1:]
+config = json.loads((Path(folder) / "config.json").read_text())
+weights = (Path(folder) / "model.safetensors").stat().st_size
+Path(path).write_text(json.dumps([config["model_type"], type_, weights > 1000]))
+"""
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_other_architectures_are_written_by_llama_cpps_converter(tiny, tmp_path, monkeypatch, in_memory):
+    """A stand-in for convert_hf_to_gguf.py, with its arguments."""
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    monkeypatch.setenv("LLAMA_CPP_PATH", str(tmp_path / "llama.cpp"))
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=1024))
+    model.save_pretrained(tmp_path / "gpt2")
+    tiny.tokenizer.save_pretrained(tmp_path / "gpt2")
+    source = open_source(str(tmp_path / "gpt2"))
+    if in_memory:
+        source = replace(source, weights=dict(source.weights))
+    made = to_gguf(source, tmp_path / "gpt2.gguf", type="f16")
+    assert json.loads(made.read_text()) == ["gpt2", "f16", True]
+    assert "num_ctx 1024" in modelfile(source, "gpt2.gguf")
+    (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("raise SystemExit('Model is not supported')")
+    with pytest.raises(PalestraError, match="Model is not supported"):
+        to_gguf(source, tmp_path / "other.gguf", type="f16")
+    assert not (tmp_path / "other.gguf").exists()
 
 
 def test_a_scale_or_rope_that_gguf_cannot_say_is_refused() -> None:

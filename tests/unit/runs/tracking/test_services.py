@@ -33,13 +33,13 @@ for steps, resume_after in ((range(1, 3), None), (range(3, 5), 2)):
 
 def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    from palestra.runs.tracking.services import _has_wandb_key
+    from palestra.runs.tracking.services import needs_wandb_key
 
     with pytest.raises(PalestraError, match="WANDB_API_KEY"):
         open_trackers(RunConfig.build({"track.report_to": ["wandb"]}), RunFolder(tmp_path), {}, None)
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert _has_wandb_key()
+    assert not needs_wandb_key()
 
 
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(track: Callable[..., Any], tmp_path: Path) -> None:

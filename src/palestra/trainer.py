@@ -1,0 +1,337 @@
+"""`GRPOTrainer`: builds a run from an agent, or from TRL's arguments, and trains it in a run folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.agents.agent import agent_examples
+from palestra.agents.openai_agents import as_agent
+from palestra.agents.programs import ProgramAgent
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError, needs_extra, refuse_arguments
+from palestra.core.event_loop import outside_event_loop
+from palestra.core.files import refuse_in_import
+from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.run_folder import Resume, RunFolder
+from palestra.envs.adapters.factory import FactoryEnv, owns_reward
+from palestra.envs.base import Environment
+from palestra.envs.running import RunningEnv
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.evals.suite import EvalSuite, hold_out
+from palestra.models.progress_bars import hidden_progress_bars, is_local
+from palestra.result import GRPOTrainingResult
+from palestra.rollout.rewards import RewardFunctionList, TrainerState, as_list
+from palestra.train.watcher import Watcher
+from palestra.trl_arguments import TrlArguments, read_arguments
+
+if TYPE_CHECKING:
+    from palestra.models.loading import LoadedModel
+    from palestra.train.run import Outcome
+    from palestra.train.tasks import Task
+
+Config = GRPOTrainingConfig | RunConfig | Mapping[str, Any] | None
+
+# Arguments of TRL's GRPOTrainer, and where they go here.
+TRL_NAMES = {
+    "model": "agent", "tools": "agent", "reward_funcs": "extra_reward_funcs", "args": "config", "peft_config": "config",
+    "train_dataset": "suite", "eval_dataset": "held_out", "callbacks": "watcher",
+}  # fmt: skip
+
+
+class GRPOTrainer:
+    """The same in two steps: build, then `.train(suite)`; `.model` and `.tokenizer` are there in between.
+
+    It also takes the arguments of TRL's GRPOTrainer instead of an agent: `GRPOTrainer(model=…, reward_funcs=…,
+    train_dataset=…, args=GRPOConfig(…))`, then `.train()`; docs/python.md has what is taken.
+    """
+
+    def __init__(
+        self,
+        agent: Any = None,
+        reward_measures: Sequence[Any] | None = None,
+        *,
+        config: Config = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+        torch_dtype: str | None = None,
+        device_map: str | None = None,
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+        extra_reward_funcs: RewardFunctionList = None,
+        rollout_func: Callable[..., Any] | None = None,
+        progress: bool = True,
+        watcher: Watcher | None = None,
+        name: str | None = None,
+        source: str | None = None,
+        folder: Path | str | None = None,
+        **trl: Any,
+    ) -> None:
+        self._trl: TrlArguments | None = None
+        self.args: Any = trl.get("args", config)  # the config as it was given
+        if agent is None:
+            own = {"config": config, "extra_reward_funcs": extra_reward_funcs, "reward_measures": reward_measures}
+            self._trl = _read_trl(trl, own, has_environment=environment_factory is not None)
+            agent, config, extra_reward_funcs = self._trl.agent, self._trl.config, self._trl.reward_functions
+        elif trl:
+            refuse_arguments("GRPOTrainer", trl, _OWN_ARGUMENTS, TRL_NAMES)
+        self.agent = as_agent(agent)
+        self.model_name = self.agent.required_model
+        self.reward_measures = reward_measures
+        self.reward_weights = reward_weights
+        self.torch_dtype = torch_dtype
+        self.device_map = device_map
+        self.environment_factory = environment_factory
+        self.extra_reward_funcs = as_list(extra_reward_funcs)
+        self.rollout_func = rollout_func
+        self._config = config
+        self._progress = progress
+        self._watcher = watcher
+        self._name = name or self.agent.name
+        self._source = source
+        self._folder = None if folder is None else Path(folder)
+        self._loaded: Any = None
+        self._run: RunFolder | None = None  # of the last training, also while it goes on
+        self._result: GRPOTrainingResult | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model; after a training the trained one."""
+        return self._load(self.config).model if self._result is None else self._result.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._load(self.config).tokenizer
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer, by TRL's name."""
+        return self.tokenizer
+
+    @property
+    def tools(self) -> Sequence[Any]:
+        return self.agent.tools
+
+    @property
+    def instructions(self) -> Any:
+        return self.agent.instructions
+
+    @property
+    def config(self) -> RunConfig:
+        """All settings; `args` is the config as it was given."""
+        return self._resolve(None)
+
+    @property
+    def state(self) -> TrainerState:
+        """How far the training is, and its metrics, a row a step, as TRL's `trainer.state`."""
+        rows = [] if self._run is None else self._run.metrics()
+        return TrainerState.of(rows, 0 if self._run is None else int(self._run.record.get("steps") or 0))
+
+    def save_model(self, output_dir: Path | str | None = None) -> Path:
+        """Save the model and the tokenizer; without a folder in the config's output_dir."""
+        folder = Path(output_dir or self.config.output_dir)
+        if self._result is not None:
+            return self._result.save_model(folder)
+        from palestra.models.export.hf import save_hf
+
+        return save_hf(self.model, self.tokenizer, folder)
+
+    def _resolve(self, problems: int | None) -> RunConfig:
+        layer: Mapping[str, Any]
+        match self._config:
+            case GRPOTrainingConfig():
+                layer = self._config.to_run_config(problems).model_dump()
+            case RunConfig():
+                layer = self._config.model_dump()
+            case Mapping() | None:
+                layer = dict(self._config or {})
+            case other:
+                kind = type(other).__name__
+                raise PalestraError(f"config is of type {kind}; expected a dict of settings or a GRPOTrainingConfig")
+        overrides = {"name": self.model_name, "dtype": self.torch_dtype, "device": self.device_map}
+        return RunConfig.build(dict(layer), {"model": {key: v for key, v in overrides.items() if v is not None}})
+
+    def _load(self, config: RunConfig) -> Any:
+        if self._loaded is None:
+            load = partial(load_quietly, config)
+            own = self._trl
+            self._loaded = load() if own is None else own.loaded(load, config.model.chat_template_kwargs)
+        return self._loaded
+
+    def train(
+        self,
+        suite: EvalSuite | None = None,
+        *,
+        held_out: EvalSuite | float | None = 0.2,
+        resume: Path | str | Resume | None = None,
+        record: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Path | str | bool | None = None,
+    ) -> GRPOTrainingResult:
+        """Evaluate, train, evaluate again; everything is recorded in a run folder.
+
+        With TRL's arguments the suite is train_dataset, and eval_dataset is held out; without one nothing is scored
+        before and after. `resume_from_checkpoint` is TRL's name for `resume`.
+        """
+        if suite is None:
+            if self._trl is None:
+                raise PalestraError("there is nothing to train on; give a suite: trainer.train(suite)")
+            suite, held_out = self._trl.train, self._trl.held_out
+        if resume_from_checkpoint is True:
+            raise PalestraError("resume_from_checkpoint=True: name the run's folder, for example 'runs/clerk-20260131'")
+        resume = resume or resume_from_checkpoint or None
+        train_suite, held = hold_out(suite, held_out)
+        factory = self.environment_factory
+        scored_elsewhere = bool(self.extra_reward_funcs) or (factory is not None and owns_reward(factory))
+        if isinstance(self.agent, ProgramAgent):
+            scored_elsewhere |= self.agent.posts_reward
+        cases = SuiteEnvironment(
+            self.agent,
+            train_suite,
+            held,
+            self.reward_measures,
+            self.reward_weights,
+            measures_required=not scored_elsewhere,
+        )
+        with closing(cases):
+            if factory is None:
+                return self.train_on(cases, resume=resume, record=record)
+            environment = RunningEnv(FactoryEnv(factory, cases, self.agent.fixed_instructions))
+            return self.train_on(environment, resume=resume, record=record)
+
+    def train_on(
+        self,
+        environment: Environment,
+        *,
+        record: Mapping[str, Any] | None = None,
+        resume: Path | str | Resume | None = None,
+    ) -> GRPOTrainingResult:
+        """The same on any environment: it gives problems, tools and scores, the agent only its model and name.
+
+        `record` is more to be written down in the run folder's run.json.
+        """
+        self._loaded = None if resume is not None else self._loaded  # a resumed run loads the published weights
+        run, outcome = train_task(
+            lambda config: self._task(environment, config),
+            lambda: self._resolve(len(environment.problems("train"))),
+            name=self._name,
+            record=self._record() | dict(record or {}),
+            folder=self._folder,
+            resume=resume,
+            watching=self._watching,
+            load=self._load,
+            on_folder=lambda run: setattr(self, "_run", run),
+        )
+        self._result = GRPOTrainingResult(self.agent, run, outcome, self)
+        return self._result
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "source": self._source,
+            "agent": self.agent.name,
+            "instructions": self.agent.instructions,
+            "tools": [tool.schema for tool in self.agent.tools],
+        }
+
+    def _task(self, environment: Environment, config: RunConfig) -> Task:
+        """What is trained on: our agent loop in an environment, or a program at the gateway."""
+        from palestra.train.tasks import EnvironmentTask
+
+        if not isinstance(self.agent, ProgramAgent):
+            examples = agent_examples(self.agent)
+            scored = self._trl is None or bool(environment.problems("held_out"))
+            return EnvironmentTask(
+                environment, self.extra_reward_funcs, self.rollout_func, self, examples, scored=scored
+            )
+        if self.rollout_func is not None or not isinstance(environment, SuiteEnvironment):
+            raise PalestraError(
+                f"{self.agent.name} is a program with a loop of its own; train it on a suite, without rollout_func and "
+                "environment_factory"
+            )
+        with needs_extra("training a program", "serve"):
+            from palestra.sources.programs.task import ProgramTask
+        return ProgramTask(environment, self.agent, self._load(config), self.extra_reward_funcs)
+
+    def _watching(self) -> AbstractContextManager[Watcher]:
+        return watching(self._watcher, self._progress)
+
+
+_OWN_ARGUMENTS = [name for name in signature(GRPOTrainer.__init__).parameters if name not in ("self", "trl")]
+
+
+def _read_trl(trl: Mapping[str, Any], own: Mapping[str, Any], *, has_environment: bool) -> TrlArguments:
+    """TRL's arguments, which cannot be mixed with those that stand for the same here."""
+    if not trl:
+        raise PalestraError("GRPOTrainer needs an agent, or a model, reward_funcs and train_dataset as in TRL")
+    if mixed := [name for name, value in own.items() if value is not None]:
+        raise PalestraError(f"{', '.join(mixed)}: leave it out; TRL's args and reward_funcs stand for it")
+    return read_arguments(trl, _OWN_ARGUMENTS, has_environment=has_environment)
+
+
+def watching(watcher: Watcher | None, progress: bool = True) -> AbstractContextManager[Watcher]:
+    """The given watcher, else a progress display, else a watcher that shows nothing."""
+    if watcher is not None or not progress:
+        return nullcontext(watcher or Watcher())
+    from palestra.train.progress import console_progress
+
+    return console_progress()
+
+
+def load_quietly(config: RunConfig) -> LoadedModel:
+    """Load the model of a run; a progress bar shows only downloads."""
+    from palestra.train.setup import load_for_run
+
+    with hidden_progress_bars() if is_local(config.model.name) else nullcontext():
+        return load_for_run(config)
+
+
+def train_task(
+    task: Callable[[RunConfig], Task],
+    config: Callable[[], RunConfig],
+    *,
+    name: str,
+    record: Mapping[str, Any],
+    folder: Path | None = None,
+    resume: Path | str | Resume | None = None,
+    watching: Callable[[], AbstractContextManager[Watcher]],
+    load: Callable[[RunConfig], LoadedModel] = load_quietly,
+    on_folder: Callable[[RunFolder], None] = lambda run: None,
+) -> tuple[RunFolder, Outcome]:
+    """Train in a new run folder, or continue a run with the config in its folder."""
+    refuse_in_import("a training")
+    resumed = Resume.of(resume)
+    if resumed is not None:
+        run = RunFolder.open(resumed.folder)
+        chosen = run.config
+        loaded = load(chosen)
+    else:
+        chosen = config()
+        loaded = load(chosen)  # a model that cannot be loaded leaves no run folder behind
+        run = _new_folder(chosen, name, record, folder)
+    on_folder(run)
+
+    def train() -> Outcome:
+        from palestra.train.run import Run
+
+        with watching() as watcher, asyncio.Runner() as runner:
+            built = Run.build(chosen, task(chosen), run, runner=runner, watcher=watcher, loaded=loaded, resume=resumed)
+            with hidden_progress_bars():
+                return built.train()
+
+    return run, outside_event_loop(train)
+
+
+def _new_folder(config: RunConfig, name: str, record: Mapping[str, Any], folder: Path | None) -> RunFolder:
+    """Make the run folder on the first rank, and use it on all."""
+    from palestra.train.ranks import join
+
+    output_dir = Path(config.output_dir)
+    run = join(config).from_first(lambda: RunFolder.create(output_dir, name, config, record, at=folder))
+    if not run.has_begun:
+        raise PalestraError(
+            f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir that "
+            "all machines share"
+        )
+    return run

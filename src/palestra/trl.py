@@ -1,0 +1,124 @@
+"""TRL's names: a script of TRL's trains here after `from trl import …` became `from palestra.trl import …`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from palestra.core.config import load_yaml
+from palestra.core.errors import PalestraError, needs_extra
+from palestra.trainer import GRPOTrainer
+from palestra.trl_config import GRPOConfig
+from palestra.trl_export import combine_rewards, eval_suite_to_hf_dataset, measure_to_reward
+
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "ModelConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "combine_rewards",
+    "eval_suite_to_hf_dataset",
+    "get_peft_config",
+    "measure_to_reward",
+]
+
+
+@dataclass
+class ScriptArguments:
+    """Arguments that scripts of TRL's use themselves."""
+
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_train_split: str = "train"
+    dataset_test_split: str = "test"
+    dataset_streaming: bool = False
+
+
+@dataclass
+class ModelConfig:
+    """The model of a script, and its adapter."""
+
+    model_name_or_path: str | None = None
+    model_revision: str = "main"
+    dtype: str = "auto"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    use_peft: bool = False
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.05
+    lora_target_modules: list[str] | None = None
+    load_in_4bit: bool = False
+
+
+def get_peft_config(model_args: ModelConfig) -> Any:
+    """peft's LoraConfig for a script's arguments; None without `--use_peft`."""
+    if not model_args.use_peft:
+        return None
+    with needs_extra("get_peft_config", "lora"):
+        from peft import LoraConfig
+    return LoraConfig(
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=model_args.lora_target_modules,
+        task_type="CAUSAL_LM",
+    )
+
+
+class TrlParser:
+    """Reads `--name value` and `--config file.yaml` into the classes that have the names.
+
+    A name that no class has goes to GRPOConfig, whose trainer rejects it with the others that it does not support.
+    """
+
+    def __init__(self, dataclass_types: Any) -> None:
+        self._types: list[Any] = list(dataclass_types) if isinstance(dataclass_types, Sequence) else [dataclass_types]
+
+    def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple[Any, ...]:
+        """One object for each class."""
+        values = _options(sys.argv[1:] if args is None else args)
+        if (path := values.pop("config", None)) is not None:
+            values = dict(load_yaml(Path(str(path)))) | values
+        known = {f.name: kind for kind in self._types if kind is not GRPOConfig for f in fields(kind)}
+        given: dict[Any, dict[str, Any]] = {kind: {} for kind in self._types}
+        for name, value in values.items():
+            kind = known.get(name, GRPOConfig)
+            if kind not in given:
+                raise PalestraError(f"--{name} is no argument of this script; it takes --{', --'.join(known)}")
+            given[kind][name] = value
+        return tuple(kind(**given[kind]) for kind in self._types)
+
+
+def _options(args: Sequence[str]) -> dict[str, Any]:
+    """`--a 1 --b=x --flag` as values by name; several words behind a name are a list."""
+    words: dict[str, list[str]] = {}
+    last: list[str] | None = None
+    for arg in args:
+        if arg.startswith("--"):
+            name, equals, value = arg[2:].partition("=")
+            last = words.setdefault(name.replace("-", "_"), [])
+            last += [value] if equals else []
+        elif last is None:
+            raise PalestraError(f"{arg!r} has no name; expected --name {arg}")
+        else:
+            last.append(arg)
+    return {name: _value(found) for name, found in words.items()}
+
+
+def _value(words: Sequence[str]) -> Any:
+    import yaml
+
+    if not words:
+        return True
+    if len(words) > 1:
+        return [_value([word]) for word in words]
+    try:
+        value = yaml.safe_load(words[0])
+        return float(value) if isinstance(value, str) and "e" in value else value  # YAML takes 1e-5 for a text
+    except (ValueError, yaml.YAMLError):
+        return words[0]

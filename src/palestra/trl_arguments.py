@@ -1,0 +1,142 @@
+"""The arguments of TRL's GRPOTrainer as an agent, a suite, reward functions and settings of ours."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from palestra.agents.agent import Agent
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError
+from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.evals.suite import EvalSuite
+from palestra.rollout.rewards import RewardFunction, as_list
+from palestra.trl_config import ARGUMENTS, SUPPORTED, adapter_of, problem_of, settings_of, values_of
+
+if TYPE_CHECKING:
+    from palestra.models.loading import LoadedModel
+
+log = logging.getLogger("palestra")
+
+
+@dataclass(frozen=True)
+class TrlArguments:
+    """TRL's arguments as the parts of a training here."""
+
+    agent: Agent
+    train: EvalSuite
+    held_out: EvalSuite | None
+    config: GRPOTrainingConfig | RunConfig | Mapping[str, Any]
+    reward_functions: tuple[RewardFunction, ...]
+    model: Any = None  # a module, where no name was given
+    tokenizer: Any = None
+
+    def loaded(self, load: Callable[[], LoadedModel], variables: Mapping[str, Any]) -> LoadedModel:
+        """The model and the tokenizer that were given as objects, else those of the model's name."""
+        from palestra.models.loading import LoadedModel, load_tokenizer, set_template_variables, use_softcaps
+
+        if self.model is None and self.tokenizer is None:
+            return load()
+        if self.model is None:
+            found = load()
+            model, name, path = found.model, found.name, found.path
+        else:
+            use_softcaps(self.model)
+            model, name = self.model, self.agent.required_model
+            path = name
+        tokenizer = load_tokenizer(name) if self.tokenizer is None else self.tokenizer
+        set_template_variables(tokenizer, variables)
+        return LoadedModel(model, tokenizer, name, path)
+
+
+def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environment: bool) -> TrlArguments:
+    """The parts of a training; one error names every argument that has no equivalent here."""
+    args, model, dataset = (given.get(name) for name in ("args", "model", "train_dataset"))
+    values = values_of(args)
+    problems = _unsupported(given, values, own, has_environment=has_environment)
+    functions = _reward_functions(given.get("reward_funcs"), values.get("reward_weights"), problems)
+    adapter = adapter_of(given.get("peft_config"), given.get("quantization_config"), problems)
+    train = None if dataset is None else _suite(dataset, "train")
+    config: Any = args
+    if values:
+        config = settings_of(values, len(train or ()), problems) | adapter
+    elif adapter:
+        problems.append("peft_config, quantization_config: use the settings lora.… of the config in args")
+    if problems or train is None or model is None:
+        lines = "\n".join(f"- {problem}" for problem in problems)
+        raise PalestraError(f"these arguments of TRL's GRPOTrainer are missing, or not supported here:\n{lines}")
+    if isinstance(train.cases[0].input, str):
+        log.warning("the prompts of train_dataset are texts; each is sent as a user message, by the chat template")
+        functions = tuple(_on_texts(function) for function in functions)
+    held_out = None if given.get("eval_dataset") is None else _suite(given["eval_dataset"], "eval")
+    named = model if isinstance(model, str) else str(model.config._name_or_path or "model")
+    agent = Agent(f"{named.rstrip('/').rpartition('/')[2]}-GRPO", named, tools=given.get("tools") or ())
+    module = None if isinstance(model, str) else model
+    return TrlArguments(agent, train, held_out, config, functions, module, given.get("processing_class"))
+
+
+def _unsupported(
+    given: Mapping[str, Any], values: Mapping[str, Any], own: Iterable[str], *, has_environment: bool
+) -> list[str]:
+    """What is missing among the arguments, and those that have no equivalent."""
+    found = [problem_of(name, value, own) for name, value in given.items() if name not in ARGUMENTS]
+    found += [problem_of(name, value, ()) for name, value in values.items() if name not in SUPPORTED]
+    if given.get("model") is None:
+        found.append("model: give a name, a folder or a model")
+    if given.get("train_dataset") is None:
+        found.append("train_dataset: give a dataset with a column `prompt`")
+    if isinstance(given.get("eval_dataset"), Mapping):
+        found.append("eval_dataset: give one dataset, not several by name")
+    if given.get("tools") and has_environment:
+        found.append("tools: leave them out; the methods of the environment are the tools")
+    return [problem for problem in found if problem]
+
+
+def _suite(dataset: Any, name: str) -> EvalSuite:
+    return EvalSuite.from_records(dataset, lambda row: row["prompt"], name=name)
+
+
+def _reward_functions(given: Any, weights: Sequence[float] | None, problems: list[str]) -> tuple[RewardFunction, ...]:
+    functions: tuple[Any, ...] = (given,) if isinstance(given, str) else as_list(given)
+    for function in functions:
+        if not callable(function) or hasattr(function, "config"):
+            problems.append(f"reward_funcs: {function!r} is a model; give a function that asks it")
+    if weights is None:
+        return functions
+    if len(weights) != len(functions):
+        problems.append(f"reward_weights: {len(weights)} values for {len(functions)} reward functions; give one each")
+    return tuple(_weighed(f, float(w)) for f, w in zip(functions, weights, strict=False))
+
+
+def _weighed(function: RewardFunction, weight: float) -> RewardFunction:
+    """The function with its values times a weight."""
+
+    def scale(values: Iterable[float | None]) -> list[float | None]:
+        return [None if value is None else weight * value for value in values]
+
+    async def scale_later(values: Any) -> list[float | None]:
+        return scale(await values)
+
+    @wraps(function)
+    def weighed(**columns: Any) -> Any:
+        values = function(**columns)
+        return scale_later(values) if inspect.isawaitable(values) else scale(values)
+
+    return weighed
+
+
+def _on_texts(function: RewardFunction) -> RewardFunction:
+    """The function with prompts and completions as texts, as TRL gives them for datasets of texts."""
+
+    @wraps(function)
+    def on_texts(**columns: Any) -> Any:
+        for name in ("prompts", "completions"):
+            if name in columns:
+                columns[name] = [messages[-1]["content"] if messages else "" for messages in columns[name]]
+        return function(**columns)
+
+    return on_texts

@@ -1,0 +1,287 @@
+"""The arguments of TRL's GRPOConfig as settings of ours.
+
+TRL itself is not needed. Settings that TRL has keep TRL's defaults; those that it does not have keep ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from palestra.core.config import RunConfig
+from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.grpo_config import GRPOTrainingConfig
+
+# TRL's name -> TRL's default, and the setting that it is here.
+_SETTINGS: dict[str, tuple[Any, str]] = {
+    "output_dir": (None, "output_dir"),
+    "seed": (42, "seed"),
+    "learning_rate": (1e-6, "train.learning_rate"),
+    "max_grad_norm": (1.0, "train.max_grad_norm"),
+    "weight_decay": (0.0, "train.weight_decay"),
+    "adam_beta1": (0.9, "train.adam_beta1"),
+    "adam_beta2": (0.999, "train.adam_beta2"),
+    "warmup_steps": (0, "train.warmup_steps"),
+    "num_iterations": (1, "train.iterations"),
+    "beta": (0.0, "train.beta"),
+    "use_bias_correction_kl": (True, "train.kl_bias_correction"),
+    "loss_type": ("dapo", "train.loss"),
+    "importance_sampling_level": ("token", "train.ratio"),
+    "epsilon": (0.2, "train.epsilon"),
+    "epsilon_high": (None, "train.epsilon_high"),
+    "delta": (None, "train.delta"),
+    "sapo_temperature_pos": (1.0, "train.sapo_temperature_pos"),
+    "sapo_temperature_neg": (1.05, "train.sapo_temperature_neg"),
+    "scale_rewards": ("group", "train.advantage_scale"),
+    "multi_objective_aggregation": ("sum_then_normalize", "train.combine"),
+    "mask_truncated_completions": (False, "train.mask_truncated"),
+    "off_policy_mask_threshold": (None, "train.off_policy_mask_threshold"),
+    "entropy_coef": (0.0, "train.entropy_coefficient"),
+    "num_generations": (8, "rollout.group_size"),
+    "max_completion_length": (512, "rollout.max_new_tokens"),
+    "temperature": (1.0, "rollout.temperature"),
+    "top_p": (1.0, "rollout.top_p"),
+    "top_k": (0, "rollout.top_k"),
+    "min_p": (None, "rollout.min_p"),
+    "repetition_penalty": (1.0, "rollout.repetition_penalty"),
+    "max_tool_calling_iterations": (None, "rollout.max_tool_rounds"),
+    "chat_template_kwargs": (None, "model.chat_template_kwargs"),
+    "gradient_checkpointing": (False, "model.gradient_checkpointing"),  # TRL's default is True: less memory, more time
+    "logging_steps": (10, "track.log_every"),
+    "project": ("palestra", "track.project"),
+    "run_name": (None, "track.run_name"),
+    "report_to": ("none", "track.report_to"),
+}
+# Read together with others, by _derived.
+_DERIVED: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3,
+    "max_steps": -1,
+    "lr_scheduler_type": "linear",
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "save_total_limit": None,
+    "eval_strategy": "no",
+    "eval_steps": None,
+    "bf16": None,
+    "fp16": False,
+    "use_cpu": False,
+    "model_init_kwargs": None,
+    "reward_weights": None,
+    "use_vllm": False,
+    "vllm_mode": "colocate",
+    "vllm_server_base_url": None,
+    "vllm_gpu_memory_utilization": 0.3,
+    "vllm_max_model_length": None,
+    "vllm_tensor_parallel_size": 1,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "optim": "adamw_torch_fused",
+}
+SUPPORTED = {name: default for name, (default, _) in _SETTINGS.items()} | _DERIVED
+DEFAULTS = SUPPORTED | {"push_to_hub": False}
+# Arguments that change no result here: how TRL computes, loads data, prints and logs.
+_WITHOUT_EFFECT = (
+    "log_", "logging_", "dataloader_", "ddp_", "hub_", "trackio_", "torch_compile", "use_transformers_", "pad_to_",
+    "ds3_", "num_completions_to_print", "remove_unused_columns", "shuffle_dataset", "disable_tqdm", "tf32",
+    "use_liger_kernel", "gradient_checkpointing_kwargs", "do_train", "do_eval", "overwrite_output_dir",
+    "torch_empty_cache_steps",
+    "per_device_eval_batch_size", "num_generations_eval", "skip_memory_metrics", "include_", "label_names", "debug",
+    "save_only_model", "save_safetensors", "use_cache", "cache_implementation", "accelerator_config", "local_rank",
+    "average_tokens_across_devices", "eval_", "bf16_full_eval", "fp16_full_eval", "cast_lm_head_to_fp32",
+    "disable_dropout", "vllm_group_port", "vllm_server_timeout", "ref_model_", "adam_epsilon",
+    "prediction_loss_only", "batch_eval_metrics", "save_on_each_node", "enable_jit_checkpoint", "ignore_data_skip",
+    "restore_callback_states_", "length_column_name", "do_predict", "transformers_continuous_", "fsdp_config",
+)  # fmt: skip
+_ELSEWHERE = {
+    "push_to_hub": "trainer.model.push_to_hub(…) after the training",
+    "callbacks": "watcher=…, a palestra.train.watcher.Watcher",
+    "optimizers": "palestra.train.StepTrainer, which takes an optimizer and a scheduler",
+    "reward_processing_classes": "a reward function that asks the reward model itself",
+    "generation_batch_size": "per_device_train_batch_size, or the setting train.minibatches",
+    "steps_per_generation": "num_iterations, or the setting train.minibatches",
+    "generation_kwargs": "temperature, top_p, top_k, min_p, repetition_penalty",
+    "warmup_ratio": "warmup_steps",
+    "resume_from_checkpoint": "trainer.train(resume='runs/…')",
+    "load_best_model_at_end": "the setting checkpoint.keep_best, on by default",
+    "deepspeed": "torchrun, or palestra train --nproc N",
+    "fsdp": "torchrun, or palestra train --nproc N",
+    "use_adaptive_entropy": "the setting train.target_entropy",
+    "vllm_enable_sleep_mode": "the setting model.sleep_mode",
+    "vllm_server_host": "vllm_server_base_url",
+    "vllm_server_port": "vllm_server_base_url",
+    "trust_remote_code": "a model whose code is part of transformers",
+}
+_NO_EQUIVALENT = (
+    "sync_ref_model", "top_entropy_quantile", "vespo_", "vllm_structured_outputs_regex", "vllm_model_impl",
+    "optim_args", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
+    "neftune_noise_alpha", "label_smoothing_factor", "router_aux_loss_coef", "auto_find_batch_size", "entropy_",
+    "lr_scheduler_kwargs", "parallelism_config", "metric_for_best_model", "greater_is_better", "full_determinism",
+    "data_seed", "train_sampling_strategy", "optim_target_modules", "liger_kernel_config",
+)  # fmt: skip
+# Set by TRL's config itself, from other arguments.
+_COMPUTED = ("generation_batch_size", "steps_per_generation")
+ARGUMENTS = (
+    "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "peft_config", "tools",
+    "quantization_config",
+)  # fmt: skip
+
+
+class GRPOConfig:
+    """TRL's GRPOConfig by its names and defaults. The trainer rejects all arguments without an equivalent together.
+
+    >>> GRPOConfig("out", num_generations=4).max_completion_length
+    512
+    """
+
+    def __init__(self, output_dir: str | None = None, **values: Any) -> None:
+        self.__dict__.update(DEFAULTS, output_dir=output_dir or "trainer_output")
+        self.__dict__.update(values)
+
+    def __repr__(self) -> str:
+        changed = {name: value for name, value in vars(self).items() if value != DEFAULTS.get(name)}
+        return f"GRPOConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"GRPOConfig has no argument {name!r}.{did_you_mean(name, DEFAULTS)}")
+
+
+def values_of(args: Any) -> dict[str, Any]:
+    """The values of a config in TRL's names; empty for a config of ours."""
+    if args is None or isinstance(args, GRPOTrainingConfig | RunConfig | Mapping):
+        return DEFAULTS | {"output_dir": "runs"} if args is None else {}
+    if isinstance(args, GRPOConfig):
+        return dict(vars(args))
+    if not is_dataclass(args):
+        raise PalestraError(f"args is of type {type(args).__name__}; expected a GRPOConfig, of TRL or of palestra.trl")
+    found = dict(DEFAULTS)
+    for f in fields(args):  # of TRL's own config
+        value = getattr(args, f.name)
+        value = getattr(value, "value", value)  # of an enum
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if value != default and f.name not in _COMPUTED and (f.name, value) != ("bf16", True):
+            found[f.name] = value
+    return found
+
+
+def problem_of(name: str, value: Any, own: Iterable[str]) -> str:
+    """Why an argument cannot be taken; empty if it can."""
+    off = value is None or value is False or (isinstance(value, tuple) and not any(v is not None for v in value))
+    if any(name == known or (known.endswith("_") and name.startswith(known)) for known in _NO_EQUIVALENT):
+        return "" if off else f"{name}={value!r}: there is no equivalent; leave it out"
+    if name in _ELSEWHERE:
+        return "" if off else f"{name}: use {_ELSEWHERE[name]}"
+    if any(name.startswith(prefix) for prefix in _WITHOUT_EFFECT):
+        return ""
+    near = did_you_mean(name, [*ARGUMENTS, *SUPPORTED, *own])
+    return f"{name}: no argument of TRL's that is known here.{near}"
+
+
+def settings_of(values: Mapping[str, Any], problem_count: int, problems: list[str]) -> dict[str, Any]:
+    """The settings of ours for a config of TRL's."""
+    values = dict(DEFAULTS) | dict(values)
+    settings = {key: values[name] for name, (_, key) in _SETTINGS.items()}
+    words = {"sum_then_normalize": "sum_then_normalise", "normalize_then_sum": "normalise_then_sum"}
+    scale = settings["train.advantage_scale"]
+    rounds = settings["rollout.max_tool_rounds"]
+    settings |= {
+        "train.advantage_scale": {True: "group", False: "none"}.get(scale, scale),
+        "train.combine": words.get(settings["train.combine"], settings["train.combine"]),
+        "train.epsilon_high": values["epsilon"] if values["epsilon_high"] is None else values["epsilon_high"],
+        "rollout.min_p": values["min_p"] or 0.0,
+        "rollout.max_tool_rounds": 10_000 if rounds is None else rounds,  # TRL's only limit is the length
+        "model.chat_template_kwargs": values["chat_template_kwargs"] or {},
+        "track.log_every": max(1, int(values["logging_steps"])),
+        "track.report_to": [n for n in as_names(values["report_to"]) if n not in ("none", "all")],
+    }
+    return settings | _derived(values, problem_count, problems)
+
+
+def as_names(value: str | Sequence[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def _derived(values: Mapping[str, Any], problem_count: int, problems: list[str]) -> dict[str, Any]:
+    """Settings that TRL spells with several arguments, or in other units."""
+    completions = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+    if completions % values["num_generations"]:
+        problems.append(
+            f"per_device_train_batch_size × gradient_accumulation_steps = {completions} completions: give a multiple "
+            f"of num_generations = {values['num_generations']}"
+        )
+    batch = max(1, completions // values["num_generations"])
+    epoch = max(1, -(-problem_count // batch))
+    epochs = values["num_train_epochs"]
+    if values["max_steps"] <= 0 and epochs != int(epochs):
+        problems.append(f"num_train_epochs={epochs}: use max_steps={max(1, round(epochs * epoch))}")
+    schedulers = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+    if (scheduler := str(values["lr_scheduler_type"])) not in schedulers:
+        problems.append(f"lr_scheduler_type={scheduler!r}: use one of {', '.join(schedulers)}")
+    every = {"no": 0, "steps": int(values["save_steps"]), "epoch": epoch}
+    if (saves := str(values["save_strategy"])) not in every:
+        problems.append(f"save_strategy={saves!r}: use one of {', '.join(every)}")
+    evals = {"no": 0, "steps": int(values["eval_steps"] or values["logging_steps"]), "epoch": epoch}
+    loading = dict(values["model_init_kwargs"] or {})
+    dtype = loading.pop("dtype", loading.pop("torch_dtype", None))
+    if loading := {name: value for name, value in loading.items() if value is not None}:
+        problems.append(f"model_init_kwargs: only dtype is supported, got {', '.join(loading)}")
+    exact = "float16" if values["fp16"] else "float32" if values["bf16"] is False else "auto"
+    if not str(values["optim"]).startswith("adamw"):
+        problems.append(f"optim={values['optim']!r}: the optimizer is AdamW")
+    limit = values["save_total_limit"]
+    return {
+        "train.problems_per_step": batch,
+        "train.epochs": max(1, int(epochs)),
+        "train.max_steps": values["max_steps"] if values["max_steps"] > 0 else None,
+        "train.scheduler": schedulers.get(scheduler, "linear"),
+        "checkpoint.every": every.get(saves, 0),
+        **({} if limit is None else {"checkpoint.keep_last": max(1, int(limit))}),
+        "eval.every": evals.get(str(values["eval_strategy"]), 0),
+        "model.dtype": exact if dtype is None else str(dtype).removeprefix("torch."),
+        **({"model.device": "cpu"} if values["use_cpu"] else {}),
+        **_vllm(values),
+    }
+
+
+def _vllm(values: Mapping[str, Any]) -> dict[str, Any]:
+    if not values["use_vllm"]:
+        return {}
+    names = ("vllm_mode", "vllm_server_base_url", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+    config = GRPOTrainingConfig(
+        use_vllm=True, vllm_max_model_len=values["vllm_max_model_length"], **{name: values[name] for name in names}
+    )
+    corrects, mode = values["vllm_importance_sampling_correction"], values["vllm_importance_sampling_mode"]
+    return config.vllm_settings() | {
+        "train.importance_correction": mode if corrects else "none",
+        "train.importance_cap": values["vllm_importance_sampling_clip_max"],
+    }
+
+
+def adapter_of(peft_config: Any, quantization: Any, problems: list[str]) -> dict[str, Any]:
+    """The settings of a peft LoraConfig, and of a quantisation in 4 bits."""
+    bits: dict[str, Any] = {} if quantization is None else {"lora.load_in_4bit": True}
+    if bits and not getattr(quantization, "load_in_4bit", False):
+        problems.append("quantization_config: only load_in_4bit is supported")
+    if peft_config is None:
+        return bits
+    if type(peft_config).__name__ != "LoraConfig":
+        problems.append(f"peft_config: only a LoraConfig is supported, got {type(peft_config).__name__}")
+        return bits
+    taken = ("r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "inference_mode")
+    usual = vars(type(peft_config)())
+    for name, value in vars(peft_config).items():
+        if name not in taken and value != usual.get(name):
+            problems.append(f"peft_config.{name}={value!r}: there is no equivalent; leave it out")
+    modules = peft_config.target_modules
+    names = None if modules is None or isinstance(modules, str) else sorted(modules)
+    if isinstance(modules, str) and modules != "all-linear":
+        problems.append(f"peft_config.target_modules={modules!r}: give a list of names")
+    return bits | {
+        "lora.r": peft_config.r,
+        "lora.alpha": peft_config.lora_alpha,
+        "lora.dropout": peft_config.lora_dropout,
+        "lora.target_modules": names,
+    }
