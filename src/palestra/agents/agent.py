@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from palestra.agents.tools.mcp_client import as_mcp_server
 from palestra.agents.tools.tool import as_tool, tools_by_name
@@ -32,7 +32,20 @@ class Agent:
     examples: Any = ()  # conversations, or the path of a file of them
     has_own_tools: ClassVar[bool] = False  # tools that are not in `tools`
 
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        known = [field.name for field in fields(cls) if field.init]
+        if unknown := [name for name in named if name not in known]:
+            raise PalestraError(
+                f"Agent has no argument {unknown[0]!r}.{did_you_mean(unknown[0], known)} It takes {', '.join(known)}."
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        for name in ("tools", "mcp_servers"):
+            if not isinstance(given := getattr(self, name) or (), Iterable) or isinstance(given, str):
+                raise PalestraError(
+                    f"{name} of agent {self.name!r} is a {type(given).__name__}; expected a list, such as {name}=[…]"
+                )
         enabled = (
             tool for tool in self.tools or () if getattr(tool, "is_enabled", True) is not False
         )  # of openai-agents

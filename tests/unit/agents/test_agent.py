@@ -34,8 +34,10 @@ def test_plain_functions_become_tools():
         (lambda: Agent("clerk", instructions=lambda c, a: "hi").fixed_instructions, r"a function.*Pass a string"),
         (lambda: Agent("clerk").required_model, r"'clerk' has no model.*palestra/tiny"),
         (lambda: as_agent({"name": "clerk"}), "expected an agent, got dict"),
+        (lambda: Agent("clerk", tools=price), r"tools of agent 'clerk' is a function; expected a list"),
+        (lambda: Agent("clerk", modell="palestra/tiny"), r"no argument 'modell'.*'model'"),
     ],
-    ids=["tools", "instructions", "model", "dict"],
+    ids=["tools", "instructions", "model", "dict", "one tool", "argument"],
 )
 def test_what_cannot_be_trained_is_refused_with_the_remedy(make, words):
     with pytest.raises(PalestraError, match=words):
