@@ -207,7 +207,12 @@ class Stages:
         def collector(environment: Any, temperature: float, forced_calls: int) -> Any:
             hotter = config.with_settings({"rollout.temperature": temperature})
             found = agent_collector(environment, parts.policy, parts.chat, hotter, training=True)
-            if forced_calls and _takes_grammars(config):
+            if forced_calls and _has_own_engine(config) and find_spec("llguidance") is None:
+                parts.watcher.note(
+                    "attempts with hints would begin with tool calls if llguidance were installed: "
+                    "pip install 'palestra[constrain]'"
+                )
+            elif forced_calls and _has_own_engine(config):
                 close = parts.chat.closes_reasoning({})
                 call = GrammarText(parts.chat.stop_token_ids, one_call=True, close_reasoning=close)
                 calls = min(forced_calls, found.limits.max_tool_rounds)
@@ -247,10 +252,9 @@ class Stages:
                 return MAX_STAGE_STEPS
 
 
-def _takes_grammars(config: RunConfig) -> bool:
-    """Whether the sampler can be held to a tool call."""
-    has_own_engine = config.backend == "local" and config.vllm.mode == "off" and config.rollout.policy_url is None
-    return has_own_engine and find_spec("llguidance") is not None
+def _has_own_engine(config: RunConfig) -> bool:
+    """Whether our engine samples, which can be held to a grammar."""
+    return config.backend == "local" and config.vllm.mode == "off" and config.rollout.policy_url is None
 
 
 def stage_config(config: RunConfig, name: str) -> RunConfig:
