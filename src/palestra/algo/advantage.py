@@ -14,7 +14,7 @@ from torch import Tensor
 
 from palestra.core.errors import PalestraError
 
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "mean", "none"]
 Combine = Literal["sum_then_normalise", "normalise_then_sum"]
 Numbers = Sequence[float] | Tensor
 
@@ -27,7 +27,8 @@ def advantages(
     leave_one_out: bool = False,
     eps: float = 1e-4,
 ) -> Tensor:
-    """[R] float64: reward minus the group's mean, over the standard deviation of the group or the batch.
+    """[R] float64: reward minus the group's mean, over the standard deviation of the group or the batch, or over the
+    group's mean (MaxRL), which weighs rare successes more; rewards must not be negative then.
 
     Leave-one-out takes the mean of a row's siblings without itself. A group of one has no
     siblings to compare with: its advantage is 0. Equal rewards give exactly 0.
@@ -47,10 +48,14 @@ def advantages(
         deviation = variance.sqrt()[row_group]
     elif scale == "batch":
         deviation = reward.std() if len(reward) > 1 else torch.zeros(())
+    elif scale == "mean":
+        if (reward < 0).any():
+            raise PalestraError("train.advantage_scale = mean needs rewards of 0 or more, and there are negative ones")
+        deviation = (lowest + mean)[row_group]
     elif scale == "none":
         deviation = None
     else:
-        raise PalestraError(f"unknown advantage scale {scale!r}; expected group, batch or none")
+        raise PalestraError(f"unknown advantage scale {scale!r}; expected group, batch, mean or none")
 
     if leave_one_out:
         centred = centred * (size / (size - 1).clamp(min=1))[row_group]

@@ -59,6 +59,7 @@ class Objective:
     kl_bias_correction: bool = False
     importance_correction: ImportanceCorrection = "none"
     importance_cap: float = 2.0
+    importance_floor: float = 0.0  # masks only: weights below it are dropped, too (IcePop)
     off_policy_mask_threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -199,7 +200,7 @@ def importance_weights(objective: Objective, old: Tensor, sampler: Tensor, row: 
     weight = log_weight.exp().detach()
     if how == "truncate":
         return weight.clamp(max=objective.importance_cap)
-    return weight.masked_fill(weight > objective.importance_cap, 0.0)
+    return weight.masked_fill((weight > objective.importance_cap) | (weight < objective.importance_floor), 0.0)
 
 
 @torch.no_grad()

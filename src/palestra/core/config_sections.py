@@ -130,8 +130,18 @@ class TrainSection(Section):
         "rollout.max_staleness or vLLM, else none",
     )
     importance_cap: float = Field(2.0, gt=0)
+    importance_floor: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="token_mask and sequence_mask: weights below it are dropped, too; IcePop is token_mask with "
+        "a floor of 0.5 and a cap of 5",
+    )
     off_policy_mask_threshold: float | None = Field(None, gt=0, description="drop rows that drifted too far")
-    advantage_scale: Literal["group", "batch", "none"] = "group"
+    advantage_scale: Literal["group", "batch", "mean", "none"] = Field(
+        "group",
+        description="divide by the deviation of the group or the batch, or by the mean of the group (MaxRL)",
+    )
     leave_one_out: bool = Field(False, description="baseline of a rollout: its siblings without itself")
     combine: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
         "sum_then_normalise", description="several measures: weigh and add, then normalise; or the reverse"
@@ -199,6 +209,15 @@ class TrainSection(Section):
         "GPU with room for it",
     )
     share_prefix: bool = Field(True, description="compute the prompt of a group once for all its siblings")
+
+    @model_validator(mode="after")
+    def _floor_of_a_mask(self) -> TrainSection:
+        if self.importance_floor and not self.importance_correction.endswith("mask"):
+            raise ValueError(
+                f"train.importance_floor = {self.importance_floor} is for train.importance_correction = token_mask or "
+                f"sequence_mask, not {self.importance_correction}"
+            )
+        return self
 
 
 class RolloutSection(Section):

@@ -31,6 +31,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "train.epochs", "train.max_steps", "train.problems_per_step", "train.loss", "train.ratio", "train.epsilon",
         "train.epsilon_high", "train.delta", "train.sapo_temperature_pos", "train.sapo_temperature_neg", "train.beta",
         "train.kl_bias_correction", "train.importance_correction", "train.importance_cap",
+        "train.importance_floor",
         "train.off_policy_mask_threshold", "train.advantage_scale", "train.leave_one_out", "train.combine",
         "train.entropy_coefficient", "train.target_entropy", "train.replay", "train.iterations", "train.minibatches",
         "train.mask_truncated", "train.filter_equal_groups", "train.signal_share", "train.stop_when_solved",

@@ -277,6 +277,7 @@ def stage_config(config: RunConfig, name: str) -> RunConfig:
             "train.beta": 0.0,
             "train.ratio": "token",
             "train.importance_correction": "none",
+            "train.importance_floor": 0.0,
             "train.off_policy_mask_threshold": None,
             "train.iterations": 1,
             "train.minibatches": 1,

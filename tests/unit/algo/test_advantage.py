@@ -24,6 +24,8 @@ def _numpy_advantages(rewards: list[float], group: list[int], scale: str, leave_
             result[i] = reward[i] - reward[others].mean()
         if scale == "group":
             result[rows] /= reward[rows].std(ddof=1) + 1e-4
+        if scale == "mean":
+            result[rows] /= reward[rows].mean() + 1e-4
     return result / (reward.std(ddof=1) + 1e-4) if scale == "batch" and len(reward) > 1 else result
 
 
@@ -34,11 +36,13 @@ def rewards_in_groups(draw: st.DrawFn) -> tuple[list[float], list[int]]:
     return rewards, draw(st.lists(st.integers(-2, 3), min_size=size, max_size=size))
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(case=rewards_in_groups())
 def test_advantages_equal_the_numpy_reference(scale: str, leave_one_out: bool, case: tuple) -> None:
+    if scale == "mean":
+        case = ([abs(reward) for reward in case[0]], case[1])
     ours = advantages(*case, scale=scale, leave_one_out=leave_one_out)
     np.testing.assert_allclose(ours.numpy(), _numpy_advantages(*case, scale, leave_one_out), rtol=1e-9, atol=1e-9)
 
@@ -119,3 +123,10 @@ def test_weights_of_measures_scale_their_say() -> None:
 def test_unknown_ways_are_refused(wrong: dict) -> None:
     with pytest.raises(PalestraError, match="expected"):
         combine_measures([[0.0], [1.0]], [1.0], [0, 0], **wrong)
+
+
+def test_over_the_mean_a_rare_success_counts_more_and_negative_rewards_are_refused() -> None:
+    rare, common = advantages([1.0, 0, 0, 0, 1, 1, 1, 0], [0] * 4 + [1] * 4, scale="mean")[[0, 4]].tolist()
+    assert (rare, common) == (pytest.approx(3.0, rel=1e-3), pytest.approx(1 / 3, rel=1e-3))
+    with pytest.raises(PalestraError, match="negative"):
+        advantages([1.0, -1.0], [0, 0], scale="mean")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from palestra.algo.losses import Objective, TokenStats, token_weights
+from palestra.algo.losses import Objective, TokenStats, importance_weights, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
 from palestra.algo.step_loss import entropy_bonus, next_entropy_coefficient
 from palestra.core.errors import PalestraError
@@ -258,3 +258,11 @@ def test_entropy_controller_rises_below_the_target_falls_above_and_stays_in_boun
     assert next_entropy_coefficient(0.01, entropy=0.9, target=0.3) == pytest.approx(0.005)
     assert next_entropy_coefficient(0.002, entropy=0.9, target=0.3) == 0.0
     assert next_entropy_coefficient(1.0, entropy=0.1, target=0.3) == 1.0
+
+
+def test_a_mask_with_two_bounds_drops_both_tails() -> None:
+    sampler = torch.tensor([0.0, 0.0, 0.0, 0.0])
+    old = torch.tensor([0.4, 0.6, 4.0, 6.0]).log()
+    objective = Objective(importance_correction="token_mask", importance_cap=5.0, importance_floor=0.5)
+    weights = importance_weights(objective, old, sampler, torch.zeros(4, dtype=torch.int64), 1)
+    torch.testing.assert_close(weights, torch.tensor([0.0, 0.6, 4.0, 0.0]))

@@ -366,3 +366,9 @@ def test_settings_without_effect_are_refused_unless_they_are_at_their_default() 
     with pytest.raises(PalestraError, match=r"echo\.coefficient = 0\.5 has no effect here: no tools; leave it at 0\.0"):
         config.refuse(["eval.every", "echo"], "no tools")
     config.refuse(["eval", "checkpoint.every", "seed"], "no reason")
+
+
+def test_a_floor_of_importance_weights_needs_a_mask() -> None:
+    assert RunConfig.build({"train.importance_floor": 0.5, "train.importance_correction": "token_mask"})
+    with pytest.raises(PalestraError, match="importance_floor"):
+        RunConfig.build({"train.importance_floor": 0.5, "train.importance_correction": "token_truncate"})
