@@ -104,6 +104,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     with contextlib.chdir(folder):
         Path("my_agent.py").write_text("\n".join(blocks(ROOT / "docs" / "tutorial.md", "python")))
+        Path("my_env.py").write_text(blocks(ROOT / "docs" / "environments.md", "python")[0])
         assert run(["eval", "my_agent.py", "--eval.cases", "2", "--rollout.max_new_tokens", "30"]) == 0
         options = ["--train.max_steps", "1", "--rollout.group_size", "2", "--train.problems_per_step", "1"]
         limits = ["--rollout.max_new_tokens", "30", "--eval.cases", "1"]
@@ -184,6 +185,8 @@ ONLY_CHECKED = {
     r"train .*--backend ray": "needs Ray; make test-ray",
     r"train .*--nproc": "starts as many processes; tests/parity/test_ranks.py",
     r"train .*--detach|runs (resume|finish|watch|stop|rm|logs)": "in the background; interfaces/test_runs_command.py",
+    r".*Qwen/": "a model of the hub: a download",
+    r".*examples/planner.py": "for a model of 1.5B; tests/interfaces runs these commands with palestra/tiny",
     r"doctor": "looks at the whole machine; tests/interfaces/test_doctor.py",
 }
 SYNOPSIS = re.compile(r"[A-Z_]+\||\||\[|--section\.key|(NAME|FILE|MODEL|AGENT_FILE)\b")
