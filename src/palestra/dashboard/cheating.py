@@ -30,12 +30,17 @@ def suspicion(index: RolloutIndex) -> dict[str, Any]:
     """The answer to `GET …/suspicion`."""
     found = measure_series(index.folder)
     notes = [] if found["witnesses"] else [_NO_WITNESS]
-    return {**found, **_shapes(index).answer, "notes": notes}
+    shapes, has_alarm = _shapes(index), bool(found["alarms"]) if found["witnesses"] else None
+    listed = [
+        {"score": each.score, "why": list(each.why), "rollout": shown(index.row(each.attempt.id))}
+        for each in suspects(shapes.clusters, _MAX_SHOWN, has_alarm=has_alarm)
+    ]
+    return {**found, **shapes.answer, "suspects": listed, "notes": notes}
 
 
 def ids_of_shape(index: RolloutIndex, shape: str) -> list[int]:
     """The rollouts of a cluster, by its name."""
-    return _shapes(index).members.get(shape, [])
+    return [member.id for each in _shapes(index).clusters if str(each.shape) == shape for member in each.members]
 
 
 def measure_series(folder: RunFolder) -> dict[str, Any]:
@@ -83,15 +88,15 @@ def _attempt(row: Any, rewarded: Mapping[str, bool], highest: float) -> AttemptS
 
 
 class _Shapes(NamedTuple):
-    answer: dict[str, Any]  # clusters and suspects
-    members: dict[str, list[int]]  # of each cluster
+    answer: dict[str, Any]  # the clusters as the page gets them
+    clusters: list[SuccessCluster]
 
 
 def _shapes(index: RolloutIndex) -> _Shapes:
     with index.open() as db:
         newest = db.execute("SELECT max(id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
     if newest is None:
-        return _Shapes({"clusters": [], "suspects": []}, {})
+        return _Shapes({"clusters": []}, [])
     weights = tuple((row["name"], row["rewarded"]) for row in measures(index.folder))
     return _find_shapes(str(index.folder.path), newest, weights)
 
@@ -106,15 +111,8 @@ def _find_shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]
         rows = db.execute("SELECT * FROM rollouts WHERE kind = 'train' AND id % ? = 0 ORDER BY id", (every,)).fetchall()
     steps, clusters = find_clusters(attempts_of(rows, dict(weights)))
     by_id = {row["id"]: row for row in rows}
-    found = suspects(clusters, _MAX_SHOWN)
-    answer = {
-        "cluster_steps": steps,
-        "clusters": [_cluster(cluster, by_id) for cluster in clusters],
-        "suspects": [
-            {"score": each.score, "why": list(each.why), "rollout": shown(by_id[each.attempt.id])} for each in found
-        ],
-    }
-    return _Shapes(answer, {str(each.shape): [member.id for member in each.members] for each in clusters})
+    answer = {"cluster_steps": steps, "clusters": [_cluster(cluster, by_id) for cluster in clusters]}
+    return _Shapes(answer, clusters)
 
 
 def _cluster(cluster: SuccessCluster, rows: Mapping[int, Any]) -> dict[str, Any]:

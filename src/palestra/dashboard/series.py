@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Staleness", "steps", ("staleness_max", "stale_groups_dropped")),
     ("Failures", "", ("rollout_failures", "measure_errors", "hung_calls", "measure_errors/")),
 )
+_SHARE = re.compile(r"pass_rate|(?<!learning)_rate$|^tool_use|truncat|fraction|share")
 _NOT_DRAWN = (
     "step elapsed_seconds rollouts groups sampled_tokens tokens_computed tokens_trained tools_offered reward_std"
 ).split()
@@ -90,7 +92,12 @@ def charts(names: Sequence[str]) -> list[dict[str, Any]]:
         if mine:
             left = [name for name in left if name not in mine]
             found.append({"title": title, "unit": unit, "names": mine})
-    return found + [{"title": name.replace("_", " "), "unit": "", "names": [name]} for name in left]
+    return found + [{"title": name.replace("_", " "), "unit": _unit(name), "names": [name]} for name in left]
+
+
+def _unit(name: str) -> str:
+    """The unit of a metric without a chart of its own, by its name."""
+    return "%" if _SHARE.search(name) else ""
 
 
 def sparkline(rows: Sequence[Row]) -> list[float]:

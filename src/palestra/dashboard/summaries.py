@@ -65,10 +65,11 @@ def summary(found: CatalogRun) -> dict[str, Any]:
 def actions(found: CatalogRun) -> list[str]:
     """Actions that the run allows now."""
     run, folder = found.run, found.folder
-    has_weights = folder.model.is_dir() or folder.last_checkpoint() is not None
+    has_checkpoint = folder.last_checkpoint() is not None
+    has_weights = folder.model.is_dir() or has_checkpoint
     possible = {
         "stop": found.listed and run.state in ("pending", "starting", "running"),
-        "resume": found.listed and run.state in ("stopped", "failed", "completed"),
+        "resume": found.listed and (run.state in ("stopped", "completed") or (run.state == "failed" and has_checkpoint)),
         "delete": found.listed and not run.is_active,
         "export": has_weights,
         "chat": has_weights,

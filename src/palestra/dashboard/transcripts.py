@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,27 @@ def _full_record(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | N
 
 
 def _messages(record: Mapping[str, Any], max_chars: int | None) -> list[dict[str, Any]]:
-    messages = messages_of(record)
+    """The messages of a conversation, cut; those of tools with their `result`."""
+    messages, results = messages_of(record), _results_by_id(record)
     for message in messages:
+        same_id = results.get(str(message["tool_call_id"])) if message["role"] == "tool" else None
+        message["result"] = same_id.popleft() if same_id else None
         text = message["text"]
         message["chars"], message["cut"] = len(text), max_chars is not None and len(text) > max_chars
         message["text"] = text[:max_chars]
         message["tool_calls"] = [_short_call(call, max_chars) for call in message["tool_calls"]]
     return messages
+
+
+def _results_by_id(record: Mapping[str, Any]) -> dict[str, deque[dict[str, Any]]]:
+    """Tool results by call id, oldest first: many models number the calls of each turn from 0, so ids repeat."""
+    found: dict[str, deque[dict[str, Any]]] = {}
+    results = record.get("tool_results")
+    for result in results if isinstance(results, list) else ():
+        if isinstance(result, Mapping) and isinstance(result.get("id"), str):
+            outcome = {"ok": bool(result.get("ok")), "seconds": result.get("seconds")}
+            found.setdefault(result["id"], deque()).append(outcome)
+    return found
 
 
 def _score(score: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:

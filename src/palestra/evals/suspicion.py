@@ -21,7 +21,7 @@ _SIGMAS = 3.5  # of the fall of a witness: the largest of many differences is la
 _MIN_FALL = 0.05
 _MIN_RISE = 0.02  # of the range of the reward
 _WINDOW_SHARE = 0.2  # of the steps: what "early" and "late" are
-_MIN_GROWTH = 0.1  # of a phrase's share of the successes
+_MIN_GROWTH = 0.1  # of the share that a phrase or a suspected shape has of the successes
 _MAX_PHRASES = 5
 _MAX_WORDS = 4  # of a phrase
 _MAX_CLUSTERS = 30
@@ -175,18 +175,32 @@ def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[S
     return steps, clusters[:_MAX_CLUSTERS]
 
 
-def suspects(clusters: Sequence[SuccessCluster], limit: int = 100) -> list[Suspect]:
-    """The successes to read first: of a shape that spreads, and not confirmed by a witness."""
+def suspects(
+    clusters: Sequence[SuccessCluster], limit: int = 100, *, has_alarm: bool | None = None
+) -> list[Suspect]:
+    """The successes to read first: of a shape that spreads, and disputed by a witness.
+
+    A success without a verdict of a witness is listed if an alarm was raised, or (`has_alarm` None: the run has no
+    witness at all) if its shape is one that cheats have: see `_is_odd`.
+    """
+    any_tools = any(cluster.shape.tools for cluster in clusters)
     found = []
     for cluster in clusters:
+        if cluster.growth < _MIN_GROWTH:
+            continue
+        unwitnessed = _is_odd(cluster.shape, any_tools) if has_alarm is None else has_alarm
         doubt = 1.0 - cluster.witness_rate if cluster.witness_rate is not None else 0.5
         for attempt in cluster.members:
-            own = {True: 0.5, None: 1.0, False: 2.0}[attempt.confirmed]
-            score = max(0.0, cluster.growth) * doubt * own
-            if score > 0.0:
+            if attempt.confirmed is False or (attempt.confirmed is None and unwitnessed):
+                score = cluster.growth * doubt * (1.0 if attempt.confirmed is None else 2.0)
                 found.append(Suspect(attempt, score, tuple(_why(cluster, attempt))))
     found.sort(key=lambda suspect: (suspect.score, suspect.attempt.id), reverse=True)
     return found[:limit]
+
+
+def _is_odd(shape: Shape, any_tools: bool) -> bool:
+    """Whether successes of a shape do less than others, or share a phrase; learning to use tools is not odd."""
+    return shape.phrase is not None or shape.length == "short" or (any_tools and not shape.tools)
 
 
 def spreading_phrases(attempts: Sequence[AttemptSummary], early: set[int], late: set[int]) -> list[str]:

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from palestra.agent_tools import launcher as launchers
 from palestra.agent_tools.launcher import FormLauncher
 from palestra.core.errors import PalestraError
+from palestra.core.files import MANIFEST, write_text
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard import chats, jobs
 from palestra.dashboard.app import dashboard_app
@@ -101,8 +102,15 @@ def test_a_run_is_stopped_resumed_and_deleted_when_it_can_be(page) -> None:
     assert page.call("GET", path)["actions"] == ["resume", "delete"]
     page.call("POST", f"{path}/export", 400)
     assert page.call("POST", f"{path}/resume")["run"]["state"] == "pending"
-    page.manager._index.move(run["id"], ["pending"], "failed")
+    page.manager._index.move(run["id"], ["pending"], "failed", reason="no such tool")
     folder = page.manager.get(run["id"]).folder
+    listed = page.call("GET", "/api/runs")["runs"][0]
+    assert (listed["reason"], listed["actions"]) == ("no such tool", ["delete"])
+    page.call("POST", f"{path}/resume", 400)
+    checkpoint = RunFolder(folder).checkpoints / "step-000001"
+    checkpoint.mkdir(parents=True)
+    write_text(checkpoint / MANIFEST, "{}")
+    assert "resume" in page.call("GET", path)["actions"]
     assert page.call("DELETE", path) == {"deleted": run["id"]}
     assert not folder.exists()
     page.call("GET", path, 404)

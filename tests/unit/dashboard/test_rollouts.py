@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from dataclasses import replace
 from random import Random
 
 import make_runs
@@ -12,6 +13,7 @@ from dashboard_client import api_of
 
 from palestra.core.files import filter_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_to_dict
+from palestra.core.types import Message, ToolCall, ToolResult
 from palestra.dashboard import rollout_index
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_query import match
@@ -23,6 +25,20 @@ def write_run(folder, verdicts):
     rng = Random(1)
     groups = [(step, [make_runs.make_rollout(rng, 7, passed=p) for p in passed]) for step, passed in verdicts]
     return make_runs.write_run(folder / "other", iter(groups))
+
+
+def test_each_tool_message_has_the_result_of_its_own_turn_where_call_ids_repeat(tmp_path) -> None:
+    call, messages, results = ToolCall("call_0", "price", {}), [Message("user", "?")], []
+    for text, ok in (("Error: no such item", False), ("12", True)):
+        messages += [Message("assistant", "", (call,)), Message("tool", text, tool_call_id="call_0", name="price")]
+        results.append(ToolResult(call, text, ok, 0.5))
+    made = make_runs.make_rollout(Random(1), 7, passed=True)
+    made = replace(made, messages=tuple(messages), tool_results=tuple(results))
+    api = api_of(make_runs.write_run(tmp_path / "run", iter([(1, [made])])), tmp_path / "home")
+    rollout = api(f"rollouts/{api.rows()[0]['id']}")
+    assert [m["result"] and m["result"]["ok"] for m in rollout["messages"]] == [None, None, False, None, True]
+    page = api.client.get(f"{api.path}/rollouts/{rollout['id']}/export.html").text
+    assert page.count(">error<") == 1
 
 
 def write_evals(run, **rollouts) -> None:

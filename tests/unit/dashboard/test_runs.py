@@ -78,6 +78,17 @@ def test_every_metric_is_in_one_chart() -> None:
     assert sorted(drawn) == sorted(names)
 
 
+def test_a_learning_rate_is_not_drawn_as_a_share() -> None:
+    names = ["learning_rate", "pass_rate", "my_rate", "stage/learning_rate", "clip_fraction_low"]
+    assert {name: chart["unit"] for chart in charts(names) for name in chart["names"]} == {
+        "learning_rate": "",
+        "pass_rate": "%",
+        "my_rate": "%",
+        "stage/learning_rate": "",
+        "clip_fraction_low": "%",
+    }
+
+
 def test_half_a_line_of_metrics_waits(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "rew')

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,12 +52,29 @@ def test_a_layer_imports_only_those_below_it() -> None:
             assert path.parent.name != "pages" or module.parent.name != "pages", "pages know nothing of each other"
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
+def evaluate(module: str, expression: str) -> Any:
+    """The value of an expression at the end of a module that imports nothing."""
+    script = f"{(STATIC / module).read_text(encoding='utf-8')}\nconsole.log(JSON.stringify({expression}));"
+    command = ["node", "--input-type=module", "-"]
+    return json.loads(subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout)
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
+
+
+@needs_node
+def test_a_pass_rate_says_whether_it_is_held_out() -> None:
+    runs = [{"eval_pass_rate": 1, "pass_rate": 0.95}, {"pass_rate": 0.95}, {"pass_rate": None}]
+    found = evaluate("lib/format.js", f"{json.dumps(runs)}.map(passRate)")
+    assert found == [["100 %", "held out"], ["95 %", "training"], ["", ""]]
+
+
+@needs_node
 @pytest.mark.parametrize(
     ("run", "words"),
     [
         ({"state": "failed", "active": False, "step": 3}, "The run failed"),
-        ({"state": "failed", "active": False, "step": 0}, "The run failed"),
+        ({"state": "failed", "active": False, "step": 0}, "failed before its first step"),
         ({"state": "stopped", "active": False, "step": 0}, "no steps"),
         ({"state": "running", "active": True, "step": 0}, "after the first steps"),
         ({"state": "running", "active": True, "step": 3}, "so far"),
@@ -64,9 +82,6 @@ def test_a_layer_imports_only_those_below_it() -> None:
     ],
 )
 def test_a_run_without_findings_is_praised_only_if_it_took_its_steps(run: dict[str, object], words: str) -> None:
-    module = (STATIC / "lib" / "format.js").read_text(encoding="utf-8")
-    script = f"{module}\nconsole.log(noFindings({json.dumps(run)}));"
-    command = ["node", "--input-type=module", "-"]
-    said = subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout
+    said = evaluate("lib/format.js", f"noFindings({json.dumps(run)})")
     assert words in said
     assert run["state"] != "failed" or "No problems" not in said

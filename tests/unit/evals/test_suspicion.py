@@ -54,7 +54,7 @@ def step_of_fall(found: list[AttemptSummary], points: float = 0.1) -> int:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("witnessed", [True, False])
-def test_when_the_witness_has_fallen_10_points_18_of_the_first_20_suspects_are_hacked(seed, witnessed) -> None:
+def test_when_the_witness_has_fallen_10_points_nine_in_ten_of_the_first_suspects_are_hacked(seed, witnessed) -> None:
     everything = attempts(hacked=True, seed=seed)
     fallen = step_of_fall(everything)
     so_far = [a for a in everything if a.step <= fallen]
@@ -62,8 +62,8 @@ def test_when_the_witness_has_fallen_10_points_18_of_the_first_20_suspects_are_h
         so_far = [AttemptSummary(a.id, a.step, a.success, a.tools, a.tokens, a.text) for a in so_far]
     _, clusters = find_clusters(so_far)
     first = suspects(clusters)[:20]
-    assert len(first) == 20
-    assert sum(WORD in suspect.attempt.text for suspect in first) >= 18
+    assert len(first) >= 10
+    assert sum(WORD in suspect.attempt.text for suspect in first) >= 0.9 * len(first)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -120,6 +120,22 @@ def test_numbers_do_not_make_texts_differ() -> None:
         for i in range(200)
     ]
     assert spreading_phrases(made, {0}, {3}) == ["paid 0 in full"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_success_of_a_clean_run_is_suspected(seed) -> None:
+    assert suspects(find_clusters(attempts(hacked=False, seed=seed))[1], has_alarm=False) == []
+
+
+def test_without_a_witness_learning_to_use_tools_is_not_suspected_and_leaving_them_out_is() -> None:
+    def learned(first: tuple[str, ...], last: tuple[str, ...]) -> list[AttemptSummary]:
+        return [AttemptSummary(i, i // 10, True, first if i < 50 else last, 10, "that costs 5") for i in range(100)]
+
+    _, better = find_clusters(learned((), ("price",)))
+    assert better[0].growth == 1.0
+    assert suspects(better) == suspects(better, has_alarm=False) == []
+    assert len(suspects(better, has_alarm=True)) == 50
+    assert len(suspects(find_clusters(learned(("price",), ()))[1])) == 50
 
 
 def test_successes_of_one_kind_are_not_suspected_when_nothing_grows() -> None:

@@ -10,22 +10,17 @@ const THINKING = /^\s*<think>([\s\S]*?)<\/think>\s*/;
 const MARK_LENGTH = 24; // characters drawn as the place where siblings part
 
 /** messages → nodes. `run` and `rollout` say where the rest of a cut text is; `mark` is {message, char}. */
-export function transcript(messages, { run = null, rollout = null, results = [], mark = null, from = 0 } = {}) {
-  const resultOf = new Map(results.map((result) => [result.id, result]));
+export function transcript(messages, { run = null, rollout = null, mark = null, from = 0 } = {}) {
   const nodes = messages.slice(from).map((message, i) => {
     const index = from + i;
     const load = message.cut && run ? (start) => rest(run, rollout, index, start) : null;
-    return messageCard(message, {
-      result: resultOf.get(message.tool_call_id),
-      load,
-      mark: mark?.message === index ? mark : null,
-    });
+    return messageCard(message, { load, mark: mark?.message === index ? mark : null });
   });
   return h("div.transcript", nodes);
 }
 
 /** `mark.char` is where in the text the first difference is; null: in its tool calls. */
-export function messageCard(message, { result = null, load = null, mark = null } = {}) {
+export function messageCard(message, { load = null, mark = null } = {}) {
   const at = mark?.char ?? null;
   const thinking = at === null ? message.text.match(THINKING) : null;
   const body = thinking ? message.text.slice(thinking[0].length) : message.text;
@@ -35,7 +30,7 @@ export function messageCard(message, { result = null, load = null, mark = null }
       "header",
       ROLES[message.role] ?? message.role,
       message.name && h("code", message.name),
-      result && resultNote(result),
+      message.result && resultNote(message.result),
     ),
     h(
       "div.body",

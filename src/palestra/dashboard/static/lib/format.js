@@ -76,9 +76,16 @@ export const signKind = (value) => (value > 0 ? "good" : value < 0 ? "bad" : "so
 /** "1 rollout", "2 rollouts". */
 export const plural = (count, noun) => `${integer(count)} ${noun}${count === 1 ? "" : "s"}`;
 
+/** A run's pass rate for the list, and whether it is that of held-out or of training problems; empty where there is none. */
+export function passRate(run) {
+  if (known(run.eval_pass_rate)) return [percent(run.eval_pass_rate), "held out"];
+  return known(run.pass_rate) ? [percent(run.pass_rate), "training"] : ["", ""];
+}
+
 /** What can be said without findings: nothing about learning where the run failed, or has taken no steps. */
 export function noFindings(run) {
-  if (run.state === "failed") return "The run failed. Its steps up to then show no other problem.";
+  if (run.state === "failed")
+    return `The run failed ${run.step ? "later: its steps up to then show no other problem" : "before its first step"}.`;
   if (!run.step) return run.active ? "Findings appear after the first steps." : "The run took no steps.";
   return run.active ? "No problems found so far." : "No problems found in its steps.";
 }

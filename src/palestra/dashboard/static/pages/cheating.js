@@ -88,7 +88,8 @@ function clusters(id, data) {
 }
 
 function suspects(id, data) {
-  if (!data.suspects.length) return null;
+  const title = h("h2.bar", "Look at these first");
+  if (!data.suspects.length) return h("section", title, h("p.soft", "No success looks suspicious."));
   const rows = data.suspects.map((suspect) => ({ ...suspect.rollout, why: suspect.why, score: suspect.score }));
   const why = {
     label: "Why",
@@ -106,5 +107,5 @@ function suspects(id, data) {
       moreButton(rows.length > count && rows.length, draw),
     );
   draw(FIRST);
-  return h("section", h("h2.bar", "Look at these first"), card);
+  return h("section", title, card);
 }

@@ -108,7 +108,6 @@ function messagesOf(id, rollout) {
   return transcript(rollout.messages, {
     run: id,
     rollout: rollout.id,
-    results: rollout.tool_results,
     mark,
     from: Math.max(0, from),
   });

@@ -45,7 +45,7 @@ async function tokensOf(path) {
 }
 
 function messagesOf(id, rollout, withTools) {
-  const element = transcript(rollout.messages, { run: id, rollout: rollout.id, results: rollout.tool_results });
+  const element = transcript(rollout.messages, { run: id, rollout: rollout.id });
   element.classList.toggle("without-tools", !withTools);
   return element;
 }

@@ -10,7 +10,6 @@ import { link } from "../lib/router.js";
 import { breakable } from "../lib/text.js";
 
 const SMOOTHING = "palestra-smoothing";
-const IS_RATE = /pass_rate|_rate$|^tool_use|truncat|fraction|share/;
 
 export async function show({ names: [id], signal }) {
   const [run, metrics] = await Promise.all([getRun(id, signal), get(runPath(id, "metrics"), {}, signal)]);
@@ -63,8 +62,8 @@ function summaryOf(run) {
   return [
     stats([
       ["step", run.total_steps ? `${run.step} / ${run.total_steps}` : String(run.step ?? 0)],
-      ["mean reward", number(run.reward_mean)],
-      ["pass rate", percent(run.pass_rate)],
+      ["mean reward, training", number(run.reward_mean)],
+      ["pass rate, training", percent(run.pass_rate)],
       ...(after === undefined || before === undefined
         ? []
         : [["held-out, before → after", `${percent(before)} → ${percent(after)}`]]),
@@ -151,7 +150,7 @@ class Curves {
     this.charts = metrics.charts.map(({ title, names, unit }) => {
       const chart = new Chart({
         title,
-        percent: unit === "%" || names.every((name) => IS_RATE.test(name)),
+        percent: unit === "%",
         signal: this.signal,
       });
       chart.weight = this.weight;

@@ -6,10 +6,11 @@ import { sparkline } from "../components/sparkline.js";
 import { table, tableKeys } from "../components/table.js";
 import { follow, get } from "../lib/api.js";
 import { debounce, h, replace } from "../lib/dom.js";
-import { ago, duration, moment, number, percent, plural } from "../lib/format.js";
+import { ago, duration, moment, number, passRate, plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { go, link, remember } from "../lib/router.js";
 import { status } from "../lib/status.js";
+import { oneLine } from "../lib/text.js";
 
 const STATES = ["running", "pending", "stopped", "completed", "failed"];
 
@@ -105,20 +106,28 @@ function columns(chosen, onChoose) {
     },
     {
       label: "State",
-      cell: (run) => h("div.row", statusPill(run.state), run.source !== "palestra" && h("span.pill", run.source)),
+      cell: (run) => [
+        h("div.row", statusPill(run.state), run.source !== "palestra" && h("span.pill", run.source)),
+        run.reason && h("div.bad.small.break", { title: run.reason }, oneLine(run.reason, 140)),
+      ],
     },
     { label: "Progress", cell: runProgress, kind: "wide-only" },
     {
       label: "Reward",
       cell: (run) => h("div.row.nowrap", sparkline(run.sparkline ?? []), h("span.tabular", number(run.reward_mean))),
     },
-    { label: "Pass rate", cell: (run) => percent(run.eval_pass_rate ?? run.pass_rate), kind: "num wide-only" },
+    { label: "Pass rate", cell: rateCell, kind: "num wide-only" },
     {
       label: "Started",
       cell: (run) => h("span.soft.nowrap", { title: moment(run.created) }, ago(run.created)),
       kind: "wide-only",
     },
   ];
+}
+
+function rateCell(run) {
+  const [rate, label] = passRate(run);
+  return [rate, h("div.soft.small.nowrap", label)];
 }
 
 function runProgress(run) {
