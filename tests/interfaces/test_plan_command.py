@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from palestra.plan.device import find_device
+
+H200_GIB = find_device("h200").memory_gib
 TINY = Path(__file__).parents[2] / "src" / "palestra" / "models" / "tiny"
 
 
@@ -18,7 +21,7 @@ def test_a_plan_tells_time_memory_cost_bottleneck_and_what_fits(cli):
 
 
 def test_what_fits_is_said_so(cli):
-    assert "it fits\n" in cli("plan", *"--model qwen3-0.6b --context 2k".split()).out
+    assert "it fits: " in cli("plan", *"--model qwen3-0.6b --context 2k".split()).out
 
 
 def test_json_holds_the_numbers_of_the_table(cli):
@@ -29,13 +32,14 @@ def test_json_holds_the_numbers_of_the_table(cli):
     assert sum(found["memory_parts_gib"].values()) == pytest.approx(found["memory_gib"], abs=0.02)
     assert found["cost"] == pytest.approx(found["step_s"] * 50 / 3600 * 2, abs=0.01)
     assert found["fits"] is True
+    assert found["memory_needed_gib"] <= found["memory_usable_gib"] == pytest.approx(0.9 * H200_GIB, abs=0.01)
     assert "H200" in found["calibration"]
 
 
 def test_what_does_not_fit_is_told_with_the_settings_that_would(cli):
     answer = cli("plan", *"--model qwen3-8b --context 4k --group 8 --gpu rtx-4090".split())
     assert answer.code == 0
-    assert "it does not fit: use " in answer.out
+    assert "and 90% can be planned with; use " in answer.out
     assert "--lora." in answer.out
     assert "with these a step takes" in answer.out
 

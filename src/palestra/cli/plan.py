@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.machine import memory_gib, processors
 from palestra.plan.device import GIB, Device, cpu, efficiency_of, find_device
 from palestra.plan.estimate import RunEstimate, duration_text, estimate
+from palestra.plan.memory import PLANNED
 from palestra.plan.of_config import with_suited_step, work_of
 from palestra.plan.shape import ModelShape, find_shape, known_shapes
 from palestra.plan.work import StepWork
@@ -188,7 +189,7 @@ def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, 
     """All numbers of an estimate, for programs."""
     name, share = planned.bottleneck
     change = None if planned.fits else planned.changes_that_fit()
-    memory = {part: round(value / GIB, 3) for part, value in asdict(planned.memory).items() if part != "kv_sleeps"}
+    memory = {part: round(value / GIB, 3) for part, value in planned.memory.parts.items()}
     return {
         "device": planned.device.name,
         "gpus": planned.work.gpus,
@@ -196,6 +197,7 @@ def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, 
         "step_s": round(planned.time.total_s, 4),
         "sampling_s": round(planned.time.sampling_s, 4),
         "learning_s": round(planned.time.learning_s, 4),
+        "decode_parts_s": {part: round(seconds, 4) for part, seconds in planned.time.decode.parts.items()},
         "parts_s": {part: round(seconds, 4) for part, seconds in planned.time.parts.items()},
         "rows_at_once": planned.time.decode.rows,
         "tokens_per_micro_batch": planned.work.tokens_per_micro_batch,
@@ -205,6 +207,7 @@ def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, 
         "bottleneck_share": round(share, 3),
         "hint": planned.hint,
         "memory_gib": round(planned.memory.total / GIB, 2),
+        "memory_needed_gib": round(planned.memory.needed / GIB, 2),
         "memory_parts_gib": memory,
         "memory_usable_gib": round(planned.room / GIB, 2),
         "fits": planned.fits,
@@ -221,7 +224,7 @@ def _print(console: Console, name: str, planned: RunEstimate, steps: int, price:
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, soft_wrap=True)
 
-    work, time, room = planned.work, planned.time, planned.room / GIB
+    work, time = planned.work, planned.time
     trained = "all weights" if work.method == "full" else f"{work.method} of rank {work.lora_rank}"
     line(
         f"{name}: {_billions(planned.shape)} weights, {trained}, on {work.gpus} × {planned.device.name}; "
@@ -232,31 +235,41 @@ def _print(console: Console, name: str, planned: RunEstimate, steps: int, price:
         table.columns[column].justify = "right"
     times = [(part, duration_text(seconds)) for part, seconds in time.parts.items() if seconds]
     times.append(("total", duration_text(time.total_s)))
-    parts = asdict(planned.memory).items()
-    memory = [
-        (part.replace("_", " "), f"{value / GIB:.2f} GiB") for part, value in parts if value and part != "kv_sleeps"
-    ]
-    memory.append(("total", f"{planned.memory.total / GIB:.1f} of {room:.1f} GiB"))
+    whole, need = planned.device.memory_gib, planned.memory
+    memory = [(part.replace("_", " "), f"{value / GIB:.2f} GiB") for part, value in need.parts.items() if value]
+    if not need.gradients:  # of a single micro-batch
+        memory.insert(1, ("gradients", "where activations were"))
+    memory.append(("total", f"{need.total / GIB:.1f} of {whole:.1f} GiB"))
     for i in range(max(len(times), len(memory))):
         table.add_row(*(times[i] if i < len(times) else ("", "")), *(memory[i] if i < len(memory) else ("", "")))
     console.print(table)
-    bottleneck, share = planned.bottleneck
     line(
         f"{planned.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU, "
         f"micro-batches of up to {work.tokens_per_micro_batch:,} tokens; {steps:,} steps take "
         f"{duration_text(time.total_s * steps)}"
         + ("" if price is None else f" and cost {planned.cost(price, steps):,.2f}")
     )
-    line(f"bottleneck: {bottleneck}, {share:.0%} of a step; what helps: {planned.hint}")
+    line(f"bottleneck: {_bottleneck(planned)}; what helps: {planned.hint}")
+    needed = f"{need.needed / GIB:.1f} GiB are needed, {need.needed / GIB / whole:.0%} of the memory"
     if planned.fits:
-        line("it fits", "green")
+        rest = "; the KV cache takes some of the rest" if need.kv > need.kv_least else ""
+        line(f"it fits: {needed}{rest}", "green")
     else:
         change = planned.changes_that_fit()
         then = (
             f"; with these a step takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
         )
-        line(f"it does not fit: {planned.remedy()}{then}", "yellow")
+        line(f"it does not fit: {needed}, and {PLANNED:.0%} can be planned with; {planned.remedy()}{then}", "yellow")
     line(f"by efficiencies {efficiency_of(planned.device).origin}", "dim")
+
+
+def _bottleneck(planned: RunEstimate) -> str:
+    """The largest part of a step and its share; of decode, also the shares of its own parts."""
+    name, share = planned.bottleneck
+    whole = sum(planned.time.parts.values())
+    inside = sorted(planned.time.decode.parts.items(), key=lambda part: -part[1]) if name == "decode" else []
+    shares = [f"{part} {seconds / whole:.0%}" for part, seconds in inside if seconds / whole >= 0.005]
+    return f"{name}, {share:.0%} of a step" + (f" ({', '.join(shares)})" if shares else "")
 
 
 def _billions(shape: ModelShape) -> str:

@@ -10,7 +10,7 @@ from itertools import product
 from palestra.plan.device import GIB, GPUS_OF_A_NODE, Device, Efficiency, efficiency_of
 from palestra.plan.memory import (
     MODULE_PATH_FACTOR,
-    USABLE,
+    PLANNED,
     Memory,
     captured_micro_batch,
     is_compiled,
@@ -69,12 +69,13 @@ class RunEstimate:
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that can be used."""
-        return self.device.memory_gib * GIB * USABLE
+        """Bytes of a GPU that a run may plan to use."""
+        return self.device.memory_gib * GIB * PLANNED
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.room
+        """Whether the memory that it needs, without what the cache takes of the rest, leaves some headroom."""
+        return self.memory.needed <= self.room
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,22 +89,15 @@ class RunEstimate:
     @property
     def bottleneck(self) -> tuple[str, float]:
         """The part that takes the largest share of a step, and that share."""
-        decode, parts = self.time.decode, dict(self.time.parts)
-        del parts["decode"]
-        for text, seconds in (
-            ("starting kernels", decode.launch_s),
-            ("reading weights", decode.weights_s),
-            ("reading the KV cache", decode.kv_s),
-            ("the scheduler", decode.host_s),
-        ):
-            parts[f"decode, {text}"] = decode.steps * seconds
+        parts = self.time.parts
         name = max(parts, key=lambda part: parts[part])
         return name, parts[name] / sum(parts.values())
 
     @property
     def hint(self) -> str:
-        """How to reduce the bottleneck."""
-        return _HINTS[self.bottleneck[0]]
+        """How to reduce the bottleneck; of decode, its largest part."""
+        name, decode = self.bottleneck[0], self.time.decode.parts
+        return _HINTS[f"decode, {max(decode, key=lambda part: decode[part])}" if name == "decode" else name]
 
     def with_work(self, work: StepWork) -> RunEstimate:
         return estimate(self.shape, self.device, work)
@@ -190,6 +184,16 @@ class DecodeTime:
     @property
     def total_s(self) -> float:
         return self.steps * self.step_s
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of all decode steps by what they are spent on."""
+        return {
+            "starting kernels": self.steps * self.launch_s,
+            "reading weights": self.steps * self.weights_s,
+            "reading the KV cache": self.steps * self.kv_s,
+            "the scheduler": self.steps * self.host_s,
+        }
 
 
 @dataclass(frozen=True, slots=True)

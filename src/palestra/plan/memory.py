@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from palestra.plan.device import GIB, Device
 from palestra.plan.shape import ModelShape
@@ -22,6 +22,7 @@ LAYER_LAUNCHES_S = 5.5e-3  # host time of one layer, forward and backward, inclu
 SMALL_FLOP_SHARE = 0.2  # of the FLOP/s that a small model's layers reach
 ACTIVATIONS_SHARE = 0.2  # of a GPU's memory, for activations of micro-batches of more than MICRO_BATCH tokens
 USABLE = 0.95  # of a GPU's memory: the rest is the driver's, or in pieces too small
+PLANNED = 0.9  # of a GPU's memory, up to which a run fits: the estimate may be too low
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Memory:
     kv: float
     workspace: float
     kv_sleeps: bool  # the cache is there only while nothing is learned
+    kv_least: float = 0.0  # what the cache needs at least; the rest of `kv` is memory that was left
 
     @property
     def states(self) -> float:
@@ -51,7 +53,20 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.states + (max(self.working, self.kv) if self.kv_sleeps else self.working + self.kv)
+        return self._with_cache(self.kv)
+
+    @property
+    def needed(self) -> float:
+        """The total with the smallest cache."""
+        return self._with_cache(self.kv_least)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by name, as they are shown."""
+        return {name: value for name, value in asdict(self).items() if name not in ("kv_sleeps", "kv_least")}
+
+    def _with_cache(self, kv: float) -> float:
+        return self.states + (max(self.working, kv) if self.kv_sleeps else self.working + kv)
 
 
 def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
@@ -76,7 +91,8 @@ def memory(shape: ModelShape, device: Device, work: StepWork) -> Memory:
         workspace=WORKSPACE,
         kv_sleeps=work.sleep_mode,
     )
-    return replace(parts, kv=_kv(parts, shape, device, work))
+    least, most = _kv(parts, shape, device, work)
+    return replace(parts, kv=most, kv_least=least)
 
 
 def trained_weights(shape: ModelShape, work: StepWork) -> int:
@@ -160,9 +176,11 @@ def _weights(shape: ModelShape, work: StepWork) -> float:
     return whole + adapters + copied
 
 
-def _kv(parts: Memory, shape: ModelShape, device: Device, work: StepWork) -> float:
+def _kv(parts: Memory, shape: ModelShape, device: Device, work: StepWork) -> tuple[float, float]:
+    """The smallest cache, which holds one rollout, and the one that a run would have."""
     if work.kv_memory_gib is not None:
-        return work.kv_memory_gib * GIB
+        return work.kv_memory_gib * GIB, work.kv_memory_gib * GIB
     of_token = shape.kv_numbers * work.weight_bytes
     room = device.memory_gib * GIB * USABLE - (parts.states if work.sleep_mode else parts.total)
-    return max(work.context * of_token, min(work.kv_tokens * of_token, room))  # at least one rollout
+    one = float(work.context * of_token)
+    return one, max(one, min(work.kv_tokens * of_token, room))

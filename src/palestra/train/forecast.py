@@ -55,12 +55,13 @@ def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.de
     if found is None or config.vllm.mode == "colocate":
         return
     smallest = least(found)
-    if not smallest.fits:
+    usable = found.device.memory_gib * USABLE
+    if smallest.memory.total > usable * GIB:
         need, states = smallest.memory, smallest.memory.states
         raise PalestraError(
             f"{config.model.name} does not fit: training it needs at least {need.total / GIB:.1f} GiB (weights "
             f"{need.weights / GIB:.1f}, gradients and optimizer {(states - need.weights) / GIB:.1f}, activations of "
-            f"one rollout {need.working / GIB:.1f}), and {found.room / GIB:.1f} GiB of the GPU can be used; "
+            f"one rollout {need.working / GIB:.1f}), and {usable:.1f} GiB of the GPU can be used; "
             f"{found.remedy()}"
         )
 

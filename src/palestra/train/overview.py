@@ -171,9 +171,10 @@ class Overview:
     @staticmethod
     def _step_text(planned: RunEstimate) -> str:
         time, (part, share) = planned.time, planned.bottleneck
+        largest = f"mostly {part}" if share > 0.5 else f"the largest part is {part}"
         return (
             f"a step may take {duration_text(time.total_s)} where every rollout uses all of its tokens: sampling "
-            f"{duration_text(time.sampling_s)}, learning {duration_text(time.learning_s)}; mostly {part} ({share:.0%})"
+            f"{duration_text(time.sampling_s)}, learning {duration_text(time.learning_s)}; {largest} ({share:.0%})"
         )
 
 

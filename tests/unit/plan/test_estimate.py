@@ -207,9 +207,26 @@ def test_nothing_fits_where_not_even_4_bit_weights_do() -> None:
 def test_more_context_moves_the_bottleneck_from_starting_kernels_to_reading_the_cache() -> None:
     short = plan(problems=4, group_size=4, prompt_tokens=64, new_tokens=512)
     long = plan(problems=32, group_size=8, prompt_tokens=7000, new_tokens=4096)
-    assert short.bottleneck[0] == "decode, starting kernels"
-    assert long.bottleneck[0] == "decode, reading the KV cache"
-    assert long.hint
+    assert short.bottleneck[0] == long.bottleneck[0] == "decode"
+    assert "rollout.group_size" in short.hint
+    assert "rollout.max_new_tokens" in long.hint
+
+
+def test_the_bottleneck_is_the_largest_part_and_the_parts_of_decode_add_up() -> None:
+    found = plan("qwen3-0.6b", DEVICES["rtx-4090"], problems=16, group_size=8, prompt_tokens=3072, new_tokens=1024)
+    parts = found.time.parts
+    assert found.bottleneck == ("decode", parts["decode"] / sum(parts.values()))
+    assert sum(found.time.decode.parts.values()) == pytest.approx(parts["decode"])
+
+
+def test_a_run_fits_only_if_a_tenth_of_the_memory_is_left() -> None:
+    elastic = plan("qwen3-0.6b", DEVICES["rtx-4090"], problems=16, group_size=8, prompt_tokens=3072, new_tokens=1024)
+    room = 0.9 * elastic.device.memory_gib
+    assert elastic.fits  # its cache would take what is left, and can be smaller
+    assert elastic.memory.needed / GIB <= room < elastic.memory.total / GIB
+    least = (elastic.memory.needed - elastic.memory.kv_least) / GIB
+    fixed = [elastic.with_work(replace(elastic.work, kv_memory_gib=room - least + more)) for more in (-0.01, 0.01)]
+    assert [each.fits for each in fixed] == [True, False]
 
 
 def test_a_cache_too_small_for_all_rollouts_decodes_them_in_waves() -> None:
