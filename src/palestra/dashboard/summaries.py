@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from palestra.core.config import RunConfig, flatten
@@ -94,6 +95,7 @@ def details(found: CatalogRun) -> dict[str, Any]:
         "logs": [part for part, path in found.run.logs.items() if path.is_file()],
         "evaluations": [str(name) for name in folder.eval_names()],
         "measures": measures(folder),
+        "sampling": _sampling(folder, settings),
         "report": {name: report[name] for name in ("before", "after", "changes", "seconds") if name in report} or None,
     }
 
@@ -131,6 +133,16 @@ def measures(folder: RunFolder) -> list[dict[str, Any]]:
     return [
         {"name": name, "weight": (w := weights.get(name, 1.0)), "rewarded": w != 0} for name in {**names, **weights}
     ]
+
+
+def _sampling(folder: RunFolder, settings: Mapping[str, Any]) -> dict[str, float] | None:
+    """Rollouts of a step as set, and their mean so far: more where groups with equal rewards were replaced."""
+    problems, size = (
+        settings.get(section, {}).get(name)
+        for section, name in (("train", "problems_per_step"), ("rollout", "group_size"))
+    )
+    counts = [row["rollouts"] for row in folder.metrics() if isinstance(row.get("rollouts"), int | float)]
+    return {"planned": problems * size, "mean": fmean(counts)} if problems and size and counts else None
 
 
 def record_of(folder: RunFolder) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from dashboard_client import client_of
 
+from palestra.core.config import RunConfig
 from palestra.core.files import write_text
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.catalog import Catalog
@@ -39,6 +40,13 @@ def test_a_run_tells_its_settings_and_measures(api) -> None:
     assert "train.learning_rate" in found["changed"]
     assert found["measures"] == [{"name": "right_total", "weight": 1.0, "rewarded": True}]
     assert found["actions"] == ["rescore"]  # it has no weights, and the index does not list it
+
+
+def test_a_run_tells_how_many_rollouts_a_step_takes_and_should_take(api, run) -> None:
+    sizes = {"train.problems_per_step": 1, "rollout.group_size": 4}
+    RunConfig.build({"model.name": "palestra/tiny", **sizes}).save(run.config_file)
+    run.metrics_file.write_text('{"step": 1, "rollouts": 8}\n{"step": 2, "rollouts": 4}\n{"step": 2, "eval/n": 1}\n')
+    assert api()["sampling"] == {"planned": 4, "mean": 6}
 
 
 def test_a_run_tells_its_capability_and_links_the_examples_of_its_findings(api, run) -> None:

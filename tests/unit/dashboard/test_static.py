@@ -63,6 +63,14 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node is no
 
 
 @needs_node
+def test_extra_sampling_is_explained() -> None:
+    usual, more = (evaluate("lib/format.js", f"rolloutsOfStep({{planned: 64, mean: {n}}})") for n in (64, 118.7))
+    assert usual == "64"
+    assert more.startswith("119 on average, 64 by the settings")
+    assert "train.signal_share" in more
+
+
+@needs_node
 def test_a_pass_rate_says_whether_it_is_held_out() -> None:
     runs = [{"eval_pass_rate": 1, "pass_rate": 0.95}, {"pass_rate": 0.95}, {"pass_rate": None}]
     found = evaluate("lib/format.js", f"{json.dumps(runs)}.map(passRate)")

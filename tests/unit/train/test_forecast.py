@@ -116,6 +116,9 @@ def test_the_header_has_memory_and_step_time_and_the_evaluation_makes_it_better(
     assert memory.startswith("needs about ")
     assert " of 24 GiB (weights, gradients and optimizer " in memory
     assert step.startswith("a step may take ")
+    part, share = planned.bottleneck
+    assert step.endswith(f"; {'mostly' if share > 0.5 else 'the largest part is'} {part} ({share:.0%})")
+    assert share == max(planned.time.parts.values()) / sum(planned.time.parts.values())
     turns = (Turn("template", tuple(range(40))), Turn("model", (1, 2), (0.0, 0.0), (0, 0)))
     report = EvalReport.of([Rollout("p", turns, (), "finished")], seconds=2.0)  # type: ignore[arg-type]
     assert overview.time_text(report).startswith("the training may take about ")

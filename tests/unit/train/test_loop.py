@@ -151,6 +151,14 @@ def test_refilling_draws_fresh_problems_up_to_the_limit(
     assert loop.tracker.groups == [(1, drawn)]
 
 
+def test_extra_sampling_is_explained_once() -> None:
+    loop = make_loop({"train.refill_limit": 2}, steps=3, play=only(0, 1))
+    loop.training.watcher = heard = Hears()
+    loop.training.run()
+    assert ["train.signal_share" in note for note in heard.notes] == [True]
+    assert heard.notes[0].startswith("step 2 sampled 6 groups instead of 2")
+
+
 def test_a_source_that_cannot_be_refilled_is_asked_once() -> None:
     loop = make_loop(steps=1, play=equal)
     loop.training.source.refills = False  # type: ignore[misc]

@@ -82,6 +82,13 @@ export function passRate(run) {
   return known(run.pass_rate) ? [percent(run.pass_rate), "training"] : ["", ""];
 }
 
+/** How many rollouts a step took, and why they were more than the settings say. */
+export function rolloutsOfStep({ planned, mean }) {
+  if (mean <= planned) return integer(planned);
+  const why = "groups with equal rewards teach nothing, so other problems are sampled, too (train.signal_share)";
+  return `${integer(mean)} on average, ${integer(planned)} by the settings: ${why}`;
+}
+
 /** What can be said without findings: nothing about learning where the run failed, or has taken no steps. */
 export function noFindings(run) {
   if (run.state === "failed")

@@ -5,7 +5,7 @@ import { facts, notice, progress, stats } from "../components/parts.js";
 import { getRun, runHead } from "../components/run_head.js";
 import { follow, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { duration, integer, moment, noFindings, number, percent } from "../lib/format.js";
+import { duration, integer, moment, noFindings, number, percent, rolloutsOfStep } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { breakable } from "../lib/text.js";
 
@@ -46,6 +46,7 @@ export async function show({ names: [id], signal }) {
       h("h2", "About"),
       facts([
         ["Rollouts", rollouts],
+        ...(run.sampling ? [["Rollouts a step", rolloutsOfStep(run.sampling)]] : []),
         ...(run.capability ? [["Before training", run.capability.text]] : []),
         ["Started", moment(run.started ?? run.created)],
         ["Folder", h("span.mono.small", breakable(run.folder))],
