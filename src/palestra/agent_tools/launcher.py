@@ -51,7 +51,8 @@ class FormLauncher:
     def environments(self) -> dict[str, Any]:
         found = discover()
         errors = {str(path): reason for path, reason in found.errors.items()}
-        return {"environments": [_listed(env) for env in found.environments], "errors": errors, "agents": agent_files()}
+        ordered = sorted(found.environments, key=lambda env: (bool(env.preset), env.origin != "built-in"))
+        return {"environments": [_listed(env) for env in ordered], "errors": errors, "agents": agent_files()}
 
     def environment(self, name: str) -> dict[str, Any]:
         found = discover().named(name)
@@ -185,6 +186,7 @@ def _listed(env: DiscoveredEnv) -> dict[str, Any]:
         "file": str(env.file_path),
         "origin": env.origin,
         "dialect": env.dialect,
+        "family": env.name.partition("/")[0] if env.preset else None,
     }
 
 

@@ -123,6 +123,9 @@ def test_agent_files_are_found_by_their_text_and_not_run(page, tmp_path) -> None
     found = page.call("GET", "/api/environments")
     assert found["agents"] == ["demo", "shop.py"]
     assert "calculator" in [row["name"] for row in found["environments"]]
+    kinds = [(row["family"] is not None, row["origin"] != "built-in") for row in found["environments"]]
+    assert kinds == sorted(kinds)
+    assert {row["family"] for row in found["environments"]} <= {None, "reasoning_gym"}
     assert "calculator" in page.call("GET", "/api/environment?name=calculator")["docs"]
 
 

@@ -63,6 +63,28 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node is no
 
 
 @needs_node
+def test_the_datasets_of_a_family_are_one_entry() -> None:
+    rows = [{"name": "calculator", "family": None}, {"name": "mine"}]
+    rows += [{"name": f"reasoning_gym/{n}", "family": "reasoning_gym"} for n in "ab"]
+    found = evaluate("lib/format.js", f"byFamily({json.dumps(rows)})")
+    assert [(family, len(members)) for family, members in found] == [(None, 1), (None, 1), ("reasoning_gym", 2)]
+
+
+@needs_node
+def test_rollouts_of_one_group_that_follow_each_other_are_shown_together() -> None:
+    rows = [{"group": group, "kind": kind} for group, kind in ((1, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "a"))]
+    found = evaluate("lib/format.js", f"neighbours({json.dumps(rows)})")
+    assert [len(rows) for rows in found] == [2, 1, 1, 1]
+
+
+@needs_node
+@pytest.mark.parametrize(("scrolled", "hidden"), [(0, 4), (400, 3), (1000, 1), (1200, 0)])
+def test_the_columns_out_of_view_are_counted(scrolled: int, hidden: int) -> None:
+    place = {"scrollWidth": 2600, "clientWidth": 1400, "scrollLeft": scrolled}
+    assert evaluate("lib/format.js", f"columnsBeyond(8, {json.dumps(place)})") == hidden
+
+
+@needs_node
 def test_extra_sampling_is_explained() -> None:
     usual, more = (evaluate("lib/format.js", f"rolloutsOfStep({{planned: 64, mean: {n}}})") for n in (64, 118.7))
     assert usual == "64"

@@ -38,7 +38,7 @@ export function lockedField(setting) {
     { "data-locked": setting.name },
     h("label", { for: id }, icon("lock", 14), setting.name),
     h("input", { id, disabled: true, value: settingText(setting.value) }),
-    h("div.hint", setting.description ? `Set by this site: ${setting.description}` : "Set by this site."),
+    h("div.hint", `${setting.description ?? ""} Fixed here; palestra.yaml can change it.`.trim()),
   );
 }
 

@@ -9,7 +9,7 @@ export function reading(run, indexed, onMore, signal) {
   const line = h("p.soft.small.bar", { role: "status" });
   const draw = (share) => {
     line.hidden = share >= 1;
-    line.textContent = `Reading the rollouts for the first time: ${percent(share)}`;
+    line.textContent = `Reading the rollouts for the first time, oldest first: ${percent(share)}; newer ones follow.`;
   };
   const readOn = async (share) => {
     while (share < 1) {

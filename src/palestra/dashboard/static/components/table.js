@@ -2,8 +2,8 @@
 
 import { h } from "../lib/dom.js";
 
-/** columns: [{label, cell(row), kind}], kind being a class like "num" or "wide-only". */
-export function table(columns, rows, { href = null, label } = {}) {
+/** columns: [{label, cell(row), kind}], kind being a class like "num" or "wide-only"; `heading(row)` goes above a row. */
+export function table(columns, rows, { href = null, label, heading = () => null } = {}) {
   const head = h(
     "tr",
     columns.map(({ label, kind = "" }) => h("th", { class: kind || null, scope: "col" }, label)),
@@ -14,7 +14,9 @@ export function table(columns, rows, { href = null, label } = {}) {
     const open = (event) => {
       if (!event.target.closest("a, button, input, label")) location.hash = target;
     };
-    return h(`tr${target ? ".open" : ""}`, target ? { onclick: open, "data-href": target } : {}, cells);
+    const above = heading(row);
+    const line = h(`tr${target ? ".open" : ""}`, target ? { onclick: open, "data-href": target } : {}, cells);
+    return above ? [h("tr.heading", h("th", { colspan: columns.length, scope: "rowgroup" }, above)), line] : line;
   });
   const element = h("table", h("caption.visually-hidden", label), h("thead", head), h("tbody", body));
   return h("div.scroll-x", { tabindex: 0, role: "region", "aria-label": label }, element);

@@ -76,6 +76,31 @@ export const signKind = (value) => (value > 0 ? "good" : value < 0 ? "bad" : "so
 /** "1 rollout", "2 rollouts". */
 export const plural = (count, noun) => `${integer(count)} ${noun}${count === 1 ? "" : "s"}`;
 
+/** Environments → [family, members] pairs in their order; those without a family come one by one, as [null, [one]]. */
+export function byFamily(environments) {
+  const found = new Map();
+  for (const each of environments) {
+    const key = each.family ?? each;
+    if (!found.has(key)) found.set(key, [each.family ?? null, []]);
+    found.get(key)[1].push(each);
+  }
+  return [...found.values()];
+}
+
+/** Rows → lists of neighbours that belong to one group. */
+export function neighbours(rows) {
+  const found = [];
+  for (const row of rows) {
+    if (found.length && found.at(-1)[0].group === row.group && found.at(-1)[0].kind === row.kind) found.at(-1).push(row);
+    else found.push([row]);
+  }
+  return found;
+}
+
+/** How many of `count` equally wide columns are not, or only partly, in view to the right. */
+export const columnsBeyond = (count, { scrollWidth, clientWidth, scrollLeft }) =>
+  Math.max(0, Math.ceil((scrollWidth - clientWidth - scrollLeft - 1) / (scrollWidth / count) - 0.05));
+
 /** A run's pass rate for the list, and whether it is that of held-out or of training problems; empty where there is none. */
 export function passRate(run) {
   if (known(run.eval_pass_rate)) return [percent(run.eval_pass_rate), "held out"];

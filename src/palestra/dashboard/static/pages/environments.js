@@ -3,32 +3,22 @@
 import { empty, notice, pageHead, searchBox } from "../components/parts.js";
 import { get } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { plural } from "../lib/format.js";
+import { byFamily, plural } from "../lib/format.js";
 import { setKeys } from "../lib/keys.js";
 import { link } from "../lib/router.js";
 import { breakable, oneLine } from "../lib/text.js";
-
-const FIRST = 24; // reasoning-gym alone has a hundred
 
 export async function show({ signal }) {
   const { environments, errors = {} } = await get("environments", {}, signal);
   const count = h("span.soft.small", { role: "status" });
   const list = h("div");
-  const draw = (word, most = FIRST) => {
+  const draw = (word) => {
     const found = environments.filter(({ name, description = "" }) =>
       `${name} ${description}`.toLowerCase().includes(word),
     );
-    const more =
-      found.length > most
-        ? h("button", { type: "button", onclick: () => draw(word, Infinity) }, `Show all ${found.length}`)
-        : null;
     count.textContent = plural(found.length, "environment");
-    replace(
-      list,
-      found.length
-        ? h("div.stack", h("div.grid", found.slice(0, most).map(card)), h("div", more))
-        : h("div.card", nothing(environments)),
-    );
+    const cards = byFamily(found).map(([family, members]) => (family ? familyCard(family, members) : card(members[0])));
+    replace(list, found.length ? h("div.grid", cards) : h("div.card", nothing(environments)));
   };
   const search = searchBox("Search environments", (text) => draw(text.toLowerCase()));
   draw("");
@@ -53,6 +43,26 @@ function card(environment) {
       h("span.pill", environment.origin),
     ),
     h("p.soft", oneLine(environment.description ?? "", 200)),
+  );
+}
+
+/** All datasets of a family behind one entry, with a filter of its own. */
+function familyCard(family, members) {
+  const links = h("ul.small.members");
+  const draw = (word) =>
+    replace(
+      links,
+      members
+        .filter(({ name }) => name.toLowerCase().includes(word))
+        .map(({ name }) => h("li", h("a", { href: link(["environments", name]) }, name.slice(family.length + 1)))),
+    );
+  draw("");
+  const filter = searchBox(`Filter ${family}`, (text) => draw(text.toLowerCase()));
+  return h(
+    "article.card",
+    h("div.card-head", h("h2.break", family), h("span.pill", plural(members.length, "dataset"))),
+    filter,
+    links,
   );
 }
 

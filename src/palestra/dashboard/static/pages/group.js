@@ -9,7 +9,7 @@ import { transcript } from "../components/transcript.js";
 import { verdicts } from "../components/verdicts.js";
 import { address, get, runPath } from "../lib/api.js";
 import { h, replace } from "../lib/dom.js";
-import { kindQuery, number, plural, signed, when } from "../lib/format.js";
+import { columnsBeyond, kindQuery, number, plural, signed, when } from "../lib/format.js";
 import { link } from "../lib/router.js";
 import { textBlock } from "../lib/text.js";
 
@@ -31,6 +31,7 @@ export async function show({ names: [id, number_], signal }) {
     );
   };
   await draw("chat");
+  const more = moreHint(row, group.rollouts.length, signal);
   const hasTokens = group.rollouts.every((rollout) => rollout.has_tokens);
   return [
     runHead(run, "rollouts"),
@@ -73,9 +74,26 @@ export async function show({ names: [id, number_], signal }) {
         ? notice("warn", "All rewards are alike: every advantage is 0, and this group taught nothing.")
         : null,
       question ? h("section.card", h("h2", "The problem"), textBlock(question.text, { foldAt: 1500 })) : null,
+      more,
       row,
     ),
   ];
+}
+
+/** A button that says how many attempts are out of view, and scrolls to them. */
+function moreHint(row, count, signal) {
+  const onclick = () => row.scrollBy({ left: 0.8 * row.clientWidth, behavior: "smooth" });
+  const button = h("button.quiet.small", { type: "button", onclick });
+  const tell = () => {
+    const hidden = columnsBeyond(count, row);
+    button.hidden = !hidden;
+    button.textContent = `${plural(hidden, "more attempt")} to the right →`;
+  };
+  const resize = new ResizeObserver(tell);
+  resize.observe(row);
+  row.addEventListener("scroll", tell, { signal });
+  signal?.addEventListener("abort", () => resize.disconnect());
+  return button;
 }
 
 function sibling(id, rollout, run, body) {

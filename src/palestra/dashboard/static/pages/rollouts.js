@@ -54,7 +54,7 @@ export async function show({ names: [id], query, signal }) {
     rows = cursor ? [...rows, ...answer.rollouts] : answer.rollouts;
     count.textContent = plural(answer.count, "rollout");
     const more = moreButton(answer.next, load);
-    replace(list, rows.length ? [rolloutTable(id, rows), more] : empty("No rollout matches", "Loosen a filter."));
+    replace(list, rows.length ? [rolloutTable(id, rows, { grouped: true }), more] : empty("No rollout matches", "Loosen a filter."));
   };
   const set = (name, delay = 0) =>
     debounce((value) => {

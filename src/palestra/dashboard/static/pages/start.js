@@ -9,6 +9,7 @@ import { go, link, remember } from "../lib/router.js";
 
 export async function show({ query, signal }) {
   const { environments, agents = [] } = await get("environments", {}, signal);
+  const families = new Set(environments.map(({ family }) => family).filter(Boolean));
   const place = h("div");
   const subject = query.get("environment")
     ? `environment:${query.get("environment")}`
@@ -23,10 +24,14 @@ export async function show({ query, signal }) {
         option("agent_file", file, file === "demo" ? "demo: a shop assistant, trained in two minutes" : file, subject),
       ),
     ),
-    h(
-      "optgroup",
-      { label: "Environments" },
-      environments.map((environment) => option("environment", environment.name, environment.name, subject)),
+    [null, ...families].map((family) =>
+      h(
+        "optgroup",
+        { label: family ?? "Environments" },
+        environments
+          .filter((environment) => (environment.family ?? null) === family)
+          .map(({ name }) => option("environment", name, name, subject)),
+      ),
     ),
   );
   const open = async (value) => {
@@ -98,7 +103,7 @@ function form(subject, data) {
       ),
     ),
     data.locked.length
-      ? h("section.card", h("h2", "Locked by this site"), h("div.form-grid", data.locked.map(lockedField)))
+      ? h("details.card", h("summary", h("b", "Fixed settings")), h("div.form-grid", data.locked.map(lockedField)))
       : null,
     rest.length ? h("details.card", h("summary", h("b", "All settings")), bySection(rest)) : null,
     summary,
