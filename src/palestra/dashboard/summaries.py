@@ -70,7 +70,8 @@ def actions(found: CatalogRun) -> list[str]:
     has_weights = folder.model.is_dir() or has_checkpoint
     possible = {
         "stop": found.listed and run.state in ("pending", "starting", "running"),
-        "resume": found.listed and (run.state in ("stopped", "completed") or (run.state == "failed" and has_checkpoint)),
+        "resume": found.listed
+        and (run.state in ("stopped", "completed") or (run.state == "failed" and has_checkpoint)),
         "delete": found.listed and not run.is_active,
         "export": has_weights,
         "chat": has_weights,

@@ -175,9 +175,7 @@ def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[S
     return steps, clusters[:_MAX_CLUSTERS]
 
 
-def suspects(
-    clusters: Sequence[SuccessCluster], limit: int = 100, *, has_alarm: bool | None = None
-) -> list[Suspect]:
+def suspects(clusters: Sequence[SuccessCluster], limit: int = 100, *, has_alarm: bool | None = None) -> list[Suspect]:
     """The successes to read first: of a shape that spreads, and disputed by a witness.
 
     A success without a verdict of a witness is listed if an alarm was raised, or (`has_alarm` None: the run has no
