@@ -186,7 +186,8 @@ class Training:
         if metrics.get("groups", 0) > planned >= max((row.get("groups", 0) for row in self.history), default=0):
             self.watcher.note(
                 f"step {self.state.step} sampled {metrics['groups']:.0f} groups instead of {planned}: groups with "
-                "equal rewards teach nothing, so other problems are sampled, too (train.signal_share, train.refill_limit)"
+                "equal rewards teach nothing, so other problems are sampled, too "
+                "(train.signal_share, train.refill_limit)"
             )
         self.history.append(metrics)
         for finding in run_findings(self.history, facts=self.facts, examples=self.examples):
