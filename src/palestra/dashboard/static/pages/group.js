@@ -84,16 +84,17 @@ export async function show({ names: [id, number_], signal }) {
 function moreHint(row, count, signal) {
   const onclick = () => row.scrollBy({ left: 0.8 * row.clientWidth, behavior: "smooth" });
   const button = h("button.quiet.small", { type: "button", onclick });
+  const line = h("div", { hidden: true }, button);
   const tell = () => {
     const hidden = columnsBeyond(count, row);
-    button.hidden = !hidden;
+    line.hidden = !hidden;
     button.textContent = `${plural(hidden, "more attempt")} to the right →`;
   };
   const resize = new ResizeObserver(tell);
   resize.observe(row);
   row.addEventListener("scroll", tell, { signal });
   signal?.addEventListener("abort", () => resize.disconnect());
-  return button;
+  return line;
 }
 
 function sibling(id, rollout, run, body) {
