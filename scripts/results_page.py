@@ -141,7 +141,8 @@ def _section(name: str, recipe: Any, members: Sequence[Run]) -> str:
     for pair in members[0]["transcripts"]:
         for when in ("before", "after"):
             verdict = "passed" if pair[when]["passed"] else "failed"
-            text.append(f"{when}, {verdict}:\n```\n{_dialogue(pair[when]['messages'])}\n```\n")
+            dialogue = _dialogue(pair[when]["messages"])  # may have fences of its own
+            text.append(f"{when}, {verdict}:\n\n````text\n{dialogue}\n````\n")
     return "\n".join(text)
 
 
