@@ -225,6 +225,7 @@ class AgentOptions:
         address: dict[str, Any] = {"host": self.agent_host or "127.0.0.1", "token": self._token}
         if self._is_started_here:
             program = command_agent(self.agent_cmd or (), model=agent.model, cwd=self.cwd, image=self.agent_image)
+            program.check_exists()
             return replace(program, **address)
         if self.agent_port is not None:
             from palestra.sources.programs.outside import OutsideAgent

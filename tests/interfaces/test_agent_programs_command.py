@@ -76,6 +76,13 @@ def test_the_token_for_other_machines_reaches_the_gateway_and_no_file(program, m
         assert "--agent-host" in chosen.arguments()
 
 
+def test_a_command_that_does_not_exist_is_told_before_a_run_begins(cli, program):
+    refused = cli("train", "--agent-cmd", "pyton agent.py", *program[2:])
+    assert refused.code == 2
+    assert "pyton agent.py" in refused.err
+    assert not Path("runs").exists()
+
+
 def test_options_that_do_not_go_together_are_refused(cli, program):
     for words, reason in (
         ([*program, "--agent-port", "0"], "choose"),

@@ -117,7 +117,7 @@ class CommandAgent(ProgramAgent):
                 return _with_result(ended, result_file, limits.max_output_bytes)
             own = {"PALESTRA_CASE_FILE": str(case_file), "PALESTRA_RESULT_FILE": str(result_file)}
             env = {**clean_environment(), **self.env, **endpoint.variables(), **own}
-            self._check_exists(env)
+            self.check_exists(env)
             if limits.fork_server:
                 command = await self._forked(limits.timeout_s)
             else:
@@ -155,7 +155,11 @@ class CommandAgent(ProgramAgent):
             if ended is None or ended.stopped:
                 await containers.remove(name)
 
-    def _check_exists(self, env: Mapping[str, str]) -> None:
+    def check_exists(self, env: Mapping[str, str] | None = None) -> None:
+        """RolloutError if there is no such program; in a container it is not looked for."""
+        if self.containers is not None:
+            return
+        env = {**clean_environment(), **self.env} if env is None else env
         program = str(Path(self.cwd or "", self.command[0])) if "/" in self.command[0] else self.command[0]
         if shutil.which(program, path=env.get("PATH")) is None:
             raise RolloutError(f"the agent's command {shlex.join(self.command)} could not be started: no such program")
