@@ -15,6 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,8 @@ RECIPES |= {
     "planner_demonstrations": replace(
         RECIPES["planner_auto"],
         title="stock of a hardware store with `--warm-start auto` and 20 demonstrations",
-        remark="`examples/planner_demonstrations.py` writes the demonstrations, of training cases.",
+        remark="The demonstrations are of training cases; first write them with `python "
+        "examples/planner_demonstrations.py demonstrations.jsonl`.",
         settings={"checkpoint.every": 0, "stages.plan": "sft,rft,grpo", "stages.traces": "demonstrations.jsonl"},
     ),
     "calculator_auto": replace(
@@ -182,12 +184,13 @@ METHODS = {  # {run}: a finished run, whose successes are demonstrations and who
     "sft": {"stages.plan": "sft,grpo", "stages.traces": "{run}"},
     "distillation": {"stages.plan": "distill,grpo", "distill.teacher": "{run}/model"},
 }
-COMPARED = {  # agents of palestra/tiny, and tokens that a run may sample
-    "exchange": ("examples/tiny_agents/exchange.py", 120_000),
-    "directory": ("benchmarks/tiny_agents_hard/directory.py", 120_000),
-    "parcels": ("benchmarks/tiny_agents_hard/parcels.py", 120_000),
+COMPARED = {  # agents of palestra/tiny
+    "exchange": "examples/tiny_agents/exchange.py",
+    "directory": "benchmarks/tiny_agents_hard/directory.py",
+    "parcels": "benchmarks/tiny_agents_hard/parcels.py",
 }
 COMPARED_SETTINGS = {
+    "train.max_sampled_tokens": 120_000,
     "train.max_steps": 400,
     "train.problems_per_step": 16,
     "rollout.group_size": 8,
@@ -214,42 +217,45 @@ def train(name: str, seed: int, small: bool, model: str | None, more: list[str])
         raise SystemExit(f"{name} trains {recipe.model}; pass its folder or .gguf file as --model")
     folder = Path("runs") / f"{name}-{'small' if small else seed}"
     target = [str(ROOT / recipe.task)] if is_agent else ["--env", recipe.task]
-    command = [sys.executable, "-m", "palestra", "train", *target, "--seed", str(seed)]
-    command += ["--folder", str(folder), *(f"--{key}={value}" for key, value in settings.items()), *more]
-    subprocess.run(command, check=True)
-    report = json.loads((folder / "report.json").read_text())
+    report = run_training(target, folder, seed, settings, more)
     rates = [report[when]["pass_rate"] for when in ("before", "after")]
     print(f"{name}, seed {seed}: {rates[0]['rate']:.1%} -> {rates[1]['rate']:.1%} in {report['seconds']:.0f} s")
     if not small:
         DATA.mkdir(parents=True, exist_ok=True)
         kept = {key: report[key] for key in KEPT if key in report}
-        kept["metrics"] = [{key: row[key] for key in KEPT_METRICS if key in row} for row in report["metrics"]]
+        kept["metrics"] = rows_of(report, KEPT_METRICS)
         (DATA / f"{name}-{seed}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def compare(task: str, method: str, seed: int, run: str | None) -> None:
     """Train an agent with one method, until the limit of sampled tokens."""
-    file, tokens = COMPARED[task]
-    settings = COMPARED_SETTINGS | {"train.max_sampled_tokens": tokens} | METHODS[method]
     if "{run}" in str(METHODS[method]) and run is None:
         raise SystemExit(f"{method} learns from another run: pass a finished one, of method rft for instance, as --run")
+    own = {key: str(value).replace("{run}", run or "") for key, value in METHODS[method].items()}
     folder = Path("runs") / f"compare-{task}-{method}-{seed}"
-    options = [f"--{key}={str(value).replace('{run}', run or '')}" for key, value in settings.items()]
-    command = [sys.executable, "-m", "palestra", "train", str(ROOT / file), "--seed", str(seed)]
-    subprocess.run([*command, "--folder", str(folder), *options], check=True)
-    report = json.loads((folder / "report.json").read_text())
-    kept = {key: report[key] for key in ("seed", "seconds", "before", "after", "stages", "findings") if key in report}
-    for when in ("before", "after"):
-        kept[when] = kept[when]["pass_rate"]
-    kept["sampled_tokens"] = sum(row.get("sampled_tokens", 0) for row in report["metrics"])
-    kept["metrics"] = [
-        {key: row[key] for key in ("step", "sampled_tokens", "pass_rate", "rft/pass_rate") if key in row}
-        for row in report["metrics"]
-    ]
+    report = run_training([str(ROOT / COMPARED[task])], folder, seed, COMPARED_SETTINGS | own)
+    kept = {key: report[key] for key in ("seed", "seconds", "stages", "findings") if key in report}
+    kept |= {when: report[when]["pass_rate"] for when in ("before", "after")}
+    kept["metrics"] = rows_of(report, ("step", "sampled_tokens", "pass_rate", "rft/pass_rate"))
+    kept["sampled_tokens"] = sum(row.get("sampled_tokens", 0) for row in kept["metrics"])
     COMPARISONS.mkdir(parents=True, exist_ok=True)
     (COMPARISONS / f"{task}-{method}-{seed}.json").write_text(json.dumps(kept) + "\n")
-    print(f"{task}, {method}, seed {seed}: {kept['before']['rate']:.1%} -> {kept['after']['rate']:.1%}, "
-          f"{kept['sampled_tokens']:,.0f} tokens, {kept['seconds']:.0f} s")  # fmt: skip
+    rates = f"{kept['before']['rate']:.1%} -> {kept['after']['rate']:.1%}"
+    print(f"{task}, {method}, seed {seed}: {rates}, {kept['sampled_tokens']:,.0f} tokens, {kept['seconds']:.0f} s")
+
+
+def run_training(
+    target: list[str], folder: Path, seed: int, settings: Mapping[str, Any], more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run `palestra train`; gives its report."""
+    command = [sys.executable, "-m", "palestra", "train", *target, "--seed", str(seed), "--folder", str(folder)]
+    subprocess.run([*command, *(f"--{key}={value}" for key, value in settings.items()), *more], check=True)
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def rows_of(report: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in names if key in row} for row in report["metrics"]]
 
 
 def main() -> None:
@@ -274,7 +280,7 @@ def main() -> None:
     else:
         from results_page import write_page
 
-        write_page(RECIPES, DATA, list(METHODS), {task: tokens for task, (_, tokens) in COMPARED.items()})
+        write_page(RECIPES, DATA, list(METHODS), list(COMPARED), COMPARED_SETTINGS["train.max_sampled_tokens"])
 
 
 if __name__ == "__main__":

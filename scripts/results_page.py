@@ -16,17 +16,19 @@ MARKS = ("<!-- results: written by scripts/results.py page -->", "<!-- end of re
 Run = dict[str, Any]
 
 
-def write_page(recipes: Mapping[str, Any], data: Path, methods: Sequence[str], compared: Mapping[str, int]) -> None:
+def write_page(
+    recipes: Mapping[str, Any], data: Path, methods: Sequence[str], compared: Sequence[str], tokens: int
+) -> None:
     """docs/results/README.md with a chart for each recipe, and the tables in the project's README.
 
-    `compared` has the limit of sampled tokens of each task that was trained by several methods."""
+    `compared` are the tasks that were trained by several methods, with a limit of sampled tokens."""
     runs = found_runs(recipes, data)
     for name, members in runs.items():
         (data.parent / f"{name}.svg").write_text(_chart(members, recipes[name].title))
     tables = _tables(recipes, runs)
     sections = [_section(name, recipes[name], members) for name, members in runs.items()]
     first = next(iter(runs.values()))[0]
-    comparison = _comparison(data / "compare", methods, compared)
+    comparison = _comparison(data / "compare", methods, compared, tokens)
     (data.parent / "README.md").write_text(_opening(first) + tables + "\n" + comparison + "\n".join(sections))
     readme = ROOT / "README.md"
     text = readme.read_text()
@@ -99,15 +101,14 @@ def _table(recipes: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> str
     return "\n".join(lines) + "\n"
 
 
-def _comparison(data: Path, methods: Sequence[str], tasks: Mapping[str, int]) -> str:
+def _comparison(data: Path, methods: Sequence[str], tasks: Sequence[str], tokens: int) -> str:
     """A table of methods and tasks: held-out pass rates by seed at the same number of sampled tokens."""
-    limits = ", ".join(f"{task} {tokens:,}" for task, tokens in tasks.items())
     heads = " | ".join(tasks)
     lines = [
         f"""## Methods at equal sampled tokens
 
 palestra/tiny on a CPU, three seeds, one thread each: held-out pass rate when the run has sampled as many tokens as it
-may ({limits}; the last step or round is finished: up to 155,000).
+may ({tokens:,}; the last step or round is finished: up to 155,000).
 `sft` and `distillation` learn from a fourth run of method rft: its successes are the demonstrations, its model is the
 teacher; for parcels it was made by an earlier version, which failed there. Self-distillation has a weight of 1, the
 weak one of 0.1: this model is a poor teacher of itself, and the runs say so (finding `weak_teacher`).

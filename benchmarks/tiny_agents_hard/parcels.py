@@ -15,7 +15,7 @@ def zone_of(city: str) -> str:
 
 @function_tool
 def price_of(zone: str, kilograms: int) -> int:
-    """The price in cents of a parcel of so many kilograms to a zone."""
+    """The price in cents of a parcel of this weight to a zone."""
     return PRICES[zone] + 35 * kilograms
 
 

@@ -1,4 +1,4 @@
-"""For those who go on with TRL: measures as its reward functions, suites as its datasets."""
+"""For those who continue with TRL: measures as its reward functions, suites as its datasets."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from palestra.agents.tools.mcp_client import as_mcp_server
 from palestra.agents.tools.tool import as_tool, tools_by_name
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import PalestraError, did_you_mean, refuse_arguments
 
 if TYPE_CHECKING:
     from palestra.core.conversations import Conversation
@@ -33,11 +33,7 @@ class Agent:
     has_own_tools: ClassVar[bool] = False  # tools that are not in `tools`
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        known = [field.name for field in fields(cls) if field.init]
-        if unknown := [name for name in named if name not in known]:
-            raise PalestraError(
-                f"Agent has no argument {unknown[0]!r}.{did_you_mean(unknown[0], known)} It takes {', '.join(known)}."
-            )
+        refuse_arguments("Agent", named, [field.name for field in fields(cls) if field.init], {})
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

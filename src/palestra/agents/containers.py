@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError
+from palestra.core.http import is_loopback
 
 FOLDER = "/palestra"  # of the attempt, in its container
 # What the programs themselves read, to find their service.
@@ -54,7 +55,9 @@ class Containers:
         Their values are not among the arguments, which every local user can read.
         """
         network = []
-        if is_local(base_url):  # the only network from which a container reaches our loopback address
+        if is_loopback(
+            urlsplit(base_url).hostname or ""
+        ):  # the only network from which a container reaches our loopback address
             check_host_network()
             network = ["--network=host"]
         folder.chmod(0o777)  # the image may have a user of its own; the folder above is ours alone
@@ -78,10 +81,6 @@ class Containers:
         except TimeoutError:
             process.kill()
             await process.wait()
-
-
-def is_local(url: str) -> bool:
-    return urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
 
 
 def check_host_network() -> None:

@@ -12,6 +12,7 @@ from palestra.core.errors import PalestraError
 
 dumps = partial(json.dumps, ensure_ascii=False)
 _NAME, _MODEL = "stock-clerk", "palestra/tiny"
+_COLOURS, _THINGS = "red blue green black white pink", "lamp mug chair pen book clock hat bag"
 _INSTRUCTIONS = "Use the tools to answer."
 _AGENT = '''"""Train this agent with `palestra train agent.py`. Replace tools, measure and cases.jsonl by your own."""
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from palestra import Agent, EvalSuite, fail_reason, function_tool, measure, pass_reason
 
-COLOURS, THINGS = "red blue green black white pink".split(), "lamp mug chair pen book clock hat bag".split()
+COLOURS, THINGS = "{colours}".split(), "{things}".split()
 STOCK = {{f"{{c}} {{t}}": 11 + 7 * i + 9 * k for i, c in enumerate(COLOURS) for k, t in enumerate(THINGS)}}
 
 
@@ -85,7 +86,8 @@ def command(folder: Path, name: str | None, model: str | None, instructions: str
     config = _CONFIG if model == _MODEL else ""
     folder.mkdir(parents=True, exist_ok=True)
     quoted = {"name": dumps(name), "model": dumps(model), "instructions": dumps(instructions)}
-    files[0].write_text(_AGENT.format(**quoted, config=config), encoding="utf-8")
+    text = _AGENT.format(**quoted, config=config, colours=_COLOURS, things=_THINGS)
+    files[0].write_text(text, encoding="utf-8")
     files[1].write_text("".join(dumps(case) + "\n" for case in _cases()))
     inside = "" if folder == Path(".") else f"cd {folder}\n"
     click.echo(f"wrote {files[0]} and {files[1]}. Next:\n{inside}palestra eval agent.py\npalestra train agent.py")
@@ -99,7 +101,7 @@ def _answer(given: str | None, question: str, default: str, yes: bool) -> str:
 
 def _cases() -> list[dict[str, object]]:
     """Questions about the sum of two items' stock, by the rule of the agent file."""
-    colours, things = "red blue green black white pink".split(), "lamp mug chair pen book clock hat bag".split()
-    stock = {f"{c} {t}": 11 + 7 * i + 9 * k for i, c in enumerate(colours) for k, t in enumerate(things)}
+    colours, things = enumerate(_COLOURS.split()), list(enumerate(_THINGS.split()))
+    stock = {f"{c} {t}": 11 + 7 * i + 9 * k for i, c in colours for k, t in things}
     pairs = [(a, b) for a in stock for b in stock if a < b][::8]
     return [{"input": f"How many {a}s and {b}s are in stock?", "expect": stock[a] + stock[b]} for a, b in pairs]

@@ -124,6 +124,11 @@ class RunConfig(Section):
         return self
 
     @property
+    def has_own_engine(self) -> bool:
+        """Whether the engine of this process samples."""
+        return self.backend == "local" and self.vllm.mode == "off" and self.rollout.policy_url is None
+
+    @property
     def importance_correction(self) -> str:
         """train.importance_correction with `auto` resolved."""
         chosen = self.train.importance_correction

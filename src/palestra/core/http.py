@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import re
 import ssl
@@ -21,7 +22,20 @@ _CONNECT_S = 30.0
 _MAX_RETRY_AFTER_S = 60.0
 _QUOTED = 300  # characters of an error's body that its message repeats
 _MARKUP = re.compile(r"<(head|style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("example.com")
+    (True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class HttpError(PalestraError):
@@ -137,8 +151,8 @@ class Request:
         import httpx
 
         timeout = httpx.Timeout(self.timeout_s, connect=min(self.timeout_s, _CONNECT_S))
-        is_loopback = urlsplit(self.url).hostname in _LOOPBACK
-        return {"verify": _ssl(), "timeout": timeout, "trust_env": not is_loopback}  # trust_env: proxies
+        is_local = is_loopback(urlsplit(self.url).hostname or "")
+        return {"verify": _ssl(), "timeout": timeout, "trust_env": not is_local}  # trust_env: proxies
 
     def _arguments(self) -> dict[str, Any]:
         headers = {"Content-Type": "application/json", **self.headers}

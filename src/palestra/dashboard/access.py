@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.servers.guard import host_of, is_loopback
+from palestra.core.http import is_loopback
+from palestra.servers.guard import host_of
 from palestra.servers.http_errors import error_body
 
 COOKIE = "palestra_token"

@@ -180,7 +180,7 @@ _CONDITIONS: dict[str, Callable[[RunConfig], bool]] = {
     "rollout.constrain_tool_calls": lambda c: c.backend != "tinker" and c.vllm.mode == "off",
     "rollout.temperature": lambda c: c.backend != "tinker",
     "rollout.max_staleness": lambda c: not c.model.sleep_mode,
-    "model.kv_memory_gib": lambda c: c.backend == "local" and c.vllm.mode == "off" and c.rollout.policy_url is None,
+    "model.kv_memory_gib": lambda c: c.has_own_engine,
     "train.entropy_coefficient": lambda c: c.backend != "tinker",
     "train.signal_share": lambda c: c.train.filter_equal_groups and c.train.signal_share < 1,
     "stages.plan": lambda c: c.stages.plan == "grpo" and c.backend == "local" and not c.rollout.max_staleness,

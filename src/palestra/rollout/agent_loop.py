@@ -112,11 +112,11 @@ async def play(
     """
     tools = {tool.name: tool for tool in episode.tools}
     sampling = limits.sampling
-    schemas = tuple(tool.schema for tool in tools.values())
     if limits.constrain_tool_calls and tools:
-        sampling = replace(sampling, grammar=json.dumps(schemas))
+        sampling = replace(sampling, grammar=json.dumps([tool.schema for tool in tools.values()]))
     forced = sampling
-    if limits.call is not None and tools:
+    if limits.forced_calls and limits.call is not None and tools:
+        schemas = tuple(tool.schema for tool in tools.values())
         forced = replace(sampling, grammar=str(replace(limits.call, tools=schemas)))
     first_seed = sampling.seed if seed is None else seed
     turn = rounds = 0

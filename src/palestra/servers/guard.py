@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from urllib.parse import urlsplit
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from palestra.core.http import is_loopback
 from palestra.servers.http_errors import error_body
 
 
@@ -75,12 +75,3 @@ def host_of(url: str) -> str:
 def _is_loopback_host(header: bytes) -> bool:
     """Cached, since the Host header is the same in every request of a client."""
     return is_loopback(host_of(f"//{header.decode('latin-1')}"))
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -23,8 +23,9 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.core.errors import PalestraError
+from palestra.core.http import is_loopback
 from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
-from palestra.servers.guard import Guard, is_loopback
+from palestra.servers.guard import Guard
 from palestra.servers.http_errors import ErrorForm, error_body, error_response, refuse
 
 request_log = logging.getLogger("palestra.requests")  # one line per request at level INFO

@@ -135,8 +135,9 @@ class Stages:
         if number == len(self.plan) - 1:
             training.save_model = self.save_model
         if training.ranks.is_first and self.plan != ["grpo"]:
-            is_open = name == "rft"  # it ends by itself
-            self.folder.add_to_record(steps=None if is_open else training.total_steps)
+            learned = training.demonstrations
+            ends_by_itself = learned is not None and learned.ends_by_itself
+            self.folder.add_to_record(steps=None if ends_by_itself else training.total_steps)
 
     def resume(self, folder: Path, state: TrainState) -> None:
         """Go on from a checkpoint, in its stage."""
@@ -204,20 +205,17 @@ class Stages:
         assert isinstance(task, EnvironmentTask)
         rewards = rewards_of(task.environment, task.reward_functions, parts)
 
+        takes_grammars = config.has_own_engine and find_spec("llguidance") is not None
+        if config.has_own_engine and not takes_grammars and offered_tools(task):
+            parts.watcher.note("rft: pip install 'palestra[constrain]' lets attempts with hints be held to tool calls")
+        close = parts.chat.closes_reasoning({})
+        call = GrammarText(parts.chat.stop_token_ids, one_call=True, close_reasoning=close)
+
         def collector(environment: Any, temperature: float, forced_calls: int) -> Any:
             hotter = config.with_settings({"rollout.temperature": temperature})
             found = agent_collector(environment, parts.policy, parts.chat, hotter, training=True)
-            if forced_calls and _has_own_engine(config) and find_spec("llguidance") is None:
-                parts.watcher.note(
-                    "attempts with hints would begin with tool calls if llguidance were installed: "
-                    "pip install 'palestra[constrain]'"
-                )
-            elif forced_calls and _has_own_engine(config):
-                close = parts.chat.closes_reasoning({})
-                call = GrammarText(parts.chat.stop_token_ids, one_call=True, close_reasoning=close)
-                calls = min(forced_calls, found.limits.max_tool_rounds)
-                found = replace(found, limits=replace(found.limits, forced_calls=calls, call=call))
-            return replace(found, rewards=rewards)
+            calls = min(forced_calls, found.limits.max_tool_rounds) if takes_grammars else 0
+            return replace(found, rewards=rewards, limits=replace(found.limits, forced_calls=calls, call=call))
 
         size, stages = config.rollout.group_size, config.stages
         chosen = {
@@ -250,11 +248,6 @@ class Stages:
                 return steps_for(source.count, config.stages.sft_epochs, config.stages.sft_batch)
             case _:
                 return MAX_STAGE_STEPS
-
-
-def _has_own_engine(config: RunConfig) -> bool:
-    """Whether our engine samples, which can be held to a grammar."""
-    return config.backend == "local" and config.vllm.mode == "off" and config.rollout.policy_url is None
 
 
 def stage_config(config: RunConfig, name: str) -> RunConfig:
