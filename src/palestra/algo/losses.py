@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.machine import in_one_order
 
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo", "cross_entropy"]
 Ratio = Literal["token", "sequence"]
@@ -196,7 +197,7 @@ def importance_weights(objective: Objective, old: Tensor, sampler: Tensor, row: 
     level, _, how = objective.importance_correction.partition("_")
     log_weight = old - sampler
     if level == "sequence":
-        log_weight = _row_sum(log_weight, row, rows)[row]
+        log_weight = row_sum(log_weight, row, rows)[row]
     weight = log_weight.exp().detach()
     if how == "truncate":
         return weight.clamp(max=objective.importance_cap)
@@ -209,7 +210,7 @@ def vespo_weights(log_ratio: Tensor, row: Tensor, advantages: Tensor, correction
     log_tokens = log_ratio
     if correction is not None:
         log_tokens = log_tokens + correction.log().clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)
-    log_w = _row_sum(log_tokens, row, rows).clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)[row]
+    log_w = row_sum(log_tokens, row, rows).clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)[row]
     positive = advantages >= 0
     k = torch.where(positive, VESPO_POSITIVE[0], VESPO_NEGATIVE[0])
     lam = torch.where(positive, VESPO_POSITIVE[1], VESPO_NEGATIVE[1])
@@ -268,14 +269,16 @@ def _token_stats(
     return TokenStats(len(ratio), sums, maxima)
 
 
-def _row_sum(values: Tensor, row: Tensor, rows: int) -> Tensor:
-    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
+def row_sum(values: Tensor, row: Tensor, rows: int) -> Tensor:
+    """[rows] the sum of each row's values."""
+    with in_one_order(values):
+        return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
 
 
 def _row_mean(values: Tensor, row: Tensor, rows: int) -> Tensor:
     """[N] the mean over each token's row."""
-    counts = _row_sum(torch.ones_like(values), row, rows)
-    return (_row_sum(values, row, rows) / counts.clamp(min=1.0))[row]
+    counts = row_sum(torch.ones_like(values), row, rows)
+    return (row_sum(values, row, rows) / counts.clamp(min=1.0))[row]
 
 
 def _needed(value: Tensor | None, name: str, setting: str) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
-from palestra.algo.losses import TokenStats
+from palestra.algo.losses import TokenStats, row_sum
 from palestra.algo.step_loss import Loss, LossTerms, LossTokens
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.types import Array
@@ -113,6 +113,5 @@ def _clipped(ratio: Tensor, advantages: Tensor, settings: Mapping[str, float]) -
 def _masked_row_mean(values: Tensor, mask: Tensor, row: Tensor) -> Tensor:
     """[N] the mean of each row's masked values; 0 in a row without any."""
     rows = int(row.max()) + 1 if len(row) else 0
-    zeros = torch.zeros(rows, dtype=values.dtype, device=values.device)
-    total, count = zeros.index_add(0, row, values * mask), zeros.index_add(0, row, mask.to(values.dtype))
+    total, count = row_sum(values * mask, row, rows), row_sum(mask.to(values.dtype), row, rows)
     return (total / count.clamp(min=1.0))[row]

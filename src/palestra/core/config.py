@@ -113,6 +113,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _deterministic(self) -> RunConfig:
+        if self.train.deterministic and (self.rollout.max_staleness or not self.has_own_engine):
+            raise ValueError(
+                "train.deterministic needs our engine and steps one after the other; leave out rollout.max_staleness, "
+                "vllm.mode, rollout.policy_url and other backends than local"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _distillation(self) -> RunConfig:
         if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient or self.train.replay):
             raise ValueError(

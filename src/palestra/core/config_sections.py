@@ -209,6 +209,11 @@ class TrainSection(Section):
         "GPU with room for it",
     )
     share_prefix: bool = Field(True, description="compute the prompt of a group once for all its siblings")
+    deterministic: bool = Field(
+        False,
+        description="the same seed gives the same run also with tools that take longer than 50 ms: sampling waits "
+        "for them, so that who shares a batch does not depend on the time that they take",
+    )
 
     @model_validator(mode="after")
     def _floor_of_a_mask(self) -> TrainSection:

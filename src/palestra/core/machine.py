@@ -61,6 +61,28 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_one_order(x: Tensor) -> Iterator[None]:
+    """On a GPU, operations on x inside add up in the same order each time: the same numbers give the same bits.
+
+    For the few operations that need it. Everywhere, it would refuse what has only one implementation.
+    """
+    import torch
+
+    if not x.is_cuda or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    import torch.utils.deterministic as memory
+
+    fills, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
 ALIGNMENT = 16  # bytes: what kernels that read several numbers at once expect
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from palestra.algo.batching import MicroBatch
 from palestra.algo.step_loss import LossGradient
+from palestra.core.machine import in_one_order
 from palestra.engine.supported import base_model
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import ScoringHead, logit_rule, top_of
@@ -125,7 +126,7 @@ class Scorer(nn.Module):
 
     def _scored_hidden(self, micro: PackedMicroBatch) -> Tensor:
         """[S, H] the hidden states that predict the scored tokens."""
-        return self._packed_hidden(micro).index_select(0, micro.layout.computed_at(micro.batch.source))
+        return take_rows(self._packed_hidden(micro), micro.layout.computed_at(micro.batch.source))
 
     def _packed_hidden(self, micro: PackedMicroBatch) -> Tensor:
         """[T, H] in the layout's order; right at the places that the batch reads."""
@@ -169,3 +170,23 @@ class Scorer(nn.Module):
         ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=self.pad_token_id)
         lengths = torch.tensor([len(row) for row in rows], device=ids.device)
         return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows] of [T, …]. Siblings read the last state of their prompt, and its gradients are added in one order."""
+    taken: Tensor = _TakeRows.apply(x, rows)
+    return taken
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [rows] = ctx.saved_tensors
+        with in_one_order(rows):
+            return grads[0].new_zeros(ctx.shape).index_add_(0, rows, grads[0]), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from palestra.core.weights import Weights
 from palestra.engine.supported import base_linear, base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
-from palestra.learner.forward import Scorer
+from palestra.learner.forward import Scorer, take_rows
 from palestra.learner.micro_batches import (
     LocalOutputs,
     MicroBatchLimit,
@@ -73,6 +74,8 @@ class LocalLearner:
     ) -> None:
         """`max_rows` limits the rows of a micro-batch. `shares_device`: other threads compute there, too, so that no
         CUDA graphs are captured, and gradients are added strictly in the order of the rows."""
+        # What torch takes on an H200 anyway; other threads may compute while this one is `in_one_order`.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.model = model
         self._ranks = ranks
         self._has_adapter = hasattr(model, "disable_adapter")
@@ -299,7 +302,8 @@ class LocalLearner:
         self.optimizer.reset()
 
     def save(self, folder: Path) -> None:
-        learner_state.save(folder, self.model, {"optimizer": self.optimizer.state_dict()})
+        shapes = [] if self._shapes is None else self._shapes.state()
+        learner_state.save(folder, self.model, {"optimizer": self.optimizer.state_dict(), "shapes": shapes})
 
     def load(self, folder: Path) -> None:
         state = learner_state.load(folder, self.model)
@@ -307,6 +311,8 @@ class LocalLearner:
             load_sharded(folder, self.optimizer)
         else:
             self.optimizer.load_state_dict(state["optimizer"])
+        if self._shapes is not None:
+            self._shapes.restore(state.get("shapes", []))
 
     def export(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -379,4 +385,4 @@ class LocalLearner:
 def _of_each(micro: PackedMicroBatch, values: Tensor) -> Tensor:
     """[S] values of the scored tokens -> [N] of the tokens of the loss."""
     each = micro.batch.each
-    return values if each is None else values.index_select(0, each)
+    return values if each is None else take_rows(values, each)

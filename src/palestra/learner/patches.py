@@ -180,6 +180,8 @@ def _compiler_options() -> dict[str, Any]:
         config.cpp.vec_isa_ok = False
     # Padding would compile again for lengths that are no multiple of 8; the weights' sides are aligned anyway.
     options: dict[str, Any] = {"shape_padding": False}
+    if hasattr(config, "deterministic"):
+        options["deterministic"] = True  # else it tries which blocks are fastest, and the order of sums is chance
     if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
         # Else the gradient of norms is fused from 5 Mi numbers on alone, which makes two programs.
         options["triton.mix_order_reduction_non_strict_mode"] = True

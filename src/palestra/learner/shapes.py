@@ -5,7 +5,8 @@ Padding tokens are trees of their own, which no real token sees, so they change 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 # How much padding a known shape may mean for a micro-batch: a share of its tokens, plus so many. Else one is made.
 WASTED_SHARE, WASTED_TOKENS = 0.3, 4096
@@ -76,6 +77,13 @@ class Shapes:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._known: list[Shape] = []
+
+    def state(self) -> list[list[int]]:
+        """For a checkpoint: products of other shapes round differently."""
+        return [list(astuple(shape)) for shape in self._known]
+
+    def restore(self, state: Sequence[Sequence[int]]) -> None:
+        self._known = [Shape(*numbers) for numbers in state]
 
     def fit(self, lengths: Lengths) -> tuple[Shape, Padding] | None:
         """The smallest known shape that holds these runs, or a new one; None if it were too large."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batching import Tree, ragged_arange
-from palestra.core.machine import to_device
+from palestra.core.machine import in_one_order, to_device
 from palestra.core.types import Array
 from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
 
@@ -208,9 +208,10 @@ def _half_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = _no_dropout(q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, 0.0, causal, random, random, scale=scale
-    )
+    with in_one_order(q):
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, 0.0, causal, random, random, scale=scale
+        )
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

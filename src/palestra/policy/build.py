@@ -12,11 +12,17 @@ log = logging.getLogger("palestra")
 
 
 def build_policy(
-    model: Any, tokenizer: Any, engine: str, kv_memory_gib: float | None = None, keep_closed: bool = False
+    model: Any,
+    tokenizer: Any,
+    engine: str,
+    kv_memory_gib: float | None = None,
+    keep_closed: bool = False,
+    waits_for_all_tools: bool = False,
 ) -> Policy[Any]:
     """The paged engine where the model allows it, naive batched sampling where not.
 
     `keep_closed`: conversations come back, each request with all that was said before (see `Engine`).
+    `waits_for_all_tools`: who shares a batch never depends on how long tools take (see `ToolBarrier`).
     """
     from palestra.policy.local import LocalPolicy
     from palestra.policy.naive import NaivePolicy
@@ -24,7 +30,8 @@ def build_policy(
     if engine == "plain":
         return NaivePolicy(model, tokenizer)
     try:
-        return LocalPolicy(model, tokenizer, kv_memory_gib=kv_memory_gib, keep_closed=keep_closed)
+        options: dict[str, Any] = {"kv_memory_gib": kv_memory_gib, "keep_closed": keep_closed}
+        return LocalPolicy(model, tokenizer, waits_for_all_tools=waits_for_all_tools, **options)
     except UnsupportedModel as reason:
         if engine == "paged":
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -28,13 +29,16 @@ class ToolBarrier:
 
     A step waits a moment for them while they usually come back at once. So a quick tool's answer joins the very
     next step whatever the threads' timing: batches are fuller, and the same seed gives the same batches, hence the
-    same numbers to the last bit. Slow tools delay no step. With `enabled=False` no step ever waits.
+    same numbers to the last bit. Slow tools delay no step, unless it `waits_for_all`. With `enabled=False` no step ever
+    waits.
     """
 
-    def __init__(self, enabled: bool = True, quick_s: float = 0.05, patience_s: float = 1.0) -> None:
+    def __init__(
+        self, enabled: bool = True, quick_s: float = 0.05, patience_s: float = 1.0, waits_for_all: bool = False
+    ) -> None:
         self._enabled = enabled
-        self._quick_s = quick_s
-        self._patience_s = patience_s
+        self._quick_s = math.inf if waits_for_all else quick_s
+        self._patience_s = None if waits_for_all else patience_s
         # Judged by the median: a busy machine makes a quick tool slow now and then, a slow tool is slow each time. One
         # value for all that were away together: a pause of the garbage collector makes all of them slow at once.
         self._recent_s: deque[float] = deque([0.0] * _WINDOW, maxlen=2 * _WINDOW - 1)
@@ -68,7 +72,7 @@ class ToolBarrier:
             try:
                 await asyncio.wait_for(self._all_back.wait(), self._patience_s)
             except TimeoutError:  # enough of them that no step waits until as many calls have been quick again
-                self._recent_s.extend([self._patience_s] * _WINDOW)
+                self._recent_s.extend([self._patience_s or 0.0] * _WINDOW)
         self._awaited.clear()
         if self._this_round_s:
             self._recent_s.append(median(self._this_round_s))
@@ -101,7 +105,13 @@ class LocalPolicy(Policy[Session]):
     can_branch = True
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any = None, *, tool_barrier: bool = True, **engine_options: Any
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        tool_barrier: bool = True,
+        waits_for_all_tools: bool = False,
+        **engine_options: Any,
     ) -> None:
         self.engine = Engine(model, tokenizer, compile_grammar=_compiler(tokenizer), **engine_options)
         self._waiters: dict[Job, asyncio.Future[Turn]] = {}
@@ -109,7 +119,7 @@ class LocalPolicy(Policy[Session]):
         self._calls = 0  # of `sample`
         self._step: Step | None = None  # in progress on the device
         self._ended: deque[Job] = deque()  # turns that have not been handed to their callers yet
-        self._tool_barrier = ToolBarrier(enabled=tool_barrier)
+        self._tool_barrier = ToolBarrier(tool_barrier, waits_for_all=waits_for_all_tools)
 
     @property
     def version(self) -> int:
@@ -174,7 +184,7 @@ class LocalPolicy(Policy[Session]):
     async def _drive(self) -> None:
         """Step while callers wait. A failed step fails every turn in progress, not the loop."""
         self._collect()  # a driver before this one may have been cancelled
-        await self._drain_submissions()  # callers that start together are batched from the first step
+        await self._drain_submissions(_ROUNDS)  # callers that start together are batched from the first step
         while self._waiters:
             try:
                 await self._one_step()
@@ -205,12 +215,13 @@ class LocalPolicy(Policy[Session]):
 
     async def _others(self) -> None:
         """Let the callers of turns that have ended go on, and wait for those that come back at once."""
-        await self._drain_submissions()
+        # where nothing overlaps a step, as long as more of them come
+        await self._drain_submissions(1 if self.engine.runner.overlaps else _ROUNDS)
         await self._tool_barrier.wait()
 
-    async def _drain_submissions(self) -> None:
-        """Let callers submit their turns; where nothing overlaps a step, as long as more of them come."""
-        for _ in range(1 if self.engine.runner.overlaps else _ROUNDS):
+    async def _drain_submissions(self, rounds: int) -> None:
+        """Let callers submit their turns, as long as more of them come."""
+        for _ in range(rounds):
             calls = self._calls
             for _ in range(_YIELDS):
                 await asyncio.sleep(0)

@@ -39,6 +39,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "train.refill_limit", "train.full_update_share", "train.max_rollbacks", "train.max_grad_norm",
         "train.weight_decay", "train.adam_beta1", "train.adam_beta2",
         "train.scheduler", "train.warmup_steps", "train.tokens_per_micro_batch", "train.share_prefix",
+        "train.deterministic",
         "rollout.group_size", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p",
         "rollout.repetition_penalty", "rollout.max_new_tokens", "rollout.max_tool_rounds", "rollout.tool_timeout_s",
         "rollout.max_tool_result_chars", "rollout.max_open_episodes", "rollout.constrain_tool_calls",

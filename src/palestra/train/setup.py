@@ -125,7 +125,8 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     if config.rollout.policy_url is None:
         # sampling goes on while the learner changes its weights: by a module of its own, at the last version
         sampled = sampling_copy(model) if config.rollout.max_staleness else model
-        return build_policy(sampled, tokenizer, config.model.engine, kv_memory_for(config, model))
+        memory, waits = kv_memory_for(config, model), config.train.deterministic
+        return build_policy(sampled, tokenizer, config.model.engine, memory, waits_for_all_tools=waits)
     if config.lora.r:
         raise PalestraError(
             "rollout.policy_url serves whole weights, and lora.r trains an adapter; set lora.r to 0, or leave it out"

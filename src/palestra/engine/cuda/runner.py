@@ -110,10 +110,13 @@ class CudaRunner(Runner):
                 store.index_copy_(1, targets, store.index_select(1, sources))
             self._copies = {}
 
+    def forget_history(self) -> None:
+        """A resumed run has not seen earlier steps and evaluations, so paths are not chosen by them."""
+        self._speculation = Speculation()
+
     def weights_changed(self) -> None:
         """Drop captured graphs if a weight has moved, since they hold the weights' addresses."""
-        # The choice of path must not depend on earlier training steps: a resumed run has not seen them.
-        self._speculation = Speculation()
+        self.forget_history()
         moved = self._weight_addresses() != self._weights_at
         if moved:
             self._forget_graphs()
