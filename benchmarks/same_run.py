@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
 from training import SETTINGS
 
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ def differences(first: Path, second: Path) -> Iterator[str]:
     if apart:
         yield f"the learner's numbers of tokens differ in {len(apart)} of {len(files)} steps, first {apart[0]}"
     weights, others = (load_file(next((run / "model").glob("*.safetensors"))) for run in (first, second))
-    unequal = [name for name in weights if not np.array_equal(bits(weights[name]), bits(others[name]))]
+    unequal = [name for name in weights if not torch.equal(weights[name], others[name])]
     if unequal:
         yield f"{len(unequal)} of {len(weights)} trained weights differ"
 
@@ -94,10 +94,6 @@ def rollout_differences(first: Path, second: Path) -> Iterator[str]:
         if names:
             yield f"rollouts differ from step {one.get('step')}: {names}"
             return
-
-
-def bits(x: Any) -> Any:
-    return np.ascontiguousarray(x).view(np.uint8)
 
 
 def main() -> None:

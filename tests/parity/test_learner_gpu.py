@@ -9,10 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from palestra.algo.batch import Batch
+from palestra.algo.losses import Objective
+from palestra.algo.step_loss import StepLoss
+from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
 from palestra.core.types import Sample
 from palestra.learner import head
 from palestra.learner.forward import Scorer
+from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.learner.micro_batches import pack_batch
 from palestra.learner.shapes import Shapes
@@ -151,3 +155,16 @@ def test_the_heads_gradients_at_once_are_the_later_ones(monkeypatch: pytest.Monk
         results.append([logprobs, entropy, *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*results, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)  # type: ignore[arg-type]
+
+
+def test_a_step_of_several_micro_batches_is_captured() -> None:
+    config = RunConfig.build({"train.tokens_per_micro_batch": 200}).with_step_size()
+    learner = LocalLearner(build().to("cuda", torch.bfloat16), config=config)
+    learner._scorer = Scorer(learner.model, compile_layers=True)  # which so small a model is not by itself
+    learner._shapes = Shapes(10_000)
+    batch = Batch.of([sample for i in range(4) for sample in group(90, (40, 9), i)])
+    for _ in range(2):
+        learner.forward_backward(batch, StepLoss.of(batch, Objective(), max_completion_length=64))
+    graphs = learner._scorer.graphs
+    assert graphs is not None
+    assert graphs.captured

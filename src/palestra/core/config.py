@@ -122,6 +122,23 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _exact(self) -> RunConfig:
+        if not self.model.exact:
+            return self
+        rollout = self.rollout
+        plain = (rollout.top_p, rollout.top_k, rollout.min_p, rollout.repetition_penalty) == (1.0, 0, 0.0, 1.0)
+        if not self.has_own_engine or self.model.engine == "plain":
+            raise ValueError(
+                "model.exact needs our engine; leave out model.engine, vllm.mode, rollout.policy_url, backend"
+            )
+        if not plain or rollout.constrain_tool_calls:
+            raise ValueError(
+                "model.exact samples from the whole distribution; leave out rollout.top_p, top_k, min_p, "
+                "repetition_penalty and constrain_tool_calls"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _distillation(self) -> RunConfig:
         if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient or self.train.replay):
             raise ValueError(

@@ -61,6 +61,11 @@ class ModelSection(Section):
     engine: Literal["auto", "paged", "plain"] = Field(
         "auto", description="the sampler: auto takes the paged engine where the model allows it"
     )
+    exact: bool = Field(
+        False,
+        description="sampler and learner compute the same log-probabilities to the bit, by kernels that do not depend "
+        "on the batch; slower (a CUDA GPU, Llama-like models)",
+    )
     kv_memory_gib: float | None = Field(
         None,
         gt=0,

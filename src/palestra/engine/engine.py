@@ -27,7 +27,7 @@ from palestra.engine.runner import GIB, Runner, default_kv_bytes
 from palestra.engine.sampler import StopStrings, check_params
 from palestra.engine.scheduler import Scheduler
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
-from palestra.engine.supported import CacheTooLarge, KVShape, kv_shape, text_config
+from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, kv_shape, text_config
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -46,14 +46,16 @@ def no_grammars(text: str) -> Grammar:
 
 
 def build_runner(
-    model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
+    model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int, exact: bool
 ) -> Runner:
     """The runner for the device that the model is on."""
     if next(model.parameters()).device.type != "cuda":
+        if exact:
+            raise UnsupportedModel(f"model.exact has no kernels for a CPU; {NO_EXACT}")
         return CpuRunner(model, shape, pages, page_size)
     from palestra.engine.cuda.runner import CudaRunner
 
-    return CudaRunner(model, shape, pages, page_size, max_running, context)
+    return CudaRunner(model, shape, pages, page_size, max_running, context, exact)
 
 
 class Engine:
@@ -71,10 +73,12 @@ class Engine:
         max_context: int | None = None,
         compile_grammar: Callable[[str], Grammar] = no_grammars,
         keep_closed: bool = False,
+        exact: bool = False,
         self_check: bool = True,
     ) -> None:
         """With `keep_closed` the KV of closed sessions stays as long as there is room: who opens one with the same
-        beginning, the next turn of a conversation for instance, computes what is new. A training's do not come back."""
+        beginning, the next turn of a conversation for instance, computes what is new. A training's do not come back.
+        `exact`: logprobs are those of the learner, to the bit."""
         register(ENGINE_ATTENTION, engine_attention)
         device = next(model.parameters()).device
         max_running = max_running or (256 if device.type == "cpu" else 1024)
@@ -89,7 +93,7 @@ class Engine:
         size = page_size or (16 if device.type == "cpu" else 64)
         memory = kv_memory_gib * GIB if kv_memory_gib is not None else default_kv_bytes(device)
         pages = max(1, int(memory // (shape.bytes_per_token * size)))
-        self.runner: Runner = build_runner(model, shape, pages, size, max_running, self.context)
+        self.runner: Runner = build_runner(model, shape, pages, size, max_running, self.context, exact)
         self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context)
         self._stops = StopStrings(tokenizer)
         self._compile_grammar = compile_grammar

@@ -116,9 +116,20 @@ class FusedAdapter:
                 rank += r
             row += outputs
 
-    def add(self, out: Tensor, x: Tensor) -> None:
-        """out += what the adapters make of x."""
-        out.addmm_(x @ self.down.T, self.up.T)
+
+def adapted_product(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, up: Tensor) -> Tensor:
+    """x @ weight.T + low @ up.T + bias of [N, in] and [N, r], rounded once.
+
+    The few bits of bfloat16 do not hold small changes: what an adapter adds to a rounded product is rounded away as
+    long as it is smaller than half a step of these bits, each time.
+    """
+    if x.dtype == torch.float32:
+        return F.linear(x, weight, bias).addmm_(low, up.T)
+    if x.is_cuda:  # products on a GPU add in float32, also to what is there
+        out = (low @ up.T).addmm_(x, weight.T)
+    else:
+        out = torch.addmm(low.float() @ up.float().T, x.float(), weight.float().T).to(x.dtype)
+    return out if bias is None else out.add_(bias)
 
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -185,6 +196,7 @@ def kv_shape(model: Any) -> KVShape:
 
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+NO_EXACT = f"leave it out, or train one of {', '.join(LLAMA_LIKE)} on a CUDA GPU"
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # others change with the length
 CAPTURABLE_EXPERTS = ("grouped_mm", "batched_mm")
 

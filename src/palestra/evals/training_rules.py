@@ -27,6 +27,7 @@ _DROPPED = 0.2  # of the groups, for their age
 _OLD = 4.0  # versions; one or two are usual
 _CLIPPED = 0.2  # of the tokens
 _WEAK = 0.1  # of the divergence of teacher and student; around 0 where they agree
+_GAP, _GAP_GROWTH = 0.01, 3.0  # nats, and times the first step's
 _LEAKED = 0.1  # of the rollouts, more than in the first steps
 
 _EASIER = Remedy("start with easier cases")
@@ -279,6 +280,29 @@ def _stale(e: Evidence) -> Iterator[Finding]:
         )
 
 
+def _sampler_gap(e: Evidence) -> Iterator[Finding]:
+    """A sampler and a learner that differ by more than rounding.
+
+    Rounding makes a difference of about the same share of the entropy in every step. In the first step it is all there
+    is: the weights are those that were loaded, and adapters add nothing yet.
+    """
+    fresh = [row for row in e.steps if not row.get("staleness_max")]
+    known = [row for row in fresh if row.get("entropy") and "sampler_gap_mean" in row]
+    if len(known) < MIN_STEPS or e.facts.value("rollout.constrain_tool_calls"):
+        return
+    first, recent = (mean(rows, "sampler_gap_mean") / mean(rows, "entropy") for rows in (known[:1], known[-MIN_STEPS:]))
+    gap = mean(known[-MIN_STEPS:], "sampler_gap_mean")
+    if gap > _GAP and recent > _GAP_GROWTH * first:
+        yield e.finding(
+            "sampler_gap",
+            f"sampler and learner give the same tokens log-probabilities that differ by {gap:.2g} nats {e.when}, "
+            f"{recent / first:.1f} times what rounding explained in the first step: the model is trained on tokens "
+            "that it would sample differently",
+            Remedy("compute both to the bit alike (model.exact=true)", "model.exact"),
+            Remedy("set train.importance_correction=token_truncate", "train.importance_correction"),
+        )
+
+
 def _idle(e: Evidence) -> Iterator[Finding]:
     """A model that waits. Only a run that samples with its own engine knows when it computes."""
     timed = [row for row in e.recent if "decode_seconds" in row]
@@ -315,4 +339,4 @@ def _hung_calls(e: Evidence) -> Iterator[Finding]:
 
 
 SIGNAL_RULES = (_signal,)
-TREND_RULES = (_tool_use_fell, _collapse, _hint_leak, _weak_teacher, _stale, _idle, _hung_calls)
+TREND_RULES = (_tool_use_fell, _collapse, _hint_leak, _weak_teacher, _stale, _sampler_gap, _idle, _hung_calls)

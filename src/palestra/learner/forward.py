@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from palestra.algo.batching import MicroBatch
 from palestra.algo.step_loss import LossGradient
+from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import in_one_order
-from palestra.engine.supported import base_model
+from palestra.engine.supported import NO_EXACT, base_model
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import ScoringHead, logit_rule, top_of
 from palestra.learner.micro_batches import PackedMicroBatch
 from palestra.learner.patches import FastNorms, ModulePatches, compile_layers, decoder_layers, last_mlp_at
 from palestra.learner.self_check import choose_mode
 from palestra.learner.tree_attention import Layout, use_tree_attention
+
+if TYPE_CHECKING:
+    from palestra.learner.exact import ExactForward
 
 Mode = Literal["trees", "reference"]
 WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
@@ -40,10 +45,12 @@ class Scorer(nn.Module):
         pad_token_id: int = 0,
         compile_layers: bool | None = None,
         in_shards: bool = False,
+        exact: bool = False,
         mode: Mode | None = None,
     ) -> None:
         """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait.
 
+        `exact`: the sampler's log-probabilities, to the bit (`model.exact`).
         `in_shards`: hooks around each layer will gather its weights, and must stay outside of what is compiled.
         `mode`: what was chosen for the same model before.
         """
@@ -57,10 +64,23 @@ class Scorer(nn.Module):
         self.mode: Mode = mode or "trees"
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
         self.graphs: Graphs | None = None
+        self.exact: ExactForward | None = None
         if mode is None:
             choose_mode(self)
-        captures = self.mode == "trees" and self.compiled and not in_shards and can_be_captured(self.model)
+        if exact:
+            self.exact = self._exact_forward()
+        captures = (
+            not exact and self.mode == "trees" and self.compiled and not in_shards and can_be_captured(self.model)
+        )
         self.graphs = Graphs(self.model, self._layers) if captures else None
+
+    def _exact_forward(self) -> ExactForward:
+        if self.mode != "trees" or self.in_shards:
+            raise UnsupportedModel(f"model.exact has no kernels for this model, or for several ranks; {NO_EXACT}")
+        from palestra.learner.exact import ExactForward
+
+        self.head.rule = replace(self.head.rule, exact=True)
+        return ExactForward(self.model)
 
     @property
     def shares_prefix(self) -> bool:
@@ -82,6 +102,8 @@ class Scorer(nn.Module):
                 use_tree_attention(self.model, patches)
             if self.compiled:
                 compile_layers(decoder_layers(self.model), patches, with_hooks=not self.in_shards)
+            if self.exact is not None:
+                self.exact.refresh()
             yield
 
     def forward(
@@ -132,6 +154,8 @@ class Scorer(nn.Module):
         """[T, H] in the layout's order; right at the places that the batch reads."""
         batch, layout = micro.batch, micro.layout
         ids, positions = layout.reorder(batch.token_ids), layout.reorder(batch.position_ids)
+        if self.exact is not None:
+            return self.exact.hidden(ids, positions, layout)
         if self.graphs is not None and layout.bounds.shape is not None and torch.is_grad_enabled():
             return self.graphs.hidden(ids, positions, layout)
         # A compiled or recomputed layer must be the same each time.

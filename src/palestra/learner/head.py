@@ -150,7 +150,8 @@ class _Score(torch.autograd.Function):
         gradients = _Gradients(ctx, hidden, weight, bias, low, up) if at_once else None
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
-            logits, y = _logits(hidden[part], weight, bias, low if low is None else low[part], up), target[part]
+            own_low, y = low if low is None else low[part], target[part]
+            logits = _logits(hidden[part], weight, bias, own_low, up, rule.exact)
             logprobs, logsumexp, entropy = statistics(logits, y, rule)
             parts.append((logprobs, logsumexp, entropy))
             if gradients is not None and loss_gradient is not None:
@@ -189,7 +190,7 @@ def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Te
         part = slice(first, first + size)
         logits = next(saved_logits, None)
         if logits is None:
-            logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up)
+            logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up, ctx.rule.exact)
         steer = (entropy[part], grad_entropy[part]) if ctx.entropy_gradient else (None, None)
         gradient = logit_gradient(logits, target[part], logsumexp[part], grad_logprobs[part], *steer, ctx.rule)
         gradients.add(part, gradient)
@@ -231,7 +232,14 @@ class _Gradients:
         return tuple(x if x is None or like is None else x.to(like.dtype) for x, like in pairs)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None, exact: bool = False
+) -> Tensor:
+    if exact:
+        from palestra.engine.cuda.exact import product
+
+        logits = product(hidden, weight)
+        return logits if bias is None else logits.add_(bias)
     logits = F.linear(hidden, weight, bias)
     return logits if low is None or up is None else logits.addmm_(low, up.T)
 
@@ -328,6 +336,7 @@ class LogitRule:
     multiplier: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
+    exact: bool = False  # by the sampler's kernels
 
 
 def logit_rule(model: Any, temperature: float) -> LogitRule:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from palestra.core.machine import ALIGNMENT, to_device
+from palestra.engine.cuda.exact import logprobs_of
 
 BLOCK = 2048
 
@@ -183,6 +184,8 @@ def statistics(logits: Tensor, target: Tensor, rule: Any) -> tuple[Tensor, Tenso
         logits, target, logprob, lse, entropy, vocabulary, rule.multiplier, rule.softcap or 1.0, rule.temperature,
         SOFTCAP=rule.softcap is not None, BLOCK=BLOCK, PER=8, num_warps=8,
     )  # fmt: skip
+    if rule.exact:
+        logprob, lse = logprobs_of(logits, target, rule.temperature)
     return logprob, lse, entropy
 
 

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from torch import Tensor
 from palestra.algo.batch import Batch
 from palestra.algo.step_loss import Loss, LossTokens
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError
+from palestra.core.errors import NotFiniteError, PalestraError, UnsupportedModel
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
-from palestra.engine.supported import base_linear, base_model
+from palestra.engine.supported import NO_EXACT, base_linear, base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
 from palestra.learner.forward import Scorer, take_rows
@@ -83,16 +84,19 @@ class LocalLearner:
             raise PalestraError(
                 "lora.r > 0 but the model has no adapter; wrap it with palestra.learner.lora.add_lora first"
             )
+        if config.model.exact and self.device.type != "cuda":
+            raise UnsupportedModel(f"model.exact has no kernels for a {self.device.type.upper()}; {NO_EXACT}")
         if config.model.gradient_checkpointing:
             hf = base_model(model)
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         in_shards = ranks is not ONE_PROCESS
         temperature = config.rollout.temperature
         options: dict[str, Any] = {"temperature": temperature, "pad_token_id": pad_token_id, "in_shards": in_shards}
-        self._scorer = Scorer(model, **options)
+        self._scorer = Scorer(model, exact=config.model.exact, **options)
         whole_logits = self._scorer.mode == "reference"
         tokens = micro_batch_tokens(config, base_model(model).config, self.device, whole_logits=whole_logits)
         self._limit, self._max_rows = MicroBatchLimit(tokens), max_rows
+        self._suits_memory = config.train.tokens_per_micro_batch is None
         if shares_device:
             self._scorer.graphs = None
         graphs = self._scorer.graphs
@@ -236,7 +240,8 @@ class LocalLearner:
             found = self._forward(scorer, micro, packed, outputs)
         if trains:
             (found.loss.terms * weights).sum().backward()
-        return found
+        # What holds on to a graph of autograd keeps the next pass from being captured.
+        return replace(found, loss=replace(found.loss, terms=found.loss.terms.detach()))
 
     def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> deque[PackedMicroBatch]:
         """Repack the rows of these micro-batches, of which the first did not fit, into smaller ones."""
@@ -302,8 +307,8 @@ class LocalLearner:
         self.optimizer.reset()
 
     def save(self, folder: Path) -> None:
-        shapes = [] if self._shapes is None else self._shapes.state()
-        learner_state.save(folder, self.model, {"optimizer": self.optimizer.state_dict(), "shapes": shapes})
+        packing = {"shapes": [] if self._shapes is None else self._shapes.state(), "micro_batch": self._limit.tokens}
+        learner_state.save(folder, self.model, {"optimizer": self.optimizer.state_dict(), **packing})
 
     def load(self, folder: Path) -> None:
         state = learner_state.load(folder, self.model)
@@ -313,6 +318,8 @@ class LocalLearner:
             self.optimizer.load_state_dict(state["optimizer"])
         if self._shapes is not None:
             self._shapes.restore(state.get("shapes", []))
+        if self._suits_memory and "micro_batch" in state:  # another free memory would divide batches otherwise
+            self._limit = MicroBatchLimit(state["micro_batch"])
 
     def export(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

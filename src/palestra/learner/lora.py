@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
+from palestra.engine.supported import adapted_product
 from palestra.learner.tree_attention_cuda import HALF
 
 if TYPE_CHECKING:
@@ -62,10 +63,36 @@ def _half_precision_linear() -> type[nn.Module]:
             [name] = self.active_adapters
             down, up = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
             low = F.linear(self.lora_dropout[name](x), down) * self.scaling[name]
-            return self.base_layer(x) + F.linear(low, up)
+            base = self.base_layer
+            if torch.compiler.is_compiling():  # the sum is not rounded before it is used
+                return base(x) + F.linear(low, up)
+            return _Adapted.apply(x, base.weight, base.bias, low, up)
 
     HalfPrecisionLinear.__qualname__ = "HalfPrecisionLinear"  # pickle finds it by this name, see __getattr__
     return HalfPrecisionLinear
+
+
+class _Adapted(torch.autograd.Function):
+    """A linear layer and its adapter, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, low, up)
+        flat = adapted_product(x.flatten(0, -2), weight, bias, low.flatten(0, -2), up)
+        return flat.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, low, up = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        return (
+            (grads[0] @ weight),
+            grad.T @ x.flatten(0, -2) if needs_weight else None,
+            grad.sum(0) if needs_bias and bias is not None else None,
+            grads[0] @ up,
+            grad.T @ low.flatten(0, -2),
+        )
 
 
 def __getattr__(name: str) -> Any:

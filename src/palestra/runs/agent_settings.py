@@ -27,7 +27,8 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "agent": (
         "seed", "model.chat_template_kwargs", "model.dtype", "model.device", "model.gpus", "model.threads",
         "model.gradient_checkpointing",
-        "model.sleep_mode", "model.master_weights", "model.engine", "model.kv_memory_gib", "train.learning_rate",
+        "model.sleep_mode", "model.master_weights", "model.engine", "model.exact", "model.kv_memory_gib",
+        "train.learning_rate",
         "train.epochs", "train.max_steps", "train.problems_per_step", "train.loss", "train.ratio", "train.epsilon",
         "train.epsilon_high", "train.delta", "train.sapo_temperature_pos", "train.sapo_temperature_neg", "train.beta",
         "train.kl_bias_correction", "train.importance_correction", "train.importance_cap",

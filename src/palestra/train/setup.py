@@ -125,8 +125,12 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     if config.rollout.policy_url is None:
         # sampling goes on while the learner changes its weights: by a module of its own, at the last version
         sampled = sampling_copy(model) if config.rollout.max_staleness else model
-        memory, waits = kv_memory_for(config, model), config.train.deterministic
-        return build_policy(sampled, tokenizer, config.model.engine, memory, waits_for_all_tools=waits)
+        options: dict[str, Any] = {
+            "kv_memory_gib": kv_memory_for(config, model),
+            "waits_for_all_tools": config.train.deterministic,
+            "exact": config.model.exact,
+        }
+        return build_policy(sampled, tokenizer, config.model.engine, **options)
     if config.lora.r:
         raise PalestraError(
             "rollout.policy_url serves whole weights, and lora.r trains an adapter; set lora.r to 0, or leave it out"

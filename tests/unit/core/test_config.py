@@ -372,3 +372,18 @@ def test_a_floor_of_importance_weights_needs_a_mask() -> None:
     assert RunConfig.build({"train.importance_floor": 0.5, "train.importance_correction": "token_mask"})
     with pytest.raises(PalestraError, match="importance_floor"):
         RunConfig.build({"train.importance_floor": 0.5, "train.importance_correction": "token_truncate"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train.deterministic": True, "rollout.max_staleness": 1}, "leave out rollout.max_staleness"),
+        ({"train.deterministic": True, "backend": "tinker"}, "other backends than local"),
+        ({"model.exact": True, "model.engine": "plain"}, "model.exact needs our engine"),
+        ({"model.exact": True, "rollout.top_p": 0.9}, "leave out rollout.top_p"),
+        ({"model.exact": True, "rollout.constrain_tool_calls": True}, "leave out rollout.top_p"),
+    ],
+)
+def test_exactness_is_refused_where_it_cannot_be_had(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(PalestraError, match=said):
+        RunConfig.build(settings)

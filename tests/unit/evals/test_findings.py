@@ -28,7 +28,7 @@ GOOD = {
     "malformed_call_rate": 0.1, "rejected_format_rate": 0.0, "other_format_rate": 0.0, "invalid_argument_rate": 0.0,
     "raised_call_rate": 0.0, "repeated_call_rate": 0.1, "tool_limit_rate": 0.0,
     "unread_call_rate": 0.0, "unrun_call_rate": 0.0, "reinforced_rollouts": 6.0,
-    "reinforced_without_tools": 1.0, "entropy": 0.5,
+    "reinforced_without_tools": 1.0, "entropy": 0.5, "sampler_gap_mean": 0.008,
 }  # fmt: skip
 TIMES = {"sample_seconds": 8.0, "train_seconds": 2.0, "decode_seconds": 1.0}  # of a run that samples by its own engine
 AGENT = RunFacts(RunConfig().with_step_size())
@@ -145,6 +145,14 @@ LATER: dict[str, tuple[Changes, list[Changes]]] = {  # of the last five steps of
     "short_answers": (
         {"completion_length_mean": 8.0},
         [{"completion_length_mean": 8.0, "pass_rate": 0.8}, {"completion_length_mean": 8.0, "reward_mean": 0.6}],
+    ),
+    "sampler_gap": (
+        {"sampler_gap_mean": 0.03},
+        [
+            {"sampler_gap_mean": 0.02},
+            {"sampler_gap_mean": 0.009, "entropy": 0.06},
+            {"sampler_gap_mean": 0.03, "staleness_max": 1.0},
+        ],
     ),
     "hint_leak": ({"hint_leak_rate": 0.3}, [{"hint_leak_rate": 0.05}, {"hint_leak_rate": 0.0}]),
     "entropy_collapse": ({"entropy": 0.05}, [{"entropy": 0.05, "pass_rate": 0.8}, {"entropy": 0.2}]),

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
-from palestra.engine.supported import is_linear
+from palestra.engine.supported import adapted_product, is_linear
+from palestra.learner import lora as lora_module
 from palestra.learner.lora import add_lora, build_peft_config, quantization_config
 from palestra.learner.patches import _what_to_keep
 from palestra.train import setup
@@ -182,3 +184,31 @@ def test_a_model_with_half_precision_adapters_can_be_saved_and_loaded_whole(tmp_
     with torch.no_grad():
         ids = torch.arange(1, 25)[None]
         assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_a_small_adapter_is_not_rounded_away() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 32), torch.randn(256, 32)
+    low, up = torch.full((64, 8), 0.01), torch.full((256, 8), 0.02)  # 0.0016, where a step of the outputs is 0.03
+    args = (x.bfloat16(), weight.bfloat16(), None, low.bfloat16(), up.bfloat16())
+    found = adapted_product(*args)
+    assert found.dtype == torch.bfloat16
+    without = args[0].double() @ args[1].double().T
+    assert (found.double() - without).mean() == pytest.approx(0.0016, rel=0.3)
+    rounded_before = F.linear(*args[:3]) + args[3] @ args[4].T
+    assert abs((rounded_before.double() - without).mean()) < 0.0008
+
+
+def test_the_gradient_of_an_adapted_layer_is_that_of_its_formula() -> None:
+    torch.manual_seed(0)
+    shapes = ((2, 5, 6), (7, 6), (7,), (2, 5, 3), (7, 3))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    copies = [x.detach().clone().requires_grad_() for x in inputs]
+    out = lora_module._Adapted.apply(*inputs)
+    expected = F.linear(copies[0], copies[1], copies[2]) + copies[3] @ copies[4].T
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(out, expected)
+    for mine, theirs in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -357,6 +357,25 @@ def test_a_barrier_that_is_switched_off_never_waits(clock: SimpleNamespace) -> N
     assert not waits(barrier)
 
 
+def test_a_barrier_for_all_waits_for_slow_tools_however_long(clock: SimpleNamespace) -> None:
+    barrier = ToolBarrier(waits_for_all=True)
+    for _ in range(16):
+        run_tool(barrier, clock, 20.0)
+
+    async def step() -> list[str]:
+        events, session = [], Session([1])
+        barrier.turn_ended(session)
+        waiting = asyncio.create_task(barrier.wait())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        events.append("back")
+        barrier.came_back(session)
+        await waiting
+        return [*events, "step"]
+
+    assert asyncio.run(step()) == ["back", "step"]
+
+
 @pytest.mark.serial
 def test_nobody_waits_for_a_session_that_is_away() -> None:
     barrier = ToolBarrier(quick_s=10.0, patience_s=60.0)

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.engine.cuda import exact
 from palestra.engine.cuda.paged_ops import RopeAndNorm
-from palestra.engine.supported import FusedAdapter, base_linear, norm_epsilon, sliding_window
+from palestra.engine.supported import FusedAdapter, adapted_product, base_linear, norm_epsilon, sliding_window
 
 
 def fuse(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -52,23 +53,31 @@ class Product:
     weight: Tensor  # [out, in]
     bias: Tensor | None
     adapter: FusedAdapter | None
+    exact: bool = False  # by kernels whose results do not depend on the number of rows
 
     @classmethod
-    def of(cls, *linears: Any) -> Product:
+    def of(cls, *linears: Any, exact: bool = False) -> Product:
         weight, bias = fuse([base_linear(linear) for linear in linears])
-        return cls(weight, bias, FusedAdapter.of(linears))
+        return cls(weight, bias, FusedAdapter.of(linears), exact)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        if self.adapter is not None:
-            self.adapter.add(out, x)
-        return out
+        if self.exact:
+            return self._exact(x)
+        if self.adapter is None:
+            return F.linear(x, self.weight, self.bias)
+        return adapted_product(x, self.weight, self.bias, x @ self.adapter.down.T, self.adapter.up)
+
+    def _exact(self, x: Tensor) -> Tensor:
+        adapter = self.adapter
+        more = None if adapter is None else (exact.product(x, adapter.down), adapter.up)
+        out = exact.product(x, self.weight, more)
+        return out if self.bias is None else out.add_(self.bias)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """out += self(x), added where the products are made."""
-        if self.adapter is None and self.bias is None:
+        if self.adapter is None and self.bias is None and not self.exact:
             out.addmm_(x, self.weight.T)
-        else:  # together first: added to a large hidden state by itself, what an adapter makes would be rounded away
+        else:
             out += self(x)
 
 
@@ -88,18 +97,18 @@ class Layer:
     window: int | None
 
 
-def layer_of(index: int, module: Any, cos: Tensor, sin: Tensor) -> Layer:
+def layer_of(index: int, module: Any, cos: Tensor, sin: Tensor, exact: bool = False) -> Layer:
     attention, mlp = module.self_attn, module.mlp
     has_rope = getattr(attention, "use_rope", True)
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return Layer(
         index=index,
         attention_norm=module.input_layernorm,
-        qkv=Product.of(attention.q_proj, attention.k_proj, attention.v_proj),
-        out=Product.of(attention.o_proj),
+        qkv=Product.of(attention.q_proj, attention.k_proj, attention.v_proj, exact=exact),
+        out=Product.of(attention.o_proj, exact=exact),
         mlp_norm=module.post_attention_layernorm,
-        gate_up=Product.of(mlp.gate_proj, mlp.up_proj),
-        down=Product.of(mlp.down_proj),
+        gate_up=Product.of(mlp.gate_proj, mlp.up_proj, exact=exact),
+        down=Product.of(mlp.down_proj, exact=exact),
         rope=RopeAndNorm(
             cos=cos if has_rope else None,
             sin=sin if has_rope else None,

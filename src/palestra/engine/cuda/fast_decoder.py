@@ -19,6 +19,7 @@ from torch import Tensor
 from palestra.engine.cuda import layer_kernels
 from palestra.engine.cuda.decoder_layers import Layer, Product, layer_of
 from palestra.engine.cuda.drafts import DraftPlan
+from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.few_rows import FewRows
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, rope_and_store
 from palestra.engine.supported import base_model, norm_epsilon
@@ -27,8 +28,9 @@ from palestra.engine.supported import base_model, norm_epsilon
 class CudaFastDecoder:
     """Logits of a decoder whose layers are norm, attention, norm, gated MLP. Its KV is the plan's."""
 
-    def __init__(self, model: Any, context: int) -> None:
+    def __init__(self, model: Any, context: int, exact: bool = False) -> None:
         self.model = model = base_model(model)
+        self.exact = exact
         body = model.model
         positions = torch.arange(context, device=model.device)[None]
         self._cos, self._sin = (x[0].contiguous() for x in body.rotary_emb(body.embed_tokens.weight[:0], positions))
@@ -37,13 +39,14 @@ class CudaFastDecoder:
 
     def find_weights(self) -> None:
         """Look up the weights' tensors; to be called again after they have been moved."""
-        self._layers = [layer_of(i, layer, self._cos, self._sin) for i, layer in enumerate(self.model.model.layers)]
-        self._head = Product.of(self.model.lm_head)
-        self._few_rows = FewRows.of(self.model.model.embed_tokens.weight, self._layers)
+        rope, exact = (self._cos, self._sin), self.exact
+        self.layers = [layer_of(i, layer, *rope, exact) for i, layer in enumerate(self.model.model.layers)]
+        self._head = Product.of(self.model.lm_head, exact=exact)
+        self._few_rows = None if exact else FewRows.of(self.model.model.embed_tokens.weight, self.layers)
 
     def refresh_adapters(self) -> None:
         """Copy the adapters' weights into the fused buffers; all other weights are read in place."""
-        for layer in self._layers:
+        for layer in self.layers:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 if product.adapter is not None:
                     product.adapter.refresh()
@@ -58,16 +61,16 @@ class CudaFastDecoder:
             q, k, v = self._heads(qkv).tensor_split((-2 * self.kv_heads, -self.kv_heads), 1)
             return plan.over_pages(layer.index, q, k, v, layer.scale, 0.0, layer.window or 0, layer.rope).flatten(1)
 
-        return self._head(_norm(self.model.model.norm, self._hidden(ids, attend)))
+        return self._head(norm(self.model.model.norm, self._hidden(ids, attend)))
 
-    def verify(self, plan: DraftPlan) -> Tensor:
-        """Logits [tokens, vocabulary] behind each row's last token and its drafts."""
+    def verify(self, plan: DraftPlan | ExactPlan) -> Tensor:
+        """Logits [tokens, vocabulary] behind each token, of a row's last one and its drafts for instance."""
         plan.overlaps = self._overlaps(plan.ids)
 
         def attend(layer: Layer, qkv: Tensor) -> Tensor:
             return plan.over_pages(layer.index, self._heads(qkv), layer.scale, layer.window or 0, layer.rope).flatten(1)
 
-        return self._head(_norm(self.model.model.norm, self._hidden(plan.ids, attend)))
+        return self._head(norm(self.model.model.norm, self._hidden(plan.ids, attend)))
 
     def prefill(self, plan: PrefillPlan) -> None:
         """Store the KV of several tokens of several rows."""
@@ -75,11 +78,28 @@ class CudaFastDecoder:
         def attend(layer: Layer, qkv: Tensor) -> Tensor | None:
             keys, values = plan.keys[layer.index], plan.values[layer.index]
             q = rope_and_store(self._heads(qkv), keys, values, plan.pages, plan.positions, layer.rope)
-            if layer is self._layers[-1]:  # prefill needs the last layer's KV, not its output
+            if layer is self.layers[-1]:  # prefill needs the last layer's KV, not its output
                 return None
             return plan.over_pages(q, keys, values, layer.scale, layer.window, None).flatten(1)
 
         self._hidden(plan.ids, attend)
+
+    def fill(self, plan: ExactPlan) -> None:
+        """As `prefill`, by the kernels of `exact`."""
+
+        def attend(layer: Layer, qkv: Tensor) -> Tensor:
+            return plan.over_pages(layer.index, self._heads(qkv), layer.scale, layer.window or 0, layer.rope).flatten(1)
+
+        self._hidden(plan.ids, attend)
+
+    def run_layer(self, layer: Layer, x: Tensor, attend: Callable[[Layer, Tensor], Tensor | None]) -> bool:
+        """One layer over the tokens' states, in their place; false if its attention gives nothing."""
+        out = attend(layer, layer.qkv(norm(layer.attention_norm, x)))
+        if out is None:
+            return False
+        layer.out.add_to(x, out)
+        layer.down.add_to(x, _gated(norm(layer.mlp_norm, x), layer.gate_up))
+        return True
 
     def _few_rows_for(self, ids: Tensor) -> FewRows | None:
         """What runs the layers of these tokens, if they are few."""
@@ -99,17 +119,13 @@ class CudaFastDecoder:
         if few is not None:
             return few(ids, attend)
         x = F.embedding(ids, self.model.model.embed_tokens.weight)
-        for layer in self._layers:
-            qkv = layer.qkv(_norm(layer.attention_norm, x))
-            out = attend(layer, qkv)
-            if out is None:
+        for layer in self.layers:
+            if not self.run_layer(layer, x, attend):
                 break
-            layer.out.add_to(x, out)
-            layer.down.add_to(x, _gated(_norm(layer.mlp_norm, x), layer.gate_up))
         return x
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
+def norm(module: Any, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()

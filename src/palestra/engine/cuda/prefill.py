@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.machine import to_device
+from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.paged_ops import PrefillPlan, padded_tables
 from palestra.engine.session import Session
 
@@ -41,7 +42,7 @@ class PrefillShape(NamedTuple):
 class PrefillArrays:
     """A prefill on the host, as int32."""
 
-    tokens: np.ndarray  # [3, N]: ids, positions, and the page of each
+    tokens: np.ndarray  # [4, N]: ids, positions, the page of each, and its row
     blocks: np.ndarray  # [2, blocks]: their row, and where they start in it
     rows: np.ndarray  # [3, rows]: the first of its tokens, their number, and the row's length with them
     tables: np.ndarray  # [rows, pages]
@@ -61,7 +62,7 @@ class PrefillArrays:
         block_row = np.repeat(np.arange(len(fills)), blocks)
         starts = block * (np.arange(len(block_row)) - np.repeat(np.cumsum(blocks) - blocks, blocks))
         return cls(
-            tokens=np.array([ids, positions, tables[row_of, positions // page_size]], np.int32),
+            tokens=np.array([ids, positions, tables[row_of, positions // page_size], row_of], np.int32),
             blocks=np.array([block_row, starts], np.int32),
             rows=np.array([firsts, counts, lengths + counts], np.int32),
             tables=tables,
@@ -93,7 +94,7 @@ class PrefillBuffers(NamedTuple):
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         blocks = MAX_CAPTURED_TOKENS // SHORT_BLOCK + rows
-        return cls(zeros(3, MAX_CAPTURED_TOKENS), zeros(2, blocks), zeros(3, rows + 1), zeros(rows + 1, table_width))
+        return cls(zeros(4, MAX_CAPTURED_TOKENS), zeros(2, blocks), zeros(3, rows + 1), zeros(rows + 1, table_width))
 
     def load(self, arrays: PrefillArrays) -> None:
         """What lies behind the arrays stays harmless: tokens without a page, and blocks of a row without tokens."""
@@ -102,10 +103,13 @@ class PrefillBuffers(NamedTuple):
         for target, source in zip(self, arrays.to(self.tokens.device), strict=True):
             target[: source.shape[0], : source.shape[1]].copy_(source)
 
+    def exact_plan(self, keys: Tensor, values: Tensor, shape: PrefillShape) -> ExactPlan:
+        return ExactPlan(keys, values, self.tables, *self.tokens[:, : shape.tokens])
+
     def plan(self, keys: Tensor, values: Tensor, shape: PrefillShape) -> PrefillPlan:
         """Attention over the first tokens, as many as the shape has."""
         rows = min(shape.tokens, self.rows.shape[1])
-        ids, positions, pages = self.tokens[:, : shape.tokens]
+        ids, positions, pages, _ = self.tokens[:, : shape.tokens]
         blocks = self.blocks[:, : shape.tokens // shape.block + rows]
         of_rows = (self.rows[0], self.rows[1], self.rows[2])
         return PrefillPlan(

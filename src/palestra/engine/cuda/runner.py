@@ -23,6 +23,7 @@ from palestra.core.machine import capture
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
 from palestra.engine.cuda.drafts import STEP_TOKENS, DraftPlan, Speculation
+from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
@@ -31,7 +32,7 @@ from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
-from palestra.engine.supported import CacheTooLarge, KVShape, can_capture, is_llama_like
+from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, base_model, can_capture, is_llama_like
 
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
@@ -64,8 +65,17 @@ class CudaRunner(Runner):
     poll_interval = 4  # decode steps between two checks whether a row has finished
 
     def __init__(
-        self, model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int
+        self,
+        model: nn.Module,
+        shape: KVShape,
+        pages: int,
+        page_size: int,
+        max_running: int,
+        context: int,
+        exact: bool = False,
     ) -> None:
+        if exact and not is_llama_like(model):
+            raise UnsupportedModel(f"model.exact has no kernels for {type(base_model(model)).__name__}; {NO_EXACT}")
         if shape.key_dim != shape.value_dim:
             sizes = f"{shape.key_dim} and {shape.value_dim}"
             raise UnsupportedModel(f"keys and values of different widths ({sizes}) have no GPU kernel; {REMEDY}")
@@ -78,7 +88,8 @@ class CudaRunner(Runner):
         self._copies: dict[int, int] = {}  # pages that the next step copies: target -> source
         self.reserve_memory(pages)
         self._switch = AttentionSwitch(model)
-        self.fast_decoder = CudaFastDecoder(model, context) if is_llama_like(model) else None
+        self._exact = exact
+        self.fast_decoder = CudaFastDecoder(model, context, exact) if is_llama_like(model) else None
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
         self._graphs: dict[DecodeShape | PrefillShape, Graph] = {}
         self._graph_pool: Any = None
@@ -91,9 +102,9 @@ class CudaRunner(Runner):
 
     @property
     def paths(self) -> Sequence[DecodePath]:
-        return (
-            ["per_row", "shared_prefix"] if self.fast_decoder is None else ["per_row", "shared_prefix", "speculative"]
-        )
+        if self._exact:
+            return ["per_row"]
+        return ["per_row", "shared_prefix", *(["speculative"] if self.fast_decoder is not None else [])]  # type: ignore[list-item]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy with the next step. Forking a group of 512 makes as many copies; launching each would take longer than
@@ -145,6 +156,8 @@ class CudaRunner(Runner):
             ) from error
 
     def disable_fast_path(self) -> bool:
+        if self._exact:
+            return False
         fast_decoder, self.fast_decoder = self.fast_decoder, None
         self._forget_graphs()
         return fast_decoder is not None
@@ -193,6 +206,9 @@ class CudaRunner(Runner):
             session.kv_len += count
 
     def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape) -> None:
+        if self._exact and self.fast_decoder is not None:
+            self.fast_decoder.fill(buffers.exact_plan(self.keys, self.values, shape))
+            return
         plan = buffers.plan(self.keys, self.values, shape)
         if self.fast_decoder is not None:
             self.fast_decoder.prefill(plan)
@@ -263,6 +279,8 @@ class CudaRunner(Runner):
 
     def _choose_path(self, sessions: Sequence[Session], may_draft: bool) -> tuple[DecodeShape, SharedArrays | None]:
         bucket = bucket_for(len(sessions))
+        if self._exact:
+            return DecodeShape(bucket, "per_row"), None
         if self.path in (None, "shared_prefix"):
             kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
             min_tokens = 0 if self.path == "shared_prefix" else MIN_SAVED_BYTES / kv_bytes
@@ -285,6 +303,10 @@ class CudaRunner(Runner):
         if shape.path == "speculative":
             return self._draft_step(shape.rows)
         state, rows = self._state, shape.rows
+        if self._exact and self.fast_decoder is not None:
+            logits = self.fast_decoder.verify(self._exact_plan(rows))
+            state.choose(logits)
+            return logits
         shared = state.shared(rows) if shape.path == "shared_prefix" else None
         plan = DecodePlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], shared, self._side)
         if self.fast_decoder is not None:
@@ -293,6 +315,15 @@ class CudaRunner(Runner):
             logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows])
         state.choose(logits)
         return logits
+
+    def _exact_plan(self, rows: int) -> ExactPlan:
+        """The last token of each row."""
+        state = self._state
+        positions, tables = state.positions[:rows], state.tables[:rows]
+        pages = tables.gather(1, (positions // self.page_size).long()[:, None])[:, 0]
+        pages = torch.where(state.lens[:rows] > 0, pages, -1)
+        numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
+        return ExactPlan(self.keys, self.values, tables, state.ids[:rows], positions, pages, numbers)
 
     def _draft_step(self, rows: int) -> Tensor:
         state, drafts, tokens = self._state, self._state.drafts, rows * STEP_TOKENS

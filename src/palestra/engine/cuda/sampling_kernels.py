@@ -21,17 +21,34 @@ def block_stats(LOGITS, TEMPERATURE, STATS, vocabulary, blocks, BLOCK: tl.conste
 
 
 @triton.jit
-def _choose(
-    LOGITS, STATS, at_row, temperature, greedy, draw, vocabulary, blocks, BLOCK: tl.constexpr, NB: tl.constexpr
-):  # fmt: skip
-    """A token by inverse CDF from one row of logits, and its logprob."""
-    i, t = tl.arange(0, NB), tl.arange(0, BLOCK)
+def _masses(STATS, at_row, blocks, NB: tl.constexpr):
+    """Of each block of a row its maximum and its mass, both for all blocks: (maxima, highest of them, masses, sum)."""
+    i = tl.arange(0, NB)
     real = i < blocks
     tops = tl.load(STATS + (at_row * blocks + i) * 2, mask=real, other=-float("inf"))
     sums = tl.load(STATS + (at_row * blocks + i) * 2 + 1, mask=real, other=0.0)
     top = tl.max(tops, 0)
     mass = tl.where(real & (tops > -float("inf")), sums * tl.exp(tops - top), 0.0)
-    total = tl.sum(mass, 0)
+    return tops, top, mass, tl.sum(mass, 0)
+
+
+@triton.jit
+def score(LOGITS, STATS, TEMPERATURE, TARGET, LOGPROB, LSE, vocabulary, blocks, NB: tl.constexpr):
+    """The logprob of each row's TARGET, to the bit as if it had been chosen; grid (rows,)."""
+    b = tl.program_id(0)
+    _, top, _, total = _masses(STATS, b, blocks, NB)
+    chosen = tl.load(LOGITS + b.to(tl.int64) * vocabulary + tl.load(TARGET + b)).to(tl.float32)
+    tl.store(LOGPROB + b, chosen / tl.load(TEMPERATURE + b) - top - tl.log(total))
+    tl.store(LSE + b, top + tl.log(total))
+
+
+@triton.jit
+def _choose(
+    LOGITS, STATS, at_row, temperature, greedy, draw, vocabulary, blocks, BLOCK: tl.constexpr, NB: tl.constexpr
+):  # fmt: skip
+    """A token by inverse CDF from one row of logits, and its logprob."""
+    i, t = tl.arange(0, NB), tl.arange(0, BLOCK)
+    tops, top, mass, total = _masses(STATS, at_row, blocks, NB)
     target = draw * total
     reached = tl.cumsum(mass, 0)
     block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), blocks - 1)
