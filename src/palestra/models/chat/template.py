@@ -392,9 +392,13 @@ class ChatFormat:
 
     def has_variable(self, name: str) -> bool:
         """Whether the template reads a variable of its own with this name."""
+        return name in self._variables
+
+    @cached_property
+    def _variables(self) -> set[str]:
+        """All names in the template that no argument of the tokenizer's method has."""
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        is_own = name not in taken and name != "messages"
-        return is_own and re.search(rf"\b{re.escape(name)}\b", self._template) is not None
+        return set(re.findall(r"\w+", self._template)) - {"messages", *taken}
 
     def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in variables:
