@@ -254,9 +254,10 @@ def _verdicts(rollout: Rollout) -> dict[str, Any]:
 
 
 def _verdict(score: Score) -> dict[str, Any]:
-    """`counts` only where it is False: readers of an earlier version know no such key."""
+    """`counts` and `roles` only where they say something: readers of an earlier version know no such keys."""
     verdict = {"value": score.value, "passed": score.passed, "reason": score.reason, "error": score.error}
-    return verdict if score.counts else verdict | {"counts": False}
+    rare = {} if score.counts else {"counts": False}
+    return verdict | rare | ({"roles": dict(score.roles)} if score.roles else {})
 
 
 def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:

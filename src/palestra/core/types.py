@@ -166,6 +166,7 @@ class Score:
 
     `error`: the measure failed by itself, so there is no verdict; a rollout without one that counts is not trained.
     `counts` is False for a witness, a measure of weight 0: it is on record, and changes neither reward nor `passed`.
+    `roles` are the values of several agents of one attempt, where the measure tells them apart.
     """
 
     value: float
@@ -173,6 +174,7 @@ class Score:
     reason: str = ""
     error: bool = False
     counts: bool = True
+    roles: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def decides(self) -> bool:

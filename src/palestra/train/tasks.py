@@ -25,6 +25,7 @@ from palestra.policy.base import Policy
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.local_models import LocalModels
 from palestra.rollout.opening import OpenTimeout, tools_of
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
 from palestra.rollout.shared import SharedCollector
@@ -214,7 +215,11 @@ def agent_collector(
     limits = attempt_limits(config, chat.stop_token_ids, training=training)
     open_at_once = config.rollout.max_open_episodes
     return Collector(
-        environment, limits, token_speakers(policy, chat, limits.unexpected_call_format), max_open_episodes=open_at_once
+        environment,
+        limits,
+        token_speakers(policy, chat, limits.unexpected_call_format),
+        max_open_episodes=open_at_once,
+        host=LocalModels(policy, chat),
     )
 
 

@@ -9,12 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
+from palestra.core.chat_model import ModelHost, hosting, logging_calls
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, ProgramResult, Rollout, SamplingParams, Score
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.rollout.agent_loop import from_outside
-from palestra.rollout.collect import OnRollout, all_groups
+from palestra.rollout.collect import OnRollout, all_groups, scored_together, with_call_metrics
+from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunctions
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
@@ -36,6 +38,7 @@ class ProgramCollector:
     slots: asyncio.Semaphore
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
     hidden: frozenset[str] = frozenset({"expect"})  # columns of a case that the agent does not see
+    host: ModelHost = field(default_factory=LocalModels)  # of judges that are models of this process
 
     def groups_at_once(self, group_size: int) -> int:
         """Maximum number of groups in flight."""
@@ -50,17 +53,18 @@ class ProgramCollector:
     ) -> list[Group]:
         """One group for each problem. The same seed key gives the same turns to an agent that asks the same."""
         await self.gateway.start()
-        tasks = [
-            asyncio.create_task(self._group(problem, group_size, key, on_rollout))
-            for problem, key in zip(problems, seed_keys, strict=True)
-        ]
+        with hosting(self.host):
+            tasks = [
+                asyncio.create_task(self._group(problem, group_size, key, on_rollout))
+                for problem, key in zip(problems, seed_keys, strict=True)
+            ]
         try:
             return await all_groups(tasks, self.rewards)
         finally:
             await asyncio.gather(*tasks, return_exceptions=True)  # no process outlives the step
 
     async def _group(self, problem: Problem, group_size: int, key: str, on_rollout: OnRollout) -> Group:
-        with self.gateway.shared_prompts(group_size) as prompts:
+        with self.gateway.shared_prompts(group_size) as prompts, logging_calls() as calls:
             tasks = [
                 asyncio.create_task(self._one(problem, f"{key}/{i}", prompts, on_rollout)) for i in range(group_size)
             ]
@@ -70,9 +74,10 @@ class ProgramCollector:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        rollouts = [rollout for rollout, _, _ in done]
-        episodes = [episode or SuiteEpisode(problem, (), (), ()) for _, episode, _ in done]
-        group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
+            episodes = [episode or SuiteEpisode(problem, (), (), ()) for _, episode, _ in done]
+            rollouts = await scored_together(self.environment, episodes, [rollout for rollout, _, _ in done])
+            group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
+        group = with_call_metrics(group, calls)
         return replace(group, metrics={**group.metrics, **_metrics([attempt for _, _, attempt in done])})
 
     async def _one(

@@ -13,6 +13,7 @@ from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.models.loading import LoadedModel
 from palestra.policy.local import LocalPolicy
+from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.loading import completer_of
@@ -71,6 +72,7 @@ class ProgramTask:
             asyncio.Semaphore(agent.max_at_once),
             rewards_of(self.environment, self.reward_functions, parts),
             hidden_columns([*self.environment.problems("train"), *self.environment.problems("held_out")]),
+            LocalModels(parts.policy, parts.chat),
         )
 
     def _sandbox(self, gateway: Gateway) -> ProgramSandbox | None:
