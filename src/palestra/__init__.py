@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from palestra.envs.user_simulator import UserSimulator
     from palestra.evals.judge import judge, ruler
     from palestra.evals.measures import fail_reason, measure, pass_reason
+    from palestra.prompts.improve import improve
     from palestra.suite import EvalSuite
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "evaluate",
     "fail_reason",
     "function_tool",
+    "improve",
     "judge",
     "measure",
     "pass_reason",
@@ -60,6 +62,7 @@ _HOMES = {
     "evaluate": "palestra.api",
     "fail_reason": "palestra.evals.measures",
     "function_tool": "palestra.agents.tools.tool",
+    "improve": "palestra.prompts.improve",
     "judge": "palestra.evals.judge",
     "measure": "palestra.evals.measures",
     "pass_reason": "palestra.evals.measures",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from palestra.core.endpoints import Budgeted, CallLimits, Endpoint, EndpointUsage
+from palestra.core.endpoints import Budgeted, BudgetSpent, CallLimits, Endpoint, EndpointUsage
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.files import append_jsonl, read_jsonl
 
@@ -159,6 +159,9 @@ class ChatModel:
             text = answer["choices"][0]["message"]["content"]
             if not isinstance(text, str):
                 raise TypeError(f"its content is a {type(text).__name__}")
+        except BudgetSpent:
+            self._count("errors", 1)
+            raise
         except PalestraError as error:
             self._count("errors", 1)
             raise RolloutError(f"{self.purpose} {self.model}: {error}") from None

@@ -208,6 +208,8 @@ class Lineage:
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     stop: StopReason
+    role: str = ""  # of the agent, where an attempt has several
+    advantages: Array | None = None  # [T] float32, where the agents of an attempt have rewards of their own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,6 +230,7 @@ class Rollout:
     tool_names: tuple[str, ...] = ()  # the tools that it could call
     lineages: tuple[Lineage, ...] = ()  # its other conversations, where an agent has several
     info: Mapping[str, Any] = field(default_factory=dict)  # more for the records: an agent's exit status and logs
+    role: str = ""  # of the agent whose conversation this is, where an attempt has several
 
     def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
         size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"

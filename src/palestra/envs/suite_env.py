@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.agents.agent import Agent
@@ -37,6 +37,10 @@ class SuiteEpisode:
     program: ProgramResult | None = None  # of an agent that is a program, once it has ended
     user: SimulatedUser | None = None
     attempt: MeasureContext | None = None  # once it has ended
+    agents: Mapping[str, Sequence[Message]] = field(
+        default_factory=dict
+    )  # conversations of a program's labelled agents
+    roles: Sequence[str] = ()  # whom a measure may score by name
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         """A case is one question, whose answer ends the attempt, unless a simulated user goes on."""
@@ -46,11 +50,24 @@ class SuiteEpisode:
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         """All measures that look at one attempt, at once."""
         self.attempt = context = MeasureContext(
-            tuple(messages), tuple(tool_results), self.problem.expect, self.problem, self.environment, self.program
+            tuple(messages),
+            tuple(tool_results),
+            self.problem.expect,
+            self.problem,
+            self.environment,
+            self.program,
+            self.agents,
         )
         measures = [m for m in self.measures if not m.group]
         scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in measures))
-        return {m.name: score for m, score in zip(measures, scores, strict=True)}
+        return {m.name: self._checked(m.name, score) for m, score in zip(measures, scores, strict=True)}
+
+    def _checked(self, name: str, score: Score) -> Score:
+        unknown = next((role for role in score.roles if role not in self.roles), None)
+        if unknown is None:
+            return score
+        known = f"the agents are {', '.join(self.roles)}" if self.roles else "this agent has no roles (agent.roles)"
+        return Score(0.0, False, f"measure {name} returned a verdict for {unknown!r}; {known}", error=True)
 
     def close(self) -> None:
         """End the MCP servers that are this attempt's own."""

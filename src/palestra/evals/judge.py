@@ -113,7 +113,7 @@ def ruler(
         contexts = [_as_context(attempt) for attempt in attempts]
         log_judge(name)
         shared = _shared_messages(contexts)
-        texts = [_conversation(context.messages[shared:]) for context in contexts]
+        texts = [conversation_text(context.messages[shared:]) for context in contexts]
         shown = _shuffled(list(dict.fromkeys(texts)))
         question = _comparison(_of_case(rubric, contexts[0]), contexts[0], shared, shown)
         verdicts = await asked.ask(_chat(_RANK_TASK, question), lambda text: _read_ranks(text, len(shown)))
@@ -231,12 +231,12 @@ def _chat(task: str, question: str) -> list[dict[str, str]]:
 
 
 def _question(head: str, context: MeasureContext) -> str:
-    return f"{head}{_expected(context)}\n\n# Conversation\n{_conversation(context.messages)}"
+    return f"{head}{_expected(context)}\n\n# Conversation\n{conversation_text(context.messages)}"
 
 
 def _comparison(rubric: str, context: MeasureContext, shared: int, attempts: Sequence[str]) -> str:
     head = f"# Rubric\n{rubric}\n\n" if rubric else ""
-    beginning = f"# Shared beginning\n{_conversation(context.messages[:shared])}" if shared else ""
+    beginning = f"# Shared beginning\n{conversation_text(context.messages[:shared])}" if shared else ""
     listed = "\n\n".join(f"# Attempt {i}\n{text}" for i, text in enumerate(attempts, start=1))
     return f"{head}{beginning}{_expected(context)}\n\n{listed}"
 
@@ -259,7 +259,8 @@ def _shuffled(texts: list[str]) -> list[str]:
     return texts
 
 
-def _conversation(messages: Sequence[Message]) -> str:
+def conversation_text(messages: Sequence[Message]) -> str:
+    """The messages as a reader sees them, with their tool calls."""
     return "\n\n".join(_line(message) for message in messages)
 
 

@@ -28,6 +28,9 @@ class MeasureContext:
     case: Problem = field(default_factory=lambda: Problem("", ""))
     context: Any = None  # what the suite's context_fn made for this attempt, as the tools left it
     program: ProgramResult | None = None  # where the agent is a program: its output, its result, its exit status
+    agents: Mapping[str, Sequence[Message]] = field(
+        default_factory=dict
+    )  # the last conversation of each labelled agent
 
     @property
     def final_assistant_message(self) -> Message:

@@ -20,6 +20,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "backend": ("backend", "vllm.mode"),
     "address": (
         "vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address", "stages.teacher", "distill.teacher_url",
+        "agent.roles",
     ),
     "folder": ("output_dir", "rollout.weights_folder", "stages.traces", "distill.teacher"),
     "model": ("model.name",),

@@ -16,8 +16,10 @@ from palestra.policy.local import LocalPolicy
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.openai.loading import completer_of
+from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.loading import completer_of, load_completer
 from palestra.sources.programs.collector import ProgramCollector, hidden_columns
+from palestra.sources.programs.roles import START, Roles
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import ProblemSource
 from palestra.train.limits import attempt_limits
@@ -35,6 +37,7 @@ class ProgramTask:
     loaded: LoadedModel
     reward_functions: Sequence[RewardFunction] = ()
     gateway: Gateway | None = field(default=None, init=False)
+    roles: Roles | None = field(default=None, init=False)
 
     @property
     def kind(self) -> RunKind:
@@ -72,8 +75,22 @@ class ProgramTask:
             asyncio.Semaphore(agent.max_at_once),
             rewards_of(self.environment, self.reward_functions, parts),
             hidden_columns([*self.environment.problems("train"), *self.environment.problems("held_out")]),
+            self._roles(parts),
             LocalModels(parts.policy, parts.chat),
         )
+
+    def _roles(self, parts: Parts) -> Roles:
+        """One for training and evaluation, so that frozen models are loaded once."""
+        if self.roles is None:
+            model = parts.config.model
+
+            def load(name: str) -> Completer:
+                found = model.name if name == START else name
+                return load_completer(found, dtype=model.dtype, device=model.device)
+
+            self.roles = Roles(parts.config.agent.roles, load)
+            self.roles.load_models()
+        return self.roles
 
     def _sandbox(self, gateway: Gateway) -> ProgramSandbox | None:
         return ProgramSandbox(gateway.port, gateway.socket_path) if gateway.socket_path else None
