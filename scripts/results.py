@@ -4,7 +4,8 @@ python scripts/results.py train calculator --seed 0      one training; a few min
 python scripts/results.py train calculator --small       the same recipe at a small scale, for a CPU
 python scripts/results.py train planner --model FILE.gguf --seed 0     the weights of the 1.5B model (docs/results)
 python scripts/results.py compare directory rft --seed 0   one method with a limit of sampled tokens, on a CPU
-python scripts/results.py improve planner --model FILE.gguf --seed 0   the prompt by reflection, and GRPO with as many tokens
+python scripts/results.py improve planner --model FILE.gguf --seed 0   the prompt by reflection, and GRPO with as many
+                                                         sampled tokens
 python scripts/results.py page                           the page, its charts and the README's tables, from the files
 
 `train` leaves the whole run in runs/RECIPE-SEED, and what the page needs in docs/results/data (not with --small).

@@ -163,8 +163,8 @@ def improve(
                 better = best.texts if best.mean > found.candidates[0].mean else texts
                 after = await trying.score(better) if better is not texts else before
             usage = asked.usage
-            used = {"calls": usage.requests, "tokens": usage.tokens, "completion_tokens": usage.completion_tokens}
-            used |= {"cost": asked.cost}
+            used: dict[str, float] = {"calls": usage.requests, "tokens": usage.tokens, "cost": asked.cost}
+            used["completion_tokens"] = usage.completion_tokens
             improved = with_texts(own, better)
             return Improvement(
                 improved, texts, better, before, after, found.candidates, found.used, found.sampled_tokens, used
