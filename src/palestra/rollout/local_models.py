@@ -9,7 +9,6 @@ from typing import Any
 from palestra.core.chat_model import POLICY, Chat
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, SamplingParams
-from palestra.models.chat.reasoning import strip_reasoning
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
@@ -35,7 +34,7 @@ class LocalModels:
             policy.skip_tool_barrier(session)
         finally:
             policy.close(session)
-        text = strip_reasoning(chat.read(turn.token_ids.tolist()).text)
+        text = chat.read_text(turn.token_ids.tolist(), prompt.token_ids.tolist())
         usage = {"prompt_tokens": len(prompt.token_ids), "completion_tokens": len(turn.token_ids)}
         return {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
 

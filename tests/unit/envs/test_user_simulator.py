@@ -61,3 +61,12 @@ def test_a_user_that_fails_fails_its_attempt(tmp_path: Path) -> None:
 def test_max_messages_below_1_is_rejected() -> None:
     with pytest.raises(PalestraError, match="max_messages"):
         UserSimulator("palestra/tiny", max_messages=0)
+
+
+def test_the_policy_may_play_the_user_and_what_it_says_there_is_not_trained(tmp_path: Path) -> None:
+    rows = rollouts_of(tmp_path, UserSimulator("policy", max_messages=1, max_new_tokens=8, temperature=1.0))
+    spoken = [row for row in rows if sum(m["role"] == "user" for m in row["messages"]) == 2]
+    assert spoken
+    for row in spoken:
+        assistant = sum(m["role"] == "assistant" for m in row["messages"])
+        assert [t["maker"] for t in row["turns"]].count("model") == assistant
