@@ -121,3 +121,17 @@ def test_wrong_options_are_explained(cli, agent_file: Path, monkeypatch, options
     done = cli("improve", str(agent_file), *options)
     assert done.code == 2
     assert word in done.err
+
+
+def test_the_agents_model_may_be_at_an_endpoint_and_reflects_by_itself(cli, agent_file: Path) -> None:
+    def model(question: str) -> str:
+        return reflector(question) if "# Current text" in question else "3"
+
+    with stub_model(model) as stub:
+        where = ["--agent-url", stub.base_url, "--model.name", "hosted"]
+        done = cli("improve", str(agent_file), *where, *SEARCH, "--json")
+        refused = cli("improve", str(agent_file), *where, "--then-train")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["after"]["rate"] == 1.0
+    assert {body["model"] for body in stub.bodies} == {"hosted"}
+    assert refused.code == 2

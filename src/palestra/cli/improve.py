@@ -41,6 +41,8 @@ from palestra.prompts.improve import Improvement, improve
     "--reflect-url", metavar="URL", help="OpenAI-style endpoint. [default: OPENAI_BASE_URL or api.openai.com]"
 )
 @click.option("--reflect-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key.")
+@click.option("--agent-url", metavar="URL", help="The agent's model is one at this endpoint, not of this machine.")
+@click.option("--agent-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key.")
 @click.option("--max-calls", type=click.IntRange(1), help="Requests to the reflector.")
 @click.option("--budget", default=300, show_default=True, type=click.IntRange(1, 1_000_000), help="Attempts in all.")
 @click.option(
@@ -70,6 +72,8 @@ def command(
     reflect: str,
     reflect_url: str | None,
     reflect_key_env: str,
+    agent_url: str | None,
+    agent_key_env: str,
     max_calls: int | None,
     only: tuple[str, ...],
     out: Path | None,
@@ -97,8 +101,11 @@ def command(
         raise PalestraError(
             "improve changes agents of our own loop, and --write their file; the demo has none of yours"
         )
+    if then_train and agent_url:
+        raise PalestraError("--then-train needs a model of this machine; --agent-url names one elsewhere")
     console = Console(stderr=as_json)
-    load_libraries(console, config.model.name)
+    if agent_url is None:
+        load_libraries(console, config.model.name)
     done = improve(
         agent,
         file.suite,
@@ -106,6 +113,8 @@ def command(
         reflect=reflect,
         base_url=reflect_url,
         api_key_env=reflect_key_env,
+        agent_url=agent_url,
+        agent_key_env=agent_key_env,
         components=only or None,
         held_out=file.held_out,
         config=config,

@@ -28,7 +28,7 @@ from palestra.evals.report import EvalReport, pair
 from palestra.evals.suite import EvalSuite, hold_out
 from palestra.models.chat.template import ChatFormat
 from palestra.prompts.search import Candidate, Limits, ReflectorSpent, Search, Trial
-from palestra.rollout.collect import Collector, require_one_good
+from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
 from palestra.rollout.evaluate import evaluate
 from palestra.rollout.local_models import LocalModels
 
@@ -95,6 +95,8 @@ def improve(
     reflect: str = POLICY,
     base_url: str | None = None,
     api_key_env: str = "OPENAI_API_KEY",
+    agent_url: str | None = None,
+    agent_key_env: str = "OPENAI_API_KEY",
     budget: int = 300,
     minibatch: int = 4,
     pareto_cases: int = 24,
@@ -109,9 +111,10 @@ def improve(
     """Evolve the instructions and tool descriptions of an agent (GEPA); its weights stay as they are.
 
     `reflect` is the model that rewrites texts, as for a judge: a name at an endpoint (`base_url`), a local model, or
-    "policy", the agent's own. `budget` counts attempts of the search; scoring the held-out cases comes in addition.
-    Candidates are compared on `pareto_cases` training cases. `components` are "instructions" and "tool NAME"; all
-    unless named. `limits` are those of a judge: max_calls, max_cost, requests_per_minute, ….
+    "policy", the agent's own. With `agent_url` the agent's model is one at that endpoint. `budget` counts attempts of
+    the search; scoring the held-out cases comes in addition. Candidates are compared on `pareto_cases` training cases.
+    `components` are "instructions" and "tool NAME"; all unless named. `limits` are those of a judge: max_calls,
+    max_cost, requests_per_minute, ….
     """
     refuse_in_import("an improvement")
     own = as_agent(agent)
@@ -124,6 +127,8 @@ def improve(
     settings.refuse(["backend", "tinker", "ray"], "texts are tried on this machine")
     train, held = hold_out(suite, held_out)
     search_limits = Limits(budget, minibatch, merges, settings.seed)
+    if agent_url is not None and reflect == POLICY and base_url is None:
+        reflect, base_url, api_key_env = own.required_model, agent_url, agent_key_env
     asked = ChatModel(
         reflect,
         base_url,
@@ -135,18 +140,11 @@ def improve(
     )
 
     def run() -> Improvement:
-        from palestra.policy.build import build_policy
-        from palestra.train.setup import suited_to
-        from palestra.trainer import load_quietly
-
-        loaded = load_quietly(settings)
-        suited = suited_to(settings, loaded.model)
-        policy = build_policy(loaded.model, loaded.tokenizer, suited.model.engine, suited.model.kv_memory_gib)
-        chat = ChatFormat(loaded.tokenizer)
-        trying = _Trying(own, train, held, measures, reward_weights, suited, policy, chat)
+        make, host = _local(settings) if agent_url is None else _elsewhere(settings, agent_url, agent_key_env)
+        trying = _Trying(own, train, held, measures, reward_weights, settings, make)
 
         async def search() -> Improvement:
-            with hosting(LocalModels(policy, chat)):
+            with hosting(host):
                 before = await trying.score(texts)
                 cases = [case.id for case in train.cases]
                 compared = cases[:pareto_cases]
@@ -184,6 +182,34 @@ def _components(texts: Texts, given: Sequence[str] | None) -> list[str]:
     return names
 
 
+MakeCollector = Callable[[SuiteEnvironment], Collector]
+
+
+def _local(settings: RunConfig) -> tuple[MakeCollector, LocalModels]:
+    """Attempts by the agent's model in this process."""
+    from palestra.policy.build import build_policy
+    from palestra.train.setup import suited_to
+    from palestra.train.tasks import agent_collector
+    from palestra.trainer import load_quietly
+
+    loaded = load_quietly(settings)
+    suited = suited_to(settings, loaded.model)
+    policy = build_policy(loaded.model, loaded.tokenizer, suited.model.engine, suited.model.kv_memory_gib)
+    chat = ChatFormat(loaded.tokenizer)
+    return lambda env: agent_collector(env, policy, chat, suited, training=False), LocalModels(policy, chat)
+
+
+def _elsewhere(settings: RunConfig, url: str, key_env: str) -> tuple[MakeCollector, LocalModels]:
+    """Attempts by a model at an endpoint."""
+    from palestra.policy.openai import OpenAIChat, OpenAISettings
+    from palestra.train.limits import attempt_limits
+
+    settings.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
+    endpoint = OpenAIChat(OpenAISettings(model_name=settings.model.name, base_url=url, api_key_env=key_env))
+    limits, start = attempt_limits(settings, training=False), endpoint_speakers(endpoint)
+    return lambda env: Collector(env, limits, start), LocalModels()
+
+
 @dataclass
 class _Trying:
     """Attempts of the agent with other texts, by one policy."""
@@ -194,17 +220,11 @@ class _Trying:
     measures: Sequence[Any] | None
     reward_weights: Sequence[float] | Mapping[str, float] | None
     config: RunConfig
-    policy: Any
-    chat: ChatFormat
+    collector: MakeCollector
 
     def _environment(self, texts: Texts) -> SuiteEnvironment:
         agent = with_texts(self.agent, texts)
         return SuiteEnvironment(agent, self.train, self.held_out, self.measures, self.reward_weights)
-
-    def _collector(self, environment: SuiteEnvironment) -> Collector:
-        from palestra.train.tasks import agent_collector
-
-        return agent_collector(environment, self.policy, self.chat, self.config, training=False)
 
     async def trials(self, texts: Texts, cases: Sequence[str]) -> list[Trial]:
         """One attempt at each case. All without a verdict is an error: there would be nothing to compare."""
@@ -212,7 +232,7 @@ class _Trying:
         with closing(self._environment(texts)) as environment:
             problems = [by_id[case] for case in cases]
             keys = [f"improve/{self.config.seed}/{case}" for case in cases]
-            groups = await self._collector(environment).collect(problems, 1, keys)
+            groups = await self.collector(environment).collect(problems, 1, keys)
         require_one_good(groups)
         return [_trial(group.rollouts[0], problem) for group, problem in zip(groups, problems, strict=True)]
 
@@ -223,7 +243,7 @@ class _Trying:
             split: Split = "held_out" if self.held_out is not None else "train"
             problems = environment.problems(split)[: options.cases]
             report = await evaluate(
-                self._collector(environment),
+                self.collector(environment),
                 problems,
                 samples_per_case=options.samples_per_case,
                 seed=self.config.seed,
