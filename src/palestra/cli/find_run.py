@@ -140,7 +140,7 @@ def with_model_of_run(options: dict[str, Any]) -> dict[str, Any]:
     if "model.name" in options:
         options = options | {"model.name": model_of(options["model.name"])[0]}
     if isinstance(roles := options.get("agent.roles"), dict):
-        known = {"train", "start"}
+        known = {"train", "start", "checkpoint"}
         models = {k: v if v in known or "://" in str(v) else model_of(str(v))[0] for k, v in roles.items()}
         options = options | {"agent.roles": models}
     return options

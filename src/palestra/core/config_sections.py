@@ -315,7 +315,8 @@ class AgentSection(Section):
         default_factory=dict,
         max_length=16,
         description="further agents of a program by label, each at OPENAI_BASE_URL_<LABEL>: train, start (the model "
-        "before the training), a model (folder, hub id, RUN@STEP), or URL#model of an endpoint; only train is trained",
+        "before the training), checkpoint (the run's newest), a model (folder, hub id, RUN@STEP), or URL#model of an "
+        "endpoint; only train is trained",
     )
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.backends.ray.pool import GroupSampler, PoolCollector, PoolPolicy
@@ -48,6 +49,7 @@ class Parts:
     watcher: Watcher
     step: int = 0  # of the checkpoint that it goes on from
     ranks: Ranks = ONE_PROCESS
+    checkpoints: Path | None = None  # the folder of the run's own
 
     @cached_property
     def chat(self) -> ChatFormat:

@@ -19,8 +19,7 @@ from palestra.rollout.collect import OnRollout, all_groups, scored_together, wit
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunctions
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.gateway.shared_prompts import SharedPrompts
-from palestra.sources.programs.roles import Agents, Roles, role_metrics
+from palestra.sources.programs.roles import Agents, GroupModels, Roles, role_metrics
 
 POSTED = "reward"  # the score that an external agent posts for itself
 
@@ -65,9 +64,9 @@ class ProgramCollector:
             await asyncio.gather(*tasks, return_exceptions=True)  # no process outlives the step
 
     async def _group(self, problem: Problem, group_size: int, key: str, on_rollout: OnRollout) -> Group:
-        with self.roles.shared_prompts(self.gateway, group_size) as prompts, logging_calls() as calls:
+        with self.roles.of_group(self.gateway, group_size) as models, logging_calls() as calls:
             tasks = [
-                asyncio.create_task(self._one(problem, f"{key}/{i}", prompts, on_rollout)) for i in range(group_size)
+                asyncio.create_task(self._one(problem, f"{key}/{i}", models, on_rollout)) for i in range(group_size)
             ]
             try:
                 done = await asyncio.gather(*tasks)
@@ -86,10 +85,10 @@ class ProgramCollector:
         return replace(group, metrics={**group.metrics, **metrics})
 
     async def _one(
-        self, problem: Problem, seed_key: str, prompts: Mapping[str, SharedPrompts], on_rollout: OnRollout
+        self, problem: Problem, seed_key: str, models: GroupModels, on_rollout: OnRollout
     ) -> tuple[Rollout, SuiteEpisode | None, Agents]:
         async with self.slots:
-            agents = self.roles.open(self.gateway, problem, seed_key, self.sampling, prompts)
+            agents = self.roles.open(self.gateway, problem, seed_key, self.sampling, models)
             result, error = ProgramResult(), None
             try:
                 result = await self.program.run(case_of(problem, self.hidden), agents.endpoint, self.limits)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from palestra.agents.programs import Endpoint
@@ -18,17 +19,23 @@ from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer
 
-TRAIN, START = "train", "start"
+TRAIN, START, CHECKPOINT = "train", "start", "checkpoint"
+GroupModels = dict[str, tuple[SharedPrompts, Completer | None]]
 KEY_VARIABLE = "PALESTRA_ROLE_KEY_"  # + the label: the key of an endpoint
 
 
 @dataclass(slots=True)
 class Roles:
-    """The labelled agents of a program, as `agent.roles` says; `load` gives the completer of a frozen model."""
+    """The labelled agents of a program, as `agent.roles` says.
+
+    `load` gives the completer of a frozen model, `newest` the run's newest checkpoint, which changes.
+    """
 
     models: Mapping[str, str] = field(default_factory=dict)
     load: Callable[[str], Completer] | None = None
+    newest: Callable[[], Path | None] = lambda: None
     _frozen: dict[str, Completer] = field(default_factory=dict, init=False)
+    _checkpoint: str = field(default="", init=False)  # that is loaded
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -36,24 +43,32 @@ class Roles:
         return (MAIN_ROLE, *self.models) if self.models else ()
 
     def load_models(self) -> None:
-        """Load the frozen models, so that one that is missing is told before the first step."""
+        """Load the frozen models that are not loaded yet, and the newest checkpoint."""
         for model in self.models.values():
-            if not _is_elsewhere(model) and model != TRAIN and model not in self._frozen:
-                assert self.load is not None
+            if _is_elsewhere(model) or model == TRAIN:
+                continue
+            assert self.load is not None
+            if model == CHECKPOINT:
+                checkpoint = str(self.newest() or START)
+                if checkpoint != self._checkpoint:
+                    self._frozen[model], self._checkpoint = self.load(checkpoint), checkpoint
+            elif model not in self._frozen:
                 self._frozen[model] = self.load(model)
 
     @contextmanager
-    def shared_prompts(self, gateway: Gateway, siblings: int) -> Iterator[dict[str, SharedPrompts]]:
-        """The prompts that siblings share, of the gateway's model (by an empty label) and of each frozen one."""
+    def of_group(self, gateway: Gateway, siblings: int) -> Iterator[GroupModels]:
+        """The models of a group's agents (by an empty label: the gateway's own), and the prompts they share."""
         self.load_models()
         with ExitStack() as stack:
-            shared = {"": stack.enter_context(gateway.shared_prompts(siblings))}
+            own = stack.enter_context(gateway.shared_prompts(siblings))
+            models: GroupModels = {"": (own, None)}
             for label, model in self.models.items():
                 frozen = self._frozen.get(model)
-                shared[label] = shared[""] if frozen is None else SharedPrompts(frozen.policy, siblings)
+                prompts = own if frozen is None else SharedPrompts(frozen.policy, siblings)
+                models[label] = prompts, frozen
                 if frozen is not None:
-                    stack.callback(shared[label].close)
-            yield shared
+                    stack.callback(prompts.close)
+            yield models
 
     def open(
         self,
@@ -61,10 +76,10 @@ class Roles:
         problem: Problem,
         seed_key: str,
         sampling: SamplingParams,
-        prompts: Mapping[str, SharedPrompts],
+        models: GroupModels,
     ) -> Agents:
         """An endpoint for each agent of an attempt."""
-        main = gateway.open(problem, seed_key=seed_key, sampling=sampling, shared_prompts=prompts[""])
+        main = gateway.open(problem, seed_key=seed_key, sampling=sampling, shared_prompts=models[""][0])
         others: dict[str, Attempt | ForwardedAgent] = {}
         for label, model in self.models.items():
             if _is_elsewhere(model):
@@ -72,12 +87,13 @@ class Roles:
                 key = os.environ.get(f"{KEY_VARIABLE}{label.upper()}")
                 others[label] = gateway.open_elsewhere(url, name or None, key)
             else:
+                prompts, frozen = models[label]
                 others[label] = gateway.open(
                     problem,
                     seed_key=f"{seed_key}/{label}",
                     sampling=sampling,
-                    shared_prompts=prompts[label],
-                    model=self._frozen.get(model),
+                    shared_prompts=prompts,
+                    model=frozen,
                 )
         trained = {label: a for label, a in others.items() if self.models[label] == TRAIN and isinstance(a, Attempt)}
         return Agents(main, others, trained)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunKind
+from palestra.core.run_folder import RunKind, last_checkpoint
 from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.models.loading import LoadedModel
@@ -19,7 +19,7 @@ from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.loading import completer_of, load_completer
 from palestra.sources.programs.collector import ProgramCollector, hidden_columns
-from palestra.sources.programs.roles import START, Roles
+from palestra.sources.programs.roles import CHECKPOINT, START, Roles
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import ProblemSource
 from palestra.train.limits import attempt_limits
@@ -88,7 +88,10 @@ class ProgramTask:
                 found = model.name if name == START else name
                 return load_completer(found, dtype=model.dtype, device=model.device)
 
-            self.roles = Roles(parts.config.agent.roles, load)
+            roles, folder = parts.config.agent.roles, parts.checkpoints
+            if CHECKPOINT in roles.values() and not parts.config.checkpoint.every:
+                raise PalestraError("agent.roles: checkpoint needs checkpoints; set checkpoint.every above 0")
+            self.roles = Roles(roles, load, lambda: None if folder is None else last_checkpoint(folder))
             self.roles.load_models()
         return self.roles
 

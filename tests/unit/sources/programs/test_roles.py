@@ -200,3 +200,28 @@ def test_a_command_trains_with_a_frozen_critic_by_its_variables(tmp_path: Path):
 def test_labels_that_cannot_be_variables_are_rejected(roles):
     with pytest.raises(PalestraError, match=r"agent\.roles"):
         RunConfig.build({"agent.roles": roles})
+
+
+def test_the_newest_checkpoint_of_the_run_is_the_opponent(tmp_path: Path):
+    names: list[str] = []
+    roles = Roles({"rival": "checkpoint"}, lambda name: names.append(name) or object(), lambda: newest)
+    newest = None
+    roles.load_models()
+    roles.load_models()
+    newest = tmp_path / "step-000002"
+    roles.load_models()
+    assert names == ["start", str(newest)]
+
+
+def test_a_run_trains_against_its_own_checkpoints(tmp_path: Path):
+    async def play(case, base_url, api_key, agents):
+        return await chat(agents["rival"], await chat(Endpoint(base_url, api_key), case["input"]) or "?")
+
+    config = {"agent.roles": {"rival": "checkpoint"}, "train.max_steps": 2, "checkpoint.every": 1, "eval.cases": 1}
+    config |= {"rollout.group_size": 2, "rollout.max_new_tokens": 20, "train.problems_per_step": 1}
+    result = train_grpo(play, SUITE, [varied], config=config | {"output_dir": str(tmp_path)}, progress=False)
+    rows = list(read_jsonl(result.run.rollouts_file))
+    assert {row["step"] for row in rows} == {1, 2}
+    assert all(row["error"] is None and "rival" in row["info"]["frozen_agents"] for row in rows)
+    with pytest.raises(PalestraError, match=r"checkpoint\.every"):
+        train_grpo(play, SUITE, [varied], config=config | {"checkpoint.every": 0, "output_dir": str(tmp_path / "b")})
