@@ -41,14 +41,15 @@ MAY_IMPORT = {
     "trl": "core trainer trl_config trl_export",
     "api": "core evals policy envs rollout train result trainer",
     "env_api": "core models evals agents policy envs rollout train sources result trainer",
+    "prompts": "core models evals agents policy envs rollout train trainer",
     "agent_source": "core evals agents sources servers",  # servers: an address without a token is refused at once
     "run": "core models policy envs runs servers train sources agent_source api env_api",
     "suite": "evals api",
-    "__init__": "evals agents envs api suite",
+    "__init__": "evals agents envs api prompts suite",
     "demo": "__init__",
     "agent_tools": "core evals agents envs runs servers dashboard sources",
     "cli": "core plan models engine evals agents policy envs runs rollout servers train dashboard sources "
-    "api env_api agent_source run agent_tools",
+    "api env_api prompts agent_source run agent_tools",
     "__main__": "cli",
 }
 

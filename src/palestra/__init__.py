@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from palestra.agents.tools.tool import Tool, function_tool
     from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo, train_sft
     from palestra.envs.env import Env, EnvConfig
-    from palestra.evals.judge import judge
+    from palestra.envs.user_simulator import UserSimulator
+    from palestra.evals.judge import judge, ruler
     from palestra.evals.measures import fail_reason, measure, pass_reason
+    from palestra.prompts.improve import improve
     from palestra.suite import EvalSuite
 
 __all__ = [
@@ -30,13 +32,16 @@ __all__ = [
     "GRPOTrainingResult",
     "McpServer",
     "Tool",
+    "UserSimulator",
     "command_agent",
     "evaluate",
     "fail_reason",
     "function_tool",
+    "improve",
     "judge",
     "measure",
     "pass_reason",
+    "ruler",
     "train_grpo",
     "train_sft",
 ]
@@ -52,13 +57,16 @@ _HOMES = {
     "GRPOTrainingResult": "palestra.api",
     "McpServer": "palestra.agents.tools.mcp_client",
     "Tool": "palestra.agents.tools.tool",
+    "UserSimulator": "palestra.envs.user_simulator",
     "command_agent": "palestra.agents.programs",
     "evaluate": "palestra.api",
     "fail_reason": "palestra.evals.measures",
     "function_tool": "palestra.agents.tools.tool",
+    "improve": "palestra.prompts.improve",
     "judge": "palestra.evals.judge",
     "measure": "palestra.evals.measures",
     "pass_reason": "palestra.evals.measures",
+    "ruler": "palestra.evals.judge",
     "train_grpo": "palestra.api",
     "train_sft": "palestra.api",
 }

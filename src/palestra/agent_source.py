@@ -13,6 +13,7 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import command_agent
+from palestra.agents.texts import read_texts, with_texts
 from palestra.agents.tools.mcp_client import McpServer
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, did_you_mean, needs_extra
@@ -116,6 +117,7 @@ class AgentOptions:
     mcp: Sequence[str] = ()
     mcp_shared: Sequence[str] = ()
     instructions: str | None = None
+    improved: str | None = None
     cwd: str = ""
 
     @classmethod
@@ -127,6 +129,7 @@ class AgentOptions:
         return replace(
             options,
             cases=options.cases and str(Path(options.cases).absolute()),
+            improved=options.improved and str(Path(options.improved).absolute()),
             held_out=held_out if held_out is None or _is_share(held_out) else str(Path(held_out).absolute()),
             measure=tuple(_absolute_measure(spec) for spec in options.measure),
         )
@@ -179,9 +182,10 @@ class AgentOptions:
             )
         if self.agent_host is not None and not self.is_program:
             raise PalestraError("--agent-host goes with --agent-port, --agent-cmd or --agent-image")
-        if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None):
+        if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None or self.improved):
             raise PalestraError(
-                "--mcp and --instructions are for our own agent loop; a program has tools and instructions of its own"
+                "--mcp, --instructions and --improved are for our own agent loop; a program has tools and instructions "
+                "of its own"
             )
         if self.held_out is not None and self.cases is None:
             raise PalestraError("--held-out goes with --cases; an agent file has its own `held_out`")
@@ -235,7 +239,8 @@ class AgentOptions:
         changed: dict[str, Any] = {"mcp_servers": [*agent.mcp_servers, *servers]}
         if self.instructions is not None:
             changed["instructions"] = self.instructions
-        return replace(agent, **changed)
+        agent = replace(agent, **changed)
+        return agent if self.improved is None else with_texts(agent, read_texts(Path(self.improved)))
 
 
 def load_measure(spec: str) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from palestra.core.errors import PalestraError, needs_extra
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.messages import as_messages, to_dict
 from palestra.core.types import Message, Problem
-from palestra.evals.measures import Measure, MeasureContext, as_measure, run_measure
+from palestra.evals.measures import Measure, MeasureContext, as_measure, run_group_measure
 from palestra.evals.suite import EvalSuite
 
 RewardFunction = Callable[..., list[float | None]]
@@ -31,7 +32,12 @@ def measure_to_reward(measure: Any) -> RewardFunction:
         contexts = [_context(p, c, row) for p, c, row in zip(prompts, completions, rows, strict=True)]
 
         async def score() -> list[Any]:
-            return await asyncio.gather(*(run_measure(scored, context, _TIMEOUT_S) for context in contexts))
+            groups: dict[str, list[int]] = {}  # completions of one prompt, which a measure may compare
+            for i, prompt in enumerate(prompts):
+                groups.setdefault(repr(prompt), []).append(i)
+            calls = (run_group_measure(scored, [contexts[i] for i in g], _TIMEOUT_S) for g in groups.values())
+            found = dict(zip(chain(*groups.values()), chain(*await asyncio.gather(*calls)), strict=True))
+            return [found[i] for i in range(len(contexts))]
 
         return [None if s.error else s.value for s in outside_event_loop(lambda: asyncio.run(score()))]
 

@@ -175,6 +175,7 @@ def test_a_block_that_is_not_run_says_why() -> None:
 ONLY_CHECKED = {
     r"(train|eval) .*--(agent-cmd|agent-port|mcp|cases)": "files of the user's; test_agent_programs_command.py",
     r"serve|tinker|mcp|http|trajectory|dashboard|gateway|record": "a server, until Ctrl-C; tests/interfaces runs each",
+    r"judge-check|improve": "asks a model, often elsewhere; test_judge_check.py and test_improve_command.py",
     r"sft ": "conversations of the user's; tests/unit/train/test_stages.py",
     r"env serve|train .*--env-url": "waits for the other end; tests/interfaces/test_env_serve.py",
     r"env run-atropos": "installs atroposlib; make test-foreign",

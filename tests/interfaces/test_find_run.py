@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from listed_runs import ended_run
 
-from palestra.cli.find_run import find_run, model_of, require_run, require_run_id
+from palestra.cli.find_run import find_run, model_of, require_run, require_run_id, with_model_of_run
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import FORMAT, Resume, RunFolder
@@ -93,6 +93,9 @@ def test_a_checkpoint_is_a_model_by_step_by_name_and_by_folder(add_run: AddRun, 
         assert Path(model_of(word)[0]) == run.step_folder(50), word
         assert model_of(word)[1] == run.export
         assert require_run_id(word) == "k3f9aaaa"
+        roles = {"critic": word, "rival": "start", "judge": "http://host/v1#m"}
+        models = with_model_of_run({"agent.roles": roles})["agent.roles"]
+        assert models == roles | {"critic": str(run.step_folder(50))}
     assert capsys.readouterr().err == ""
     assert Path(model_of("k3f9")[0]) == run.step_folder(100)
     assert "was not finished; this is its checkpoint of step 100" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
@@ -34,6 +35,7 @@ class Endpoint:
     base_url: str  # as OpenAI clients want it: …/attempt/<id>/v1
     api_key: str
     attempt_id: str = ""
+    agents: Mapping[str, Endpoint] = field(default_factory=dict)  # further agents, by label
 
     @property
     def anthropic_url(self) -> str:
@@ -45,14 +47,22 @@ class Endpoint:
         direct = dict.fromkeys((*_NO_PROXY, urlsplit(self.base_url).hostname))
         proxies = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *direct)))
         return {
+            **self._own(),
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with a key that it does not know
+            "NO_PROXY": proxies,
+            "no_proxy": proxies,
+            **{
+                f"{name}_{label.upper()}": value for label, e in self.agents.items() for name, value in e._own().items()
+            },
+        }
+
+    def _own(self) -> dict[str, str]:
+        return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_url,
             "ANTHROPIC_API_KEY": self.api_key,
-            "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with a key that it does not know
-            "NO_PROXY": proxies,
-            "no_proxy": proxies,
         }
 
 
@@ -177,7 +187,10 @@ class CommandAgent(ProgramAgent):
 
 @dataclass
 class FunctionAgent(ProgramAgent):
-    """A function (case, base_url, api_key), which may be async; what it returns is the attempt's result."""
+    """A function (case, base_url, api_key), which may be async; what it returns is the attempt's result.
+
+    With a parameter `agents` it gets the endpoints of further agents, by label: `agents["critic"].base_url`.
+    """
 
     function: Callable[..., Any] = lambda case, base_url, api_key: None
 
@@ -185,7 +198,12 @@ class FunctionAgent(ProgramAgent):
         began = time.monotonic()
         try:
             result = await call_with_limit(
-                self.function, dict(case), endpoint.base_url, endpoint.api_key, timeout_s=limits.timeout_s
+                self.function,
+                dict(case),
+                endpoint.base_url,
+                endpoint.api_key,
+                timeout_s=limits.timeout_s,
+                **({"agents": endpoint.agents} if _takes_agents(self.function) else {}),
             )
         except CallTimeout:
             return ProgramResult(stopped="time", seconds=time.monotonic() - began)
@@ -226,6 +244,13 @@ def command_agent(
 def function_agent(function: Callable[..., Any], model: str | None = "palestra/tiny") -> FunctionAgent:
     """An agent that is a function of this process."""
     return FunctionAgent(getattr(function, "__name__", "agent").strip("<>"), model, function=function)
+
+
+def _takes_agents(function: Callable[..., Any]) -> bool:
+    try:
+        return "agents" in signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _name_of(words: Sequence[str]) -> str:

@@ -136,8 +136,14 @@ def _explain_missing(word: str) -> None:
 
 
 def with_model_of_run(options: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a command line in which model.name may be a run."""
-    return options | {"model.name": model_of(options["model.name"])[0]} if "model.name" in options else options
+    """The settings of a command line in which model.name, and the models of agent.roles, may be runs."""
+    if "model.name" in options:
+        options = options | {"model.name": model_of(options["model.name"])[0]}
+    if isinstance(roles := options.get("agent.roles"), dict):
+        known = {"train", "start", "checkpoint"}
+        models = {k: v if v in known or "://" in str(v) else model_of(str(v))[0] for k, v in roles.items()}
+        options = options | {"agent.roles": models}
+    return options
 
 
 def recent_runs() -> list[Path]:

@@ -21,6 +21,8 @@ GROUPS = {
         "sft": ("sft", "Train a model on conversations."),
         "eval": ("eval", "Score an agent without training."),
         "rescore": ("rescore", "Score a run's stored rollouts with changed measures."),
+        "improve": ("improve", "Evolve an agent's instructions and tool descriptions."),
+        "judge-check": ("judge_check", "Compare a judge with labels of people."),
         "envs": ("envs", "List the available environments."),
         "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
     },

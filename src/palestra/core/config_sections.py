@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -315,6 +316,23 @@ class AgentSection(Section):
     sandbox: bool = Field(
         False, description="isolate each attempt of a command: it reaches the model and nothing else of the network"
     )
+    roles: dict[str, str] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="further agents of a program by label, each at OPENAI_BASE_URL_<LABEL>: train, start (the model "
+        "before the training), checkpoint (the run's newest), a model (folder, hub id, RUN@STEP), or URL#model of an "
+        "endpoint; only train is trained",
+    )
+
+    @model_validator(mode="after")
+    def _labels_can_be_variables(self) -> AgentSection:
+        variables = [label.upper() for label in self.roles]
+        for label, model in self.roles.items():
+            if not re.fullmatch(r"[A-Za-z]\w{0,31}", label, re.ASCII) or label == "main":
+                raise ValueError(f"agent.roles has the label {label!r}; use up to 32 letters, digits and _, not main")
+            if variables.count(label.upper()) > 1 or not model.strip():
+                raise ValueError(f"agent.roles: give the label {label!r} once, with a model, start or train")
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_start(self) -> AgentSection:

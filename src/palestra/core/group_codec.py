@@ -4,8 +4,8 @@ A group is written in columns with one entry for each rollout, by the names of t
 (the id where the model made the token, -100 elsewhere), `inference_logprobs`, `scores` (the rewards), `messages`,
 and `advantages` where rollouts have their own. Our own columns say the rest: `turns` ([maker, token count] pairs),
 `versions`, `stops`, `errors`, `verdicts`, `tool_names`, `tool_results`, `seconds`, `tool_seconds`; where there are any,
-`lineages` and `info` of each rollout and `metrics` of the group. What a foreign environment leaves out is derived from
-its masks as far as possible.
+`lineages`, `info` and `roles` of each rollout and `metrics` of the group. What a foreign environment leaves out is
+derived from its masks as far as possible.
 
     >>> columns = {"tokens": [[1, 2, 7], [1, 2, 8]], "masks": [[-100, -100, 7], [-100, -100, 8]], "scores": [1.0, 0.0]}
     >>> group = group_from_dict(columns, "g", version=3)
@@ -53,6 +53,8 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False) -> dict[str, Any]:
         record["lineages"] = [_lineage_to_dict(lineage, exact) for lineage in rollout.lineages]
     if rollout.info:
         record["info"] = dict(rollout.info)
+    if rollout.role:
+        record["role"] = rollout.role
     if exact and rollout.advantages is not None:
         record["advantages"] = rollout.advantages.tolist()
     return record
@@ -77,6 +79,7 @@ def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
         tool_names=tuple(record.get("tool_names", ())),
         lineages=tuple(_lineage_from_dict(lineage) for lineage in record.get("lineages", ())),
         info=record.get("info", {}),
+        role=record.get("role", ""),
     )
 
 
@@ -119,6 +122,8 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
         columns["lineages"] = [[_lineage_to_dict(lineage, exact=True) for lineage in r.lineages] for r in rollouts]
     if any(r.info for r in rollouts):
         columns["info"] = [dict(r.info) for r in rollouts]
+    if any(r.role for r in rollouts):
+        columns["roles"] = [r.role for r in rollouts]
     if metrics := {name: value for name, value in group.metrics.items() if math.isfinite(value)}:
         columns["metrics"] = metrics
     return columns
@@ -158,6 +163,7 @@ def _rollout_from_dict(
         tool_names=tuple(_entry(columns, "tool_names", i) or ()),
         lineages=tuple(map(_lineage_from_dict, lineages)),
         info=_entry(columns, "info", i) or {},
+        role=_entry(columns, "roles", i) or "",
     )
 
 
@@ -254,9 +260,10 @@ def _verdicts(rollout: Rollout) -> dict[str, Any]:
 
 
 def _verdict(score: Score) -> dict[str, Any]:
-    """`counts` only where it is False: readers of an earlier version know no such key."""
+    """`counts` and `roles` only where they say something: readers of an earlier version know no such keys."""
     verdict = {"value": score.value, "passed": score.passed, "reason": score.reason, "error": score.error}
-    return verdict if score.counts else verdict | {"counts": False}
+    rare = {} if score.counts else {"counts": False}
+    return verdict | rare | ({"roles": dict(score.roles)} if score.roles else {})
 
 
 def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:
@@ -281,12 +288,13 @@ def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
 
 def _lineage_to_dict(lineage: Lineage, exact: bool) -> dict[str, Any]:
     turns = [_turn_to_dict(turn, exact) for turn in lineage.turns]
-    return {"stop": lineage.stop, "turns": turns, "messages": [_message_fields(m) for m in lineage.messages]}
+    record = {"stop": lineage.stop, "turns": turns, "messages": [_message_fields(m) for m in lineage.messages]}
+    return record | ({"role": lineage.role} if lineage.role else {})
 
 
 def _lineage_from_dict(record: Mapping[str, Any]) -> Lineage:
     turns, messages = map(_turn_from_dict, record["turns"]), map(_message_from_fields, record["messages"])
-    return Lineage(tuple(turns), tuple(messages), record["stop"])
+    return Lineage(tuple(turns), tuple(messages), record["stop"], record.get("role", ""))
 
 
 def _message_from_fields(fields: Mapping[str, Any]) -> Message:

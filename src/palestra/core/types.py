@@ -166,6 +166,7 @@ class Score:
 
     `error`: the measure failed by itself, so there is no verdict; a rollout without one that counts is not trained.
     `counts` is False for a witness, a measure of weight 0: it is on record, and changes neither reward nor `passed`.
+    `roles` are the values of several agents of one attempt, where the measure tells them apart.
     """
 
     value: float
@@ -173,6 +174,7 @@ class Score:
     reason: str = ""
     error: bool = False
     counts: bool = True
+    roles: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def decides(self) -> bool:
@@ -206,6 +208,8 @@ class Lineage:
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     stop: StopReason
+    role: str = ""  # of the agent, where an attempt has several
+    advantages: Array | None = None  # [T] float32, where the agents of an attempt have rewards of their own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,6 +230,7 @@ class Rollout:
     tool_names: tuple[str, ...] = ()  # the tools that it could call
     lineages: tuple[Lineage, ...] = ()  # its other conversations, where an agent has several
     info: Mapping[str, Any] = field(default_factory=dict)  # more for the records: an agent's exit status and logs
+    role: str = ""  # of the agent whose conversation this is, where an attempt has several
 
     def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
         size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.agents.agent import Agent
@@ -16,15 +16,15 @@ from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem, ProgramResult, Score, ToolResult
 from palestra.envs.base import Split
-from palestra.evals.measures import Measure, MeasureContext, as_measures, run_measure
-from palestra.evals.suite import EvalSuite
+from palestra.evals.measures import Measure, MeasureContext, as_measures, run_group_measure, run_measure
+from palestra.evals.suite import EvalSuite, SimulatedUser
 
 MEASURE_TIMEOUT_S = 300.0
 log = logging.getLogger("palestra")
 _IMMUTABLE = (type(None), str, int, float, tuple, frozenset)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SuiteEpisode:
     """One attempt at one case."""
 
@@ -35,18 +35,39 @@ class SuiteEpisode:
     environment: Any = None  # the context of the attempt; reward functions see it by this name
     connections: Sequence[McpConnection] = ()
     program: ProgramResult | None = None  # of an agent that is a program, once it has ended
+    user: SimulatedUser | None = None
+    attempt: MeasureContext | None = None  # once it has ended
+    agents: Mapping[str, Sequence[Message]] = field(
+        default_factory=dict
+    )  # conversations of a program's labelled agents
+    roles: Sequence[str] = ()  # whom a measure may score by name
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """A case is one question: its answer ends the attempt."""
-        return ()
+        """A case is one question, whose answer ends the attempt, unless a simulated user goes on."""
+        text = None if self.user is None else await self.user.reply(messages, self.problem)
+        return () if text is None else (Message("user", text),)
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
-        """All measures at once."""
-        context = MeasureContext(
-            tuple(messages), tuple(tool_results), self.problem.expect, self.problem, self.environment, self.program
+        """All measures that look at one attempt, at once."""
+        self.attempt = context = MeasureContext(
+            tuple(messages),
+            tuple(tool_results),
+            self.problem.expect,
+            self.problem,
+            self.environment,
+            self.program,
+            self.agents,
         )
-        scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in self.measures))
-        return {m.name: score for m, score in zip(self.measures, scores, strict=True)}
+        measures = [m for m in self.measures if not m.group]
+        scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in measures))
+        return {m.name: self._checked(m.name, score) for m, score in zip(measures, scores, strict=True)}
+
+    def _checked(self, name: str, score: Score) -> Score:
+        unknown = next((role for role in score.roles if role not in self.roles), None)
+        if unknown is None:
+            return score
+        known = f"the agents are {', '.join(self.roles)}" if self.roles else "this agent has no roles (agent.roles)"
+        return Score(0.0, False, f"measure {name} returned a verdict for {unknown!r}; {known}", error=True)
 
     def close(self) -> None:
         """End the MCP servers that are this attempt's own."""
@@ -81,6 +102,7 @@ class SuiteEnvironment:
         self._tools: tuple[Tool, ...] = tuple(agent.tools)
         self._mcp = McpTools(agent.mcp_servers)
         self._suite = train if train.context_fn or held_out is None else held_out
+        self._suite_user = train.user or (held_out.user if held_out is not None else None)
         self._context: Any = None  # of the last attempt
         _check_state(self._tools, self._suite)
         self._cases = {"train": tuple(train), "held_out": tuple(held_out or ())}
@@ -109,7 +131,19 @@ class SuiteEnvironment:
             close_connections(connections)
             raise
         prompt = (*self._opening, *as_messages(problem.input))
-        return SuiteEpisode(problem, prompt, tools, self._measures, context, connections)
+        return SuiteEpisode(problem, prompt, tools, self._measures, context, connections, user=self._suite_user)
+
+    async def score_group(self, episodes: Sequence[SuiteEpisode]) -> list[dict[str, Score]] | None:
+        """The verdicts of measures that compare the attempts at a case; None where there are none."""
+        return await self.compare([episode.attempt for episode in episodes if episode.attempt is not None])
+
+    async def compare(self, attempts: Sequence[MeasureContext]) -> list[dict[str, Score]] | None:
+        measures = [m for m in self._measures if m.group]
+        if not measures:
+            return None
+        columns = await asyncio.gather(*(run_group_measure(m, attempts, MEASURE_TIMEOUT_S) for m in measures))
+        names = [m.name for m in measures]
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def close(self) -> None:
         """End the MCP servers that all attempts share."""

@@ -1,73 +1,267 @@
-"""A language model as a measure, through any OpenAI-style endpoint."""
+"""Language models as measures: `judge` grades one attempt by a rubric, `ruler` ranks all attempts at a case."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+import random
 import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
+from palestra.core.chat_model import ChatModel, log_judge
+from palestra.core.endpoints import CallLimits
 from palestra.core.errors import PalestraError
-from palestra.core.http import Request, Retries, ask
 from palestra.core.types import Message, Score
 from palestra.evals.measures import Measure, MeasureContext
 
-_OPENAI = "https://api.openai.com/v1"
-_RETRIES = Retries(attempts=3, backoff=2.0)
+_JUDGE_TIMEOUT_S = 3600.0  # waiting for a rate limit included; the limits of a single call are shorter
+_JSON_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 _TASK = (
     "You grade an assistant's work by a rubric. Answer with one JSON object and nothing else: "
     '{"score": a number from 0 (bad) to 1 (perfect), "reason": one short sentence}.'
 )
-_JSON_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+_CRITERIA_TASK = (
+    "You grade an assistant's work by the criteria of a rubric. Answer with one JSON object and nothing else: "
+    '{"criteria": {"1": a number from 0 (not met) to 1 (fully met), "2": …}, "reason": one short sentence}. '
+    "Give every criterion its number."
+)
+_RANK_TASK = (
+    "You compare several attempts of an assistant at the same task. The beginning that they share is given once. Judge "
+    "how well each attempt reaches the task's goal; an attempt that does scores far higher than one that does not, and "
+    "of two that do, the one with less needless work scores a little higher. Length by itself is no merit. Answer with "
+    'one JSON object and nothing else: {"attempts": {"1": {"reason": one short sentence, "score": a number from 0 to '
+    '1}, "2": …}}. Give every attempt its score; attempts that are equally good get the same.'
+)
+
+Rubric = str | Callable[[Mapping[str, Any]], Any]
+Criteria = Mapping[str, float] | Sequence[Any] | Callable[[Mapping[str, Any]], Any]
 
 
 def judge(
     model: str,
-    rubric: str,
+    rubric: Rubric = "",
     *,
+    criteria: Criteria | None = None,
     base_url: str | None = None,
     api_key_env: str = "OPENAI_API_KEY",
     name: str = "judge",
     threshold: float = 0.5,
-    timeout_s: float = 60.0,
+    temperature: float | None = 0.0,
+    max_new_tokens: int | None = None,
+    cache: bool | str | Path = True,
+    **limits: Any,
 ) -> Measure:
     """A measure that asks `model` to grade by `rubric`; a score of at least `threshold` passes.
 
-    It is asked at `base_url`; without one at OPENAI_BASE_URL, else at api.openai.com.
-    The key is read from the environment variable `api_key_env`; local servers need none.
+    The model is a name at an OpenAI-style endpoint (`base_url`; without one OPENAI_BASE_URL, else api.openai.com), a
+    local model ("local/Qwen/Qwen3-0.6B", a folder), or "policy", the model in training. The key is read from the
+    environment variable `api_key_env`.
+
+    `rubric` and `criteria` may be functions of the case's record: `rubric=lambda case: case["rubric"]`. Criteria are
+    texts with weights, {"names the price": 2, "is brief": 1}; the score is their weighted mean, and a negative weight
+    takes away. `limits` are those of `CallLimits`: max_concurrent, requests_per_minute, max_cost, ….
     """
-    endpoint = (base_url or os.environ.get("OPENAI_BASE_URL") or _OPENAI).rstrip("/")
-    if endpoint == _OPENAI and not os.environ.get(api_key_env):
-        raise PalestraError(
-            f"judge({model!r}) needs the key of {_OPENAI} in the environment variable {api_key_env}. "
-            "Set it, or name another endpoint: judge(…, base_url='http://localhost:11434/v1')."
-        )
+    if not rubric and criteria is None:
+        raise PalestraError("judge needs a rubric or criteria: judge(model, 'The answer is polite.')")
+    if criteria is not None and not callable(criteria):
+        _read_criteria(criteria)
+    asked = _model("judge", model, base_url, api_key_env, temperature, max_new_tokens, cache, limits)
 
-    def grade(context: MeasureContext) -> Score:
-        messages = [{"role": "system", "content": _TASK}, {"role": "user", "content": _question(rubric, context)}]
-        body = {"model": model, "messages": messages, "temperature": 0}
-        url, key = f"{endpoint}/chat/completions", os.environ.get(api_key_env)
-        answer = ask(Request(url, body, token=key, timeout_s=timeout_s), _RETRIES)
-        value, reason = read_verdict(answer["choices"][0]["message"]["content"])
-        return Score(value, value >= threshold, reason)
+    async def grade(context: Any) -> Score:
+        context = _as_context(context)
+        log_judge(name)
+        text = _of_case(rubric, context)
+        if criteria is None:
+            question = _question(f"# Rubric\n{text}", context)
+            value, reason = await asked.ask(_chat(_TASK, question), read_verdict)
+            return Score(value, value >= threshold, reason)
+        weighted = _read_criteria(_of_case(criteria, context))
+        listed = "\n".join(f"{i}. {criterion}" for i, criterion in enumerate(weighted, start=1))
+        question = _question(f"# Rubric\n{text}\n# Criteria\n{listed}" if text else f"# Criteria\n{listed}", context)
+        met, reason = await asked.ask(_chat(_CRITERIA_TASK, question), lambda t: _read_met(t, len(weighted)))
+        value = _weighted(met, list(weighted.values()))
+        shown = ", ".join(f"{c} {m:g}" for c, m in zip(weighted, met, strict=True))
+        return Score(value, value >= threshold, f"{reason} ({shown})".strip())
 
-    return Measure(name, grade, threshold)
+    return Measure(name, grade, threshold, timeout_s=_JUDGE_TIMEOUT_S)
+
+
+def ruler(
+    model: str,
+    rubric: Rubric = "",
+    *,
+    base_url: str | None = None,
+    api_key_env: str = "OPENAI_API_KEY",
+    name: str = "ruler",
+    threshold: float = 0.5,
+    temperature: float | None = 0.0,
+    max_new_tokens: int | None = None,
+    cache: bool | str | Path = True,
+    **limits: Any,
+) -> Measure:
+    """A measure that asks `model` to rank all attempts at a case against each other, in one call, with reasons.
+
+    What the attempts begin with alike is sent once, and equal attempts are sent once and scored alike. They are shown
+    in an order that depends on the content alone. The arguments are those of `judge`; `rubric` adds to the task.
+    """
+    asked = _model("ruler", model, base_url, api_key_env, temperature, max_new_tokens, cache, limits)
+
+    async def rank(attempts: Sequence[Any]) -> list[Score]:
+        contexts = [_as_context(attempt) for attempt in attempts]
+        log_judge(name)
+        shared = _shared_messages(contexts)
+        texts = [conversation_text(context.messages[shared:]) for context in contexts]
+        shown = _shuffled(list(dict.fromkeys(texts)))
+        question = _comparison(_of_case(rubric, contexts[0]), contexts[0], shared, shown)
+        verdicts = await asked.ask(_chat(_RANK_TASK, question), lambda text: _read_ranks(text, len(shown)))
+        by_text = dict(zip(shown, verdicts, strict=True))
+        return [Score(by_text[t][0], by_text[t][0] >= threshold, by_text[t][1]) for t in texts]
+
+    return Measure(name, rank, threshold, group=True, timeout_s=_JUDGE_TIMEOUT_S)
+
+
+def _model(
+    title: str,
+    model: str,
+    base_url: str | None,
+    api_key_env: str,
+    temperature: float | None,
+    max_new_tokens: int | None,
+    cache: bool | str | Path,
+    limits: Mapping[str, Any],
+) -> ChatModel:
+    return ChatModel(
+        model,
+        base_url,
+        purpose="judge",
+        api_key_env=api_key_env,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        cache=cache,
+        limits=CallLimits.of(title, limits),
+    )
 
 
 def read_verdict(text: str) -> tuple[float, str]:
     """The score and the reason out of a judge's answer; ValueError when it gave none."""
+    verdict = _read_object(text)
+    return _number(verdict.get("score"), text), str(verdict.get("reason", ""))
+
+
+def _read_met(text: str, count: int) -> tuple[list[float], str]:
+    """How far each criterion is met, and the reason; ValueError where one is missing."""
+    answer = _read_object(text)
+    met = answer.get("criteria")
+    if not isinstance(met, Mapping):
+        raise ValueError(f"the judge gave no criteria: {text[:200]!r}")
+    return [_number(met.get(str(i)), text) for i in range(1, count + 1)], str(answer.get("reason", ""))
+
+
+def _read_ranks(text: str, count: int) -> list[tuple[float, str]]:
+    """The score and the reason of each attempt; ValueError where one is missing."""
+    attempts = _read_object(text).get("attempts")
+    if not isinstance(attempts, Mapping):
+        raise ValueError(f"the judge gave no attempts: {text[:200]!r}")
+    found = []
+    for i in range(1, count + 1):
+        verdict = attempts.get(str(i))
+        verdict = verdict if isinstance(verdict, Mapping) else {"score": verdict}
+        found.append((_number(verdict.get("score"), text), str(verdict.get("reason", ""))))
+    return found
+
+
+def _read_object(text: str) -> Mapping[str, Any]:
     found = _JSON_OBJECT.search(text.rpartition("</think>")[2])
-    verdict: dict[str, Any] = json.loads(found.group()) if found else {}
-    score = verdict.get("score")
-    if isinstance(score, bool) or not isinstance(score, (int, float)) or not 0.0 <= score <= 1.0:
+    answer = json.loads(found.group()) if found else {}
+    return answer if isinstance(answer, Mapping) else {}
+
+
+def _number(value: Any, text: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
         raise ValueError(f"the judge gave no score from 0 to 1: {text[:200]!r}")
-    return float(score), str(verdict.get("reason", ""))
+    return float(value)
 
 
-def _question(rubric: str, context: MeasureContext) -> str:
-    expected = "" if context.expect is None else f"\n\n# Expected\n{context.expect}"
-    conversation = "\n\n".join(_line(message) for message in context.messages)
-    return f"# Rubric\n{rubric}{expected}\n\n# Conversation\n{conversation}"
+def _read_criteria(given: Any) -> dict[str, float]:
+    """Texts with weights: a mapping, or a list of texts or of records with a text and a weight (or points)."""
+    if isinstance(given, str):
+        given = [given]
+    rows = given.items() if isinstance(given, Mapping) else [_criterion(row) for row in given or ()]
+    found = {str(text): float(weight) for text, weight in rows}
+    if not any(weight > 0 for weight in found.values()):
+        raise PalestraError(
+            f"criteria are {given!r}; expected texts with weights, at least one above 0: {{'names the price': 2}}"
+        )
+    return found
+
+
+def _criterion(row: Any) -> tuple[str, float]:
+    if isinstance(row, str):
+        return row, 1.0
+    if isinstance(row, Mapping):
+        texts = [row[key] for key in ("criterion", "text", "description") if key in row]
+        weights = [row[key] for key in ("weight", "points") if key in row]
+        if texts:
+            return str(texts[0]), float(weights[0]) if weights else 1.0
+    raise PalestraError(f"a criterion is {row!r}; expected a text, or {{'criterion': …, 'weight': …}}")
+
+
+def _weighted(met: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted sum over that of the positive weights, within 0 and 1."""
+    total = sum(weight for weight in weights if weight > 0)
+    return min(1.0, max(0.0, sum(m * w for m, w in zip(met, weights, strict=True)) / total))
+
+
+def _of_case(given: Any, context: MeasureContext) -> Any:
+    return given(context.case.row) if callable(given) else given
+
+
+def _as_context(attempt: Any) -> MeasureContext:
+    """A measure's context, or an attempt of an `Env`, which has messages and a problem."""
+    if isinstance(attempt, MeasureContext):
+        return attempt
+    return MeasureContext(attempt.messages, attempt.tool_results, attempt.problem.expect, attempt.problem)
+
+
+def _chat(task: str, question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": task}, {"role": "user", "content": question}]
+
+
+def _question(head: str, context: MeasureContext) -> str:
+    return f"{head}{_expected(context)}\n\n# Conversation\n{conversation_text(context.messages)}"
+
+
+def _comparison(rubric: str, context: MeasureContext, shared: int, attempts: Sequence[str]) -> str:
+    head = f"# Rubric\n{rubric}\n\n" if rubric else ""
+    beginning = f"# Shared beginning\n{conversation_text(context.messages[:shared])}" if shared else ""
+    listed = "\n\n".join(f"# Attempt {i}\n{text}" for i, text in enumerate(attempts, start=1))
+    return f"{head}{beginning}{_expected(context)}\n\n{listed}"
+
+
+def _expected(context: MeasureContext) -> str:
+    return "" if context.expect is None else f"\n\n# Expected\n{context.expect}"
+
+
+def _shared_messages(contexts: Sequence[MeasureContext]) -> int:
+    """How many messages all conversations begin with alike; of equal conversations the last one is left over."""
+    rows = zip(*([_line(message) for message in context.messages] for context in contexts), strict=False)
+    alike = sum(1 for _ in takewhile(lambda row: len(set(row)) == 1, rows))
+    return max(0, min(alike, min(len(context.messages) for context in contexts) - 1))
+
+
+def _shuffled(texts: list[str]) -> list[str]:
+    """In an order that tells nothing about the attempts, and is the same for the same texts."""
+    texts = sorted(texts)
+    random.Random(hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest()).shuffle(texts)
+    return texts
+
+
+def conversation_text(messages: Sequence[Message]) -> str:
+    """The messages as a reader sees them, with their tool calls."""
+    return "\n\n".join(_line(message) for message in messages)
 
 
 def _line(message: Message) -> str:

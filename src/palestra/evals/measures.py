@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ class MeasureContext:
     case: Problem = field(default_factory=lambda: Problem("", ""))
     context: Any = None  # what the suite's context_fn made for this attempt, as the tools left it
     program: ProgramResult | None = None  # where the agent is a program: its output, its result, its exit status
+    agents: Mapping[str, Sequence[Message]] = field(
+        default_factory=dict
+    )  # the last conversation of each labelled agent
 
     @property
     def final_assistant_message(self) -> Message:
@@ -41,12 +45,17 @@ class MeasureContext:
 
 @dataclass(frozen=True)
 class Measure:
-    """A named measure. A value of at least `threshold` counts as passed."""
+    """A named measure. A value of at least `threshold` counts as passed.
+
+    With `group`, the function takes the contexts of all attempts at a case, and returns a list with a verdict for each.
+    """
 
     name: str
     fn: Callable[..., Any]
     threshold: float = 1.0
     bounded: bool = True  # values are from 0 to 1
+    group: bool = False
+    timeout_s: float | None = None  # where it has a limit of its own
 
     def __call__(self, context: MeasureContext) -> Any:
         return self.fn(context)
@@ -61,14 +70,19 @@ def measure(target: Callable[..., Any], /) -> Measure: ...
 
 @overload
 def measure(
-    target: str | None = None, /, *, name: str | None = None, threshold: float = 1.0
+    target: str | None = None, /, *, name: str | None = None, threshold: float = 1.0, group: bool = False
 ) -> Callable[[Callable[..., Any]], Measure]: ...
 
 
 def measure(
-    target: Callable[..., Any] | str | None = None, /, *, name: str | None = None, threshold: float = 1.0
+    target: Callable[..., Any] | str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    threshold: float = 1.0,
+    group: bool = False,
 ) -> Measure | Callable[[Callable[..., Any]], Measure]:
-    """Declare a measure: `@measure`, `@measure("name")` or `@measure(threshold=0.7)`."""
+    """Declare a measure: `@measure`, `@measure("name")`, `@measure(threshold=0.7)` or `@measure(group=True)`."""
     if not 0.0 < threshold <= 1.0:
         raise PalestraError(f"threshold={threshold} of a measure; expected above 0 and at most 1")
     given_name = target if isinstance(target, str) else name
@@ -76,7 +90,7 @@ def measure(
     def declare(fn: Callable[..., Any]) -> Measure:
         if not callable(fn):
             raise PalestraError(f"@measure declares a function, got {fn!r}; for example:\n{_EXAMPLE}")
-        declared = Measure(given_name or _name_of(fn), fn, threshold)
+        declared = Measure(given_name or _name_of(fn), fn, threshold, group=group)
         _declared[declared.name] = declared
         return declared
 
@@ -136,18 +150,40 @@ def fail_reason(text: str = "") -> Score:
 
 async def run_measure(m: Measure, ctx: MeasureContext, timeout_s: float) -> Score:
     """The measure's verdict. One that raises, hangs or returns nonsense gives none, with the error recorded."""
+    if m.group:
+        return (await run_group_measure(m, [ctx], timeout_s))[0]
+    value, error = await _call(m, ctx, timeout_s)
+    return _failed(error) if error else as_score(m, value)
+
+
+async def run_group_measure(m: Measure, contexts: Sequence[MeasureContext], timeout_s: float) -> list[Score]:
+    """The verdicts of a measure that compares attempts at one case, one each; any other is run on each of them."""
+    if not m.group:
+        return list(await asyncio.gather(*(run_measure(m, context, timeout_s) for context in contexts)))
+    values, error = await _call(m, contexts, timeout_s)
+    if not error and (not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(contexts)):
+        got = f"{len(values)} verdicts" if isinstance(values, Sequence) else f"a {type(values).__name__}"
+        error = f"measure {m.name} returned {got} for {len(contexts)} attempts; return a list with one for each"
+    return [_failed(error)] * len(contexts) if error else [as_score(m, value) for value in values]
+
+
+async def _call(m: Measure, argument: Any, timeout_s: float) -> tuple[Any, str]:
+    """What the measure returns, and why it returned nothing."""
     try:
-        value = await call_with_limit(m.fn, ctx, timeout_s=timeout_s)
+        return await call_with_limit(m.fn, argument, timeout_s=m.timeout_s or timeout_s), ""
     except CallTimeout as error:
-        return _failed(f"measure {m.name} {error}")
+        return None, f"measure {m.name} {error}"
     except (Exception, SystemExit) as error:  # Ctrl-C and cancellation still pass
-        return _failed(f"measure {m.name} raised {type(error).__name__}: {error}".removesuffix(": "))
-    return as_score(m, value)
+        return None, f"measure {m.name} raised {type(error).__name__}: {error}".removesuffix(": ")
 
 
 def as_score(m: Measure, value: Any) -> Score:
     """What a measure returned, as a score; nonsense is an error on record."""
+    if isinstance(value, Mapping):
+        return _score_by_role(m, value)
     if isinstance(value, Score):
+        if value.error:
+            return value
         good = isinstance(value.value, (int, float)) and 0.0 <= value.value <= 1.0
         return value if good else _failed(f"measure {m.name} gave a score of {value.value!r}; expected 0 to 1")
     if hasattr(value, "item") and not isinstance(value, (int, float, Mapping)):
@@ -165,6 +201,18 @@ def as_score(m: Measure, value: Any) -> Score:
     return _failed(
         f"measure {m.name} returned {type(value).__name__}; expected pass_reason(…), fail_reason(…), a bool or a number"
     )
+
+
+def _score_by_role(m: Measure, values: Mapping[str, Any]) -> Score:
+    """Verdicts on several agents of one attempt, by their roles. The first one decides whether the attempt passed."""
+    scores = {str(role): as_score(m, value) for role, value in values.items()}
+    if not scores:
+        return _failed(f"measure {m.name} returned an empty dict; expected a verdict for each role")
+    if failed := next((score for score in scores.values() if score.error), None):
+        return failed
+    first = next(iter(scores.values()))
+    reason = "; ".join(f"{role}: {score.reason or f'{score.value:g}'}" for role, score in scores.items())
+    return Score(first.value, first.passed, reason, roles={role: score.value for role, score in scores.items()})
 
 
 def _failed(reason: str) -> Score:

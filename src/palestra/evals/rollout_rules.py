@@ -16,6 +16,7 @@ from palestra.evals.evidence import (
     Row,
     mean,
 )
+from palestra.evals.judge_stats import LENGTH_CORRELATION, LENGTH_GROUPS
 from palestra.evals.rollout_stats import CALL_PROBLEM_RATES, CallProblem
 
 _AT_TOOL_LIMIT = 0.5  # of the rollouts
@@ -23,6 +24,8 @@ _REPEATED_CALLS = 0.3  # of the calls
 _CUT_OFF_RATE = 0.3
 _FAILURE_RATE = 0.1
 _UNREAD_CALLS = 0.3  # of the rollouts
+_LENGTH_CORRELATION = 0.5  # of a judge's scores and the length of the answers
+_MIN_GROUPS = 8  # by which that is told; the mean of as many without preference is rarely above 0.5
 
 
 def _failures(e: Evidence) -> Iterator[Finding]:
@@ -196,4 +199,22 @@ def _looping(e: Evidence, share: str) -> Finding:
     )
 
 
-ROLLOUT_RULES = (_failures, _tools, _tool_limit, _cut_off)
+def _length_preference(e: Evidence) -> Iterator[Finding]:
+    """Judges that score long answers higher than the short ones of the same group."""
+    for metric in dict.fromkeys(key for row in e.recent for key in row if key.startswith(LENGTH_CORRELATION)):
+        name = metric.removeprefix(LENGTH_CORRELATION)
+        counts = [(row[metric], row.get(f"{LENGTH_GROUPS}{name}", 1.0)) for row in e.recent if metric in row]
+        groups = sum(count for _, count in counts)
+        found = sum(value * count for value, count in counts) / groups
+        if groups >= _MIN_GROUPS and found >= _LENGTH_CORRELATION:
+            yield e.finding(
+                "length_preference",
+                f"the judge {name} prefers long answers: within a group its scores and the length of the answers "
+                f"correlate by {found:.2f} (mean of {groups:.0f} groups {e.when}), so the model learns to write more",
+                Remedy("say in the rubric that length is no merit, and what a short good answer looks like"),
+                Remedy("compare the judge with labels of your own: palestra judge-check labels.jsonl"),
+                Remedy("add a measure of length, with a negative or a zero weight"),
+            )
+
+
+ROLLOUT_RULES = (_failures, _tools, _tool_limit, _cut_off, _length_preference)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from palestra.core.errors import PalestraError, needs_extra
 from palestra.core.messages import as_messages
@@ -23,6 +23,14 @@ InputFn = Callable[[Record], Any]
 ExpectFn = Callable[[Record], Any]
 ContextFn = Callable[[Record], Any]
 MAX_FIELD_CHARS = 2**31 - 1  # of a CSV file
+
+
+class SimulatedUser(Protocol):
+    """Someone who goes on with the conversation after an answer; see `UserSimulator`."""
+
+    async def reply(self, messages: Sequence[Message], case: Problem) -> str | None:
+        """What the user says next; None ends the attempt."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class EvalSuite:
     measures: Sequence[Any] = ()
     name: str = "suite"
     context_fn: ContextFn | None = None  # makes the state of one attempt, for tools with a Context parameter
+    user: SimulatedUser | None = None  # answers the agent's messages; without one, the first answer ends the attempt
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cases", tuple(self.cases))
@@ -67,10 +76,12 @@ class EvalSuite:
         measures: Sequence[Any] = (),
         name: str = "suite",
         context_fn: ContextFn | None = None,
+        user: SimulatedUser | None = None,
     ) -> Self:
         """One case per record. `input_fn` gives the user's text or messages (default: record["input"]),
         `expect_fn` what the measures compare with (default: record.get("expect")), `context_fn` the state of an attempt
-        at it, which tools take as a parameter of type Context and measures see as `ctx.context`."""
+        at it, which tools take as a parameter of type Context and measures see as `ctx.context`. A `user`, such as
+        `UserSimulator(…)`, answers the agent's messages."""
         cases = [
             Problem(
                 id=f"{name}-{index}",
@@ -80,7 +91,7 @@ class EvalSuite:
             )
             for index, record in enumerate(records)
         ]
-        return cls(cases, measures, name, context_fn)
+        return cls(cases, measures, name, context_fn, user)
 
     @classmethod
     def from_jsonl(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field, ValidationError
 
 from palestra.core.config import explain
 from palestra.core.config_sections import Section
+from palestra.core.endpoints import CallLimits, Endpoint, EndpointUsage
 from palestra.core.errors import PalestraError, RolloutError
-from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask_async
+from palestra.core.http import HttpError
 from palestra.core.messages import from_dict, to_dict
 from palestra.core.types import Finish, Message, SamplingParams
 
 _OTHER_NAMES = {"timeout": "timeout_s", "num_max_requests_at_once": "max_concurrent"}
 _NO_KEYS = ("", "none", "x", "empty")  # what is written where no key is needed
-_KINDS = ("prompt", "completion")
-_RETRIES = Retries(attempts=3, backoff=2.0)
+_ATTEMPTS = 3
 
 
 class OpenAISettings(Section):
@@ -52,38 +50,23 @@ class OpenAISettings(Section):
             raise PalestraError(f"openai: {explain(error, list(cls.model_fields))}") from None
 
 
-@dataclass(slots=True)
-class EndpointUsage:
-    """What an endpoint has been asked so far, and the tokens that it reported."""
-
-    requests: int = 0  # that were answered
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    unreported: int = 0  # requests whose answer does not say how many tokens they took
-
-    def add(self, usage: Any) -> None:
-        prompt, completion = (usage.get(f"{kind}_tokens") if isinstance(usage, dict) else None for kind in _KINDS)
-        self.requests += 1
-        self.prompt_tokens += prompt if isinstance(prompt, int) else 0
-        self.completion_tokens += completion if isinstance(completion, int) else 0
-        self.unreported += not (isinstance(prompt, int) and isinstance(completion, int))
-
-
 class OpenAIChat:
     """A chat endpoint that is asked for one assistant message at a time."""
 
     def __init__(self, settings: OpenAISettings) -> None:
         self.settings = settings
-        self.usage = EndpointUsage()
-        self._url = f"{settings.base_url.rstrip('/')}/chat/completions"
-        self._limit = ConcurrencyLimit(settings.max_concurrent)
+        limits = CallLimits(settings.max_concurrent, timeout_s=settings.timeout_s, attempts=_ATTEMPTS)
+        self._endpoint = Endpoint(settings.model_name, settings.base_url, settings.api_key_env, limits)
+
+    @property
+    def usage(self) -> EndpointUsage:
+        return self._endpoint.usage
 
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], sampling: SamplingParams
     ) -> tuple[Message, Finish, int | None]:
         """The next assistant message, why it ended, and its tokens; RolloutError when the endpoint gives none."""
         body: dict[str, Any] = {
-            "model": self.settings.model_name,
             "messages": [to_dict(m, arguments_as_text=True) for m in messages],
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -92,19 +75,15 @@ class OpenAIChat:
         }
         if tools:
             body["tools"] = list(tools)
-        token = os.environ.get(self.settings.api_key_env)
         try:
-            async with self._limit.slot():
-                request = Request(self._url, body, token=token, timeout_s=self.settings.timeout_s)
-                answer = await ask_async(request, _RETRIES)
+            answer = await self._endpoint.post(body)
         except HttpError as error:
             raise RolloutError(str(error)) from None
-        self.usage.add(answer.get("usage") if isinstance(answer, dict) else None)
         try:
             choice = answer["choices"][0]
             message = from_dict({**choice["message"], "role": "assistant"})
         except (KeyError, IndexError, TypeError, PalestraError) as error:
-            raise RolloutError(f"{self._url} gave no message: {type(error).__name__}: {error}") from None
+            raise RolloutError(f"{self._endpoint.base_url} gave no message: {type(error).__name__}: {error}") from None
         tokens = (answer.get("usage") or {}).get("completion_tokens")
         finish: Finish = "length" if choice.get("finish_reason") == "length" else "stop"
         return message, finish, tokens if isinstance(tokens, int) else None

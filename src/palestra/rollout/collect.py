@@ -9,14 +9,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.core.calls import OutOfThreads
+from palestra.core.chat_model import CallLog, ModelHost, hosting, logging_calls
 from palestra.core.errors import NotFiniteError, PalestraError
 from palestra.core.phases import phases
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode, ScoresGroups
+from palestra.evals.judge_stats import length_metrics
 from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.toolcalls import UnexpectedCalls
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, from_outside, run_attempt
+from palestra.rollout.local_models import LocalModels
 from palestra.rollout.opening import NotOpened, Opener, abandon, close_episodes, close_now
 from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import NOT_FINITE, ChatEndpoint, EndpointSpeaker, TokenSpeaker
@@ -49,6 +52,7 @@ class Collector:
     start: Callable[[Sequence[Episode]], list[Speaker]]
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
     max_open_episodes: int = 1024
+    host: ModelHost = field(default_factory=LocalModels)  # of models that help in rollouts
     _opener: Opener = field(init=False, repr=False, compare=False)
     _prepared: list[Started] = field(init=False, repr=False, compare=False, default_factory=list)
 
@@ -88,7 +92,8 @@ class Collector:
             attempts = (
                 attempted(i, problem, key) for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True))
             )
-            tasks = await begun(attempts, at_once=max(1, BEGUN_AT_ONCE // group_size))
+            with hosting(self.host):
+                tasks = await begun(attempts, at_once=max(1, BEGUN_AT_ONCE // group_size))
             return await all_groups(tasks, self.rewards)
         finally:
             abandon(opening.values())
@@ -153,17 +158,19 @@ class Collector:
 
     async def _attempts(self, group: Started, seed_key: str, on_rollout: OnRollout) -> Group:
         problem, episodes = group.problem, group.episodes
-        tasks = [
-            asyncio.create_task(self._one(problem, episode, speaker, seed_of(f"{seed_key}/{i}"), on_rollout))
-            for i, (episode, speaker) in enumerate(zip(episodes, group.speakers, strict=True))
-        ]
-        try:
-            rollouts = await scored_together(self.environment, episodes, await asyncio.gather(*tasks))
-            return await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await close_episodes(episodes)
+        with logging_calls() as calls:
+            tasks = [
+                asyncio.create_task(self._one(problem, episode, speaker, seed_of(f"{seed_key}/{i}"), on_rollout))
+                for i, (episode, speaker) in enumerate(zip(episodes, group.speakers, strict=True))
+            ]
+            try:
+                rollouts = await scored_together(self.environment, episodes, await asyncio.gather(*tasks))
+                rewarded = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
+                return with_call_metrics(rewarded, calls)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await close_episodes(episodes)
 
     async def _one(
         self, problem: Problem, episode: Episode, speaker: Speaker, seed: int, on_rollout: OnRollout
@@ -190,6 +197,11 @@ async def scored_together(
     for i, verdicts in zip(good, found or (), strict=found is not None):
         scored[i] = replace(rollouts[i], scores={**rollouts[i].scores, **verdicts})
     return scored
+
+
+def with_call_metrics(group: Group, calls: CallLog) -> Group:
+    """The group with the metrics of its judges and simulated users."""
+    return replace(group, metrics={**group.metrics, **calls.counts, **length_metrics(group.rollouts, calls.judges)})
 
 
 async def begun(attempts: Iterable[Coroutine[Any, Any, Group]], at_once: int) -> list[asyncio.Task[Group]]:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, cast
 
 from palestra.core.calls import OutOfThreads
+from palestra.core.chat_model import hosting, logging_calls
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
@@ -16,7 +17,8 @@ from palestra.envs.base import Environment, Episode
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import from_outside
-from palestra.rollout.collect import OnRollout, failed_group, scored_together
+from palestra.rollout.collect import OnRollout, failed_group, scored_together, with_call_metrics
+from palestra.rollout.local_models import LocalModels
 from palestra.rollout.opening import NotOpened, Opener, close_episodes
 from palestra.rollout.rewards import RewardFunctions
 
@@ -96,21 +98,25 @@ class FunctionCollector:
             return []
         call = asyncio.to_thread(self.function, prompts, self.trainer)
         columns = _checked(await from_outside("rollout_func", call), len(prompts))
-        rollouts = await asyncio.gather(*(self._rollout(*attempt, columns, i) for i, attempt in enumerate(attempts)))
-        return [await self._group(g, problem, rollouts, row, columns) for g, (problem, row) in enumerate(opened)]
+        groups = (self._group(g, problem, row, columns) for g, (problem, row) in enumerate(opened))
+        with hosting(LocalModels(self.policy, self.chat)):
+            return list(await asyncio.gather(*groups))
 
     async def _group(
         self,
         index: int,
         problem: Problem,
-        rollouts: Sequence[Rollout],
         episodes: Sequence[Episode],
         columns: Mapping[str, Sequence[Any]],
     ) -> Group:
-        mine = slice(index * len(episodes), (index + 1) * len(episodes))
+        first = index * len(episodes)
+        mine = slice(first, first + len(episodes))
         extra = {k: v[mine] for k, v in columns.items() if k not in (*_NEEDED, "env_mask")}
-        scored = await scored_together(self.environment, episodes, rollouts[mine])
-        return await self.rewards.reward(problem, scored, episodes, self.environment.reward_weights, extra)
+        with logging_calls() as calls:
+            made = (self._rollout(problem, episode, columns, first + i) for i, episode in enumerate(episodes))
+            scored = await scored_together(self.environment, episodes, await asyncio.gather(*made))
+            group = await self.rewards.reward(problem, scored, episodes, self.environment.reward_weights, extra)
+        return with_call_metrics(group, calls)
 
     async def _rollout(
         self, problem: Problem, episode: Episode, columns: Mapping[str, Sequence[Any]], i: int

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
+from palestra.core.chat_model import hosting
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.types import Problem, Rollout, Score, ToolResult
-from palestra.evals.measures import Measure, MeasureContext, run_measure
+from palestra.evals.measures import Measure, MeasureContext, run_group_measure
+from palestra.rollout.local_models import LocalModels
 
 _AT_ONCE = 64  # rollouts
 _TIMEOUT_S = 60.0
@@ -54,17 +56,19 @@ def rescore(
 ) -> dict[str, Any]:
     """What the measures say of the rollouts on disk, beside what was said when they were sampled.
 
-    `problems` have what was expected, by id. The state that tools worked on is gone: `ctx.context` is None.
+    `problems` have what was expected, by id. The state that tools worked on is gone: `ctx.context` is None. Measures
+    that compare attempts get those of one step at one problem.
     """
     tallies = {measure.name: _Tally() for measure in measures}
     changed: list[dict[str, Any]] = []
-    source, done, missing = iter(islice(records, limit)), 0, 0
-    with asyncio.Runner() as runner:
-        while chunk := list(islice(source, _AT_ONCE)):
+    done = missing = 0
+    with hosting(LocalModels()), asyncio.Runner() as runner:  # in this order: the runner copies the context
+        for chunk in _chunks(islice(records, limit)):
             rollouts = [rollout_from_dict(record) for record in chunk]
             missing += sum(rollout.problem_id not in problems for rollout in rollouts)
             contexts = [_context(rollout, problems) for rollout in rollouts]
-            scored = runner.run(_run(measures, contexts))
+            siblings = [(record.get("step"), record["problem_id"]) for record in chunk]
+            scored = runner.run(_run(measures, contexts, siblings))
             for number, (record, rollout, scores) in enumerate(zip(chunk, rollouts, scored, strict=True), start=done):
                 step = int(record.get("step") or 0)
                 for name, new in scores.items():
@@ -85,12 +89,30 @@ def rescore(
     }
 
 
-async def _run(measures: Sequence[Measure], contexts: Sequence[MeasureContext]) -> list[dict[str, Score]]:
-    async def one(context: MeasureContext) -> dict[str, Score]:
-        found = await asyncio.gather(*(run_measure(measure, context, _TIMEOUT_S) for measure in measures))
-        return {measure.name: score for measure, score in zip(measures, found, strict=True)}
+def _chunks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Some at a time; siblings, which are stored one after the other, stay together."""
+    chunk: list[Mapping[str, Any]] = []
+    for _, siblings in groupby(records, lambda record: (record.get("step"), record["problem_id"])):
+        chunk += siblings
+        if len(chunk) >= _AT_ONCE:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
-    return list(await asyncio.gather(*map(one, contexts)))
+
+async def _run(
+    measures: Sequence[Measure], contexts: Sequence[MeasureContext], siblings: Sequence[Any]
+) -> list[dict[str, Score]]:
+    groups = [[contexts[i] for i in members] for _, members in groupby(range(len(contexts)), siblings.__getitem__)]
+
+    async def column(measure: Measure) -> list[Score]:
+        rows = await asyncio.gather(*(run_group_measure(measure, group, _TIMEOUT_S) for group in groups))
+        return [score for row in rows for score in row]
+
+    columns = await asyncio.gather(*map(column, measures))
+    names = [measure.name for measure in measures]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _context(rollout: Rollout, problems: Mapping[str, Problem]) -> MeasureContext:

@@ -193,6 +193,14 @@ def weighted_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:
     return sum(weights.get(name, 1.0) * score.value for name, score in rollout.scores.items())
 
 
+MAIN_ROLE = "main"  # by which measures call the agent without a label
+
+
+def role_score(score: Score, role: str) -> float:
+    """What a measure says of one agent of an attempt: the attempt's value, unless it tells the agents apart."""
+    return score.roles.get(role or MAIN_ROLE, 0.0) if score.roles else score.value
+
+
 def _as_score(value: float | str, *, beside_measures: bool, reason: str) -> Score:
     """Beside measures, which say what passes, a reward function only adds to the reward."""
     if isinstance(value, str):

@@ -20,6 +20,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "backend": ("backend", "vllm.mode"),
     "address": (
         "vllm.url", "rollout.policy_url", "tinker.base_url", "ray.address", "stages.teacher", "distill.teacher_url",
+        "agent.roles",
     ),
     "folder": ("output_dir", "rollout.weights_folder", "stages.traces", "distill.teacher"),
     "model": ("model.name",),
@@ -100,6 +101,19 @@ def refuse_keys_for_unknown_hosts(
             raise PalestraError(
                 f"{setting} = {address!r} would get {key}, which is sent to hosts of its owner's choice only; "
                 f"the owner names them {remedy}"
+            )
+    _refuse_role_keys(edited.get("agent.roles") or {}, owned.get("agent.roles") or {}, environ)
+
+
+def _refuse_role_keys(edited: Mapping[str, Any], owned: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """The same for the endpoints of a program's agents, each of which has a key of its own."""
+    for label, model in edited.items():
+        key = f"PALESTRA_ROLE_KEY_{str(label).upper()}"
+        own = {str(name).upper(): str(value) for name, value in owned.items()}.get(str(label).upper(), "")
+        if "://" in str(model) and environ.get(key) and _origin(str(model)) != _origin(own):
+            raise PalestraError(
+                f"agent.roles: {label} = {model!r} would get {key}, which is sent to hosts of its owner's choice only; "
+                "the owner names them under run: in the site file"
             )
 
 

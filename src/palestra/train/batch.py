@@ -19,7 +19,8 @@ from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
     """Whether siblings differ: by these advantages, one a rollout, or by those that came along with them."""
-    if any(r.advantages is not None and r.advantages.any() for r in group.rollouts):
+    conversations = [c for r in group.rollouts for c in r.conversations]
+    if any(c.advantages is not None and c.advantages.any() for c in conversations):
         return True
     return any(abs(advantage) > tolerance for advantage in advantages)
 
@@ -83,7 +84,7 @@ class Conversation:
     @property
     def own_advantages(self) -> Array | None:
         """Those of its tokens that came with the rollout."""
-        return self.rollout.advantages if self.turns is self.rollout else None
+        return self.turns.advantages
 
 
 def conversations_of(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Conversation]:

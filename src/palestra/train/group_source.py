@@ -19,6 +19,7 @@ from palestra.core.types import Group, Problem, oldest_version
 from palestra.rollout.collect import OnRollout, any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
 from palestra.train.batch import group_advantages, has_signal
+from palestra.train.roles import with_role_advantages
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
 T = TypeVar("T")
@@ -188,6 +189,7 @@ async def gather(
         found = await source.next(asked, version)
         fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
         dropped += len(found) - len(fresh)
+        fresh = with_role_advantages(fresh, train, source.reward_weights)
         advantages = group_advantages(fresh, train, source.reward_weights)
         signals = [has_signal(group, row) for group, row in zip(fresh, advantages, strict=True)]
         used = len(fresh)
@@ -202,6 +204,7 @@ async def gather(
             break
     require_one_good(groups)
     if fresh != groups:  # there were several draws, or some groups were given back
+        groups = with_role_advantages(groups, train, source.reward_weights)
         advantages = group_advantages(groups, train, source.reward_weights)
     return StepRollouts(groups, advantages, dropped, time.perf_counter() - began, signal_rate)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from palestra.core.types import Group, Rollout, oldest_version
+from palestra.evals.judge_stats import is_total
 from palestra.evals.rollout_stats import called_successfully, is_judged, rollout_stats
 from palestra.train.batch import has_signal
 
@@ -43,7 +44,8 @@ def rollout_metrics(
     }
     out |= _group_outcomes(groups) | _reinforced(list(zip([r for r, _ in good], flat, strict=True)))
     for name in dict.fromkeys(name for g in groups for name in g.metrics):
-        out[name] = statistics.fmean(g.metrics[name] for g in groups if name in g.metrics)
+        values = [g.metrics[name] for g in groups if name in g.metrics]
+        out[name] = sum(values) if is_total(name) else statistics.fmean(values)
     return out
 
 

@@ -131,7 +131,7 @@ class Run:
             steps = total_steps(config, task.problem_count) if "grpo" in plan else 0
         state = state or TrainState()
         done = resume_from[1].step if resume_from else state.step
-        parts = Parts(config, policy, backend.tokenizer, runner, watcher, done, ranks)
+        parts = Parts(config, policy, backend.tokenizer, runner, watcher, done, ranks, folder.checkpoints)
         source, evaluator = task.source(parts), task.evaluator(parts)
         journal = folder.queue_file if keeps_checkpoints and config.checkpoint.every else None
         queue = queue_for(source, config, journal, lambda: training.steps_left)

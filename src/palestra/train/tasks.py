@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.backends.ray.pool import GroupSampler, PoolCollector, PoolPolicy
@@ -25,6 +26,7 @@ from palestra.policy.base import Policy
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.local_models import LocalModels
 from palestra.rollout.opening import OpenTimeout, tools_of
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
 from palestra.rollout.shared import SharedCollector
@@ -47,6 +49,7 @@ class Parts:
     watcher: Watcher
     step: int = 0  # of the checkpoint that it goes on from
     ranks: Ranks = ONE_PROCESS
+    checkpoints: Path | None = None  # the folder of the run's own
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -214,7 +217,11 @@ def agent_collector(
     limits = attempt_limits(config, chat.stop_token_ids, training=training)
     open_at_once = config.rollout.max_open_episodes
     return Collector(
-        environment, limits, token_speakers(policy, chat, limits.unexpected_call_format), max_open_episodes=open_at_once
+        environment,
+        limits,
+        token_speakers(policy, chat, limits.unexpected_call_format),
+        max_open_episodes=open_at_once,
+        host=LocalModels(policy, chat),
     )
 
 

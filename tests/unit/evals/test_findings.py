@@ -113,6 +113,13 @@ CASES: dict[str, tuple[Changes, list[Changes]]] = {
     ),
     "looping": ({"truncation_rate": 0.8, "looping_rate": 0.6}, [{"truncation_rate": 0.8, "looping_rate": 0.1}]),
     "rollout_failures": ({"rollout_failures": 8.0}, [{"rollout_failures": 1.0}]),
+    "length_preference": (
+        {"judge/length_correlation/ruler": 0.7, "judge/length_groups/ruler": 4.0},
+        [
+            {"judge/length_correlation/ruler": 0.3, "judge/length_groups/ruler": 4.0},
+            {"judge/length_correlation/ruler": 0.9, "judge/length_groups/ruler": 1.0},
+        ],
+    ),
     "measure_errors": ({"measure_errors/judge": 1.0}, [{"measure_errors": 0.0}]),
     "hung_calls": ({"hung_calls": 7.0}, [{"hung_calls": 0.0}]),
     "stale_groups": ({"stale_groups_dropped": 3.0}, [{"stale_groups_dropped": 1.0, "groups": 8.0}]),

@@ -164,6 +164,15 @@ def test_a_key_is_sent_only_to_a_host_that_its_owner_names(setting, key):
     refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, {}, {})  # there is no key to send
 
 
+def test_the_key_of_an_agents_endpoint_is_sent_to_the_owners_host_only():
+    keys, owned = {"PALESTRA_ROLE_KEY_CRITIC": "k"}, {"agent.roles": {"critic": "https://api.example/v1#m"}}
+    refuse_keys_for_unknown_hosts({"agent.roles": {"critic": "https://api.example/v1#other"}}, owned, keys)
+    refuse_keys_for_unknown_hosts({"agent.roles": {"critic": "Qwen/Qwen3-0.6B", "judge": "http://evil:1"}}, {}, keys)
+    for run in (owned, {}):
+        with pytest.raises(PalestraError, match="PALESTRA_ROLE_KEY_CRITIC"):
+            refuse_keys_for_unknown_hosts({"agent.roles": {"critic": "http://evil:1/v1"}}, run, keys)
+
+
 def test_the_owner_of_a_tinker_key_may_name_its_host_in_the_environment():
     environ = {"TINKER_API_KEY": "tml-x", "TINKER_BASE_URL": "https://tinker.example"}
     refuse_keys_for_unknown_hosts({"tinker.base_url": "https://tinker.example/"}, {}, environ)

@@ -13,6 +13,7 @@ from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.types import Problem
 from palestra.envs.base import Environment, Split
 from palestra.envs.env import Env
+from palestra.evals.measures import MeasureContext
 
 Factory = Callable[[], Any]
 _NO_TOOLS = ("reset", "get_reward", "close")
@@ -80,6 +81,14 @@ class FactoryEnv(Env):
             reward = get_reward()
             scores[type(self.environment).__name__] = float(await reward if inspect.isawaitable(reward) else reward)
         return scores
+
+    async def score_group(self, attempts: Sequence[Any]) -> Any:
+        compare = getattr(self._cases, "compare", None)
+        if compare is None:
+            return None
+        return await compare(
+            [MeasureContext(a.messages, a.tool_results, a.problem.expect, a.problem) for a in attempts]
+        )
 
     def close(self) -> None:
         _close(self.environment)

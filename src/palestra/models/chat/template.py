@@ -232,11 +232,21 @@ class ChatFormat:
 
         `tools` are the tools' schemas, `prompt_end` the last tokens before the message.
         """
+        text, before = self._spoken(token_ids), self._decode(prompt_end[-PROMPT_END_TOKENS:])
+        reply = self.parse(text, tools, before, unexpected)
+        return Message("assistant", strip_reasoning(reply.text), tool_calls=reply.calls)
+
+    def read_text(self, token_ids: Sequence[int], prompt_end: Sequence[int] = ()) -> str:
+        """The same of an assistant who has no tools: what looks like a call is text."""
+        reply = self.parse_text(self._spoken(token_ids), self._decode(prompt_end[-PROMPT_END_TOKENS:]))
+        return strip_reasoning(reply.text)
+
+    def _spoken(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids without stop token."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        reply = self.parse(self._decode(ids), tools, self._decode(prompt_end[-PROMPT_END_TOKENS:]), unexpected)
-        return Message("assistant", strip_reasoning(reply.text), tool_calls=reply.calls)
+        return self._decode(ids)
 
     def parse(
         self,

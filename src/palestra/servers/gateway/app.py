@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
@@ -27,6 +27,7 @@ from palestra.servers.gateway.agent_requests import AgentRequests, fit_template
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
+from palestra.servers.gateway.forwarded import ForwardedAgent
 from palestra.servers.gateway.request import Body, ChatRequest, Event
 from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.http_errors import error_body, message_of
@@ -38,15 +39,13 @@ _MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041
 _OBJECT = TypeAdapter(dict[str, Any])
 
-FindAttempt = Callable[[str | None, str | None], Attempt]  # by the id in the URL, and by the key
+FindAttempt = Callable[[str | None, str | None], Attempt | ForwardedAgent]  # by the id in the URL, and by the key
 T = TypeVar("T")
 
 
-def gateway_app(
-    model: Completer, find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None
-) -> Starlette:
+def gateway_app(find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None) -> Starlette:
     """The application; additional `routes` come first. The token opens attempts; all else needs an attempt's key."""
-    dialects, alive = dialect_routes(model, find, AgentRequests()), _Api(model, find).alive
+    dialects, alive = dialect_routes(find, AgentRequests()), _Api(find).alive
     by_url = [Route("/attempt/{attempt}", alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
     all_routes = [*routes, *by_url, *dialects]
     return make_app(
@@ -54,45 +53,41 @@ def gateway_app(
     )
 
 
-def dialect_routes(model: Completer, find: FindAttempt, agents: AgentRequests | None = None) -> list[Route]:
+def dialect_routes(find: FindAttempt, agents: AgentRequests | None = None) -> list[Route]:
     """The endpoints of all dialects, of the gateway and, without `agents`, of `palestra serve`."""
-    api = _Api(model, find, agents)
-    return [
-        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-        Route("/v1/responses", api.responses, methods=["POST"]),
-        Route("/v1/messages", api.messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
-        Route("/v1/models", api.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", api.model, methods=["GET"]),
-        Route("/", api.alive, methods=["GET"]),
-    ]
+    api = _Api(find, agents)
+    endpoints = {
+        "/v1/chat/completions": (api.chat_completions, "POST"),
+        "/v1/responses": (api.responses, "POST"),
+        "/v1/messages": (api.messages, "POST"),
+        "/v1/messages/count_tokens": (api.count_tokens, "POST"),
+        "/v1/models": (api.models, "GET"),
+        "/v1/models/{name:path}": (api.model, "GET"),
+    }
+    routes = [Route(path, api.passing_on(to), methods=[method]) for path, (to, method) in endpoints.items()]
+    return [*routes, Route("/", api.alive, methods=["GET"])]
 
 
 class _Api:
     """One method for each endpoint. Without `agents`, every field that is not supported is refused."""
 
-    def __init__(self, model: Completer, find: FindAttempt, agents: AgentRequests | None = None) -> None:
-        self._model = model
+    def __init__(self, find: FindAttempt, agents: AgentRequests | None = None) -> None:
         self._find = find
         self._agents = agents
-        about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
-        more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
-        self._card = {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
 
     async def alive(self, request: Request) -> Response:
         """Some agents look at their base URL before the first request (HEAD)."""
-        self._attempt(request)
+        self._found(request)
         return JSONResponse({"object": "attempt"})
 
     async def models(self, request: Request) -> Response:
-        self._attempt(request)
-        ends = {"first_id": self._model.name, "last_id": self._model.name, "has_more": False}
-        return JSONResponse({"object": "list", "data": [self._card], **ends})
+        model = self._attempt(request).model
+        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [_card(model)], **ends})
 
     async def model(self, request: Request) -> Response:
         """Agents ask for the model that they were written for: there is one, whatever its name."""
-        self._attempt(request)
-        return JSONResponse(self._card | {"id": request.path_params["name"]})
+        return JSONResponse(_card(self._attempt(request).model) | {"id": request.path_params["name"]})
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._answer(request, self._attempt(request), ChatCompletionBody, ChatCompletionBody.read)
@@ -106,41 +101,66 @@ class _Api:
 
     async def count_tokens(self, request: Request) -> Response:
         attempt = self._attempt(request)
-        body = await self._read(request, CountBody, CountBody.read)
-        return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, self._model))})
+        body = await self._read(request, attempt.model, CountBody, CountBody.read)
+        return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, attempt.model))})
 
     async def _answer(
         self, request: Request, attempt: Attempt, form: type[BaseModel], read: Callable[[dict[str, Any]], Body]
     ) -> Response:
-        body = await self._read(request, form, read)
-        to_sample = _request(body, self._model)
+        model = attempt.model
+        body = await self._read(request, model, form, read)
+        to_sample = _request(body, model)
         if not body.stream:
             answers = await while_connected(request, attempt.answer(to_sample))
-            return JSONResponse(body.response(answers, self._model))
+            return JSONResponse(body.response(answers, model))
         pieces = attempt.stream(to_sample)
         first = await anext(pieces)  # a refusal comes before the stream begins
-        events = body.events(_connected(request, first, pieces), self._model)
+        events = body.events(_connected(request, first, pieces), model)
         return event_stream(request, events)
 
-    async def _read(self, request: Request, form: type[BaseModel], read: Callable[[dict[str, Any]], T]) -> T:
+    async def _read(
+        self, request: Request, model: Completer, form: type[BaseModel], read: Callable[[dict[str, Any]], T]
+    ) -> T:
         """Parse the body in its dialect; one that is larger than any history that fits the context is refused."""
-        limit = MIB + _JSON_BYTES * self._model.max_characters
+        limit = MIB + _JSON_BYTES * model.max_characters
         try:
             raw = await read_body(request, min(_MAX_BODY, limit))
         except HTTPException as refusal:
             if refusal.status_code != 413 or limit > _MAX_BODY:
                 raise
             raise ContextLengthError(
-                f"the body holds more than {limit} bytes; shorten it", self._model.context_tokens
+                f"the body holds more than {limit} bytes; shorten it", model.context_tokens
             ) from None
         fields = parse(_OBJECT.validate_json, raw, 400)
         if self._agents is not None:
-            fields = self._agents.clean(fields, form, self._model.chat)
+            fields = self._agents.clean(fields, form, model.chat)
         return parse(read, fields, 400)
 
     def _attempt(self, request: Request) -> Attempt:
+        found = self._found(request)
+        assert isinstance(found, Attempt)
+        return found
+
+    def _found(self, request: Request) -> Attempt | ForwardedAgent:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return self._find(request.path_params.get("attempt"), request.headers.get("x-api-key") or bearer or None)
+
+    def passing_on(
+        self, endpoint: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint, or the answer of another server where the agent's model is there."""
+
+        async def answer(request: Request) -> Response:
+            found = self._found(request)
+            return await (found.forward(request) if isinstance(found, ForwardedAgent) else endpoint(request))
+
+        return answer
+
+
+def _card(model: Completer) -> dict[str, Any]:
+    about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
+    more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
+    return {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
 
 
 def _request(body: Body | CountBody, model: Completer) -> ChatRequest:

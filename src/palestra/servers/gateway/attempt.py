@@ -85,7 +85,7 @@ class Attempt:
         self.stored = StoredResponses()
         self.failure: Exception | None = None  # of the policy, not of the agent
         self._url = gateway_url
-        self._model = model
+        self.model = model
         self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.eos)
         self._seed = seed
         self._client_sampling = client_sampling
@@ -160,7 +160,7 @@ class Attempt:
                     task.result()
             yield -1, PromptSize(turns[0].prompt_tokens, turns[0].place.cached_tokens)
             replies = [self._streamed(request, turn) for turn in turns]
-            texts = [TextStream(self._model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
+            texts = [TextStream(self.model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
             while tasks:
                 await asyncio.wait(tasks.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 for i, task in list(tasks.items()):
@@ -199,13 +199,13 @@ class Attempt:
             self._check_logprobs(request, limit)
             sessions = [place.session]
             if request.fields.choices > 1:
-                self._model.check_total(len(place.session.token_ids) * request.fields.choices)
+                self.model.check_total(len(place.session.token_ids) * request.fields.choices)
                 sessions = self.tree.prompts.fork(place.session, request.fields.choices)
         except BaseException:
             self.tree.prompts.close_session(place.session)
             raise
         turns = [self._turn(request, place, session, limit, i) for i, session in enumerate(sessions)]
-        self._model.on_request(len(turns), turns[0].params)
+        self.model.on_request(len(turns), turns[0].params)
         try:
             yield turns
         finally:
@@ -223,15 +223,15 @@ class Attempt:
         return _PendingTurn(place, session, number, params, len(session.token_ids))
 
     def _streamed(self, request: ChatRequest, turn: _PendingTurn) -> StreamedReply:
-        prompt_end = self._model.prompt_end(turn.prompt_end)
-        return self._model.chat.stream(with_tools=bool(request.tools and request.reads_calls), prompt_end=prompt_end)
+        prompt_end = self.model.prompt_end(turn.prompt_end)
+        return self.model.chat.stream(with_tools=bool(request.tools and request.reads_calls), prompt_end=prompt_end)
 
     async def _sample(self, turn: _PendingTurn) -> Turn:
         """Sample a turn in the calling task; the end of the attempt cancels it."""
         task = asyncio.current_task()
         self._under_way.add(task)
         try:
-            return await self._model.policy.sample(turn.session, turn.params)
+            return await self.model.policy.sample(turn.session, turn.params)
         except asyncio.CancelledError:
             if not self.ended or task is None:
                 raise
@@ -261,9 +261,9 @@ class Attempt:
             raise ContextLengthError(
                 f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over all "
                 "turns; raise rollout.max_new_tokens, or let the agent say less",
-                self._model.context_tokens,
+                self.model.context_tokens,
             )
-        size, context = len(place.session.token_ids), self._model.context_tokens
+        size, context = len(place.session.token_ids), self.model.context_tokens
         if size >= context:
             raise ContextLengthError(
                 f"the conversation has {size} tokens; the model's context holds {context}, a sampled one included; "
@@ -277,18 +277,18 @@ class Attempt:
         if not request.top_logprobs:
             return
         params = params_of(request, self._sampling, self._client_sampling, limit, 0)
-        self._model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
+        self.model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
 
     async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:
         place, start = turn.place, turn.prompt_tokens
         check_record(turn.session, start, sampled)
-        completion = self._model.completion(sampled, turn.params)
+        completion = self.model.completion(sampled, turn.params)
         if request.top_logprobs:
             prompt = tuple(turn.session.token_ids[:start])
             scored = SamplingRequest(prompt, 1, turn.params, top_logprobs=request.top_logprobs)
-            completion = await self._model.scored(scored, completion)
+            completion = await self.model.scored(scored, completion)
         tools = request.tools if request.reads_calls else ()
-        said = self._model.read_reply(completion.text, tools, self._model.prompt_end(turn.prompt_end))
+        said = self.model.read_reply(completion.text, tools, self.model.prompt_end(turn.prompt_end))
         calls = said.calls
         reply = Message("assistant", strip_reasoning(said.text), calls)
         ids = tuple(self._call_id(i) for i in range(len(calls)))
@@ -297,7 +297,7 @@ class Attempt:
             self.tree.add(place.prompt, reply, sampled, turn.session, ids, has_stop_token)
             turn.recorded = True
         if not calls:
-            self._model.policy.skip_tool_barrier(turn.session)
+            self.model.policy.skip_tool_barrier(turn.session)
         shown = reply
         if calls:
             shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
@@ -332,7 +332,7 @@ class Attempt:
             return "truncated"
         if leaf.sampled.finish == "stop":
             return "answered"
-        full = leaf.token_count >= self._model.context_tokens
+        full = leaf.token_count >= self.model.context_tokens
         return "context_full" if full else "truncated"
 
 

@@ -24,6 +24,7 @@ from palestra.core.types import Problem, SamplingParams
 from palestra.rollout.collect import seed_of
 from palestra.servers.gateway.app import gateway_app
 from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.forwarded import ForwardedAgent
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.http_errors import refuse
 from palestra.servers.openai.completer import Completer
@@ -55,8 +56,8 @@ class Gateway:
         self._model = model
         self._sampling = sampling
         self._client_sampling = client_sampling
-        self._by_id: dict[str, Attempt] = {}  # the open ones
-        self._by_key: dict[str, Attempt] = {}
+        self._by_id: dict[str, Attempt | ForwardedAgent] = {}  # the open ones
+        self._by_key: dict[str, Attempt | ForwardedAgent] = {}
         self._ended: dict[str, None] = {}  # ids and keys of the last attempts
         self._socket = open_port(host, port, token)
         self._folder = (
@@ -65,7 +66,7 @@ class Gateway:
         self._unix_socket = None if self._folder is None else socket.socket(socket.AF_UNIX)
         if self._unix_socket is not None:
             self._unix_socket.bind(self.socket_path)
-        self._server = Server(gateway_app(model, self._find, routes, token))
+        self._server = Server(gateway_app(self._find, routes, token))
         self._task: asyncio.Task[None] | None = None
         self.url = reachable_url(host, self._socket)
 
@@ -106,24 +107,32 @@ class Gateway:
         key: str | None = None,
         sampling: SamplingParams | None = None,
         shared_prompts: SharedPrompts | None = None,
+        model: Completer | None = None,
     ) -> Attempt:
         """A new attempt. The same seed key (run's seed, problem's number, sibling) gives the same turns.
 
-        With the `shared_prompts` of a group, what its siblings open with is computed once.
+        With the `shared_prompts` of a group, what its siblings open with is computed once. Another `model` than the
+        gateway's is sampled as the requests ask.
         """
         attempt = Attempt(
             problem,
-            self._model,
+            model or self._model,
             self.url,
             sampling=sampling or self._sampling,
             seed=seed_of(seed_key),
             key=key,
-            client_sampling=self._client_sampling,
+            client_sampling=self._client_sampling or model is not None,
             shared_prompts=shared_prompts,
             on_end=self._forget,
         )
         self._by_id[attempt.id] = self._by_key[attempt.api_key] = attempt
         return attempt
+
+    def open_elsewhere(self, upstream: str, model: str | None, key: str | None) -> ForwardedAgent:
+        """An agent whose requests are passed on to `upstream`."""
+        agent = ForwardedAgent(self.url, upstream, model, key, self._forget)
+        self._by_id[agent.id] = self._by_key[agent.api_key] = agent
+        return agent
 
     @contextlib.contextmanager
     def shared_prompts(self, siblings: int) -> Iterator[SharedPrompts]:
@@ -134,14 +143,14 @@ class Gateway:
         finally:
             shared.close()
 
-    def _forget(self, attempt: Attempt) -> None:
+    def _forget(self, attempt: Attempt | ForwardedAgent) -> None:
         """Forget an attempt, except that it existed."""
         del self._by_id[attempt.id], self._by_key[attempt.api_key]
         self._ended |= {attempt.id: None, attempt.api_key: None}
         while len(self._ended) > _ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def _find(self, attempt_id: str | None, key: str | None) -> Attempt:
+    def _find(self, attempt_id: str | None, key: str | None) -> Attempt | ForwardedAgent:
         """Find an attempt by its URL or its key. A key opens no other attempt, and none that has ended.
 
         With the URL, which cannot be guessed, any key of no attempt is accepted: some clients send their own.

@@ -64,7 +64,7 @@ def inference_app(model: Completer, *, token: str | None = None, weights_folder:
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/generate", api.generate, methods=["POST"]),
         Route("/update_weights_from_disk", api.update_weights, methods=["POST"]),
-        *dialect_routes(model, lambda attempt_id, key: chats),
+        *dialect_routes(lambda attempt_id, key: chats),
     ]
     return make_app(routes, token=token, error_form=error_form)
 

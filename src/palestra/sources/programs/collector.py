@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
+from palestra.agents.programs import ProgramAgent, ProgramLimits
+from palestra.core.chat_model import ModelHost, hosting, logging_calls
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
-from palestra.core.types import Group, Problem, ProgramResult, Rollout, SamplingParams, Score
+from palestra.core.types import Group, Message, Problem, ProgramResult, Rollout, SamplingParams, Score
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.rollout.agent_loop import from_outside
-from palestra.rollout.collect import OnRollout, all_groups
+from palestra.rollout.collect import OnRollout, all_groups, scored_together, with_call_metrics
+from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunctions
-from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.sources.programs.roles import Agents, GroupModels, Roles, role_metrics
 
 POSTED = "reward"  # the score that an external agent posts for itself
 
@@ -36,6 +37,8 @@ class ProgramCollector:
     slots: asyncio.Semaphore
     rewards: RewardFunctions = field(default_factory=RewardFunctions)
     hidden: frozenset[str] = frozenset({"expect"})  # columns of a case that the agent does not see
+    roles: Roles = field(default_factory=Roles)
+    host: ModelHost = field(default_factory=LocalModels)  # of judges that are models of this process
 
     def groups_at_once(self, group_size: int) -> int:
         """Maximum number of groups in flight."""
@@ -50,19 +53,20 @@ class ProgramCollector:
     ) -> list[Group]:
         """One group for each problem. The same seed key gives the same turns to an agent that asks the same."""
         await self.gateway.start()
-        tasks = [
-            asyncio.create_task(self._group(problem, group_size, key, on_rollout))
-            for problem, key in zip(problems, seed_keys, strict=True)
-        ]
+        with hosting(self.host):
+            tasks = [
+                asyncio.create_task(self._group(problem, group_size, key, on_rollout))
+                for problem, key in zip(problems, seed_keys, strict=True)
+            ]
         try:
             return await all_groups(tasks, self.rewards)
         finally:
             await asyncio.gather(*tasks, return_exceptions=True)  # no process outlives the step
 
     async def _group(self, problem: Problem, group_size: int, key: str, on_rollout: OnRollout) -> Group:
-        with self.gateway.shared_prompts(group_size) as prompts:
+        with self.roles.of_group(self.gateway, group_size) as models, logging_calls() as calls:
             tasks = [
-                asyncio.create_task(self._one(problem, f"{key}/{i}", prompts, on_rollout)) for i in range(group_size)
+                asyncio.create_task(self._one(problem, f"{key}/{i}", models, on_rollout)) for i in range(group_size)
             ]
             try:
                 done = await asyncio.gather(*tasks)
@@ -70,40 +74,50 @@ class ProgramCollector:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        rollouts = [rollout for rollout, _, _ in done]
-        episodes = [episode or SuiteEpisode(problem, (), (), ()) for _, episode, _ in done]
-        group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
-        return replace(group, metrics={**group.metrics, **_metrics([attempt for _, _, attempt in done])})
+            episodes = [episode or SuiteEpisode(problem, (), (), ()) for _, episode, _ in done]
+            rollouts = await scored_together(self.environment, episodes, [rollout for rollout, _, _ in done])
+            group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
+        group = with_call_metrics(group, calls)
+        metrics = {
+            **_metrics([agents for _, _, agents in done]),
+            **role_metrics(group, self.environment.reward_weights),
+        }
+        return replace(group, metrics={**group.metrics, **metrics})
 
     async def _one(
-        self, problem: Problem, seed_key: str, prompts: SharedPrompts, on_rollout: OnRollout
-    ) -> tuple[Rollout, SuiteEpisode | None, Attempt]:
+        self, problem: Problem, seed_key: str, models: GroupModels, on_rollout: OnRollout
+    ) -> tuple[Rollout, SuiteEpisode | None, Agents]:
         async with self.slots:
-            attempt = self.gateway.open(problem, seed_key=seed_key, sampling=self.sampling, shared_prompts=prompts)
+            agents = self.roles.open(self.gateway, problem, seed_key, self.sampling, models)
             result, error = ProgramResult(), None
             try:
-                endpoint = Endpoint(attempt.base_url, attempt.api_key, attempt.id)
-                result = await self.program.run(case_of(problem, self.hidden), endpoint, self.limits)
+                result = await self.program.run(case_of(problem, self.hidden), agents.endpoint, self.limits)
                 error = result.failure(self.limits.timeout_s, self.limits.max_output_bytes)
             except RolloutError as failure:
                 error = str(failure)
             except Exception as failure:  # whatever an agent sends or writes fails its own attempt only
                 error = f"running the agent raised {text_of(failure)}"
             finally:
-                rollout = await attempt.finish()
+                rollout, conversations = await agents.finish()
         if error is None and not rollout.turns:
             error = result.explain_silence()
-        rollout, episode = await self._scored(problem, replace(rollout, error=error, info=result.record()), result)
+        rollout = replace(rollout, error=error, info={**rollout.info, **result.record()})
+        rollout, episode = await self._scored(problem, rollout, result, conversations)
         on_rollout(rollout)
-        return rollout, episode, attempt
+        return rollout, episode, agents
 
     async def _scored(
-        self, problem: Problem, rollout: Rollout, result: ProgramResult
+        self,
+        problem: Problem,
+        rollout: Rollout,
+        result: ProgramResult,
+        conversations: Mapping[str, Sequence[Message]],
     ) -> tuple[Rollout, SuiteEpisode | None]:
         """Add the scores of the measures and the posted reward. Errors are recorded."""
         episode, scores, error = None, dict[str, Score](), rollout.error
         try:
-            episode = replace(await from_outside("opening an episode", self._open(problem)), program=result)
+            episode = await from_outside("opening an episode", self._open(problem))
+            episode = replace(episode, program=result, agents=conversations, roles=self.roles.labels)
             if error is None:
                 scores = dict(await from_outside("scoring", episode.score(rollout.messages, rollout.tool_results)))
                 if result.reward is not None:
@@ -142,13 +156,13 @@ def _holds_answer(problem: Problem, name: str) -> bool:
     return problem.expect is not None and type(value) is type(problem.expect) and bool(value == problem.expect)
 
 
-def _metrics(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Statistics of the agent's conversations, averaged over its attempts."""
-    counts = [attempt.counts for attempt in attempts]
+def _metrics(attempts: Sequence[Agents]) -> dict[str, float]:
+    """Statistics of the conversations of the agents that are trained, averaged over the attempts."""
+    counts = [[agent.counts for agent in agents.recorded] for agents in attempts]
     return {
-        "agent/rows_per_attempt": fmean(c.lineages for c in counts),
-        "agent/requests_per_attempt": fmean(c.requests for c in counts),
-        "agent/recomputed_tokens": fmean(c.recomputed_tokens for c in counts),
-        "agent/retokenised_turns": fmean(c.retokenised_turns for c in counts),
-        "agent/discarded_turns": fmean(c.discarded_turns for c in counts),
+        "agent/rows_per_attempt": fmean(sum(c.lineages for c in row) for row in counts),
+        "agent/requests_per_attempt": fmean(sum(c.requests for c in row) for row in counts),
+        "agent/recomputed_tokens": fmean(sum(c.recomputed_tokens for c in row) for row in counts),
+        "agent/retokenised_turns": fmean(sum(c.retokenised_turns for c in row) for row in counts),
+        "agent/discarded_turns": fmean(sum(c.discarded_turns for c in row) for row in counts),
     }

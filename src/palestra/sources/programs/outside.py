@@ -131,11 +131,16 @@ def case_answer(request: Request, case: Mapping[str, Any], endpoint: Endpoint, *
 
     In a container, or behind a forwarded port, that is not the one that the server knows.
     """
+    if endpoint.agents:
+        more["agents"] = {label: _where(request, agent) for label, agent in endpoint.agents.items()}
+    return JSONResponse({"id": endpoint.attempt_id, "case": dict(case), **_where(request, endpoint), **more})
+
+
+def _where(request: Request, endpoint: Endpoint) -> dict[str, str]:
     if host := request.headers.get("host"):
         path = urlsplit(endpoint.base_url).path
         endpoint = replace(endpoint, base_url=f"{request.url.scheme}://{host}{path}")
-    where = {"base_url": endpoint.base_url, "anthropic_base_url": endpoint.anthropic_url, "api_key": endpoint.api_key}
-    return JSONResponse({"id": endpoint.attempt_id, "case": dict(case), **where, **more})
+    return {"base_url": endpoint.base_url, "anthropic_base_url": endpoint.anthropic_url, "api_key": endpoint.api_key}
 
 
 async def read_reward(request: Request, api_key: str | None) -> RewardBody:

@@ -16,24 +16,19 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from palestra.core import http
 from palestra.core.files import append_jsonl
 from palestra.servers.body import MIB, read_body
-from palestra.servers.http_errors import refuse
+from palestra.servers.forwarding import SILENCE_S, forward, passed_headers
 from palestra.servers.web import make_app
 from palestra.sources.programs.traces import Dialect, Traces, dialect_of, read_answer
 
 log = logging.getLogger("palestra")
 OPENAI, ANTHROPIC = "https://api.openai.com", "https://api.anthropic.com"
 _MAX_BODY = 64 * MIB
-_SILENCE_S = 600.0  # a model may reason for long before its first token
-_HOP_BY_HOP = set(
-    "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
-    "content-length accept-encoding".split()
-)
 _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 _MIN_KEY = 8
 
@@ -54,33 +49,23 @@ class Recorder:
     async def _pass_on(self, request: Request) -> Response:
         body = await read_body(request, _MAX_BODY)
         path = request.url.path
-        headers = {k.title(): v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
-        headers["Accept-Encoding"] = "identity"  # a compressed answer could not be recorded
         url = f"{self._base(request)}{path}" + (f"?{request.url.query}" if request.url.query else "")
-        asked = http.Request(url, body or None, request.method, headers=headers, timeout_s=_SILENCE_S)
+        headers = passed_headers(request.headers)
+        asked = http.Request(url, body or None, request.method, headers=headers, timeout_s=SILENCE_S)
         began = time.time()
-        stream = asked.stream()
-        try:
-            answer = await stream.__aenter__()
-        except http.HttpError as error:
-            raise refuse(502, str(error)) from None
-        answer_headers = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP - {"content-length"}}
-        dialect = dialect_of(path) if request.method == "POST" and answer.status == 200 else None
         keys = [request.headers[k].removeprefix("Bearer ") for k in _KEY_HEADERS if k in request.headers]
 
-        async def chunks() -> AsyncIterator[bytes]:
+        async def recorded(answer: http.StreamedReply, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+            dialect = dialect_of(path) if request.method == "POST" and answer.status == 200 else None
             whole = bytearray()
-            try:
-                async for chunk in answer.chunks:
-                    if dialect is not None and len(whole) <= _MAX_BODY:
-                        whole += chunk
-                    yield chunk
-                if dialect is not None:
-                    await self._keep(dialect, body, answer.headers, bytes(whole), began, keys)
-            finally:
-                await stream.__aexit__(None, None, None)
+            async for chunk in chunks:
+                if dialect is not None and len(whole) <= _MAX_BODY:
+                    whole += chunk
+                yield chunk
+            if dialect is not None:
+                await self._keep(dialect, body, answer.headers, bytes(whole), began, keys)
 
-        return StreamingResponse(chunks(), answer.status, answer_headers)
+        return await forward(asked, recorded)
 
     def _base(self, request: Request) -> str:
         if self._upstream:

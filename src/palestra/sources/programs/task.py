@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 
 from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
 from palestra.core.errors import PalestraError
-from palestra.core.run_folder import RunKind
+from palestra.core.run_folder import RunKind, last_checkpoint
 from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.models.loading import LoadedModel
 from palestra.policy.local import LocalPolicy
+from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.openai.loading import completer_of
+from palestra.servers.openai.completer import Completer
+from palestra.servers.openai.loading import completer_of, load_completer
 from palestra.sources.programs.collector import ProgramCollector, hidden_columns
+from palestra.sources.programs.roles import CHECKPOINT, START, Roles
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import ProblemSource
 from palestra.train.limits import attempt_limits
@@ -34,6 +37,7 @@ class ProgramTask:
     loaded: LoadedModel
     reward_functions: Sequence[RewardFunction] = ()
     gateway: Gateway | None = field(default=None, init=False)
+    roles: Roles | None = field(default=None, init=False)
 
     @property
     def kind(self) -> RunKind:
@@ -71,7 +75,25 @@ class ProgramTask:
             asyncio.Semaphore(agent.max_at_once),
             rewards_of(self.environment, self.reward_functions, parts),
             hidden_columns([*self.environment.problems("train"), *self.environment.problems("held_out")]),
+            self._roles(parts),
+            LocalModels(parts.policy, parts.chat),
         )
+
+    def _roles(self, parts: Parts) -> Roles:
+        """One for training and evaluation, so that frozen models are loaded once."""
+        if self.roles is None:
+            model = parts.config.model
+
+            def load(name: str) -> Completer:
+                found = model.name if name == START else name
+                return load_completer(found, dtype=model.dtype, device=model.device)
+
+            roles, folder = parts.config.agent.roles, parts.checkpoints
+            if CHECKPOINT in roles.values() and not parts.config.checkpoint.every:
+                raise PalestraError("agent.roles: checkpoint needs checkpoints; set checkpoint.every above 0")
+            self.roles = Roles(roles, load, lambda: None if folder is None else last_checkpoint(folder))
+            self.roles.load_models()
+        return self.roles
 
     def _sandbox(self, gateway: Gateway) -> ProgramSandbox | None:
         return ProgramSandbox(gateway.port, gateway.socket_path) if gateway.socket_path else None

@@ -1,0 +1,188 @@
+"""`palestra improve my_agent.py`: better instructions and tool descriptions, without training."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from palestra.agent_source import DEMO, AgentFile, AgentOptions
+from palestra.agents.programs import ProgramAgent
+from palestra.agents.texts import edit_source, source_diff, write_texts
+from palestra.cli import settings
+from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries
+from palestra.cli.find_run import with_model_of_run
+from palestra.core.chat_model import POLICY
+from palestra.core.errors import PalestraError
+from palestra.core.files import write_jsonl
+from palestra.core.show import visible
+from palestra.evals.report import compare
+from palestra.prompts.improve import Improvement, improve
+
+
+@click.command(
+    "improve", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…"
+)
+@click.argument("agent_file", required=False)
+@click.option(
+    "--reflect",
+    default=POLICY,
+    show_default=True,
+    metavar="MODEL",
+    help="Who rewrites texts: a model at --reflect-url, a local one (local/NAME, a folder), or policy: its own model.",
+)
+@click.option(
+    "--reflect-url", metavar="URL", help="OpenAI-style endpoint. [default: OPENAI_BASE_URL or api.openai.com]"
+)
+@click.option("--reflect-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key.")
+@click.option("--agent-url", metavar="URL", help="The agent's model is one at this endpoint, not of this machine.")
+@click.option("--agent-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key.")
+@click.option("--max-calls", type=click.IntRange(1), help="Requests to the reflector.")
+@click.option("--budget", default=300, show_default=True, type=click.IntRange(1, 1_000_000), help="Attempts in all.")
+@click.option(
+    "--minibatch", default=4, show_default=True, type=click.IntRange(1, 1000), help="Attempts per reflection."
+)
+@click.option(
+    "--pareto-cases",
+    default=24,
+    show_default=True,
+    type=click.IntRange(1, 100_000),
+    help="Training cases on which candidates are compared.",
+)
+@click.option(
+    "--merges", default=5, show_default=True, type=click.IntRange(0, 1000), help="Most merges of two candidates."
+)
+@click.option(
+    "--only", multiple=True, metavar="TEXT", help="Change only this: instructions, or 'tool NAME'; repeatable."
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the result. [default: a new one in ./runs]")
+@click.option("--write", is_flag=True, help="Also write the texts into AGENT_FILE itself.")
+@click.option("--then-train", is_flag=True, help="Go on with a training of the improved agent.")
+@config_option
+@json_line_option
+@debug_option
+def command(
+    agent_file: str | None,
+    reflect: str,
+    reflect_url: str | None,
+    reflect_key_env: str,
+    agent_url: str | None,
+    agent_key_env: str,
+    max_calls: int | None,
+    only: tuple[str, ...],
+    out: Path | None,
+    write: bool,
+    then_train: bool,
+    config_file: Path | None,
+    as_json: bool,
+    **parameters: Any,
+) -> None:
+    """Evolve an agent's instructions and tool descriptions by reflection on what its measures say (GEPA).
+
+    The weights stay as they are. The result is scored on the held-out cases, and written as improved.json and
+    improved.diff; `palestra train AGENT_FILE --improved improved.json` (and eval) use it.
+
+    \b
+    palestra improve my_agent.py
+    palestra improve my_agent.py --reflect gpt-5-mini --budget 500
+    palestra improve my_agent.py --reflect qwen3:32b --reflect-url http://localhost:11434/v1 --then-train
+    """
+    search = {name: parameters.pop(name) for name in ("budget", "minibatch", "pareto_cases", "merges")}
+    options = with_model_of_run(settings.from_options(parameters))
+    layer = settings.layer(config_file, options)
+    file, agent, config = AgentOptions().open(agent_file, layer)
+    if isinstance(agent, ProgramAgent) or (write and file.source == DEMO):
+        raise PalestraError(
+            "improve changes agents of our own loop, and --write their file; the demo has none of yours"
+        )
+    if then_train and agent_url:
+        raise PalestraError("--then-train needs a model of this machine; --agent-url names one elsewhere")
+    console = Console(stderr=as_json)
+    if agent_url is None:
+        load_libraries(console, config.model.name)
+    done = improve(
+        agent,
+        file.suite,
+        file.measures,
+        reflect=reflect,
+        base_url=reflect_url,
+        api_key_env=reflect_key_env,
+        agent_url=agent_url,
+        agent_key_env=agent_key_env,
+        components=only or None,
+        held_out=file.held_out,
+        config=config,
+        reward_weights=file.reward_weights,
+        on_event=lambda text: console.print(visible(text), style="dim", highlight=False, markup=False),
+        **search,
+        **({} if max_calls is None else {"max_calls": max_calls}),
+    )
+    folder = out or Path(config.output_dir) / f"{agent.name}-improved-{time.strftime('%Y%m%d-%H%M%S')}"
+    unplaced = _write(folder, file, done, write=write)
+    _print(console, folder, done, unplaced if write else [])
+    if as_json:
+        click.echo(json.dumps(done.to_dict() | {"folder": str(folder)}))
+    if then_train:
+        _train(agent_file, folder / "improved.json", config_file, options, as_json)
+
+
+def _write(folder: Path, file: AgentFile, done: Improvement, *, write: bool) -> list[str]:
+    """The files of the result; components that could not be placed in the agent's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_texts(folder / "improved.json", done.texts)
+    (folder / "report.json").write_text(json.dumps(done.to_dict(), indent=2) + "\n", encoding="utf-8")
+    rows = [{"number": c.number, "parents": c.parents, "scores": c.scores, "texts": c.texts} for c in done.candidates]
+    write_jsonl(folder / "candidates.jsonl", rows)
+    diff, unplaced = done.diff, list[str]()
+    if file.source and file.source != DEMO and done.changed:
+        source = Path(file.source).read_text(encoding="utf-8")
+        edited, unplaced = edit_source(source, done.before_texts, done.texts)
+        if not unplaced:
+            diff = source_diff(source, edited, Path(file.source).name)
+        if write:
+            Path(file.source).write_text(edited, encoding="utf-8")
+    (folder / "improved.diff").write_text(diff, encoding="utf-8")
+    return unplaced
+
+
+def _print(console: Console, folder: Path, done: Improvement, unplaced: list[str]) -> None:
+    cases = "held-out cases" if done.after.split == "held_out" else "training cases (none are held out)"
+    table = Table("measure", "before", "after", box=None, pad_edge=False, title=f"{done.after.pass_rate.n} {cases}")
+    for row in compare(done.before, done.after):
+        table.add_row(
+            visible(row.name), *(f"{r.value:.1%} ({r.low:.1%} to {r.high:.1%})" for r in (row.before, row.after))
+        )
+    console.print(table)
+    used = done.reflections
+    console.print(
+        f"{len(done.candidates)} candidates, {done.attempts} attempts, {used['calls']:.0f} reflections "
+        f"({used['tokens']:.0f} tokens); changed: {', '.join(done.changed) or 'nothing'}",
+        highlight=False,
+        markup=False,
+    )
+    if unplaced:
+        console.print(f"not found in the file, so not written there: {', '.join(unplaced)}", markup=False)
+    console.print(f"{folder}/improved.json, improved.diff", highlight=False, markup=False)
+
+
+def _train(
+    agent_file: str | None, improved: Path, config_file: Path | None, options: Mapping[str, Any], as_json: bool
+) -> None:
+    """`palestra train` with the improved texts, and the same settings."""
+    from palestra.cli.train import command as train
+
+    words = [*([agent_file] if agent_file else []), "--improved", str(improved)]
+    words += ["--config", str(config_file)] if config_file else []
+    for key, value in options.items():
+        text = json.dumps(value) if isinstance(value, dict) else settings.show(value)
+        words += [f"--{key}", text]
+    train.main(args=[*words, *(["--json"] if as_json else [])], prog_name="palestra train", standalone_mode=False)
+
+
+settings.options(command)

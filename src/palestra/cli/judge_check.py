@@ -1,0 +1,171 @@
+"""`palestra judge-check labels.jsonl`: does a judge agree with people?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from palestra.agent_source import load_measure
+from palestra.cli.common import debug_option, json_line_option
+from palestra.core.chat_model import hosting, logging_calls
+from palestra.core.errors import PalestraError
+from palestra.core.files import read_jsonl
+from palestra.core.messages import as_messages
+from palestra.core.show import visible
+from palestra.core.types import Message, Problem, Score
+from palestra.evals.judge import judge, ruler
+from palestra.evals.judge_stats import agreement, answer_length, correlation
+from palestra.evals.measures import Measure, MeasureContext, as_measure, run_group_measure
+from palestra.rollout.local_models import LocalModels
+
+_TIMEOUT_S = 600.0
+_FORM = '{"input": "…", "answer": "…", "label": 0.8}'
+_FLAGGED = 0.5  # correlation with the length that is beyond that of the labels by as much
+
+
+@click.command("judge-check")
+@click.argument("labels", type=click.Path(path_type=Path))
+@click.option("--measure", "spec", metavar="FILE:NAME", help="The judge, as score.py:quality.")
+@click.option("--model", help="Or its model: a name at --base-url, a local model (local/NAME, a folder).")
+@click.option("--base-url", help="An OpenAI-style endpoint. [default: OPENAI_BASE_URL, else api.openai.com]")
+@click.option("--rubric", default="", help="What the model grades by. [default: the column `rubric`]")
+@click.option("--rank", is_flag=True, help="Rank the attempts at a case in one call (ruler), not one by one (judge).")
+@json_line_option
+@debug_option
+def command(
+    labels: Path, spec: str | None, model: str | None, base_url: str | None, rubric: str, rank: bool, as_json: bool
+) -> None:
+    """Compare a judge with labels of people: Kendall's tau with a 95 % interval.
+
+    A line of the file is one attempt with its label, a number (higher is better) or true/false: `input` and `answer`,
+    or whole `messages`; optionally `expect`, `rubric`, and `case`, by which attempts at one case belong together
+    (otherwise by their input).
+
+    \b
+    palestra judge-check labels.jsonl --measure my_agent.py:quality
+    palestra judge-check labels.jsonl --model qwen3:8b --base-url http://localhost:11434/v1 --rubric "Be polite."
+    """
+    measure = _measure(spec, model, base_url, rubric, rank)
+    groups = read_labels(labels)
+    with hosting(LocalModels()), logging_calls() as calls:
+        scores = asyncio.run(_score(measure, [[context for context, _ in group] for group in groups]))
+    found = _compare(groups, scores)
+    found["judge"] = {name.partition("/")[2]: value for name, value in calls.counts.items()}
+    console = Console(stderr=as_json)
+    _print(console, measure.name, found)
+    if as_json:
+        click.echo(json.dumps(found))
+
+
+def _measure(spec: str | None, model: str | None, base_url: str | None, rubric: str, rank: bool) -> Measure:
+    if (spec is None) == (model is None):
+        raise PalestraError("name the judge: --measure my_agent.py:quality, or --model NAME with --rubric")
+    if spec is not None:
+        if base_url or rubric or rank:
+            raise PalestraError("--base-url, --rubric and --rank go with --model; a --measure has its own")
+        return as_measure(load_measure(spec))
+    own = rubric or (lambda case: case.get("rubric", ""))
+    return (ruler if rank else judge)(str(model), own, base_url=base_url)
+
+
+Labelled = tuple[MeasureContext, float]
+
+
+def read_labels(path: Path) -> list[list[Labelled]]:
+    """The attempts with their labels, by case."""
+    if not path.is_file():
+        raise PalestraError(f"there is no file {path}; each of its lines is an attempt with a label: {_FORM}")
+    groups: dict[str, list[Labelled]] = {}
+    for number, row in enumerate(read_jsonl(path), start=1):
+        context, label = _labelled(row, f"{path}, attempt {number}")
+        key = row.get("case", row.get("input"))
+        groups.setdefault(json.dumps(key if key is not None else to_key(context)), []).append((context, label))
+    if not groups:
+        raise PalestraError(f"{path} has no attempts; each line is one with a label: {_FORM}")
+    return list(groups.values())
+
+
+def to_key(context: MeasureContext) -> list[str]:
+    """The messages before the first answer."""
+    first = next((i for i, m in enumerate(context.messages) if m.role == "assistant"), len(context.messages))
+    return [message.text for message in context.messages[:first]]
+
+
+def _labelled(row: Mapping[str, Any], where: str) -> Labelled:
+    label = row.get("label")
+    if not isinstance(label, bool | int | float):
+        raise PalestraError(f"{where} has the label {label!r}; expected a number or true/false: {_FORM}")
+    try:
+        if "messages" in row:
+            messages = as_messages(row["messages"])
+        else:
+            messages = (*as_messages(row["input"]), Message("assistant", str(row["answer"])))
+    except KeyError as error:
+        raise PalestraError(f"{where} has no {error}; expected `messages`, or `input` and `answer`: {_FORM}") from None
+    except PalestraError as error:
+        raise PalestraError(f"{where}: {error}") from None
+    case = Problem(str(row.get("case", "")), messages[:1], row.get("expect"), row)
+    return MeasureContext(messages, (), case.expect, case), float(label)
+
+
+async def _score(measure: Measure, groups: Sequence[Sequence[MeasureContext]]) -> list[list[Score]]:
+    return list(await asyncio.gather(*(run_group_measure(measure, group, _TIMEOUT_S) for group in groups)))
+
+
+def _compare(groups: Sequence[Sequence[Labelled]], scores: Sequence[Sequence[Score]]) -> dict[str, Any]:
+    rows = [list(zip(group, found, strict=True)) for group, found in zip(groups, scores, strict=True)]
+    valid = [[(s, label, answer_length(c.messages)) for (c, label), s in row if not s.error] for row in rows]
+    lost = [score.reason for row in scores for score in row if score.error]
+    pooled = [[(s.value, label) for s, label, _ in row] for row in valid]
+    if all(len(row) < 2 for row in pooled):  # one attempt at each case: compare all with all
+        pooled = [[pair for row in pooled for pair in row]]
+    result = agreement([row for row in pooled if row])
+    flat = [item for row in valid for item in row]
+    lengths = [float(length) for _, _, length in flat]
+    by_length = {
+        "judge": correlation(lengths, [s.value for s, _, _ in flat]) if flat else None,
+        "labels": correlation(lengths, [label for _, label, _ in flat]) if flat else None,
+    }
+    prefers = (by_length["judge"] or 0.0) - max(0.0, by_length["labels"] or 0.0) >= _FLAGGED
+    return {
+        "attempts": sum(map(len, groups)),
+        "cases": len(groups),
+        "no_verdict": len(lost),
+        "first_error": lost[0] if lost else None,
+        "agreement": None if result is None else asdict(result),
+        "length_correlation": by_length,
+        "prefers_length": prefers,
+    }
+
+
+def _print(console: Console, name: str, found: Mapping[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("judge", visible(name))
+    table.add_row("attempts", f"{found['attempts']} at {found['cases']} cases, {found['no_verdict']} without a verdict")
+    if (result := found["agreement"]) is None:
+        table.add_row("agreement", "unknown: no two attempts at a case have different labels and a verdict")
+    else:
+        tau = f"{result['tau']:.2f} (95 % interval {result['low']:.2f} to {result['high']:.2f})"
+        table.add_row("Kendall's tau", tau)
+        table.add_row("pairs", f"{result['agreed']:.0%} of {result['pairs']} ordered as by the labels")
+    lengths = {k: "–" if v is None else f"{v:.2f}" for k, v in found["length_correlation"].items()}
+    table.add_row("length", f"correlation with the score {lengths['judge']}, with the label {lengths['labels']}")
+    used = found["judge"]
+    table.add_row(
+        "used", f"{used.get('calls', 0):.0f} calls, {used.get('tokens', 0):.0f} tokens, {used.get('cost', 0):.4g} $"
+    )
+    console.print(table)
+    if found["prefers_length"]:
+        console.print(
+            "The judge prefers long answers, and the labels do not: say in the rubric that length is no merit."
+        )
+    if found["first_error"]:
+        console.print(f"first error: {visible(found['first_error'])}", highlight=False, markup=False)

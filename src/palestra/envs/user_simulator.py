@@ -1,0 +1,84 @@
+"""A simulated user: a model that plays the person whom the agent talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from palestra.core.chat_model import ChatModel
+from palestra.core.endpoints import CallLimits
+from palestra.core.errors import PalestraError
+from palestra.core.types import Message, Problem
+
+DONE = "###DONE###"
+_TASK = f"""You play a person who talks to an assistant. Stay in this role; you are not the assistant and never help it.
+Write only what this person says next: one message, in the first person, short and natural. Tell what you know when you
+are asked for it, not all at once, and invent nothing that your goal does not say.
+When your goal is reached, or clearly cannot be reached, answer with {DONE} and nothing else."""
+
+OfCase = str | Callable[[Mapping[str, Any]], Any]
+
+
+class UserSimulator:
+    """Continues the conversation after each answer of the agent, until its goal is reached.
+
+    `model` is a name at an OpenAI-style endpoint (`base_url`), a local model ("local/Qwen/Qwen3-0.6B", a folder), or
+    "policy". `persona` and `goal` are texts, or functions of the case's record; by default the record's columns
+    `persona` and `goal`. The user says at most `max_messages` after the first one. `limits` are those of a judge.
+
+        suite = EvalSuite.from_records(rows, measures=[…], user=UserSimulator("gpt-5-mini", "Impatient.", "A refund."))
+
+    In an `Env`: `async def step(self, answer): return await self.user.reply(self.messages, self.problem)`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        persona: OfCase | None = None,
+        goal: OfCase | None = None,
+        *,
+        base_url: str | None = None,
+        api_key_env: str = "OPENAI_API_KEY",
+        max_messages: int = 5,
+        temperature: float | None = 0.7,
+        max_new_tokens: int | None = None,
+        **limits: Any,
+    ) -> None:
+        if max_messages < 1:
+            raise PalestraError(f"UserSimulator: max_messages={max_messages}; expected at least 1")
+        self._persona, self._goal = persona, goal
+        self._max_messages = max_messages
+        self._model = ChatModel(
+            model,
+            base_url,
+            purpose="user",
+            api_key_env=api_key_env,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            cache=False,  # conversations hardly ever come again
+            limits=CallLimits.of("UserSimulator", limits),
+        )
+
+    async def reply(self, messages: Sequence[Message], case: Problem) -> str | None:
+        """What the user says next; None where the conversation has ended. RolloutError if the model gives no answer."""
+        users = [i for i, message in enumerate(messages) if message.role == "user"]
+        opening = sum(1 for i in users if not any(m.role == "assistant" for m in messages[:i]))
+        said = len(users) - opening
+        if said >= self._max_messages:
+            return None
+        text = await self._model.ask(self._chat(messages, case), str.strip, seed=said)
+        return None if not text or DONE in text else text
+
+    def _chat(self, messages: Sequence[Message], case: Problem) -> list[dict[str, str]]:
+        """The conversation with the roles exchanged; the user sees no instructions and no tools."""
+        persona, goal = self._of_case("persona", self._persona, case), self._of_case("goal", self._goal, case)
+        about = [f"# Who you are\n{persona}"] if persona else []
+        about += [f"# Your goal\n{goal}"] if goal else []
+        spoken = [m for m in messages if m.role in ("user", "assistant") and m.text.strip()]
+        heard = "\n\n".join(f"{'You' if m.role == 'user' else 'Assistant'}: {m.text}" for m in spoken)
+        question = "\n\n".join([*about, f"# The conversation so far\n{heard}", "What do you say next?"])
+        return [{"role": "system", "content": _TASK}, {"role": "user", "content": question}]
+
+    def _of_case(self, column: str, given: OfCase | None, case: Problem) -> str:
+        value = given(case.row) if callable(given) else given if given is not None else case.row.get(column, "")
+        return str(value or "")

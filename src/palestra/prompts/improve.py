@@ -1,0 +1,318 @@
+"""`improve`: an agent with better instructions and tool descriptions, and the held-out cases as proof."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from palestra.agents.agent import Agent
+from palestra.agents.openai_agents import as_agent
+from palestra.agents.programs import ProgramAgent
+from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, texts_diff, texts_of, with_texts
+from palestra.core.chat_model import POLICY, ChatModel, hosting
+from palestra.core.config import RunConfig
+from palestra.core.endpoints import BudgetSpent, CallLimits
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.event_loop import outside_event_loop
+from palestra.core.files import refuse_in_import
+from palestra.core.types import Problem, Rollout
+from palestra.envs.base import Split
+from palestra.envs.suite_env import SuiteEnvironment
+from palestra.evals.judge import conversation_text
+from palestra.evals.report import EvalReport, pair
+from palestra.evals.suite import EvalSuite, hold_out
+from palestra.models.chat.template import ChatFormat
+from palestra.prompts.search import Candidate, Limits, ReflectorSpent, Search, Trial
+from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
+from palestra.rollout.evaluate import evaluate
+from palestra.rollout.local_models import LocalModels
+
+log = logging.getLogger("palestra")
+_MAX_TRANSCRIPT = 4000  # characters of one attempt that the reflector reads
+_MAX_TEXT = 8000  # characters of a new text
+_FENCED = re.compile(r"```[\w-]*\n(.*?)```", re.DOTALL)
+_TASK = """You improve the texts by which an assistant is told what to do. You are given its current {what}, and
+attempts at tasks with feedback on each. Write a better one.
+- Work out from the tasks what the assistant has to do, and from the feedback why attempts failed or succeeded.
+- Keep what works. Add rules, facts and steps that hold for all such tasks; do not copy the answers of single tasks.
+- The assistant sees only your text{beside}, so it must be complete.{form}
+Answer with the new text in a block of three backticks, and nothing else in the block."""
+_TOOL_FORM = (
+    "\n- Keep the form: first what the tool does and when to use it, then a line `name: text` for each parameter."
+)
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """What the search found. `agent` is the agent as it was where nothing better was found."""
+
+    agent: Agent
+    before_texts: Mapping[str, str]
+    texts: Mapping[str, str]
+    before: EvalReport  # on the held-out cases
+    after: EvalReport
+    candidates: Sequence[Candidate]
+    attempts: int  # that the search took
+    sampled_tokens: int  # of these attempts
+    reflections: Mapping[str, float] = field(default_factory=dict)  # calls, tokens and cost of the reflector
+
+    @property
+    def changed(self) -> list[str]:
+        return [name for name, text in self.texts.items() if text != self.before_texts[name]]
+
+    @property
+    def diff(self) -> str:
+        return texts_diff(self.before_texts, self.texts)
+
+    def to_dict(self) -> dict[str, Any]:
+        paired = pair(*({r.problem_id: r.passed for r in e.rollouts} for e in (self.before, self.after)))
+        return {
+            "changed": self.changed,
+            "attempts": self.attempts,
+            "sampled_tokens": self.sampled_tokens,
+            "reflections": dict(self.reflections),
+            "split": self.after.split,
+            "before": asdict(self.before.pass_rate),
+            "after": asdict(self.after.pass_rate),
+            "paired": asdict(paired) | {"p_value": paired.p_value},
+            "candidates": [
+                {"number": c.number, "mean": c.mean, "parents": c.parents, "changed": c.changed, "how": c.how}
+                for c in self.candidates
+            ],
+        }
+
+
+def improve(
+    agent: Any,
+    suite: EvalSuite,
+    measures: Sequence[Any] | None = None,
+    *,
+    reflect: str = POLICY,
+    base_url: str | None = None,
+    api_key_env: str = "OPENAI_API_KEY",
+    agent_url: str | None = None,
+    agent_key_env: str = "OPENAI_API_KEY",
+    budget: int = 300,
+    minibatch: int = 4,
+    pareto_cases: int = 24,
+    merges: int = 5,
+    components: Sequence[str] | None = None,
+    held_out: EvalSuite | float | None = 0.2,
+    config: RunConfig | Mapping[str, Any] | None = None,
+    reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+    on_event: Callable[[str], None] = lambda text: None,
+    **limits: Any,
+) -> Improvement:
+    """Evolve the instructions and tool descriptions of an agent (GEPA); its weights stay as they are.
+
+    `reflect` is the model that rewrites texts, as for a judge: a name at an endpoint (`base_url`), a local model, or
+    "policy", the agent's own. With `agent_url` the agent's model is one at that endpoint. `budget` counts attempts of
+    the search; scoring the held-out cases comes in addition. Candidates are compared on `pareto_cases` training cases.
+    `components` are "instructions" and "tool NAME"; all unless named. `limits` are those of a judge: max_calls,
+    max_cost, requests_per_minute, ….
+    """
+    refuse_in_import("an improvement")
+    own = as_agent(agent)
+    if isinstance(own, ProgramAgent):
+        raise PalestraError(f"{own.name} is a program, whose texts are in its own code; improve agents of our own loop")
+    texts = texts_of(own)
+    chosen = _components(texts, components)
+    settings = RunConfig.build(config.model_dump() if isinstance(config, RunConfig) else dict(config or {}))
+    settings = settings.with_settings({"model.name": own.required_model})
+    settings.refuse(["backend", "tinker", "ray"], "texts are tried on this machine")
+    train, held = hold_out(suite, held_out)
+    search_limits = Limits(budget, minibatch, merges, settings.seed)
+    if agent_url is not None and reflect == POLICY and base_url is None:
+        reflect, base_url, api_key_env = own.required_model, agent_url, agent_key_env
+    asked = ChatModel(
+        reflect,
+        base_url,
+        purpose="reflect",
+        api_key_env=api_key_env,
+        temperature=1.0,
+        cache=False,
+        limits=CallLimits.of("improve", limits),
+    )
+
+    def run() -> Improvement:
+        make, host = _local(settings) if agent_url is None else _elsewhere(settings, agent_url, agent_key_env)
+        trying = _Trying(own, train, held, measures, reward_weights, settings, make)
+
+        async def search() -> Improvement:
+            with hosting(host):
+                before = await trying.score(texts)
+                cases = [case.id for case in train.cases]
+                compared = cases[:pareto_cases]
+                found = Search(
+                    trying.trials,
+                    _Reflector(asked),
+                    cases[pareto_cases:] if len(cases) >= 2 * pareto_cases else cases,
+                    compared,
+                    chosen,
+                    search_limits,
+                    on_event,
+                )
+                best = await found.run(texts)
+                better = best.texts if best.mean > found.candidates[0].mean else texts
+                after = await trying.score(better) if better is not texts else before
+            usage = asked.usage
+            used: dict[str, float] = {"calls": usage.requests, "tokens": usage.tokens, "cost": asked.cost}
+            used["completion_tokens"] = usage.completion_tokens
+            improved = with_texts(own, better)
+            return Improvement(
+                improved, texts, better, before, after, found.candidates, found.used, found.sampled_tokens, used
+            )
+
+        return asyncio.run(search())
+
+    return outside_event_loop(run)
+
+
+def _components(texts: Texts, given: Sequence[str] | None) -> list[str]:
+    names = list(texts) if given is None else list(given)
+    if unknown := [name for name in names if name not in texts]:
+        raise PalestraError(f"components has {unknown[0]!r}; the agent has {', '.join(texts)}")
+    if not names:
+        raise PalestraError("components is empty; name at least one text to improve")
+    return names
+
+
+MakeCollector = Callable[[SuiteEnvironment], Collector]
+
+
+def _local(settings: RunConfig) -> tuple[MakeCollector, LocalModels]:
+    """Attempts by the agent's model in this process."""
+    from palestra.policy.build import build_policy
+    from palestra.train.setup import suited_to
+    from palestra.train.tasks import agent_collector
+    from palestra.trainer import load_quietly
+
+    loaded = load_quietly(settings)
+    suited = suited_to(settings, loaded.model)
+    policy = build_policy(loaded.model, loaded.tokenizer, suited.model.engine, suited.model.kv_memory_gib)
+    chat = ChatFormat(loaded.tokenizer)
+    return lambda env: agent_collector(env, policy, chat, suited, training=False), LocalModels(policy, chat)
+
+
+def _elsewhere(settings: RunConfig, url: str, key_env: str) -> tuple[MakeCollector, LocalModels]:
+    """Attempts by a model at an endpoint."""
+    from palestra.policy.openai import OpenAIChat, OpenAISettings
+    from palestra.train.limits import attempt_limits
+
+    settings.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
+    endpoint = OpenAIChat(OpenAISettings(model_name=settings.model.name, base_url=url, api_key_env=key_env))
+    limits, start = attempt_limits(settings, training=False), endpoint_speakers(endpoint)
+    return lambda env: Collector(env, limits, start), LocalModels()
+
+
+@dataclass
+class _Trying:
+    """Attempts of the agent with other texts, by one policy."""
+
+    agent: Agent
+    train: EvalSuite
+    held_out: EvalSuite | None
+    measures: Sequence[Any] | None
+    reward_weights: Sequence[float] | Mapping[str, float] | None
+    config: RunConfig
+    collector: MakeCollector
+
+    def _environment(self, texts: Texts) -> SuiteEnvironment:
+        agent = with_texts(self.agent, texts)
+        return SuiteEnvironment(agent, self.train, self.held_out, self.measures, self.reward_weights)
+
+    async def trials(self, texts: Texts, cases: Sequence[str]) -> list[Trial]:
+        """One attempt at each case. All without a verdict is an error: there would be nothing to compare."""
+        by_id = {case.id: case for case in self.train.cases}
+        with closing(self._environment(texts)) as environment:
+            problems = [by_id[case] for case in cases]
+            keys = [f"improve/{self.config.seed}/{case}" for case in cases]
+            groups = await self.collector(environment).collect(problems, 1, keys)
+        require_one_good(groups)
+        return [_trial(group.rollouts[0], problem) for group, problem in zip(groups, problems, strict=True)]
+
+    async def score(self, texts: Texts) -> EvalReport:
+        """On the held-out cases, or on those of the training where there are none."""
+        options = self.config.eval
+        with closing(self._environment(texts)) as environment:
+            split: Split = "held_out" if self.held_out is not None else "train"
+            problems = environment.problems(split)[: options.cases]
+            report = await evaluate(
+                self.collector(environment),
+                problems,
+                samples_per_case=options.samples_per_case,
+                seed=self.config.seed,
+            )
+        return replace(report, split=split)
+
+
+def _trial(rollout: Rollout, problem: Problem) -> Trial:
+    if rollout.error is not None:
+        return Trial(problem.id, None, "", rollout.error)
+    verdicts = [f"{name}: {s.value:g}{f', {s.reason}' if s.reason else ''}" for name, s in rollout.scores.items()]
+    notes = [f"The expected answer is {problem.expect}."] if problem.expect is not None else []
+    notes += [f"It ended early: {rollout.stop}."] if rollout.stop != "answered" else []
+    said = [message for message in rollout.messages if message.role != "system"]
+    transcript, feedback = conversation_text(said)[:_MAX_TRANSCRIPT], "\n".join([*verdicts, *notes])
+    return Trial(problem.id, rollout.reward, transcript, feedback, rollout.sampled_tokens)
+
+
+@dataclass
+class _Reflector:
+    """Asks a model for a new text of one component."""
+
+    model: ChatModel
+
+    async def __call__(self, texts: Texts, component: str, trials: Sequence[Trial], seed: int) -> str | None:
+        """None where the model gives no text that could be used."""
+        messages = [
+            {"role": "system", "content": _task(component)},
+            {"role": "user", "content": _question(texts, component, trials)},
+        ]
+        try:
+            return await self.model.ask(messages, lambda text: read_text(text, texts[component]), seed=seed)
+        except ValueError:
+            return None
+        except BudgetSpent as error:
+            raise ReflectorSpent(str(error)) from None
+        except RolloutError as error:
+            log.warning("no reflection: %s", error)
+            return None
+
+
+def _task(component: str) -> str:
+    if component == INSTRUCTIONS:
+        return _TASK.format(what="instructions", beside=", its tools and the task", form="")
+    name = component.removeprefix(TOOL)
+    return _TASK.format(
+        what=f"description of the tool {name}", beside=", its instructions and the task", form=_TOOL_FORM
+    )
+
+
+def _question(texts: Texts, component: str, trials: Sequence[Trial]) -> str:
+    others = [f"## {name}\n{text}" for name, text in texts.items() if name != component and text]
+    listed = "\n\n".join(
+        f"# Attempt {i}\n{trial.transcript}\n\n## Feedback\n{trial.feedback}"
+        for i, trial in enumerate(trials, start=1)
+        if trial.score is not None
+    )
+    beside = "# Other texts, which stay as they are\n" + "\n\n".join(others) if others else ""
+    return f"# Current text\n```\n{texts[component]}\n```\n\n{beside}\n\n{listed}"
+
+
+def read_text(answer: str, current: str) -> str:
+    """The new text out of a reflector's answer; ValueError where there is none, or the same again."""
+    blocks = _FENCED.findall(answer)
+    text = (max(blocks, key=len) if blocks else answer.replace("```", "")).strip()
+    if not text:
+        raise ValueError("the answer has no text in a block of three backticks")
+    if len(text) > _MAX_TEXT:
+        raise ValueError(f"the text has {len(text)} characters; write at most {_MAX_TEXT}")
+    if text == current.strip():
+        raise ValueError("the text is the same as before")
+    return text

@@ -1,0 +1,232 @@
+"""GEPA: texts evolve by reflection. A pool of candidates, parents by Pareto fronts over cases, merges of two lines.
+
+Agrawal et al., "GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning" (arXiv 2507.19457).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import fmean
+
+from palestra.core.errors import PalestraError
+
+Texts = Mapping[str, str]  # component -> text
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One attempt at a case: its score (None: no verdict), what was said, and what the measures say about it."""
+
+    case: str
+    score: float | None
+    transcript: str
+    feedback: str
+    tokens: int = 0  # sampled
+
+
+Evaluate = Callable[[Texts, Sequence[str]], Awaitable[list[Trial]]]  # of texts, on cases by id
+Reflect = Callable[[Texts, str, Sequence[Trial], int], Awaitable[str | None]]  # a new text for a component, if any
+
+
+class ReflectorSpent(Exception):
+    """The reflector may not be asked any more; the search ends with what it has."""
+
+
+@dataclass(slots=True)
+class Candidate:
+    """Texts with their score on each case of the Pareto set. Candidate 0 is the agent as it was."""
+
+    number: int
+    texts: dict[str, str]
+    scores: dict[str, float]
+    parents: tuple[int, ...] = ()
+    changed: tuple[str, ...] = ()  # components
+    how: str = "start"  # reflection or merge
+    turn: int = 0  # whose component it is to change next
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.scores.values()) if self.scores else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    budget: int = 300  # attempts in all
+    minibatch: int = 4  # cases that a reflection sees
+    merges: int = 5
+    seed: int = 0
+
+
+@dataclass
+class Search:
+    """Evolves texts until the budget is spent."""
+
+    evaluate: Evaluate
+    reflect: Reflect
+    feedback_cases: Sequence[str]  # from which minibatches are drawn
+    pareto_cases: Sequence[str]  # on which candidates are compared
+    components: Sequence[str]  # that may change
+    limits: Limits = field(default_factory=Limits)
+    on_event: Callable[[str], None] = lambda text: None
+    candidates: list[Candidate] = field(default_factory=list, init=False)
+    used: int = field(default=0, init=False)  # attempts
+    sampled_tokens: int = field(default=0, init=False)
+    rejected: int = field(default=0, init=False)
+
+    async def run(self, texts: Texts) -> Candidate:
+        """The best candidate by its mean over the Pareto cases; the first one where several are as good."""
+        limits = self.limits
+        if limits.budget < len(self.pareto_cases) + 2 * limits.minibatch:
+            least = len(self.pareto_cases) + 2 * limits.minibatch
+            raise PalestraError(
+                f"a budget of {limits.budget} attempts is too small for {len(self.pareto_cases)} cases and minibatches "
+                f"of {limits.minibatch}; give at least {least}, or compare on fewer cases"
+            )
+        rng = random.Random(limits.seed)
+        await self._add(dict(texts), how="start")
+        merges_due = merged = iteration = 0
+        tried: set[tuple[int, int]] = set()
+        while self.used + 2 * limits.minibatch <= limits.budget:
+            iteration += 1
+            if merges_due and merged < limits.merges and (pair := mergeable(self.candidates, tried, rng)):
+                tried.add(pair[:2])
+                merges_due -= 1
+                merged += await self._merge(*pair, rng)
+                continue
+            try:
+                merges_due += await self._mutate(rng, iteration)
+            except ReflectorSpent as end:
+                self.on_event(f"{end}; the search ends")
+                break
+            if self.rejected >= 8 * len(self.candidates) + 40:  # the reflector has nothing to say
+                self.on_event("the reflector gave no text that could be used; the search ends")
+                break
+        return max(self.candidates, key=lambda candidate: (candidate.mean, -candidate.number))
+
+    async def _mutate(self, rng: random.Random, iteration: int) -> bool:
+        """Let the reflector rewrite one component of a parent; whether the child is kept."""
+        parent = choose_parent(self.candidates, rng)
+        component = self.components[parent.turn % len(self.components)]
+        parent.turn += 1
+        cases = rng.sample(list(self.feedback_cases), min(self.limits.minibatch, len(self.feedback_cases)))
+        before = await self._trials(parent.texts, cases)
+        if all((trial.score or 0.0) >= 1.0 for trial in before):
+            return False  # nothing to learn from these
+        text = await self.reflect(parent.texts, component, before, iteration)
+        if text is None or text == parent.texts[component]:
+            self.rejected += 1
+            return False
+        texts = {**parent.texts, component: text}
+        after = await self._trials(texts, cases)
+        if _gain(before, after) <= 0.0:
+            self.rejected += 1
+            return False
+        return await self._add(texts, (parent.number,), (component,), "reflection")
+
+    async def _merge(self, first: int, second: int, ancestor: int, rng: random.Random) -> bool:
+        a, b, root = (self.candidates[i] for i in (first, second, ancestor))
+        texts, changed = merge_texts(a, b, root)
+        cases = rng.sample(list(self.pareto_cases), min(self.limits.minibatch, len(self.pareto_cases)))
+        trials = await self._trials(texts, cases)
+        sums = [sum(each.scores.get(case, 0.0) for case in cases) for each in (a, b)]
+        if sum(trial.score or 0.0 for trial in trials) < max(sums):
+            return False
+        return await self._add(texts, (first, second), changed, "merge")
+
+    async def _add(
+        self, texts: dict[str, str], parents: tuple[int, ...] = (), changed: tuple[str, ...] = (), how: str = ""
+    ) -> bool:
+        """Score a candidate on the Pareto cases and add it; False where the budget does not allow it."""
+        if self.used + len(self.pareto_cases) > self.limits.budget:
+            return False
+        trials = await self._trials(texts, self.pareto_cases)
+        scores = {trial.case: trial.score for trial in trials if trial.score is not None}
+        new = Candidate(len(self.candidates), texts, scores, parents, changed, how)
+        new.turn = max((self.candidates[i].turn for i in parents), default=0)
+        self.candidates.append(new)
+        what = f" ({how}: {', '.join(changed)})" if changed else ""
+        self.on_event(f"candidate {new.number}: {new.mean:.3f}{what}; {self.used} of {self.limits.budget} attempts")
+        return True
+
+    async def _trials(self, texts: Texts, cases: Sequence[str]) -> list[Trial]:
+        trials = await self.evaluate(texts, cases)
+        self.used += len(trials)
+        self.sampled_tokens += sum(trial.tokens for trial in trials)
+        return trials
+
+
+def _gain(before: Sequence[Trial], after: Sequence[Trial]) -> float:
+    """By how much the scores rose on the cases that both have a verdict on."""
+    old = {trial.case: trial.score for trial in before if trial.score is not None}
+    return sum(t.score - old[t.case] for t in after if t.score is not None and t.case in old)
+
+
+def front(candidates: Sequence[Candidate]) -> dict[int, int]:
+    """The candidates that are best on some case, without dominated ones, and on how many cases each is best.
+
+    A candidate is dominated if on each case on which it is best another one of the front is as good.
+    """
+    cases = dict.fromkeys(case for candidate in candidates for case in candidate.scores)
+    best: dict[str, set[int]] = {}
+    for case in cases:
+        top = max(c.scores.get(case, 0.0) for c in candidates)
+        best[case] = {c.number for c in candidates if c.scores.get(case, 0.0) >= top - 1e-9}
+    alive = set().union(*best.values()) if best else {candidates[0].number}
+    means = {c.number: c.mean for c in candidates}
+    for number in sorted(alive, key=lambda n: (means[n], -n)):  # the weakest first; of equal ones the newest
+        rest = alive - {number}
+        if rest and all(members & rest for members in best.values() if number in members):
+            alive = rest
+    return {number: sum(number in members for members in best.values()) for number in sorted(alive)}
+
+
+def choose_parent(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
+    """One of the front, with a probability that grows with the cases on which it is best."""
+    counts = front(candidates)
+    numbers = list(counts)
+    return candidates[rng.choices(numbers, [max(1, counts[n]) for n in numbers])[0]]
+
+
+def ancestors(candidates: Sequence[Candidate], number: int) -> set[int]:
+    found: set[int] = set()
+    waiting = list(candidates[number].parents)
+    while waiting:
+        parent = waiting.pop()
+        if parent not in found:
+            found.add(parent)
+            waiting += candidates[parent].parents
+    return found
+
+
+def mergeable(
+    candidates: Sequence[Candidate], tried: set[tuple[int, int]], rng: random.Random
+) -> tuple[int, int, int] | None:
+    """Two of the front with a common ancestor, from which each has changed something that the other has not."""
+    pairs = [pair for pair in combinations(sorted(front(candidates)), 2) if pair not in tried]
+    rng.shuffle(pairs)
+    for first, second in pairs:
+        lines = ancestors(candidates, first), ancestors(candidates, second)
+        if first in lines[1] or second in lines[0]:
+            continue
+        for root in sorted(lines[0] & lines[1], key=lambda n: candidates[n].mean, reverse=True):
+            changed = [_changed(candidates[n], candidates[root]) for n in (first, second)]
+            if changed[0] - changed[1] and changed[1] - changed[0]:
+                return first, second, root
+    return None
+
+
+def _changed(candidate: Candidate, root: Candidate) -> set[str]:
+    return {name for name, text in candidate.texts.items() if text != root.texts[name]}
+
+
+def merge_texts(a: Candidate, b: Candidate, root: Candidate) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Of each component what one of both has changed; where both have, that of the better one."""
+    better, other = (a, b) if a.mean >= b.mean else (b, a)
+    texts = {
+        name: other.texts[name] if better.texts[name] == text and other.texts[name] != text else better.texts[name]
+        for name, text in root.texts.items()
+    }
+    return texts, tuple(name for name in texts if texts[name] != root.texts[name])

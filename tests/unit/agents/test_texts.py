@@ -1,0 +1,111 @@
+"""The texts of an agent: read, exchanged, stored, and written into its file."""
+
+from pathlib import Path
+
+import pytest
+
+from palestra import Agent, function_tool
+from palestra.agents.texts import edit_source, read_texts, texts_of, with_texts, write_texts
+from palestra.core.errors import PalestraError
+
+SOURCE = '''from palestra import Agent, function_tool
+
+
+@function_tool
+def price(item: str, shop: str = "main") -> int:
+    """Look up a price.
+
+    Args:
+        item: The item's name.
+        shop: Which shop.
+    """
+    return 3
+
+
+agent = Agent(
+    "clerk",
+    "palestra/tiny",
+    "Use the tools. "
+    "Say «done».",
+    tools=[price],
+)
+'''
+
+
+def load(source: str) -> Agent:
+    names: dict = {}
+    exec(source, names)
+    found = names["agent"]
+    assert isinstance(found, Agent)
+    return found
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    @function_tool
+    def price(item: str, shop: str = "main") -> int:
+        """Look up a price.
+
+        Args:
+            item: The item's name.
+            shop: Which shop.
+        """
+        return 3
+
+    return Agent("clerk", "palestra/tiny", "Use the tools. Say «done».", [price])
+
+
+def test_the_texts_of_an_agent_come_back(agent: Agent) -> None:
+    texts = texts_of(agent)
+    assert texts == {
+        "instructions": "Use the tools. Say «done».",
+        "tool price": "Look up a price.\nitem: The item's name.\nshop: Which shop.",
+    }
+    same = with_texts(agent, texts)
+    assert texts_of(same) == texts
+    assert same.tools[0].schema == agent.tools[0].schema
+
+
+def test_new_texts_reach_the_schema_and_the_old_agent_keeps_its_own(agent: Agent) -> None:
+    new = with_texts(
+        agent, {"instructions": "Hi.", "tool price": "Price of one item.\n- item: Singular,\n  no article."}
+    )
+    function = new.tools[0].schema["function"]
+    assert new.instructions == "Hi."
+    assert function["description"] == "Price of one item."
+    assert function["parameters"]["properties"]["item"]["description"] == "Singular, no article."
+    assert function["parameters"]["properties"]["shop"]["description"] == "Which shop."
+    assert agent.tools[0].schema["function"]["description"] == "Look up a price."
+    assert new.tools[0](item="x") == 3
+
+
+def test_an_unknown_component_is_rejected_with_the_closest_known_one(agent: Agent) -> None:
+    with pytest.raises(PalestraError, match="tool price"):
+        with_texts(agent, {"tool prize": "x"})
+
+
+def test_texts_are_stored_and_a_wrong_file_is_explained(tmp_path: Path) -> None:
+    write_texts(tmp_path / "t.json", {"instructions": "Hé"})
+    assert read_texts(tmp_path / "t.json") == {"instructions": "Hé"}
+    (tmp_path / "bad.json").write_text("[]")
+    for name in ("bad.json", "none.json"):
+        with pytest.raises(PalestraError, match="palestra improve"):
+            read_texts(tmp_path / name)
+
+
+@pytest.mark.parametrize("instructions", ['One\n"two"', 'Say «x» \\ "y".', 'Ends with """'])
+def test_a_file_gets_the_new_texts_and_nothing_else_changes(instructions: str) -> None:
+    old = texts_of(load(SOURCE))
+    new = {"instructions": instructions, "tool price": "The price.\nitem: Its singular.\nshop: Which shop."}
+    edited, missing = edit_source(SOURCE, old, new)
+    assert missing == []
+    assert texts_of(load(edited)) == new
+    assert "return 3" in edited
+    assert 'shop: str = "main"' in edited
+
+
+def test_a_text_that_stands_nowhere_or_twice_is_not_written() -> None:
+    old = {"instructions": "Use the tools."}
+    doubled = 'a = "Use the tools."\nb = "Use the tools."\n'
+    for source in (doubled, "a = 1\n"):
+        assert edit_source(source, old, {"instructions": "New."}) == (source, ["instructions"])

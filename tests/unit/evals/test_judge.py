@@ -1,0 +1,270 @@
+"""Judges: rubrics, criteria, rankings, limits, caches, and what a failed call is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.responses import Response
+from tests.support.judge_server import attempts_of, ranks, stub_model
+
+from palestra.core.chat_model import ChatModel, hosting, logging_calls
+from palestra.core.endpoints import CallLimits, Pace
+from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.types import Message, Problem, Rollout, Score
+from palestra.evals.judge import judge, ruler
+from palestra.evals.judge_stats import agreement, length_metrics
+from palestra.evals.measures import Measure, MeasureContext, measure, run_group_measure, run_measure
+from palestra.rollout.local_models import LocalModels
+
+FAST = {"retry_pause_s": 0.0}
+
+
+def context(answer: str, **row: Any) -> MeasureContext:
+    messages = (Message("system", "You add."), Message("user", "2 + 2?"), Message("assistant", answer))
+    return MeasureContext(messages, (), "4", Problem("sum", "2 + 2?", "4", row))
+
+
+def grade(m: Measure, *contexts: MeasureContext) -> list[Score]:
+    return asyncio.run(run_group_measure(m, contexts, 20))
+
+
+def by_length(question: str) -> str:
+    texts = attempts_of(question)
+    return ranks([round(len(text) / max(map(len, texts)), 2) for text in texts])
+
+
+def test_ruler_ranks_a_group_in_one_call_and_sends_the_shared_beginning_once():
+    with stub_model(by_length) as stub:
+        scores = grade(ruler("m", base_url=stub.base_url), context("4"), context("It is 4."), context("4"))
+    assert len(stub.bodies) == 1
+    question = stub.questions[0]
+    assert question.count("2 + 2?") == question.count("You add.") == 1
+    assert sorted(attempts_of(question)) == ["assistant: 4", "assistant: It is 4."]  # equal ones are sent once
+    assert [s.value for s in scores] == [scores[0].value, 1.0, scores[0].value]
+    assert scores[1].passed
+    assert scores[1].reason == "1"
+
+
+def test_ruler_shows_attempts_in_the_same_order_whoever_is_first():
+    with stub_model(by_length) as stub:
+        for answers in (("a", "bb", "ccc"), ("ccc", "a", "bb")):
+            grade(ruler("m", base_url=stub.base_url, cache=False), *map(context, answers))
+    assert attempts_of(stub.questions[0]) == attempts_of(stub.questions[1])
+
+
+def test_a_ranking_that_leaves_an_attempt_out_is_asked_for_again_and_then_no_verdict():
+    with stub_model(lambda question: ranks([1.0])) as stub:
+        scores = grade(ruler("m", base_url=stub.base_url), context("4"), context("5"))
+    assert len(stub.bodies) == 2
+    assert all(score.error for score in scores)
+
+
+def test_rubric_and_criteria_come_from_the_case():
+    verdict = json.dumps({"criteria": {"1": 1, "2": 0.5}, "reason": "fine"})
+    graded = judge
+    with stub_model(lambda question: verdict) as stub:
+        m = graded(
+            "m",
+            lambda case: case["rubric"],
+            criteria=lambda case: case["criteria"],
+            base_url=stub.base_url,
+        )
+        rows = [{"criterion": "names a number", "weight": 3}, {"criterion": "is brief", "points": 1}]
+        (score,) = grade(m, context("4", rubric="Sums only.", criteria=rows))
+    assert "Sums only." in stub.questions[0]
+    assert "1. names a number\n2. is brief" in stub.questions[0]
+    assert score.value == pytest.approx((3 * 1 + 1 * 0.5) / 4)
+    assert "names a number 1" in score.reason
+
+
+def test_a_negative_weight_takes_away_and_the_score_stays_in_bounds():
+    verdict = json.dumps({"criteria": {"1": 0, "2": 1}})
+    with stub_model(lambda question: verdict) as stub:
+        (score,) = grade(judge("m", criteria={"right": 2, "insults": -4}, base_url=stub.base_url), context("4"))
+    assert score.value == 0.0
+    assert not score.error
+
+
+@pytest.mark.parametrize("criteria", [{}, {"a": 0}, [3], {"a": -1}])
+def test_criteria_without_positive_weight_are_rejected(criteria: Any) -> None:
+    with pytest.raises(PalestraError, match="criteri"):
+        judge("m", criteria=criteria, base_url="http://127.0.0.1:9/v1")
+
+
+@pytest.mark.parametrize(
+    ("limits", "word"),
+    [
+        ({"at_once": 3}, "max_concurrent"),
+        ({"max_concurrent": 0}, "max_concurrent"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"max_cost": 1}, "price_in"),
+    ],
+)
+def test_wrong_limits_are_rejected_by_name(limits: dict[str, Any], word: str) -> None:
+    with pytest.raises(PalestraError, match=word):
+        ruler("m", base_url="http://127.0.0.1:9/v1", **limits)
+
+
+def test_equal_questions_are_asked_once_also_while_the_first_is_on_its_way():
+    with stub_model(lambda question: '{"score": 1}', delay_s=0.05) as stub:
+        m = judge("m", "Right?", base_url=stub.base_url)
+
+        async def several() -> list[Score]:
+            return await asyncio.gather(*(run_measure(m, context("4"), 20) for _ in range(4)))
+
+        assert all(score.passed for score in asyncio.run(several()))
+        assert grade(m, context("4"))[0].passed
+    assert len(stub.bodies) == 1
+
+
+def test_a_cache_file_serves_the_next_run(tmp_path: Path):
+    file = tmp_path / "judge.jsonl"
+    with stub_model(lambda question: '{"score": 1, "reason": "yes"}') as stub:
+        for _ in range(2):
+            assert grade(judge("m", "Right?", base_url=stub.base_url, cache=file), context("4"))[0].reason == "yes"
+    assert len(stub.bodies) == 1
+
+
+def test_no_more_requests_are_in_flight_than_allowed():
+    with stub_model(lambda question: '{"score": 1}', delay_s=0.02) as stub:
+        m = judge("m", "Right?", base_url=stub.base_url, max_concurrent=3)
+        scores = grade(m, *(context(str(i)) for i in range(12)))
+    assert len(stub.bodies) == 12
+    assert all(not score.error for score in scores)
+    assert stub.most_in_flight <= 3
+
+
+def test_the_pace_spreads_requests_after_the_first_minute():
+    pace = Pace(per_minute=6)
+    assert [pace.wait_s(1, now=100.0) for _ in range(8)] == [0] * 6 + [10.0, 20.0]
+    assert pace.wait_s(1, now=1000.0) == 0.0  # a pause is not saved up beyond one minute
+    assert [pace.wait_s(1, now=1000.0) for _ in range(6)][-1] == 10.0
+
+
+def test_a_spent_budget_is_no_verdict_and_says_which_limit():
+    with stub_model(lambda question: '{"score": 1}') as stub:
+        m = judge("m", "Right?", base_url=stub.base_url, max_calls=2, max_concurrent=1)
+        scores = grade(m, *(context(str(i)) for i in range(4)))
+    assert [score.error for score in scores] == [False, False, True, True]
+    assert "max_calls=2" in scores[2].reason
+    assert len(stub.bodies) == 2
+
+
+def test_cost_counts_reported_tokens_and_ends_the_budget():
+    with stub_model(lambda question: '{"score": 1}') as stub:
+        m = judge("m", "?", base_url=stub.base_url, price_in=1000, price_out=10_000, max_cost=0.3, max_concurrent=1)
+        with logging_calls() as calls:
+            scores = grade(m, *(context(str(i)) for i in range(3)))
+    assert [score.error for score in scores] == [False, False, True]  # 0.2 a call
+    assert calls.counts == pytest.approx({"judge/calls": 2, "judge/tokens": 220, "judge/cost": 0.4, "judge/errors": 1})
+    assert calls.judges == {"judge"}
+
+
+BROKEN: dict[str, Any] = {
+    "429": 429,
+    "500": 500,
+    "not a chat answer": Response('{"choices": []}', media_type="application/json"),
+    "not JSON": Response("<html>"),
+    "no verdict in the text": "I like it.",
+    "invalid JSON in the text": '{"score": ',
+}
+
+
+@pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("make", [judge, ruler])
+def test_a_failed_call_is_no_verdict(make: Any, answer: Any) -> None:
+    with stub_model(lambda question: answer) as stub:
+        scores = grade(make("m", "Right?", base_url=stub.base_url, attempts=2, **FAST), context("4"), context("5"))
+    assert all(score.error and score.passed is not True for score in scores)
+
+
+def test_a_judge_that_does_not_answer_in_time_is_no_verdict():
+    with stub_model(lambda question: '{"score": 1}', delay_s=0.5) as stub:
+        m = judge("m", "Right?", base_url=stub.base_url, timeout_s=0.05, attempts=2, **FAST)
+        (score,) = grade(m, context("4"))
+    assert score.error
+    assert "no answer within 0.05 s" in score.reason
+    assert len(stub.bodies) == 2
+
+
+def test_a_failed_call_is_not_cached():
+    answers = [503, '{"score": 1}']
+    with stub_model(lambda question: answers.pop(0)) as stub:
+        m = judge("m", "Right?", base_url=stub.base_url, attempts=1)
+        assert grade(m, context("4"))[0].error
+        assert grade(m, context("4"))[0].passed
+
+
+def test_a_model_of_this_process_judges():
+    async def ask() -> str:
+        with hosting(LocalModels()):
+            model = ChatModel("palestra/tiny", purpose="judge", max_new_tokens=4)
+            text = await model.ask([{"role": "user", "content": "Hi"}], str)
+            assert model.usage.completion_tokens > 0
+            return text
+
+    assert isinstance(asyncio.run(ask()), str)
+
+
+def test_the_policy_cannot_judge_where_there_is_none():
+    with hosting(LocalModels()):
+        (score,) = grade(judge("policy", "Right?"), context("4"))
+    assert score.error
+    assert "in training" in score.reason
+
+
+def test_outside_of_a_run_a_local_model_is_refused_by_name():
+    with pytest.raises(RolloutError, match="base_url"):
+        asyncio.run(ChatModel("local/x", purpose="judge").ask([{"role": "user", "content": "Hi"}], str))
+
+
+def test_a_chat_model_travels_to_another_process():
+    model = ChatModel("m", "http://127.0.0.1:9/v1", purpose="judge", limits=CallLimits(max_calls=3))
+    assert pickle.loads(pickle.dumps(model)).model == "m"
+
+
+def test_a_group_measure_of_ones_own_sees_all_attempts():
+    @measure("longest", group=True)
+    def longest(contexts: Any) -> list[bool]:
+        lengths = [len(c.final_assistant_message.text) for c in contexts]
+        return [length == max(lengths) for length in lengths]
+
+    assert [s.value for s in grade(longest, context("4"), context("four"))] == [0.0, 1.0]
+    short = Measure("short", lambda contexts: [1.0], group=True)
+    assert all("for 2 attempts" in s.reason and s.error for s in grade(short, context("4"), context("5")))
+
+
+def test_tau_is_1_for_the_same_order_and_its_interval_holds_it():
+    same = [[(0.1, 0), (0.5, 1), (0.9, 2)]] * 4
+    found = agreement(same)
+    assert found is not None
+    assert (found.tau, found.low, found.high, found.pairs, found.agreed) == (1.0, 1.0, 1.0, 12, 1.0)
+
+
+def test_tau_b_is_that_of_the_definition():
+    # pairs of (score, label): 4 concordant, 1 discordant, 1 tied in the scores
+    found = agreement([[(1, 1), (2, 3), (3, 2), (3, 4)]])
+    assert found is not None
+    assert found.tau == pytest.approx((4 - 1) / (6 * 5) ** 0.5)
+    assert found.low <= found.tau <= found.high
+    assert found.agreed == pytest.approx(4.5 / 6)
+
+
+def test_labels_that_never_differ_give_no_agreement():
+    assert agreement([[(0.1, 1), (0.9, 1)]]) is None
+
+
+def rollout(answer: str, value: float, error: bool = False) -> Rollout:
+    scores = {"ruler": Score(value, None, error=error)}
+    return Rollout("p", (), (Message("assistant", answer),), "answered", scores=scores)
+
+
+def test_length_correlation_is_of_siblings_with_a_verdict():
+    metrics = length_metrics([rollout("a", 0.1), rollout("aaaa", 0.9), rollout("a" * 99, 0.0, error=True)], {"ruler"})
+    assert metrics == {"judge/length_correlation/ruler": pytest.approx(1.0), "judge/length_groups/ruler": 1.0}
+    assert length_metrics([rollout("a", 0.5), rollout("aaaa", 0.5)], {"ruler"}) == {}
