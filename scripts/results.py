@@ -143,9 +143,9 @@ RECIPES |= {
         RECIPES["planner"],
         title="stock of a hardware store with `--warm-start auto`",
         remark="Rejection sampling with hints finds the first solutions; then GRPO continues. The first two runs "
-        "shared the GPU, and had up to 6 rounds of rejection sampling. A third that ended after 6 rounds stayed at 66 "
-        "% of its training attempts: one of the three kinds of questions was never solved. The third run here had up to "
-        "12, as is the default now.",
+        "shared the GPU, and had up to 6 rounds of rejection sampling. A third that ended after 6 rounds stayed at "
+        "66 % of its training attempts: one of the three kinds of questions was never solved. The third run here had "
+        "up to 12, as is the default now.",
         settings={"checkpoint.every": 0, "stages.plan": "auto"},
     ),
     "number_filtering_auto": replace(
