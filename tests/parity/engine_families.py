@@ -19,11 +19,54 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA_NET: dict[str, Any] = {  # gated delta nets in three of four layers
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "nemotron_h": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe", "linear_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "n_shared_experts": 1,
+    },
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
-    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": {"head_dim": 32, **EXPERTS},
+    "olmoe": EXPERTS,
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": 7},
     "gemma2": {"head_dim": 32, "sliding_window": 7, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 32, "sliding_window": 7},
@@ -32,6 +75,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
     "granite": {},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    **RECURRENT,
 }
 
 

@@ -7,7 +7,7 @@ train with another function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,16 @@ REMEDY = "sample with engine=plain"
 
 
 class AttentionPlan:
-    """Where a step's KV goes and comes from."""
+    """Where a step's KV goes and comes from.
+
+    `kv_layers` says which layer of the KV an attention layer has, where others of the model do not attend.
+    """
+
+    kv_layers: Mapping[int, int] | None = None
+
+    def kv_layer(self, module: nn.Module) -> int:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        return layer if self.kv_layers is None else self.kv_layers[layer]
 
     def attend(
         self,

@@ -274,7 +274,7 @@ class SlotPlan(AttentionPlan):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = self.kv_layer(module)
         own, (tokens, heads) = self.slots.own, (k.shape[2], k.shape[1])
         for store, new in ((own.keys, k), (own.values, v)):
             rows = new[0].transpose(0, 1).reshape(tokens * heads, -1)

@@ -137,7 +137,7 @@ class DecodePlan(AttentionPlan):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = self.kv_layer(module)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self.over_pages(layer, q, k, v, scale, softcap or 0.0, window or 0)[None]
 
@@ -227,7 +227,7 @@ class PrefillPlan(AttentionPlan):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = self.kv_layer(module)
         keys, values = self.keys[layer], self.values[layer]
         heads = torch.arange(keys.shape[1], device=k.device)
         pages, offsets = self.pages.long(), self.positions.long() % keys.shape[2]
