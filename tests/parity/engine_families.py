@@ -28,7 +28,7 @@ DELTA_NET: dict[str, Any] = {  # gated delta nets in three of four layers
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
 RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
@@ -42,6 +42,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 4,
         "mamba_head_dim": 16,
         "ssm_state_size": 16,
+        "chunk_size": 16,
         "n_groups": 2,
         "head_dim": 16,
         "n_routed_experts": 4,
@@ -86,6 +87,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": [96] * 4,
         "activation_sparsity_pattern": [0.0] * 4,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 7,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     **RECURRENT,
 }
 
@@ -99,6 +119,9 @@ def tiny_model(family: str, **changes: Any) -> Any:
     attention = {"attn_implementation": "eager"} if capped else {}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention).eval()
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3.0)

@@ -306,6 +306,7 @@ SLOW = pytest.mark.slow("make test-slow runs every family")
         ),
         pytest.param("mistral", {"sliding_window": 6}, True, 16, marks=SLOW),
         ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET}, False, 16),
+        ("gpt_oss", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1}, False, 16),
         pytest.param("lfm2", {"layer_types": ["conv", "full_attention"]}, False, 1, marks=SLOW),
     ],
 )

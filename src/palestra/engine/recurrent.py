@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.core.errors import UnsupportedModel
@@ -32,7 +33,8 @@ class RowStates:
 
     conv_states: dict[int, Tensor] = field(default_factory=dict)
     recurrent_states: dict[int, Tensor] = field(default_factory=dict)
-    record_past: bool = False  # true: single tokens take the path without updates in place, for autograd
+    record_past: bool = False  # true: convolutions are not updated in place, for autograd
+    begins: bool = False  # the rows begin here, and have no states yet
 
     @property
     def layers(self) -> RowStates:
@@ -42,13 +44,17 @@ class RowStates:
         return self
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return True
+        return not self.begins
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **_: Any
+    ) -> Tensor:
         """The window and the new tokens [rows, channels, window + n], as the convolution reads them."""
-        window = self.conv_states[state_idx]
-        joined = torch.cat([window.to(conv_states.dtype), conv_states], dim=-1)
-        self.conv_states[state_idx] = joined[..., -window.shape[-1] :]
+        if self.begins:
+            joined = F.pad(conv_states, (conv_kernel_size, 0))
+        else:
+            joined = torch.cat([self.conv_states[state_idx].to(conv_states.dtype), conv_states], dim=-1)
+        self.conv_states[state_idx] = joined[..., -conv_kernel_size:]
         return joined
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
@@ -105,10 +111,10 @@ class RecurrentLayers:
                     module.__dict__["forward"] = forward
 
     def _packed(self, layer: int, compute: Callable[[int, Tensor, Call], Tensor]) -> Callable[..., Tensor]:
-        own, cache_name = self.modules[layer].forward, self._cache_names[layer]
+        module, cache_name = self.modules[layer], self._cache_names[layer]
 
         def call(rows: Tensor, states: RowStates) -> Tensor:
-            out: Tensor = own(rows, **{cache_name: states})
+            out: Tensor = type(module).forward(module, rows, **{cache_name: states})
             return out
 
         def forward(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -162,12 +168,6 @@ def state_bytes(shape: StateShape) -> int:
     return sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in parts)
 
 
-def zero_states(shape: Mapping[Part, PartShape], rows: int, device: torch.device) -> RowStates:
-    """The states of rows that begin here, for autograd."""
-    zeros = {part: torch.zeros(rows, *s.shape, dtype=s.dtype, device=device) for part, s in shape.items()}
-    return _row_states(zeros, record_past=True)
-
-
 def _row_states(parts: Mapping[Part, Tensor], record_past: bool = False) -> RowStates:
     by_kind: dict[str, dict[int, Tensor]] = {"conv": {}, "recurrent": {}}
     for part, state in parts.items():
@@ -175,7 +175,13 @@ def _row_states(parts: Mapping[Part, Tensor], record_past: bool = False) -> RowS
     return RowStates(by_kind["conv"], by_kind["recurrent"], record_past)
 
 
-def expanded(states: RowStates, chosen: Tensor) -> RowStates:
+def stack_states(states: Sequence[RowStates]) -> RowStates:
+    """The rows of several calls as one."""
+    parts = [each.parts for each in states]
+    return _row_states({part: torch.cat([p[part] for p in parts]) for part in parts[0]} if parts else {}, True)
+
+
+def select_states(states: RowStates, chosen: Tensor) -> RowStates:
     """The states of some rows, once for each entry of `chosen`; gradients add up."""
     return _row_states({part: x.index_select(0, chosen) for part, x in states.parts.items()}, states.record_past)
 

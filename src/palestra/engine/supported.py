@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError, UnsupportedModel
-from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionPlan, AttentionSwitch
+from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionPlan, AttentionSwitch, KVLayout
 from palestra.engine.recurrent import RecurrentLayers, StateShape, state_shape
 
 
@@ -30,7 +30,7 @@ class KVShape:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-    kv_layers: Mapping[int, int] | None = None  # the model's layers that attend -> theirs; None: all do
+    layout: KVLayout | None = None  # of unlike layers
     states: StateShape = field(default_factory=dict)
 
     @property
@@ -155,6 +155,7 @@ class ShapeProbe(AttentionPlan):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
         self.layers[layer] = (k.shape[1], k.shape[3], v.shape[3])
@@ -198,11 +199,12 @@ def kv_shape(model: Any) -> KVShape:
             f"transformers' attention interface; the paged engine needs all; {REMEDY}"
         )
     shapes = set(probe.layers.values())
-    if len(shapes) > 1:
+    heads, key_dim, value_dim = (max(sizes) for sizes in zip(*shapes, strict=True))
+    if any(heads % shape[0] for shape in shapes):
         raise UnsupportedModel(f"{name} has layers of different KV shapes {sorted(shapes)}; {REMEDY}")
-    heads, key_dim, value_dim = shapes.pop()
-    kv_layers = None if len(attending) == len(kinds) else {layer: i for i, layer in enumerate(attending)}
-    return KVShape(len(attending), heads, key_dim, value_dim, model.dtype, kv_layers, states)
+    layout = KVLayout({layer: i for i, layer in enumerate(attending)}, heads, key_dim, value_dim)
+    alike = len(shapes) == 1 and len(attending) == len(kinds)
+    return KVShape(len(attending), heads, key_dim, value_dim, model.dtype, None if alike else layout, states)
 
 
 def _hands_keywords_on(model: Any) -> bool:

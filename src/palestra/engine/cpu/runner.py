@@ -53,7 +53,7 @@ class CpuRunner(Runner):
         keep_freed_memory()
         self.model: Any = model
         self.slots = KVSlots(shape, Pages(shape, pages, page_size))
-        self._kv_layers = shape.kv_layers
+        self._layout = shape.layout
         self._recurrent = RecurrentLayers(model)
         self._states = StateStore(shape.states, state_slots, lazy_zeros)
         self._state_slots = state_slots
@@ -200,7 +200,7 @@ class CpuRunner(Runner):
                 parts.append(SlotRows(slots, rows[part], counts[part], own_lens[part], first, prefixes))
             first += sum(counts[part])
         plan = SlotPlan(slots, targets, parts)
-        plan.kv_layers = self._kv_layers
+        plan.layout = self._layout
         return plan
 
     def _shared_prefixes(self, n: int) -> SharedPrefixes | None:

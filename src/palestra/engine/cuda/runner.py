@@ -388,7 +388,7 @@ class CudaRunner(Runner):
         self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor, runs: Sequence[Run]
     ) -> Tensor:
         """[rows, V] logits of the module with our attention, and of its recurrent layers over `runs`."""
-        plan.kv_layers = self._kv_shape.kv_layers
+        plan.layout = self._kv_shape.layout
         compute = over_runs(self._states, runs)
         with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute):
             output = self.model(
