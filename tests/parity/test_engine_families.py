@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_families import FAMILIES, tiny_model
 
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import SamplingParams, Turn
 from palestra.engine.engine import Engine
 from palestra.engine.session import Session
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_families import FAMILIES, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
 PROMPT = [5, 17, 99, 23, 64, 3, 42, 81, 7, 12, 90, 31, 56, 44, 8, 77, 15, 60, 29]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from engine_families import RECURRENT, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,9 +15,6 @@ from palestra.algo.batching import pack
 from palestra.core.types import Sample
 from palestra.learner.forward import Scorer
 from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_families import RECURRENT, tiny_model
 
 VOCABULARY = 96
 COMMON = {

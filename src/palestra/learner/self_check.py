@@ -88,6 +88,8 @@ def require_tree_support(model: Any) -> None:
     recurrent = [kind for kind in kinds if any(word in kind for word in RECURRENT)]
     if recurrent and not RecurrentLayers(model):  # their state would pass from one sibling to the next
         raise UnsupportedModel(f"{name} has {recurrent[0]} layers")
+    if model.base_model is model:  # such as Llama 4's, whose config names another prefix
+        raise UnsupportedModel(f"{name} does not name its decoder")
     if not is_linear(model.get_output_embeddings()):
         raise UnsupportedModel(f"the output layer of {name} is not an nn.Linear")
     kinds_of_argument = {p.kind for p in inspect.signature(model.base_model.forward).parameters.values()}

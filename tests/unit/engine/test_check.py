@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_families import tiny_model
 from torch import Tensor
 
 import palestra.engine.engine as engine_module
@@ -22,9 +21,6 @@ from palestra.engine.cpu.kv_slots import Pages
 from palestra.engine.cpu.plan import SharedPrefixes, SlotRows
 from palestra.engine.engine import Engine
 from palestra.models.loading import load_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
-from engine_families import tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
 Plant = Callable[[pytest.MonkeyPatch], None]

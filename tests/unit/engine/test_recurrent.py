@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_families import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_engine import ACTIONS, PAGE, computed_tokens, own_logprobs, play
@@ -16,9 +15,6 @@ from palestra.engine.engine import MIN_STATE_SLOTS, Engine
 from palestra.engine.recurrent import state_bytes
 from palestra.engine.runner import GIB
 from palestra.engine.supported import kv_shape
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
-from engine_families import tiny_model
 
 PROMPT = [5, 9, 33, 21, 60, 2, 8, 14, 7, 30, 41, 3]
 

@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, **EXPERTS},
-    "olmoe": EXPERTS,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": 7},
     "gemma2": {"head_dim": 32, "sliding_window": 7, "attn_logit_softcapping": 5.0},
@@ -110,9 +110,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+NOT_IN_ENGINE: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+        "attention_chunk_size": 8,
+    },
+}
+
+
 def tiny_model(family: str, **changes: Any) -> Any:
     """A random float32 model, its weights scaled up so that its logits differ clearly."""
-    extra = {**FAMILIES.get(family, {}), **changes}
+    extra = {**(FAMILIES | NOT_IN_ENGINE).get(family, {}), **changes}
     config = AutoConfig.for_model(family, **{**COMMON, **extra})
     torch.manual_seed(0)
     capped = getattr(config, "attn_logit_softcapping", None) is not None  # which sdpa would leave out
