@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_families import FAMILIES, tiny_model
+from engine_families import COMMON, FAMILIES, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import SamplingParams, Turn
@@ -77,6 +78,17 @@ def test_logits_equal_the_models_own_forward(family: str, monkeypatch: pytest.Mo
     first = len(PROMPT) - 1
     at = [*range(first, first + 5), *range(first + 8, first + 13)]
     assert (torch.cat(seen) - expected[at]).abs().max() <= 1e-4
+
+
+def test_a_vision_model_samples_text_like_its_own_forward() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "num_key_value_heads": 2, "head_dim": 16}
+    text = {**COMMON, **FAMILIES["gemma4_text"]}
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=vision, audio_config=None)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    assert hasattr(model.model, "vision_tower")
+    rounds(Engine(model, page_size=4, kv_memory_gib=0.01), model)
 
 
 def test_lora_wrapped_model_equals_the_models_own_forward() -> None:

@@ -32,7 +32,7 @@ from palestra.engine.state_slots import StateSlots
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, kv_shape, text_config
 
 T = TypeVar("T")
-STATE_SHARE = 1 / 3  # of the KV memory, at most, for recurrent states
+STATE_SHARE = 1 / 2  # of the KV memory, at most, for recurrent states
 MIN_STATE_SLOTS = 8  # the self-check's sessions and their snapshots
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def build_runner(
 def divide_memory(shape: KVShape, memory: float, page_size: int, max_running: int) -> tuple[int, int]:
     """(pages, slots of recurrent state) for so much memory, in bytes.
 
-    A third of it at most is for states: running sessions, and as many snapshots and a quarter more.
+    Half of it at most is for states: running sessions, and as many snapshots and a quarter more.
     """
     size, slots = state_bytes(shape.states), 0
     if size:
