@@ -19,7 +19,6 @@ from torch import nn
 from palestra.core.errors import ContextLengthError, PalestraError, UnsupportedModel
 from palestra.core.phases import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
-from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
 from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
 from palestra.engine.pages import PagePool
@@ -96,7 +95,6 @@ class Engine:
         """With `keep_closed` the KV of closed sessions stays as long as there is room: who opens one with the same
         beginning, the next turn of a conversation for instance, computes what is new. A training's do not come back.
         `exact`: logprobs are those of the learner, to the bit."""
-        register(ENGINE_ATTENTION, engine_attention)
         device = next(model.parameters()).device
         max_running = max_running or (256 if device.type == "cpu" else 1024)
         tokens_per_step = tokens_per_step or (2048 if device.type == "cpu" else 16384)

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError, UnsupportedModel
-from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionPlan, AttentionSwitch, KVLayout
+from palestra.engine.attention import (
+    ENGINE_ATTENTION,
+    REMEDY,
+    AttentionPlan,
+    AttentionSwitch,
+    KVLayout,
+    engine_attention,
+    register,
+)
 from palestra.engine.recurrent import RecurrentLayers, StateShape, state_shape
 
 
@@ -173,6 +181,7 @@ def has_experts(config: Any) -> bool:
 
 def kv_shape(model: Any) -> KVShape:
     """Run two tokens through the model and read the shape of its KV; UnsupportedModel when it has another memory."""
+    register(ENGINE_ATTENTION, engine_attention)
     config = text_config(model)
     name = config.model_type
     if not _hands_keywords_on(model):
