@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.core.errors import UnsupportedModel
+from palestra.engine.attention import plain_forward
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
@@ -137,7 +138,6 @@ def _cache_argument(module: nn.Module) -> Any:
     return next((name for name in CACHE_ARGUMENTS if name in names), None)
 
 
-@torch.inference_mode()
 def state_shape(model: Any, layers: RecurrentLayers) -> StateShape:
     """Run a few tokens through the model with transformers' own cache and read the shapes of its states."""
     if not layers:
@@ -146,11 +146,7 @@ def state_shape(model: Any, layers: RecurrentLayers) -> StateShape:
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-    training, _ = model.training, model.eval()
-    try:
-        model(input_ids=ids, use_cache=True, past_key_values=cache)
-    finally:
-        model.train(training)
+    plain_forward(model, ids, use_cache=True, past_key_values=cache)
     shapes: dict[int, dict[Part, PartShape]] = {}
     for place, module in enumerate(layers.modules):
         held: Any = cache.layers[module.layer_idx]
