@@ -12,8 +12,8 @@ import torch
 from engine_families import tiny_model
 from torch import Tensor
 
-import palestra.engine.engine as engine_module
 from palestra.core.errors import UnsupportedModel
+from palestra.engine import supported
 from palestra.engine.check import prompt_length, tolerated_difference
 from palestra.engine.cpu import fast_decoder, plan
 from palestra.engine.cpu.fast_decoder import CpuFastDecoder
@@ -28,19 +28,17 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def wrong_window(patch: pytest.MonkeyPatch) -> None:
     """One token too far back."""
-    right = engine_module.engine_attention
+    right = supported.engine_attention
 
     def wrong(*args: Any, sliding_window: int | None = None, **options: Any) -> Any:
         return right(*args, sliding_window=sliding_window and sliding_window + 1, **options)
 
-    patch.setattr(engine_module, "engine_attention", wrong)
+    patch.setattr(supported, "engine_attention", wrong)
 
 
 def no_window(patch: pytest.MonkeyPatch) -> None:
-    right = engine_module.engine_attention
-    patch.setattr(
-        engine_module, "engine_attention", lambda *args, sliding_window=None, **options: right(*args, **options)
-    )
+    right = supported.engine_attention
+    patch.setattr(supported, "engine_attention", lambda *args, sliding_window=None, **options: right(*args, **options))
 
 
 def wrong_page_offset(patch: pytest.MonkeyPatch) -> None:
