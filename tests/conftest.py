@@ -29,6 +29,7 @@ ssl.create_default_context = cache(ssl.create_default_context)
 LONG = (
     "faults/",
     "parity/test_engine_cuda_path",
+    "parity/test_model_support",
     "parity/test_ranks",
     "parity/test_two_processes",
     "parity/test_gguf_llama_cpp",

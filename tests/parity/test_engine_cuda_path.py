@@ -79,7 +79,7 @@ def turns(nap=False):
         branch = engine.branch(group[0], 25)
         second = engine.branch(branch, 23)  # of a branch whose partial page is still to be copied
         engine.append(second, [9])
-        assert (branch.kv_len, second.kv_len) == (24, 22)
+        assert [branch.kv_len, second.kv_len] == options["branches"]
         fresh = engine.open(second.token_ids)
         *branched, again = engine.sample([branch, second, fresh], SamplingParams(2, seed=5))
         assert again.token_ids.tolist() == branched[1].token_ids.tolist()
@@ -286,6 +286,12 @@ assert tokens == sum(len(turn.token_ids) for turn in drafted) > steps, noted
 print("SAME")
 """
 
+DELTA_NET = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 SLOW = pytest.mark.slow("make test-slow runs every family")
 
 
@@ -299,6 +305,9 @@ SLOW = pytest.mark.slow("make test-slow runs every family")
             "smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2}, True, 1, marks=SLOW
         ),
         pytest.param("mistral", {"sliding_window": 6}, True, 16, marks=SLOW),
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET}, False, 16),
+        ("gpt_oss", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1}, False, 16),
+        pytest.param("lfm2", {"layer_types": ["conv", "full_attention"]}, False, 1, marks=SLOW),
     ],
 )
 def test_cuda_path_samples_what_the_cpu_path_samples(
@@ -313,7 +322,8 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "nap": family == "mistral",
         "layers": 1 if family == "mistral" else 2,  # mistral's layers are all alike
         "path": {"gemma2": "shared_prefix", "mistral": "speculative"}.get(family, "per_row"),
-        "branches": family == "qwen3",
+        # what two branches share; a recurrent state is held where a turn began alone
+        "branches": {"qwen3": [24, 22], "qwen3_5_text": [24, 0], "lfm2": [24, 0]}.get(family),
         "lora": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] if family == "qwen3" else [],
     }
     status, output = run_kernels(SCRIPT, json.dumps(options))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from engine_families import tiny_model
 
 from palestra.algo.batch import Batch
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine.engine import Engine
 from palestra.learner.forward import Scorer
 from palestra.learner.micro_batches import pack_batch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_families import tiny_model
 
 PROMPT = [5, 17, 99, 23, 64, 3, 42, 81, 7, 12, 90, 31, 56, 44, 8, 77, 15, 60, 29]
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from engine_families import RECURRENT, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -132,13 +133,35 @@ def test_the_shared_prompt_is_computed_once() -> None:
     assert sum(len(b.token_ids) for b in apart) == 3 * 11 + (6 + 0 + 11)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
-def test_a_model_with_recurrent_layers_is_computed_in_padded_rows(family: str) -> None:
-    extra = {
-        "qwen3_next": {"head_dim": 16, "num_hidden_layers": 4, **EXPERTS},
-        "lfm2": {"full_attn_idxs": [1]},
-    }[family]
-    model, samples = build(family, **extra), groups()
+OTHERS = [*RECURRENT, "olmoe", "granitemoe", "gemma3n_text", "gemma4_text"]
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [*((family, False) for family in OTHERS), ("lfm2", True), ("nemotron_h", True)]
+)
+def test_other_families_give_the_plain_logprobs_and_gradients(family: str, checkpointing: bool) -> None:
+    model, samples = tiny_model(family, vocab_size=128), groups()
+    expected = plain(model, samples, 1.0)
+    theirs = gradients(model, *expected)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    scorer = Scorer(model)
+    assert scorer.mode == "trees"
+    parts = []
+    for batch in packed(samples, 1000):
+        with scorer.session():
+            parts.append(scorer(batch, entropy_gradient=True))
+            got = tuple(torch.cat(x) for x in zip(*parts, strict=True))
+            torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-4)
+            ours = gradients(model, *got)
+    for mine, own in zip(ours, theirs, strict=True):
+        assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
+
+
+def test_a_model_of_an_unknown_recurrence_is_computed_in_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palestra.engine.recurrent.CACHE_ARGUMENTS", ())
+    model, samples = tiny_model("qwen3_next"), groups()
     scorer = Scorer(model)
     assert scorer.mode == "reference"
     [batch] = packed(samples, 1000, share_prefix=False)

@@ -376,7 +376,9 @@ class LoraSection(Section):
     )
     alpha: int = Field(32, ge=1, le=1_000_000)
     dropout: float = Field(0.0, ge=0, lt=1, description="in the learner only, so that sampler and learner differ")
-    target_modules: list[str] | None = Field(None, description="default: all linear layers")
+    target_modules: list[str] | None = Field(
+        None, description="default: all linear layers (`all-linear`); `experts` adds those of a mixture of experts"
+    )
     load_in_4bit: bool = Field(False, description="QLoRA: nf4 with double quantisation; needs CUDA and bitsandbytes")
 
     @model_validator(mode="after")

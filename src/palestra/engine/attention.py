@@ -7,21 +7,43 @@ train with another function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-
-from palestra.core.errors import UnsupportedModel
 
 ENGINE_ATTENTION = "palestra_engine"
 REMEDY = "sample with engine=plain"
 
 
+class KVLayout(NamedTuple):
+    """How the KV of a model with unlike layers is stored: with the heads and widths of the largest one."""
+
+    layers: Mapping[int, int]  # the model's layers that attend -> their place
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def fit(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Widen heads with zeros and repeat key-value heads: attention gives the same, followed by zeros."""
+        repeats = self.heads // k.shape[1]
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        q, k = (F.pad(x, (0, self.key_dim - x.shape[-1])) for x in (q, k))
+        return q, k, F.pad(v, (0, self.value_dim - v.shape[-1]))
+
+
 class AttentionPlan:
-    """Where a step's KV goes and comes from."""
+    """Where a step's KV goes and comes from. `layout` is None if all layers of the model attend alike."""
+
+    layout: KVLayout | None = None
+
+    def kv_layer(self, module: nn.Module) -> int:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        return layer if self.layout is None else self.layout.layers[layer]
 
     def attend(
         self,
@@ -32,8 +54,12 @@ class AttentionPlan:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [1, H, N, D], k and v [1, KV, N, D] of the step's N tokens -> [1, N, H, D]."""
+        """q [1, H, N, D], k and v [1, KV, N, D] of the step's N tokens -> [1, N, H, D].
+
+        `sinks` [H] are scores of a key without a value, which every token sees.
+        """
         raise NotImplementedError
 
 
@@ -51,10 +77,10 @@ def engine_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer."""
-    if s_aux is not None:
-        raise UnsupportedModel(f"attention sinks are not supported by the paged engine; {REMEDY}")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return plan.attend(module, query, key, value, scale, sliding_window, softcap), None
+    scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
+    if plan.layout is not None:
+        query, key, value = plan.layout.fit(query, key, value)
+    return plan.attend(module, query, key, value, scale, sliding_window, softcap, s_aux)[..., :width], None
 
 
 def register(name: str, function: Any) -> None:
@@ -137,6 +163,11 @@ def attend_part(
 def merge_parts(a: Tensor, a_total: Tensor, b: Tensor, b_total: Tensor) -> Tensor:
     """Attention over two disjoint parts of the keys out of the attention over each."""
     return torch.lerp(a, b, (b_total - a_total).sigmoid_()[..., None].to(a.dtype))
+
+
+def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """Attention [..., D] with the log-sum-exp `total` [...] of its scores, after scores of a key without a value."""
+    return out * (total - sinks).sigmoid_()[..., None].to(out.dtype)
 
 
 def masked_score(dtype: torch.dtype) -> float:

@@ -19,17 +19,20 @@ from torch import nn
 from palestra.core.errors import ContextLengthError, PalestraError, UnsupportedModel
 from palestra.core.phases import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
-from palestra.engine.attention import ENGINE_ATTENTION, engine_attention, register
 from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
 from palestra.engine.pages import PagePool
+from palestra.engine.recurrent import state_bytes
 from palestra.engine.runner import GIB, Runner, default_kv_bytes
 from palestra.engine.sampler import StopStrings, check_params
 from palestra.engine.scheduler import Scheduler
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
+from palestra.engine.state_slots import StateSlots
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, kv_shape, text_config
 
 T = TypeVar("T")
+STATE_SHARE = 1 / 2  # of the KV memory, at most, for recurrent states
+MIN_STATE_SLOTS = 8  # the self-check's sessions and their snapshots
 log = logging.getLogger(__name__)
 
 
@@ -46,16 +49,29 @@ def no_grammars(text: str) -> Grammar:
 
 
 def build_runner(
-    model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int, exact: bool
-) -> Runner:
+    model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int, exact: bool,
+    state_slots: int,
+) -> Runner:  # fmt: skip
     """The runner for the device that the model is on."""
     if next(model.parameters()).device.type != "cuda":
         if exact:
             raise UnsupportedModel(f"model.exact has no kernels for a CPU; {NO_EXACT}")
-        return CpuRunner(model, shape, pages, page_size)
+        return CpuRunner(model, shape, pages, page_size, state_slots)
     from palestra.engine.cuda.runner import CudaRunner
 
-    return CudaRunner(model, shape, pages, page_size, max_running, context, exact)
+    return CudaRunner(model, shape, pages, page_size, max_running, context, exact, state_slots)
+
+
+def divide_memory(shape: KVShape, memory: float, page_size: int, max_running: int) -> tuple[int, int]:
+    """(pages, slots of recurrent state) for so much memory, in bytes.
+
+    Half of it at most is for states: running sessions, and as many snapshots and a quarter more.
+    """
+    size, slots = state_bytes(shape.states), 0
+    if size:
+        slots = max(MIN_STATE_SLOTS, min(int(memory * STATE_SHARE // size), max_running * 9 // 4))
+    pages = int((memory - slots * size) // (shape.bytes_per_token * page_size))
+    return max(1, pages), slots
 
 
 class Engine:
@@ -79,7 +95,6 @@ class Engine:
         """With `keep_closed` the KV of closed sessions stays as long as there is room: who opens one with the same
         beginning, the next turn of a conversation for instance, computes what is new. A training's do not come back.
         `exact`: logprobs are those of the learner, to the bit."""
-        register(ENGINE_ATTENTION, engine_attention)
         device = next(model.parameters()).device
         max_running = max_running or (256 if device.type == "cpu" else 1024)
         tokens_per_step = tokens_per_step or (2048 if device.type == "cpu" else 16384)
@@ -92,9 +107,13 @@ class Engine:
         self.context: int = min((limit for limit in limits if limit), default=1 << 20)
         size = page_size or (16 if device.type == "cpu" else 64)
         memory = kv_memory_gib * GIB if kv_memory_gib is not None else default_kv_bytes(device)
-        pages = max(1, int(memory // (shape.bytes_per_token * size)))
-        self.runner: Runner = build_runner(model, shape, pages, size, max_running, self.context, exact)
-        self.scheduler = Scheduler(PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context)
+        pages, state_slots = divide_memory(shape, memory, size, max_running)
+        slots = state_slots + 1  # one of no session
+        self.runner: Runner = build_runner(model, shape, pages, size, max_running, self.context, exact, slots)
+        states = StateSlots(self.runner, state_slots) if state_slots else None
+        self.scheduler = Scheduler(
+            PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context, states
+        )
         self._stops = StopStrings(tokenizer)
         self._compile_grammar = compile_grammar
         self._keep_closed = keep_closed
@@ -334,7 +353,10 @@ class Engine:
     def _end(self, job: Job, finish: Finish) -> None:
         job.finish = finish
         session = job.session
-        session.kv_len = min(session.kv_len, len(session.token_ids) - 1)  # decode steps may have gone past the end
+        if session.kv_len >= len(session.token_ids):  # decode steps may have gone past the end
+            session.kv_len = len(session.token_ids) - 1
+            if self.scheduler.states is not None:
+                self.scheduler.states.invalidate(session)
         self.scheduler.withdraw(job)
 
     @torch.inference_mode()

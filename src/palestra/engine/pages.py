@@ -63,6 +63,9 @@ class PagePool:
         for page in pages:
             self._holders[page] += 1
 
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
     def release(self, pages: Iterable[int]) -> None:
         for page in pages:
             if self._holders[page] <= 0:

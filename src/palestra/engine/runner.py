@@ -39,6 +39,14 @@ class Runner:
     def copy_page(self, source: int, target: int) -> None:
         raise NotImplementedError
 
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a slot of recurrent state; steps that were launched before are done first."""
+        raise NotImplementedError
+
+    def clear_state(self, slot: int) -> None:
+        """Make a slot the state before the first token."""
+        raise NotImplementedError
+
     def weights_changed(self) -> None:
         """Update what was derived from the weights."""
 

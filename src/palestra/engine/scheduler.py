@@ -8,18 +8,31 @@ from collections.abc import Iterable
 from palestra.engine.pages import PagePool, PrefixIndex
 from palestra.engine.runner import Runner
 from palestra.engine.session import Chunk, Job, Session
+from palestra.engine.state_slots import StateSlots
 
 MAX_KEPT = 256  # closed sessions whose KV stays
 MIN_AWAITED_PREFIX = 64  # tokens; to compute fewer takes less time than the step that one would wait
 
 
 class Scheduler:
-    """Admits waiting jobs, cuts long prompts into chunks, and drops idle KV when pages run out."""
+    """Admits waiting jobs, cuts long prompts into chunks, and drops idle KV when pages run out.
 
-    def __init__(self, pool: PagePool, memory: Runner, max_running: int, tokens_per_step: int, context: int) -> None:
+    `states` are the slots of models with recurrent layers: a session goes on only from a length whose state is held.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        memory: Runner,
+        max_running: int,
+        tokens_per_step: int,
+        context: int,
+        states: StateSlots | None = None,
+    ) -> None:
         self.pool = pool
         self.context = context
         self.memory = memory
+        self.states = states
         self.max_running = max_running
         self.tokens_per_step = tokens_per_step
         self.waiting: deque[Job] = deque()
@@ -36,6 +49,8 @@ class Scheduler:
 
     def submit(self, job: Job) -> None:
         job.session.job = job
+        if self.states is not None:
+            job.session.wanted.add(job.session.fill_target)  # where this turn may be sampled again from
         self.waiting.append(job)
 
     def withdraw(self, job: Job) -> None:
@@ -54,6 +69,8 @@ class Scheduler:
         self.pool.release(session.table)
         session.table = []
         session.kv_len = session.shared_len = 0
+        if self.states is not None:
+            self.states.drop(session)
         self.holders.pop(session, None)
         self.kept.pop(session, None)
         self._prefixes.remove(session)
@@ -65,13 +82,20 @@ class Scheduler:
         """
         size = self.pool.page_size
         self.memory.store(session)
-        pages = session.kv_len // size
+        length = session.kv_len - session.kv_len % size
+        if self.states is not None:
+            length = self.states.longest(session, session.kv_len)
+        table = session.table[: self.pool.needed(length)]
         # one token more than the pages hold: the last token of a session is always computed, to sample from it
-        kept = Session(session.token_ids[: pages * size + 1], table=session.table[:pages], kv_len=pages * size)
-        self.pool.share(kept.table)
+        kept = Session(session.token_ids[: length + 1], table=table, kv_len=length)
+        self.pool.share(table)
+        shared = True
+        if self.states is not None:
+            lengths = sorted({*(n for n in session.snapshots if n < length), length})
+            shared = length > 0 and all([self.states.share(session, kept, n) for n in lengths])
         self.drop(session)
-        if pages == 0 or self._prefixes.holds(kept):
-            self.pool.release(kept.table)
+        if length < size or not shared or self._prefixes.holds(kept):
+            self.drop(kept)
             return
         self._prefixes.add(kept)
         self._touch(kept)
@@ -91,7 +115,9 @@ class Scheduler:
         # a fork that has not run yet has no KV of its own: its source holds the prompt's
         holder = source if source.source is None or source.kv_len > 0 else source.source
         length = min(holder.kv_len, session.fill_target)
-        if not self._share(holder, session, length):
+        if self.states is not None:
+            length = self.states.longest(holder, length)
+        if not self._share(holder, session, length) and self.states is None:
             self._share(holder, session, length - length % self.pool.page_size)
 
     def plan(self, decode_reserve: int = 1) -> list[Chunk]:
@@ -110,15 +136,28 @@ class Scheduler:
             count, session = min(tokens, budget), job.session
             if count <= 0 or job in self._preempted:
                 continue
+            if self.states is not None:
+                count = self._up_to_snapshot(job, count)
             if session.kv_len + count > len(session.table) * page_size and not self._take_room(job, count):
                 continue
-            chunks.append(Chunk(job, count, samples=job.params is not None and count == tokens))
+            chunk = Chunk(job, count, samples=job.params is not None and count == tokens)
+            if self.states is not None and session.kv_len + count - chunk.samples in session.wanted:
+                chunk.snapshot = self.states.snapshot(session, session.kv_len + count - chunk.samples)
+            chunks.append(chunk)
             budget -= count
         if self._preempted:  # a later job may have taken the pages of one that was planned already
             chunks = [chunk for chunk in chunks if chunk.job not in self._preempted]
         if decode_reserve > 1:
             self._reserve(chunks, decode_reserve - 1)
         return chunks
+
+    def _up_to_snapshot(self, job: Job, count: int) -> int:
+        """Of the next `count` tokens those before the next length at which a snapshot is wanted."""
+        session = job.session
+        session.wanted = {length for length in session.wanted if length >= session.kv_len}
+        ahead = [length - session.kv_len for length in session.wanted if length > session.kv_len]
+        last = 1 if job.params is not None and count == job.pending else 0  # sampled from, behind the snapshot
+        return min((n for n in ahead if n < count - last), default=count)
 
     def _reserve(self, chunks: Iterable[Chunk], tokens: int) -> None:
         """Take free pages for up to `tokens` more tokens after each chunk, within the context length.
@@ -142,6 +181,8 @@ class Scheduler:
         blocked: list[Job] = []
         while self.waiting and len(self.running) < self.max_running:
             job = self.waiting.popleft()
+            if self.states is not None and job.session.state < 0:
+                self._rewind(job.session)
             source = self._unfilled_source(job.session)
             if source is not None:
                 blocked.append(job)
@@ -152,12 +193,15 @@ class Scheduler:
             if self._share_or_await_prefix(job.session):
                 blocked.append(job)
                 continue
-            if not self._inherit_prefix(job.session) or not self._fits(job):
+            if not self._inherit_prefix(job.session):
                 self.waiting.appendleft(job)
                 break
             if job.pending <= 0:  # a fill whose KV is there already
                 job.session.job = None
                 continue
+            if not self._fits(job) or not self._enter_state(job):
+                self.waiting.appendleft(job)
+                break
             self.memory.enter(job.session)
             job.session.running = True
             self.running[job] = None
@@ -171,20 +215,36 @@ class Scheduler:
             return False
         for other, length in self._prefixes.find(session):
             if other.kv_len >= length:
-                self._share(other, session, length)
-                self._touch(other)
-                return False
+                if self._share_prefix(other, session, length):
+                    return False
+                continue
+            if self.states is not None:
+                other.wanted.add(length)
             filling = other.running and other.job is not None and other.job.params is None
             if filling and length >= MIN_AWAITED_PREFIX:
                 return True
         return False
+
+    def _share_prefix(self, other: Session, session: Session, length: int) -> bool:
+        """Share the computed pages of `length` equal tokens, or as many as there is a recurrent state for."""
+        if self.states is not None:
+            session.wanted.add(length)  # others may begin alike, too
+            most = min(other.kv_len, session.fill_target)
+            while length < most and other.token_ids[length] == session.token_ids[length]:
+                length += 1
+            length = self.states.longest(other, length)
+        if length == 0 or not self._share(other, session, length):
+            return self.states is None
+        self._touch(other)
+        return True
 
     def _unfilled_source(self, session: Session) -> Session | None:
         """The source that must be computed before this session can inherit from it, if any."""
         source = session.source
         if source is None or session.kv_len > 0 or source.fill_target <= 0:
             return None
-        return source if source.kv_len < source.fill_target else None
+        computed = source.kv_len if self.states is None else self.states.longest(source, source.kv_len)
+        return source if computed < source.fill_target else None
 
     def _inherit_prefix(self, session: Session) -> bool:
         """Share the source's pages; False when there is no page for the partial one."""
@@ -196,6 +256,8 @@ class Scheduler:
     def _share(self, source: Session, session: Session, length: int) -> bool:
         """Give a session without KV that of the source's first `length` tokens; False without a page for the last."""
         if length % self.pool.page_size and not self._free_up(1, keep=(session, source)):
+            return False
+        if self.states is not None and (length == 0 or not self.states.share(source, session, length)):
             return False
         self.memory.store(source)
         fork = self.pool.fork(source.table, length)
@@ -211,6 +273,43 @@ class Scheduler:
         session = job.session
         missing = self.pool.needed(session.kv_len + job.pending) - len(session.table)
         return self._free_up(missing, keep=(session,)) or not self.running
+
+    def _enter_state(self, job: Job) -> bool:
+        """Take a slot for the recurrent state, dropping idle sessions if necessary; False if all others run."""
+        if self.states is None:
+            return True
+        while not self.states.enter(job.session):
+            idle = (s for s in self.holders if s is not job.session and not s.running and (s.state >= 0 or s.snapshots))
+            victim = next(idle, None)
+            if victim is None:
+                return False
+            self.drop(victim)
+            self.dropped_sessions += 1
+        return True
+
+    def _rewind(self, session: Session) -> None:
+        """Go back to the longest length whose recurrent state is held; what comes after it is computed again."""
+        assert self.states is not None
+        length = self.states.longest(session, session.kv_len)
+        if length == session.kv_len:
+            return
+        self.memory.store(session)
+        self.memory.drop(session)
+        used = self.pool.needed(length)
+        self.pool.release(session.table[used:])
+        del session.table[used:]
+        if length % self.pool.page_size and self.pool.holders(session.table[-1]) > 1:  # it will be written to
+            if not self._free_up(1, keep=(session,)):
+                self.drop(session)
+                return
+            [own] = self.pool.take(1)
+            self.memory.copy_page(session.table[-1], own)
+            self.pool.release(session.table[-1:])
+            session.table[-1] = own
+        session.kv_len = length
+        if length < session.shared_len:
+            session.shared_len = 0
+        self._touch(session)
 
     def _take_room(self, job: Job, count: int) -> bool:
         """Take the pages for `count` more tokens, preempting younger jobs if necessary."""
@@ -253,6 +352,8 @@ class Scheduler:
         """Out of the running batch with its KV; pages that were reserved and not used are released."""
         self.memory.leave(session)
         session.running = False
+        if self.states is not None:
+            self.states.leave(session)
         used = self.pool.needed(session.kv_len)
         self.pool.release(session.table[used:])
         del session.table[used:]

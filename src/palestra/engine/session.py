@@ -30,6 +30,9 @@ class Session:
     job: Job | None = None
     running: bool = False  # in the scheduler's batch
     slot: int = -1  # of contiguous KV on the CPU
+    state: int = -1  # slot of the recurrent state after `kv_len` tokens, if the model has one
+    snapshots: dict[int, int] = field(default_factory=dict)  # length -> slot of the state after so many tokens
+    wanted: set[int] = field(default_factory=set)  # lengths at which a snapshot is to be taken
     number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were opened
 
     @property
@@ -65,11 +68,15 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """What one session does in one step: compute `count` tokens from its `kv_len` on, then perhaps sample."""
+    """What one session does in one step: compute `count` tokens from its `kv_len` on, then perhaps sample.
+
+    `snapshot` is a slot for the recurrent state behind all of these tokens but the one that is sampled from.
+    """
 
     job: Job
     count: int
     samples: bool
+    snapshot: int | None = None
 
 
 class Emission(NamedTuple):

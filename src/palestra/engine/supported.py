@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError, UnsupportedModel
-from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionPlan, AttentionSwitch
+from palestra.engine.attention import (
+    ENGINE_ATTENTION,
+    REMEDY,
+    AttentionPlan,
+    AttentionSwitch,
+    KVLayout,
+    engine_attention,
+    register,
+)
+from palestra.engine.recurrent import RecurrentLayers, StateShape, state_shape
 
 
 class CacheTooLarge(PalestraError):
@@ -21,13 +31,15 @@ class CacheTooLarge(PalestraError):
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of one token: layers, heads, key and value width, dtype."""
+    """The KV of one token: layers, heads, key and value width, dtype; and the recurrent state of a session, if any."""
 
     layers: int
     heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    layout: KVLayout | None = None  # of unlike layers
+    states: StateShape = field(default_factory=dict)
 
     @property
     def bytes_per_token(self) -> int:
@@ -132,7 +144,8 @@ def adapted_product(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor,
     return out if bias is None else out.add_(bias)
 
 
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "hybrid")  # hybrid: Mamba 2 next to attention
+STATELESS_LAYERS = ("mlp", "moe")
 
 
 @dataclass(slots=True)
@@ -150,6 +163,7 @@ class ShapeProbe(AttentionPlan):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
         self.layers[layer] = (k.shape[1], k.shape[3], v.shape[3])
@@ -167,32 +181,45 @@ def has_experts(config: Any) -> bool:
 
 def kv_shape(model: Any) -> KVShape:
     """Run two tokens through the model and read the shape of its KV; UnsupportedModel when it has another memory."""
+    register(ENGINE_ATTENTION, engine_attention)
     config = text_config(model)
     name = config.model_type
-    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
-    if foreign:
+    if not _hands_keywords_on(model):
+        raise UnsupportedModel(f"{name} hands no keywords to its attention layers; the paged engine needs it; {REMEDY}")
+    recurrent = RecurrentLayers(model)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    attending = [layer for layer, kind in enumerate(kinds) if kind in ATTENTION_LAYERS]
+    stateful = {kinds[module.layer_idx] for module in recurrent.modules}  # type: ignore[index]
+    foreign = sorted({*kinds} - {*ATTENTION_LAYERS, *STATELESS_LAYERS} - stateful)
+    if foreign or not attending:
         raise UnsupportedModel(
-            f"{name} has layers of type {', '.join(foreign)}; the paged engine knows attention only; {REMEDY}"
+            f"{name} has layers of type {', '.join(foreign or stateful)} that the paged engine does not know, or no "
+            f"attention; {REMEDY}"
         )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"{name} does not attend through transformers' attention interface, which the paged engine needs; {REMEDY}"
-        )
+    states = state_shape(model, recurrent)
     probe = ShapeProbe()
     device = next(model.parameters()).device
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     with torch.inference_mode(), AttentionSwitch(model).use(ENGINE_ATTENTION, training=False):
-        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
         model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, plan=probe)
-    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
+    if sorted(probe.layers) != attending:
         raise UnsupportedModel(
-            f"{name} has {config.num_hidden_layers} layers and {len(probe.layers)} of them attend through the "
-            f"attention interface; the paged engine needs all; {REMEDY}"
+            f"{name} has {len(attending)} layers of attention and {len(probe.layers)} of them attend through "
+            f"transformers' attention interface; the paged engine needs all; {REMEDY}"
         )
     shapes = set(probe.layers.values())
-    if len(shapes) > 1:
+    heads, key_dim, value_dim = (max(sizes) for sizes in zip(*shapes, strict=True))
+    if any(heads % shape[0] for shape in shapes):
         raise UnsupportedModel(f"{name} has layers of different KV shapes {sorted(shapes)}; {REMEDY}")
-    heads, key_dim, value_dim = shapes.pop()
-    return KVShape(config.num_hidden_layers, heads, key_dim, value_dim, model.dtype)
+    layout = KVLayout({layer: i for i, layer in enumerate(attending)}, heads, key_dim, value_dim)
+    alike = len(shapes) == 1 and len(attending) == len(kinds)
+    return KVShape(len(attending), heads, key_dim, value_dim, model.dtype, None if alike else layout, states)
+
+
+def _hands_keywords_on(model: Any) -> bool:
+    """Whether keywords of the model's forward reach its layers."""
+    forward = inspect.signature(base_model(model).base_model.forward)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.parameters.values())
 
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")

@@ -8,7 +8,7 @@ logits than the head knows. A self-check at load compares the two and chooses.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from palestra.algo.batching import MicroBatch
 from palestra.algo.step_loss import LossGradient
 from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import in_one_order
+from palestra.engine.recurrent import RecurrentLayers
 from palestra.engine.supported import NO_EXACT, base_model
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import ScoringHead, logit_rule, top_of
@@ -26,6 +27,7 @@ from palestra.learner.micro_batches import PackedMicroBatch
 from palestra.learner.patches import FastNorms, ModulePatches, compile_layers, decoder_layers, last_mlp_at
 from palestra.learner.self_check import choose_mode
 from palestra.learner.tree_attention import Layout, use_tree_attention
+from palestra.learner.tree_recurrence import over_trees
 
 if TYPE_CHECKING:
     from palestra.learner.exact import ExactForward
@@ -62,6 +64,8 @@ class Scorer(nn.Module):
         self.compiled = large if compile_layers is None else compile_layers
         self.in_shards = in_shards
         self.mode: Mode = mode or "trees"
+        self._recurrent = RecurrentLayers(self.model)
+        self._layout: Layout | None = None
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
         self.graphs: Graphs | None = None
         self.exact: ExactForward | None = None
@@ -93,7 +97,8 @@ class Scorer(nn.Module):
 
         `training` switches the modules to training or evaluation mode; None leaves them as they are.
         """
-        with ModulePatches() as patches:
+        packed = self._recurrent.use(over_trees(self._current_layout)) if self.mode == "trees" else nullcontext()
+        with packed, ModulePatches() as patches:
             if training is not None:
                 patches.set_training(self.model, training)
             if self._norms is not None:
@@ -166,9 +171,14 @@ class Scorer(nn.Module):
             return self._layers(ids, positions, layout)
 
     def _layers(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        self._layout = layout
         out = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    def _current_layout(self) -> Layout:
+        assert self._layout is not None
+        return self._layout
 
     def from_logits(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """The same from the model's own whole logits."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.core.machine import capture
+from palestra.engine.recurrent import RecurrentLayers
 from palestra.learner.self_check import has_dropout
 from palestra.learner.tree_attention import Layout
 from palestra.learner.tree_attention_cuda import HALF
@@ -38,6 +39,7 @@ def can_be_captured(model: Any) -> bool:
         and not model.is_gradient_checkpointing
         and all(weight.dtype in HALF or "lora_" in name for name, weight in model.named_parameters())
         and not has_dropout(model)
+        and not RecurrentLayers(model)
         and getattr(config, "sliding_window", None) is None
         and not any(name in vars(config) for name in NOT_CAPTURED)
     )

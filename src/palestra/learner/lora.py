@@ -19,13 +19,54 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def build_peft_config(lora: LoraSection) -> LoraConfig:
+ALL_LINEAR = "all-linear"
+EXPERTS = "experts"  # among lora.target_modules: the stacked weights of a mixture of experts
+
+
+def build_peft_config(lora: LoraSection, model: nn.Module | None = None) -> LoraConfig:
     """peft's LoraConfig of a config section; all linear layers unless modules are named."""
     if lora.r < 1:
         raise PalestraError(f"lora.r={lora.r} makes no adapter; use 1 or more")
     from peft import LoraConfig
 
-    return LoraConfig(**lora.peft_arguments())
+    arguments = lora.peft_arguments()
+    if model is not None:
+        arguments |= _targets_in(model, lora.target_modules or [])
+    return LoraConfig(**arguments)
+
+
+def _targets_in(model: nn.Module, names: list[str]) -> dict[str, Any]:
+    """What peft must be told of this model's modules besides the names in the config."""
+    found: dict[str, Any] = {}
+    if EXPERTS in names:
+        stacked = {f"{EXPERTS}.{name.rpartition('.')[2]}" for name in _expert_weights(model)}
+        if not stacked:
+            raise PalestraError(f"lora.target_modules names {EXPERTS!r}, and the model has no experts; leave it out")
+        linear = [name for name in names if name not in (EXPERTS, ALL_LINEAR)]
+        found["target_parameters"] = sorted(stacked)
+        found["target_modules"] = ALL_LINEAR if ALL_LINEAR in names else linear
+    elif ALL_LINEAR in names:
+        found["target_modules"] = ALL_LINEAR
+    if found.get("target_modules", None if names else ALL_LINEAR) == ALL_LINEAR:
+        found["exclude_modules"] = _not_adapted(model) or None
+    return found
+
+
+def _not_adapted(model: nn.Module) -> list[str]:
+    """Linear layers that have no adapter: routers of a class of their own, which give more than their product, and
+    Mamba's output, whose weight its kernels read past the adapter (peft refuses it)."""
+    routers = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.models.")
+    }
+    has_mamba = any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules())
+    return sorted(routers | ({"out_proj"} if has_mamba else set()))
+
+
+def _expert_weights(model: nn.Module) -> list[str]:
+    """Names of parameters [experts, ...] of modules called `experts`."""
+    return [name for name, p in model.named_parameters() if p.dim() == 3 and name.split(".")[-2] == EXPERTS]
 
 
 def add_lora(model: Any, lora: LoraSection, *, in_model_dtype: bool | None = None) -> nn.Module:
@@ -36,7 +77,7 @@ def add_lora(model: Any, lora: LoraSection, *, in_model_dtype: bool | None = Non
     Layers that are not in 4 bits (embedding, norms, head) keep the dtype that the 4-bit layers compute in. peft's own
     preparation makes them float32, and with them attention, KV cache and logits.
     """
-    config = build_peft_config(lora)
+    config = build_peft_config(lora, model)
     from peft import get_peft_model
 
     if lora.load_in_4bit and not getattr(model, "is_loaded_in_4bit", False):

@@ -19,6 +19,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.batching import MicroBatch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
+from palestra.engine.recurrent import RecurrentLayers
 from palestra.engine.supported import is_linear
 from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
 from palestra.learner.patches import ModulePatches
@@ -85,8 +86,10 @@ def require_tree_support(model: Any) -> None:
     name = type(model).__name__
     kinds = [str(kind) for kind in getattr(model.config, "layer_types", None) or []]
     recurrent = [kind for kind in kinds if any(word in kind for word in RECURRENT)]
-    if recurrent:  # they carry a state from token to token, so from one sibling to the next
+    if recurrent and not RecurrentLayers(model):  # their state would pass from one sibling to the next
         raise UnsupportedModel(f"{name} has {recurrent[0]} layers")
+    if model.base_model is model:  # such as Llama 4's, whose config names another prefix
+        raise UnsupportedModel(f"{name} does not name its decoder")
     if not is_linear(model.get_output_embeddings()):
         raise UnsupportedModel(f"the output layer of {name} is not an nn.Linear")
     kinds_of_argument = {p.kind for p in inspect.signature(model.base_model.forward).parameters.values()}

@@ -42,6 +42,7 @@ class Layout:
         self.bounds = Bounds(trees, device, shapes)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
+        self.runs: Any = None  # of recurrent layers, made by the first of them
 
     def copy(self) -> Layout:
         """The same, with bounds of its own."""

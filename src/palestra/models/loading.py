@@ -216,10 +216,22 @@ def _model(dtype: torch.dtype, device: torch.device, quantization: Any | None, *
     from transformers import AutoModelForCausalLM
 
     if quantization is None:
-        return AutoModelForCausalLM.from_pretrained(dtype=dtype, trust_remote_code=False, **where).to(device)
+        options = _dequantized(**where)
+        model = AutoModelForCausalLM.from_pretrained(dtype=dtype, trust_remote_code=False, **options, **where)
+        return model.to(device=device, dtype=dtype) if options else model.to(device)  # bfloat16, whatever is asked for
     return AutoModelForCausalLM.from_pretrained(
         dtype=dtype, quantization_config=quantization, device_map={"": device}, trust_remote_code=False, **where
     )
+
+
+def _dequantized(**where: Any) -> dict[str, Any]:
+    """Options that load mxfp4 weights (gpt-oss) in the model's dtype: 4-bit experts cannot be trained or adapted."""
+    from transformers import AutoConfig, Mxfp4Config
+
+    config = AutoConfig.from_pretrained(trust_remote_code=False, **where)
+    stored = getattr(config, "quantization_config", None) or {}
+    is_mxfp4 = (stored if isinstance(stored, dict) else vars(stored)).get("quant_method") == "mxfp4"
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
 
 
 def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any]) -> Any:

@@ -258,7 +258,7 @@ def _products(shape: ModelShape, tokens: float, scored: float) -> float:
 
 
 def _attention(shape: ModelShape, pairs: float) -> float:
-    return 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    return 4 * shape.attending * shape.heads * shape.head_dim * pairs
 
 
 def _prefill(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> float:
@@ -274,18 +274,20 @@ def _decode(shape: ModelShape, device: Device, work: StepWork, needed: Memory, r
     """Every step reads all weights, and the cache of every row."""
     size, bandwidth = work.weight_bytes, device.bandwidth * reached.bandwidth_share
     of_token = shape.kv_numbers * size
-    fitting = work.sampled * needed.kv / max(1.0, work.kv_tokens * of_token)
+    fitting = work.sampled * needed.kv / max(1.0, work.kv_tokens * of_token + work.sampled * shape.state_bytes)
     rows = max(1, min(work.sampled, MAX_RUNNING, int(fitting + 0.01)))
     waves = work.sampled / rows
-    read = shape.layers * shape.layer_weights + shape.head_weights
-    computed = 2 * read * rows / (device.flops * reached.prefill_flop_share)
+    read = shape.layers * shape.read_layer_weights(rows) + shape.head_weights
+    computed = _products(shape, rows, rows) / (device.flops * reached.prefill_flop_share)
+    states = 2 * rows * shape.state_bytes / bandwidth  # read and written
     launch = reached.decode_layer_s + (reached.lora_layer_s if work.method != "full" else 0.0)
     return DecodeTime(
         rows=rows,
         steps=waves * work.new_tokens,
         launch_s=shape.layers * launch,
         weights_s=max(read * size / bandwidth, computed),
-        kv_s=_tokens_read(shape, work, rows) * of_token / (bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0)),
+        kv_s=_tokens_read(shape, work, rows) * of_token / (bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0))
+        + states,
         host_s=rows * reached.host_token_s,
     )
 

@@ -167,7 +167,7 @@ def _logits(shape: ModelShape, device: Device, work: StepWork) -> float:
 def _weights(shape: ModelShape, work: StepWork) -> float:
     whole = float(shape.parameters * work.weight_bytes)
     if work.method == "qlora":
-        linear = shape.layers * shape.layer_weights
+        linear = shape.layers * shape.linear_layer_weights
         whole = linear * QUANTISED_BYTES + (shape.parameters - linear) * work.weight_bytes
     adapters = 0.0 if work.method == "full" else shape.adapter_weights(work.lora_rank) * 4.0
     if work.gpus > 1:  # whole, to sample from; the shard that is trained is the master weights
@@ -182,5 +182,5 @@ def _kv(parts: Memory, shape: ModelShape, device: Device, work: StepWork) -> tup
         return work.kv_memory_gib * GIB, work.kv_memory_gib * GIB
     of_token = shape.kv_numbers * work.weight_bytes
     room = device.memory_gib * GIB * USABLE - (parts.states if work.sleep_mode else parts.total)
-    one = float(work.context * of_token)
-    return one, max(one, min(work.kv_tokens * of_token, room))
+    one = float(work.context * of_token + shape.state_bytes)
+    return one, max(one, min(work.kv_tokens * of_token + work.sampled * shape.state_bytes, room))

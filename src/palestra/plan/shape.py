@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError, did_you_mean
+from palestra.plan.layers import Layers, layers_of
 
 _SUFFIXES = re.compile(r"-(instruct(-\d+|-v[\d.]+)?|base|it|pt|chat|gguf|thinking|v0\.\d)$")
 _ALIASES = {"smollm2": "smollm2-135m"}
@@ -21,12 +22,15 @@ _KEYS = {
     "feed_forward": "intermediate_size",
     "vocabulary": "vocab_size",
 }
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_UNKNOWN = ("llama4_text", "gemma3n_text", "gemma4_text")  # experts in some layers; embeddings of each layer
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder: attention with grouped heads, a gated MLP, an output head that may be the embedding.
+    """A decoder: attention with grouped heads, a gated MLP, an output head that may be the embedding.
+
+    In a mixture of experts `feed_forward` is the width that a token goes through, and `stored_feed_forward` that of all
+    experts. Of a hybrid model some layers attend, and the others have a recurrent state. Both are means over layers.
 
     >>> f"{known_shapes()['qwen3-0.6b'].parameters / 1e6:.0f} M"
     '596 M'
@@ -41,12 +45,42 @@ class ModelShape:
     vocabulary: int
     tied: bool  # the output head is the embedding
     context: int | None = None
+    attention_layers: int | None = None  # None: all
+    mixer_weights: int = 0  # of all recurrent layers
+    mixer_sides: int = 0  # inputs and outputs of their linear layers
+    state_bytes: int = 0  # recurrent state of a rollout
+    stored_feed_forward: int | None = None  # None: a token goes through all
+    linear_feed_forward: int | None = None  # what is no stacked expert; None: all
+    experts_share: float = 1.0  # of the experts that one token goes through
+
+    @property
+    def attending(self) -> int:
+        return self.layers if self.attention_layers is None else self.attention_layers
+
+    def _layer_weights(self, feed_forward: int) -> int:
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        mixers = self.attending * attention + self.mixer_weights
+        return mixers // self.layers + 3 * self.hidden * feed_forward
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer's matrices: q, k, v, o, gate, up, down."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.feed_forward
+        """Weights of one layer's matrices that a token goes through: q, k, v, o, gate, up, down."""
+        return self._layer_weights(self.feed_forward)
+
+    @property
+    def stored_layer_weights(self) -> int:
+        """The same with all experts."""
+        return self._layer_weights(self.feed_forward if self.stored_feed_forward is None else self.stored_feed_forward)
+
+    @property
+    def linear_layer_weights(self) -> int:
+        """The same without stacked experts, which are not quantised."""
+        return self._layer_weights(self.feed_forward if self.linear_feed_forward is None else self.linear_feed_forward)
+
+    def read_layer_weights(self, rows: int) -> float:
+        """Weights of one layer that a decode step of so many rows reads: each chooses experts of its own."""
+        experts = 3 * self.hidden * ((self.stored_feed_forward or 0) - (self.linear_feed_forward or 0))
+        return self.stored_layer_weights - experts * (1 - self.experts_share) ** rows
 
     @property
     def head_weights(self) -> int:
@@ -55,7 +89,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         norms = (2 * self.layers + 1) * self.hidden
-        return self.layers * self.layer_weights + self.head_weights * (1 if self.tied else 2) + norms
+        return self.layers * self.stored_layer_weights + self.head_weights * (1 if self.tied else 2) + norms
 
     @property
     def layer_outputs(self) -> int:
@@ -71,32 +105,57 @@ class ModelShape:
     @property
     def kv_numbers(self) -> int:
         """Numbers in the KV cache for a token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return 2 * self.attending * self.kv_heads * self.head_dim
 
     def adapter_weights(self, rank: int) -> int:
         """Weights of LoRA on all linear layers but the head."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sides = 2 * (self.hidden + queries) + 2 * (self.hidden + keys) + 3 * (self.hidden + self.feed_forward)
-        return self.layers * rank * sides
+        width = self.feed_forward if self.linear_feed_forward is None else self.linear_feed_forward
+        attention = self.attending * (2 * (self.hidden + queries) + 2 * (self.hidden + keys))
+        mlp = self.layers * 3 * (self.hidden + width) if width else 0
+        return rank * (attention + self.mixer_sides + mlp)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str = "the config") -> ModelShape:
     """The shape in a transformers config, as a mapping."""
     config = config.get("text_config") or config
-    if any(config.get(key) for key in _EXPERTS):
-        raise PalestraError(f"{name} has experts; the cost model knows dense decoders only, such as qwen3-8b")
+    model_type = str(config.get("model_type"))
+    if model_type in _UNKNOWN:
+        raise PalestraError(f"{name} is of the type {model_type}, whose layers the cost model does not know")
+    if named := config.get("layers_block_type"):  # Nemotron's config object has no number
+        config = {"num_hidden_layers": len(named), **config}
+    if block := config.get("block_ff_dim"):
+        config = {"intermediate_size": block, **config}
     missing = [key for key in _KEYS.values() if not isinstance(config.get(key), int)]
     if missing:
         raise PalestraError(f"{name} has no {', '.join(missing)}; expected the config.json of a decoder")
     sizes = {field: int(config[key]) for field, key in _KEYS.items()}
     heads = sizes["heads"]
-    return ModelShape(
+    shape = ModelShape(
         **sizes,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or sizes["hidden"] // heads,
-        tied=bool(config.get("tie_word_embeddings", "gemma" in str(config.get("model_type")))),
+        tied=bool(config.get("tie_word_embeddings", "gemma" in model_type)),
         context=config.get("max_position_embeddings"),
     )
+    found = layers_of(config, shape.layers, shape.hidden)
+    if (
+        found.attention == shape.layers
+        and found.active_width == shape.layers * shape.feed_forward == found.stored_width
+    ):
+        return shape if not found.mixer_weights else replace(shape, **_mixers(found))
+    active, stored, linear = (
+        round(width / shape.layers) for width in (found.active_width, found.stored_width, found.linear_width)
+    )
+    shape = replace(shape, feed_forward=active, attention_layers=found.attention, **_mixers(found))
+    if found.stored_width == found.active_width:
+        return shape
+    share = (found.active_width - found.linear_width) / (found.stored_width - found.linear_width)
+    return replace(shape, stored_feed_forward=stored, linear_feed_forward=linear, experts_share=share)
+
+
+def _mixers(found: Layers) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in ("mixer_weights", "mixer_sides", "state_bytes")}
 
 
 def shape_of(config: Any) -> ModelShape | None:
@@ -111,7 +170,8 @@ def shape_of(config: Any) -> ModelShape | None:
 def known_shapes() -> dict[str, ModelShape]:
     """Common models by their short names."""
     table = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
-    return {name: ModelShape(**dict(zip(table["columns"], row, strict=True))) for name, row in table["models"].items()}
+    dense = {name: ModelShape(**dict(zip(table["columns"], row, strict=True))) for name, row in table["models"].items()}
+    return dense | {name: shape_from_config(config, name) for name, config in table["configs"].items()}
 
 
 def short_name(name: str) -> str:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_engine import PAGE, computed_tokens, engine_of, own_logprobs, sharp_model
+from small_engine import ACTIONS, PAGE, computed_tokens, engine_of, own_logprobs, play, sharp_model
 from transformers import Qwen3ForCausalLM
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
-from palestra.engine.session import Job, Session
 
 VOCABULARY = 64
 PROMPT = [5, 9, 33, 21, 60, 2, 8, 14, 7, 30]
@@ -103,73 +102,10 @@ def test_on_a_gpu_a_page_is_copied_after_the_copy_that_fills_it(model: Any) -> N
     assert (runner.keys[:, 2] == 1.0).all()
 
 
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from("open fork branch branch append sample start start step close weights".split()),
-        st.integers(0, 10**6),
-    ),
-    min_size=4,
-    max_size=24,
-)
-
-
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS, tokens=st.sampled_from([96, 10_000]))
 def test_whatever_is_opened_forked_branched_and_closed_logprobs_are_the_models_own(
     model: Any, actions: list[tuple[str, int]], tokens: int
 ) -> None:
     """With much memory and with little, where KV is dropped and computed again."""
-    engine = engine_of(model, tokens)
-    sessions: list[Session] = []
-    expected: dict[Session, list[int]] = {}
-    jobs: list[Job] = []
-
-    def run_to_end() -> None:
-        while any(job.finish is None for job in jobs):
-            engine.step()
-        for job in jobs:
-            ids = job.session.token_ids
-            end = job.start + len(job.logprobs)
-            assert job.logprobs == pytest.approx(own_logprobs(model, ids[:end], job.start), abs=2e-4)
-            expected[job.session] += ids[job.start : end]
-            assert ids == expected[job.session]
-        jobs.clear()
-
-    for action, number in actions:
-        idle = [s for s in sessions if s.job is None]
-        if action == "open" or not sessions:
-            ids = [(number + 7 * i) % VOCABULARY for i in range(1 + number % 13)]
-            sessions.append(engine.open(ids))
-            expected[sessions[-1]] = ids
-        elif action == "branch":
-            source = sessions[number % len(sessions)]
-            sessions.append(engine.branch(source, 1 + number % len(source.token_ids)))
-            expected[sessions[-1]] = source.token_ids[: 1 + number % len(source.token_ids)]
-        elif action == "step":
-            engine.step()
-        elif action == "weights":
-            engine.weights_changed(number)
-        elif idle:
-            session = idle[number % len(idle)]
-            run_to_end() if action in ("fork", "sample", "close", "append") and jobs else None
-            if action == "fork":
-                sessions.remove(session)
-                children = engine.fork(session, 1 + number % 3)
-                sessions += children
-                expected |= {child: list(expected[session]) for child in children}
-            elif action == "append":
-                ids = [number % VOCABULARY] * (1 + number % 5)
-                engine.append(session, ids)
-                expected[session] += ids
-            elif action in ("sample", "start") and len(session.token_ids) < 60:
-                jobs.append(engine.submit(session, SamplingParams(1 + number % 6, seed=number)))
-                if action == "sample":
-                    run_to_end()
-            elif action == "close":
-                sessions.remove(session)
-                engine.close(session)
-    run_to_end()
-    for session in sessions:
-        engine.close(session)
-    assert engine.pool.free == engine.pool.pages
-    assert not engine.busy
+    play(engine_of(model, tokens), model, actions)

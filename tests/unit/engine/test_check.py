@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_families import tiny_model
 from torch import Tensor
 
-import palestra.engine.engine as engine_module
 from palestra.core.errors import UnsupportedModel
+from palestra.engine import supported
 from palestra.engine.check import prompt_length, tolerated_difference
 from palestra.engine.cpu import fast_decoder, plan
 from palestra.engine.cpu.fast_decoder import CpuFastDecoder
@@ -23,28 +22,23 @@ from palestra.engine.cpu.plan import SharedPrefixes, SlotRows
 from palestra.engine.engine import Engine
 from palestra.models.loading import load_model
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
-from engine_families import tiny_model
-
 DTYPES = (torch.float32, torch.bfloat16)
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def wrong_window(patch: pytest.MonkeyPatch) -> None:
     """One token too far back."""
-    right = engine_module.engine_attention
+    right = supported.engine_attention
 
     def wrong(*args: Any, sliding_window: int | None = None, **options: Any) -> Any:
         return right(*args, sliding_window=sliding_window and sliding_window + 1, **options)
 
-    patch.setattr(engine_module, "engine_attention", wrong)
+    patch.setattr(supported, "engine_attention", wrong)
 
 
 def no_window(patch: pytest.MonkeyPatch) -> None:
-    right = engine_module.engine_attention
-    patch.setattr(
-        engine_module, "engine_attention", lambda *args, sliding_window=None, **options: right(*args, **options)
-    )
+    right = supported.engine_attention
+    patch.setattr(supported, "engine_attention", lambda *args, sliding_window=None, **options: right(*args, **options))
 
 
 def wrong_page_offset(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from palestra.engine.engine import Engine
 from palestra.learner.local import LocalLearner
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import load_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 PROMPT = [5, 17, 99, 23, 64, 3, 42]

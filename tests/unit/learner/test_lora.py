@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_families import tiny_model
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -212,3 +213,28 @@ def test_the_gradient_of_an_adapted_layer_is_that_of_its_formula() -> None:
     torch.testing.assert_close(out, expected)
     for mine, theirs in zip(inputs, copies, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_experts_get_adapters_by_name_and_learn() -> None:
+    model = tiny_model("qwen3_moe")
+    adapted = add_lora(model, LoraSection(r=4, target_modules=["q_proj", "experts"]))
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert any("experts" in name for name in trained)
+    assert all("experts" in name or "q_proj" in name for name in trained)
+    ids = torch.tensor([[5, 17, 99, 23]])
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    ups = [p.grad for name, p in adapted.named_parameters() if "experts" in name and "lora_B" in name]
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in ups)
+
+
+def test_experts_of_a_model_without_any_are_a_clear_error() -> None:
+    with pytest.raises(PalestraError, match="no experts"):
+        add_lora(tiny_model("qwen3"), LoraSection(r=4, target_modules=["experts"]))
+
+
+@pytest.mark.parametrize(("family", "left_out"), [("nemotron_h", "out_proj"), ("llama4_text", "router")])
+def test_linear_layers_that_cannot_be_adapted_are_left_out_by_default(family: str, left_out: str) -> None:
+    adapted = add_lora(tiny_model(family), LoraSection(r=4))
+    names = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert any("q_proj" in name for name in names)
+    assert not any(left_out in name for name in names)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GptOssConfig
 
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
@@ -227,3 +228,29 @@ def test_variables_of_the_chat_template_have_the_given_values_unless_the_caller_
         said = [{"role": "user", "content": "Hi"}]
         assert tokenizer.apply_chat_template(said, tokenize=False) == "/no_think Hi"
         assert tokenizer.apply_chat_template(said, tokenize=False, enable_thinking=True) == "Hi"
+
+
+def test_experts_in_mxfp4_are_loaded_in_the_models_dtype_and_saved_again(tiny: Any, tmp_path: Path) -> None:
+    config = GptOssConfig(
+        vocab_size=tiny.model.config.vocab_size, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_local_experts=2, pad_token_id=0,
+    )  # fmt: skip
+    tensors = dict(AutoModelForCausalLM.from_config(config).state_dict())
+    experts = "model.layers.0.mlp.experts"
+    for name, outputs, blocks in (("gate_up_proj", 64, 2), ("down_proj", 64, 1)):
+        del tensors[f"{experts}.{name}"]
+        ones, times_two = (2, outputs, blocks, 16), (2, outputs, blocks)
+        tensors[f"{experts}.{name}_blocks"] = torch.full(ones, 0x22, dtype=torch.uint8)
+        tensors[f"{experts}.{name}_scales"] = torch.full(times_two, 128, dtype=torch.uint8)
+    others = ["model.layers.*.self_attn", "lm_head"]
+    stored = config.to_dict() | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": others}}
+    stored["architectures"] = ["GptOssForCausalLM"]
+    tiny.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    model = load_model(str(tmp_path), dtype="float32", device="cpu").model
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    assert weight.dtype == torch.float32
+    assert (weight == 2.0).all()
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())

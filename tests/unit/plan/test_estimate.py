@@ -43,6 +43,37 @@ def test_a_known_shape_has_the_published_number_of_weights(name: str, parameters
     assert find_shape(name).parameters == pytest.approx(parameters, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 30.5),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79.7),
+        ("openai/gpt-oss-20b", 20.9),
+        ("openai/gpt-oss-120b", 116.8),
+        ("allenai/OLMoE-1B-7B", 6.92),
+        ("LiquidAI/LFM2-1.2B", 1.17),
+        ("LiquidAI/LFM2-350M", 0.354),
+        ("nvidia/Nemotron-3-Nano-30B-A3B", 31.6),
+    ],
+)
+def test_a_known_mixture_or_hybrid_has_the_published_number_of_weights(name: str, billions: float) -> None:
+    assert find_shape(name).parameters / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+def test_a_token_of_a_mixture_goes_through_some_of_its_experts() -> None:
+    shape = find_shape("qwen3-30b-a3b")
+    assert 2.8e9 < shape.layers * shape.layer_weights + 2 * shape.head_weights < 3.5e9
+    assert shape.read_layer_weights(1) == pytest.approx(shape.layer_weights, rel=1e-6)
+    assert shape.layer_weights < shape.read_layer_weights(8) < shape.read_layer_weights(512)
+    assert shape.read_layer_weights(512) == pytest.approx(shape.stored_layer_weights, rel=1e-6)
+
+
+def test_a_hybrid_has_kv_in_some_layers_and_a_state_in_the_others() -> None:
+    shape = find_shape("qwen3.5-0.8b")
+    assert shape.kv_numbers == 2 * 6 * 2 * 256
+    assert shape.state_bytes == 18 * (16 * 128 * 128 * 4 + 6144 * 4 * 2)
+
+
 def test_the_shape_in_a_models_folder_is_that_of_the_table() -> None:
     assert find_shape(str(TINY)) == find_shape(str(TINY / "config.json")) == known_shapes()["tiny"]
 
@@ -50,11 +81,11 @@ def test_the_shape_in_a_models_folder_is_that_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({"num_experts": 8}, "has experts"),
+        ({"model_type": "llama4_text"}, "llama4_text"),
         ({"hidden_size": 8}, "has no num_hidden_layers, num_attention_heads"),
     ],
 )
-def test_a_config_that_is_no_dense_decoder_is_refused(config: dict[str, Any], complaint: str) -> None:
+def test_a_config_that_the_cost_model_does_not_know_is_refused(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(PalestraError, match=complaint):
         shape_from_config(config)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.attention import AttentionPlan, attend_part, masked_score, merge_parts
+from palestra.engine.attention import AttentionPlan, attend_part, masked_score, merge_parts, with_sinks
 from palestra.engine.cpu.kv_slots import KVSlots
 
 MAX_PADDED_TOKENS = 64  # a longer chunk keeps the kernel busy by itself
@@ -84,7 +84,9 @@ class SlotRows:
             self.prefix_biases[window] = prefixes.window_bias(self._last(), window, group)
         return self.prefix_biases[window]
 
-    def attend(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """q [N, KV, G, D] of the step's tokens -> [tokens, KV, G, D]."""
         own, group = self.slots.own, q.shape[2]
         q = self._by_slot(q[self.first : self.first + self.tokens])
@@ -92,7 +94,10 @@ class SlotRows:
         out, total = attend_part(q, keys, values, self.bias(window, group), scale, softcap)
         if self.prefixes is not None:
             bias = self.prefix_bias(self.prefixes, window, group)
-            out = merge_parts(out, total, *self.prefixes.attend(layer, q, bias, scale, softcap))
+            prefix, prefix_total = self.prefixes.attend(layer, q, bias, scale, softcap)
+            out, total = merge_parts(out, total, prefix, prefix_total), torch.logaddexp(total, prefix_total)
+        if sinks is not None:
+            out = with_sinks(out, total, sinks.view(-1, group).repeat_interleave(self.count, 1))
         return self._by_token(out, group)
 
     def _by_slot(self, x: Tensor) -> Tensor:
@@ -228,7 +233,9 @@ class PrefillChunk:
             self.biases[window] = score_bias(masked, self.slots)[None, None]
         return self.biases[window]
 
-    def attend(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """q [N, KV, G, D] of the step's tokens -> [count, KV, G, D]."""
         own, prefix, base = self.slots.own, self.slots[self.row].prefix, self.slots[self.row].base
         q = q[self.first : self.first + self.count].permute(
@@ -246,7 +253,10 @@ class PrefillChunk:
             stores = self.slots.prefix.keys, self.slots.prefix.values
             keys, values = (part(store, prefix.row, base) for store in stores)
             bias = None if window is None else self.bias(window)[..., :base]
-            out = merge_parts(out, total, *attend_part(q, keys, values, bias, scale, softcap))
+            before, before_total = attend_part(q, keys, values, bias, scale, softcap)
+            out, total = merge_parts(out, total, before, before_total), torch.logaddexp(total, before_total)
+        if sinks is not None:
+            out = with_sinks(out, total, sinks.view(-1, q.shape[0]).T[..., None])
         return out.permute(2, 1, 0, 3)
 
 
@@ -273,13 +283,14 @@ class SlotPlan(AttentionPlan):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = self.kv_layer(module)
         own, (tokens, heads) = self.slots.own, (k.shape[2], k.shape[1])
         for store, new in ((own.keys, k), (own.values, v)):
             rows = new[0].transpose(0, 1).reshape(tokens * heads, -1)
             store[layer].view(-1, rows.shape[1]).index_copy_(0, self.targets, rows)
         q = q[0].transpose(0, 1).view(tokens, heads, -1, q.shape[-1])  # [N, KV, G, D]
-        parts = [part.attend(layer, q, scale, window, softcap) for part in self.parts]
+        parts = [part.attend(layer, q, scale, window, softcap, sinks) for part in self.parts]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.flatten(1, 2)[None]

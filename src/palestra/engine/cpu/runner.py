@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cpu.fast_decoder import CpuFastDecoder
-from palestra.engine.cpu.kv_slots import KVSlots, Pages
+from palestra.engine.cpu.kv_slots import KVSlots, Pages, lazy_zeros
 from palestra.engine.cpu.plan import PrefillChunk, SharedPrefixes, SlotPlan, SlotRows, batches
+from palestra.engine.recurrent import RecurrentLayers, StateStore, over_runs, runs_of
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Session
@@ -48,10 +49,14 @@ class CpuRunner(Runner):
 
     paths = ("slots",)
 
-    def __init__(self, model: nn.Module, shape: KVShape, pages: int, page_size: int) -> None:
+    def __init__(self, model: nn.Module, shape: KVShape, pages: int, page_size: int, state_slots: int = 0) -> None:
         keep_freed_memory()
         self.model: Any = model
         self.slots = KVSlots(shape, Pages(shape, pages, page_size))
+        self._layout = shape.layout
+        self._recurrent = RecurrentLayers(model)
+        self._states = StateStore(shape.states, state_slots, lazy_zeros)
+        self._state_slots = state_slots
         self.fast_decoder = CpuFastDecoder.of(model)
         self._switch = AttentionSwitch(model)
         self._heads = torch.arange(shape.heads)
@@ -72,12 +77,19 @@ class CpuRunner(Runner):
     def copy_page(self, source: int, target: int) -> None:
         self.slots.copy_page(source, target)
 
+    def copy_state(self, source: int, target: int) -> None:
+        self._states.copy(source, target)
+
+    def clear_state(self, slot: int) -> None:
+        self._states.clear(slot)
+
     def weights_changed(self) -> None:
         if self.fast_decoder is not None:
             self.fast_decoder.weights_changed()
 
     def release_memory(self) -> None:
         self.slots.release_memory()
+        self._states.release()
         if self.fast_decoder is not None:
             self.fast_decoder.release_memory()
         give_freed_memory_back()
@@ -85,14 +97,26 @@ class CpuRunner(Runner):
     def reserve_memory(self, pages: int) -> None:
         """Pages are taken as they fill, so fewer need nothing else."""
         self.slots.reserve_memory()
+        self._states.reserve(self._state_slots)
 
     def disable_fast_path(self) -> bool:
         fast_decoder, self.fast_decoder = self.fast_decoder, None
         return fast_decoder is not None
 
     def launch(self, chunks: Sequence[Chunk]) -> Collect:
-        emissions = self.step(chunks)
+        emissions = self._step_with_states(chunks) if self._recurrent else self.step(chunks)
         return lambda until_one_ends: emissions
+
+    def _step_with_states(self, chunks: Sequence[Chunk]) -> list[Emission]:
+        """All tokens but those that are sampled from, then the snapshots, then these."""
+        fills = [Chunk(c.job, c.count - c.samples, samples=False) for c in chunks if c.count > c.samples]
+        if fills:
+            self.step(fills)
+        for chunk in chunks:
+            if chunk.snapshot is not None:
+                self.copy_state(chunk.job.session.state, chunk.snapshot)
+        sampling = [Chunk(c.job, 1, samples=True) for c in chunks if c.samples]
+        return self.step(sampling) if sampling else []
 
     def step(self, chunks: Sequence[Chunk]) -> list[Emission]:
         """Run the chunks; what each sampling one emitted."""
@@ -123,7 +147,9 @@ class CpuRunner(Runner):
         plan = self._plan(chunks, decoding)
         if self.fast_decoder is not None:
             return self.fast_decoder(ids, positions, ends, plan)
-        with self._switch.use(ENGINE_ATTENTION, training=False):
+        rows = [(chunk.job.session.state, chunk.count) for chunk in chunks] if self._recurrent else []
+        compute = over_runs(self._states, runs_of(rows, torch.device("cpu")))
+        with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute):
             output = self.model(
                 input_ids=torch.tensor([ids]),
                 position_ids=torch.tensor([positions]),
@@ -173,7 +199,9 @@ class CpuRunner(Runner):
                 prefixes = self._shared_prefixes(decoding) if decodes else SharedPrefixes.of(slots, rows[part])
                 parts.append(SlotRows(slots, rows[part], counts[part], own_lens[part], first, prefixes))
             first += sum(counts[part])
-        return SlotPlan(slots, targets, parts)
+        plan = SlotPlan(slots, targets, parts)
+        plan.layout = self._layout
+        return plan
 
     def _shared_prefixes(self, n: int) -> SharedPrefixes | None:
         """Those of slots 0..n-1; computed again only when the batch has changed."""

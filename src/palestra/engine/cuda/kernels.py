@@ -44,18 +44,18 @@ def _store_part(PART, PART_ML, place, real, d, acc, total, m, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits", "parts"])
 def decode_attention(
-    Q, K_NEW, V_NEW, K, V, TABLES, LENS, SHARED, OUT, PART, PART_ML, COS, SIN, Q_NORM, K_NORM,
+    Q, K_NEW, V_NEW, K, V, TABLES, LENS, SHARED, OUT, PART, PART_ML, COS, SIN, Q_NORM, K_NORM, SINK,
     q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps, splits, parts,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     T: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, OVERLAPS: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One new token of each row: applies RoPE to its query and key, stores its KV and attends to the row's pages.
 
     Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token,
     whose KV starts its running softmax straight from registers. A row of length 0 is dead: it stores nothing
     and reads nothing. If it SHARES, its first SHARED tokens are read by `shared_attention`, in the parts behind its
-    splits. WHOLE: the row is one part.
+    splits. WHOLE: the row is one part. SINK [H] is the score of a key without a value.
     """
     if OVERLAPS:
         wait()
@@ -83,6 +83,12 @@ def decode_attention(
         m = _capped(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale, softcap, SOFTCAP)
         total = tl.full((GP,), 1.0, tl.float32)
         acc += v_new.to(tl.float32)[None, :]
+        if SINKS:
+            sink = tl.load(SINK + h * G + g, mask=g < G, other=-float("inf")).to(tl.float32)
+            m_sink = tl.maximum(m, sink)
+            acc = acc * tl.exp(m - m_sink)[:, None]
+            total = tl.exp(m - m_sink) + tl.exp(sink - m_sink)
+            m = m_sink
         if n > 0:
             page = tl.load(TABLES + b * table_width + past // PAGE).to(tl.int64)
             at = ((page * KV + h) * PAGE + past % PAGE) * D + d
@@ -231,10 +237,10 @@ def combine_parts(
 
 @triton.jit
 def prefill_attention(
-    Q, K, V, TABLES, BLOCK_ROW, BLOCK_START, ROW_FIRST, ROW_COUNT, ROW_LEN, OUT,
+    Q, K, V, TABLES, BLOCK_ROW, BLOCK_START, ROW_FIRST, ROW_COUNT, ROW_LEN, OUT, SINK,
     table_width, scale, softcap, window,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Prompts and appends, ragged: block i holds queries BLOCK_START.. of row BLOCK_ROW; grid (blocks, heads).
 
@@ -255,6 +261,9 @@ def prefill_attention(
     low = tl.maximum(length - count + start - window + 1, 0) // PAGE if WINDOW else 0
     m = tl.full((M,), -1e30, tl.float32)
     total = tl.zeros((M,), tl.float32)
+    if SINKS:
+        m = tl.zeros((M,), tl.float32) + tl.load(SINK + h).to(tl.float32)
+        total = tl.full((M,), 1.0, tl.float32)
     acc = tl.zeros((M, DP), tl.float32)
     for p in range(low, tl.cdiv(last, PAGE)):
         page = tl.load(TABLES + row * table_width + p).to(tl.int64)

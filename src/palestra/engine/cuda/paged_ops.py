@@ -136,14 +136,15 @@ class DecodePlan(AttentionPlan):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = self.kv_layer(module)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        return self.over_pages(layer, q, k, v, scale, softcap or 0.0, window or 0)[None]
+        return self.over_pages(layer, q, k, v, scale, softcap or 0.0, window or 0, sinks=sinks)[None]
 
     def over_pages(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: int,
-        rope: RopeAndNorm = APPLIED_ALREADY,
+        rope: RopeAndNorm = APPLIED_ALREADY, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """q [B, H, D], k and v [B, KV, D] of one new token a row -> [B, H, D]; its KV is stored."""
         q, k, v = _packed(q), _packed(k), _packed(v)
@@ -174,9 +175,11 @@ class DecodePlan(AttentionPlan):
         early = overlap(self.overlaps and shared is None and splits > 1)  # programs that fill the GPU are in the way
         kernels.decode_attention[(rows, kv_heads, splits)](
             q, k, v, keys, values, self.tables, self.lens, shared_tokens, out, part, part_ml, *rope.arguments(q),
-            q.stride(0), k.stride(0), v.stride(0), self.tables.stride(0), scale, softcap, window, rope.epsilon,
-            splits, parts, **common, GP=pad(heads // kv_heads), T=min(keys_at_once, page), WHOLE=parts == 1,
-            SHARES=shared is not None, WINDOW=window > 0, num_warps=warps, num_stages=stages, **early,
+            q if sinks is None else sinks, q.stride(0), k.stride(0), v.stride(0), self.tables.stride(0), scale,
+            softcap, window, rope.epsilon, splits, parts, **common, GP=pad(heads // kv_heads),
+            T=min(keys_at_once, page), WHOLE=parts == 1,
+            SHARES=shared is not None, WINDOW=window > 0, SINKS=sinks is not None, num_warps=warps,
+            num_stages=stages, **early,
         )  # fmt: skip
         if shared is not None and self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
@@ -226,25 +229,28 @@ class PrefillPlan(AttentionPlan):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = self.kv_layer(module)
         keys, values = self.keys[layer], self.values[layer]
         heads = torch.arange(keys.shape[1], device=k.device)
         pages, offsets = self.pages.long(), self.positions.long() % keys.shape[2]
         for store, new in ((keys, k), (values, v)):
             store[pages[:, None], heads, offsets[:, None]] = new[0].transpose(0, 1)
-        return self.over_pages(q[0].transpose(0, 1).contiguous(), keys, values, scale, window, softcap)[None]
+        return self.over_pages(q[0].transpose(0, 1).contiguous(), keys, values, scale, window, softcap, sinks)[None]
 
     def over_pages(
-        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of queries [N, H, D] over pages that hold their own tokens already -> [N, H, D]."""
         out = torch.empty_like(q)
         _, n_heads, dim = q.shape
         kernels.prefill_attention[(self.block_row.shape[0], n_heads)](
             q, keys, values, self.tables, self.block_row, self.block_start, self.row_first, self.row_count,
-            self.row_len, out, self.tables.stride(0), scale, softcap or 0.0, window or 0,
+            self.row_len, out, q if sinks is None else sinks, self.tables.stride(0), scale, softcap or 0.0, window or 0,
             H=n_heads, KV=keys.shape[1], D=dim, DP=pad(dim), PAGE=keys.shape[2], M=self.block,
-            SOFTCAP=bool(softcap), WINDOW=bool(window), PRECISION=precision(q.dtype), num_warps=4, num_stages=2,
+            SOFTCAP=bool(softcap), WINDOW=bool(window), SINKS=sinks is not None, PRECISION=precision(q.dtype),
+            num_warps=4, num_stages=2,
         )  # fmt: skip
         return out

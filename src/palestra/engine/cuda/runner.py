@@ -29,6 +29,7 @@ from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
+from palestra.engine.recurrent import RecurrentLayers, Run, StateStore, over_runs, runs_of
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
@@ -73,6 +74,7 @@ class CudaRunner(Runner):
         max_running: int,
         context: int,
         exact: bool = False,
+        state_slots: int = 0,
     ) -> None:
         if exact and not is_llama_like(model):
             raise UnsupportedModel(f"model.exact has no kernels for {type(base_model(model)).__name__}; {NO_EXACT}")
@@ -86,6 +88,8 @@ class CudaRunner(Runner):
         self.warm_up_s = 0.0
         self._kv_shape = shape
         self._copies: dict[int, int] = {}  # pages that the next step copies: target -> source
+        self._recurrent = RecurrentLayers(model)
+        self._state_slots = state_slots
         self.reserve_memory(pages)
         self._switch = AttentionSwitch(model)
         self._exact = exact
@@ -125,6 +129,12 @@ class CudaRunner(Runner):
         """A resumed run has not seen earlier steps and evaluations, so paths are not chosen by them."""
         self._speculation = Speculation()
 
+    def copy_state(self, source: int, target: int) -> None:
+        self._states.copy(source, target)
+
+    def clear_state(self, slot: int) -> None:
+        self._states.clear(slot)
+
     def weights_changed(self) -> None:
         """Drop captured graphs if a weight has moved, since they hold the weights' addresses."""
         self.forget_history()
@@ -139,6 +149,7 @@ class CudaRunner(Runner):
         self._forget_graphs()  # they hold the addresses of the pages
         self._copies = {}
         self.keys = self.values = torch.empty(0)
+        self._states.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -148,6 +159,7 @@ class CudaRunner(Runner):
         try:
             self.keys = torch.zeros((*lead, s.key_dim), dtype=s.dtype, device=self.device)
             self.values = torch.zeros((*lead, s.value_dim), dtype=s.dtype, device=self.device)
+            self._states = StateStore(s.states, self._state_slots, partial(_zeros, device=self.device))
         except torch.OutOfMemoryError as error:
             gib = pages * self.page_size * s.bytes_per_token / (1 << 30)
             self.keys = self.values = torch.empty(0)
@@ -178,6 +190,9 @@ class CudaRunner(Runner):
         if fills:
             with phases("prefill"):
                 self._prefill(fills)
+        for chunk in chunks:
+            if chunk.snapshot is not None:
+                self.copy_state(chunk.job.session.state, chunk.snapshot)
         if not decoding:
             return no_emissions
         with phases("decode"):
@@ -201,11 +216,12 @@ class CudaRunner(Runner):
             self._fills.load(arrays)
             self._graph(shape.captured, partial(self._prefill_step, self._fills, shape.captured)).replay()
         else:
-            self._prefill_step(arrays.to(self.device), shape)
+            runs = runs_of([(s.state, n) for s, n in fills], self.device) if self._recurrent else ()
+            self._prefill_step(arrays.to(self.device), shape, runs)
         for session, count in fills:
             session.kv_len += count
 
-    def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape) -> None:
+    def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = ()) -> None:
         if self._exact and self.fast_decoder is not None:
             self.fast_decoder.fill(buffers.exact_plan(self.keys, self.values, shape))
             return
@@ -213,7 +229,7 @@ class CudaRunner(Runner):
         if self.fast_decoder is not None:
             self.fast_decoder.prefill(plan)
         else:
-            self._module_logits(plan, plan.ids, plan.positions)
+            self._module_logits(plan, plan.ids, plan.positions, runs)
 
     def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
@@ -312,7 +328,8 @@ class CudaRunner(Runner):
         if self.fast_decoder is not None:
             logits = self.fast_decoder.decode(state.ids[:rows], plan)
         else:
-            logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows])
+            runs = [Run(state.slots[:rows].long(), 1, state.lens[:rows] > 0)]
+            logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows], runs)
         state.choose(logits)
         return logits
 
@@ -367,9 +384,13 @@ class CudaRunner(Runner):
         self._graph_pool = self._graph_pool or graph.pool()
         return Graph(graph.replay, logits)
 
-    def _module_logits(self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor) -> Tensor:
-        """[rows, V] logits of the module with our attention."""
-        with self._switch.use(ENGINE_ATTENTION, training=False):
+    def _module_logits(
+        self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor, runs: Sequence[Run]
+    ) -> Tensor:
+        """[rows, V] logits of the module with our attention, and of its recurrent layers over `runs`."""
+        plan.layout = self._kv_shape.layout
+        compute = over_runs(self._states, runs)
+        with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute):
             output = self.model(
                 input_ids=ids.long()[None],
                 position_ids=positions.long()[None],
@@ -378,6 +399,10 @@ class CudaRunner(Runner):
                 plan=plan,
             )
         return output.logits[0]
+
+
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _uncaptured(forward: Callable[[], Tensor | None]) -> Graph:

@@ -29,10 +29,11 @@ class DecodeState:
     def __init__(self, rows: int, table_width: int, steps: int, device: torch.device, stops: int = MAX_STOPS) -> None:
         self.rows, self.max_stops = rows, stops
         self.device = device
-        self._of_rows = torch.zeros((8 + stops, rows), dtype=torch.int32, device=device)
-        self.ids, self.starts, self.positions, self.lens, self.left, self.greedy, bits, shared, *_ = self._of_rows
+        self._of_rows = torch.zeros((9 + stops, rows), dtype=torch.int32, device=device)
+        self.ids, self.starts, self.positions, self.lens, self.left, self.greedy = self._of_rows[:6]
+        bits, shared, self.slots = self._of_rows[6:9]  # slots of recurrent states: 0 for a padding row
         self.temperature = bits.view(torch.float32)
-        self.stops = self._of_rows[8:]
+        self.stops = self._of_rows[9:]
         self._shared = SharedPrefixes(shared, torch.full((rows // 2, BLOCK_ROWS), -1, dtype=torch.int32, device=device))
         self.tables = torch.zeros((rows, table_width), dtype=torch.int32, device=device)
         self.draws = torch.zeros((steps, rows), device=device)
@@ -65,9 +66,10 @@ class DecodeState:
         words[:6] = [s.token_ids[-1] for s in sessions], at, at, at + 1, left, [p.temperature == 0.0 for p in params]
         words[6] = np.array([p.temperature or 1.0 for p in params], np.float32).view(np.int32)
         words[7] = 0 if shared is None else shared.tokens
+        words[8] = [max(session.state, 0) for session in sessions]
         for stop_ids in {p.stop_token_ids for p in params}:  # nearly always the same for all
             where = [p.stop_token_ids == stop_ids for p in params]
-            words[8 : 8 + len(stop_ids), where] = np.array(stop_ids, np.int32)[:, None]
+            words[9 : 9 + len(stop_ids), where] = np.array(stop_ids, np.int32)[:, None]
         self._of_rows.zero_()
         self.tokens.fill_(-1)
         pairs = [(self._of_rows, words), (self.tables, padded_tables([session.table for session in sessions]))]

@@ -1,0 +1,261 @@
+"""Recurrent layers (short convolutions, gated delta nets, Mamba 2): their states, and calls over runs of packed tokens.
+
+Engine and learner compute packed tokens of many sequences in one row. Attention is told where sequences begin; a
+recurrent layer carries its state from each token to the next. So its forward is replaced for the length of a pass: it
+is called once for all runs of one length, with the states that they continue from. The layers read and write states
+through transformers' cache interface, which is all that is assumed of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from palestra.core.errors import UnsupportedModel
+from palestra.engine.attention import plain_forward
+
+CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+
+
+@dataclass(eq=False, slots=True)
+class RowStates:
+    """The cache that one call of a recurrent layer sees: the states [rows, ...] of its rows, replaced by the new ones.
+
+    It answers like a transformers cache of which every layer is this one.
+    """
+
+    conv_states: dict[int, Tensor] = field(default_factory=dict)
+    recurrent_states: dict[int, Tensor] = field(default_factory=dict)
+    record_past: bool = False  # true: convolutions are not updated in place, for autograd
+    begins: bool = False  # the rows begin here, and have no states yet
+
+    @property
+    def layers(self) -> RowStates:
+        return self
+
+    def __getitem__(self, layer_idx: int) -> RowStates:
+        return self
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return not self.begins
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **_: Any
+    ) -> Tensor:
+        """The window and the new tokens [rows, channels, window + n], as the convolution reads them."""
+        if self.begins:
+            joined = F.pad(conv_states, (conv_kernel_size, 0))
+        else:
+            joined = torch.cat([self.conv_states[state_idx].to(conv_states.dtype), conv_states], dim=-1)
+        self.conv_states[state_idx] = joined[..., -conv_kernel_size:]
+        return joined
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    @property
+    def parts(self) -> dict[Part, Tensor]:
+        conv = {Part("conv", number): state for number, state in self.conv_states.items()}
+        return conv | {Part("recurrent", number): state for number, state in self.recurrent_states.items()}
+
+
+class Part(NamedTuple):
+    """One of the tensors of a layer's state."""
+
+    kind: Literal["conv", "recurrent"]
+    number: int
+
+
+class PartShape(NamedTuple):
+    shape: tuple[int, ...]  # of one row
+    dtype: torch.dtype
+
+
+StateShape = Mapping[int, Mapping[Part, PartShape]]  # by place among the model's recurrent layers
+
+
+class RecurrentLayers:
+    """The recurrent layers of a model, in order; empty for a model that only attends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [module for module in model.modules() if _is_recurrent(module)]
+        self._cache_names = [_cache_argument(module) for module in self.modules]
+
+    def __bool__(self) -> bool:
+        return bool(self.modules)
+
+    @contextmanager
+    def use(self, compute: Callable[[int, Tensor, Call], Tensor]) -> Iterator[None]:
+        """Let `compute(layer, hidden, call)` make each layer's output of packed hidden states [1, T, H].
+
+        `call` is the layer's own forward: rows of tokens [rows, n, H] and their states -> [rows, n, H].
+        """
+        before = [module.__dict__.get("forward") for module in self.modules]
+        for layer, module in enumerate(self.modules):
+            module.__dict__["forward"] = self._packed(layer, compute)
+        try:
+            yield
+        finally:
+            for module, forward in zip(self.modules, before, strict=True):
+                if forward is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = forward
+
+    def _packed(self, layer: int, compute: Callable[[int, Tensor, Call], Tensor]) -> Callable[..., Tensor]:
+        module, cache_name = self.modules[layer], self._cache_names[layer]
+
+        def call(rows: Tensor, states: RowStates) -> Tensor:
+            out: Tensor = type(module).forward(module, rows, **{cache_name: states})
+            return out
+
+        def forward(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+            return compute(layer, hidden_states, call)
+
+        return forward
+
+
+Call = Callable[[Tensor, RowStates], Tensor]
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """A mixer with a causal convolution of its own that reads its state from a cache."""
+    has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return has_convolution and hasattr(module, "layer_idx") and _cache_argument(module) is not None
+
+
+def _cache_argument(module: nn.Module) -> Any:
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in names), None)
+
+
+def state_shape(model: Any, layers: RecurrentLayers) -> StateShape:
+    """Run a few tokens through the model with transformers' own cache and read the shapes of its states."""
+    if not layers:
+        return {}
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    plain_forward(model, ids, use_cache=True, past_key_values=cache)
+    shapes: dict[int, dict[Part, PartShape]] = {}
+    for place, module in enumerate(layers.modules):
+        held: Any = cache.layers[module.layer_idx]
+        tensors = {Part("conv", i): x for i, x in getattr(held, "conv_states", {}).items() if x is not None}
+        tensors |= {Part("recurrent", i): x for i, x in getattr(held, "recurrent_states", {}).items() if x is not None}
+        if not tensors:
+            raise UnsupportedModel(f"{type(module).__name__} keeps its state outside of transformers' cache")
+        shapes[place] = {part: PartShape(tuple(x.shape[1:]), x.dtype) for part, x in tensors.items()}
+    return shapes
+
+
+def state_bytes(shape: StateShape) -> int:
+    """The bytes of one session's state."""
+    parts = [part for layer in shape.values() for part in layer.values()]
+    return sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in parts)
+
+
+def _row_states(parts: Mapping[Part, Tensor], record_past: bool = False) -> RowStates:
+    by_kind: dict[str, dict[int, Tensor]] = {"conv": {}, "recurrent": {}}
+    for part, state in parts.items():
+        by_kind[part.kind][part.number] = state
+    return RowStates(by_kind["conv"], by_kind["recurrent"], record_past)
+
+
+def stack_states(states: Sequence[RowStates]) -> RowStates:
+    """The rows of several calls as one."""
+    parts = [each.parts for each in states]
+    return _row_states({part: torch.cat([p[part] for p in parts]) for part in parts[0]} if parts else {}, True)
+
+
+def select_states(states: RowStates, chosen: Tensor) -> RowStates:
+    """The states of some rows, once for each entry of `chosen`; gradients add up."""
+    return _row_states({part: x.index_select(0, chosen) for part, x in states.parts.items()}, states.record_past)
+
+
+class StateStore:
+    """The states of many sessions on one device. All parts of one dtype lie side by side, so a copy is one or two
+    kernels. Slot 0 belongs to no session: the padding rows of a step use it."""
+
+    def __init__(self, shape: StateShape, slots: int, zeros: Callable[[tuple[int, int], torch.dtype], Tensor]) -> None:
+        self._zeros, self._shape = zeros, shape
+        self.reserve(slots)
+
+    def reserve(self, slots: int) -> None:
+        sizes: dict[torch.dtype, int] = {}
+        places: list[tuple[int, Part, PartShape, int]] = []
+        for layer, parts in self._shape.items():
+            for part, s in parts.items():
+                places.append((layer, part, s, sizes.get(s.dtype, 0)))
+                sizes[s.dtype] = places[-1][3] + torch.Size(s.shape).numel()
+        self._flat = {dtype: self._zeros((slots, size), dtype) for dtype, size in sizes.items()}
+        self._views: dict[int, dict[Part, Tensor]] = {layer: {} for layer in self._shape}
+        for layer, part, s, first in places:
+            columns = self._flat[s.dtype][:, first : first + torch.Size(s.shape).numel()]
+            self._views[layer][part] = columns.unflatten(1, s.shape)
+
+    def release(self) -> None:
+        self._flat, self._views = {}, {}
+
+    def copy(self, source: int, target: int) -> None:
+        for flat in self._flat.values():
+            flat[target].copy_(flat[source])
+
+    def clear(self, slot: int) -> None:
+        for flat in self._flat.values():
+            flat[slot].zero_()
+
+    def read(self, layer: int, slots: Tensor) -> RowStates:
+        return _row_states({part: view.index_select(0, slots) for part, view in self._views[layer].items()})
+
+    def write(self, layer: int, slots: Tensor, states: RowStates, alive: Tensor | None) -> None:
+        """Store new states; rows that are not `alive` keep theirs."""
+        new = states.parts
+        for part, view in self._views[layer].items():
+            state = new[part].to(view.dtype)
+            if alive is not None:
+                kept = view.index_select(0, slots)
+                state = torch.where(alive.view(-1, *[1] * (state.dim() - 1)), state, kept)
+            view.index_copy_(0, slots, state)
+
+
+class Run(NamedTuple):
+    """Rows of a step with `tokens` tokens each, one after the other."""
+
+    slots: Tensor  # [rows] of the store
+    tokens: int
+    alive: Tensor | None = None  # [rows]; None: all
+
+
+def runs_of(rows: Sequence[tuple[int, int]], device: torch.device) -> list[Run]:
+    """Rows, each a slot and a number of tokens, as runs, in their order."""
+    runs = []
+    for tokens, equal in groupby(rows, key=lambda row: row[1]):
+        runs.append(Run(torch.tensor([slot for slot, _ in equal], device=device), tokens))
+    return runs
+
+
+def over_runs(store: StateStore, runs: Sequence[Run]) -> Callable[[int, Tensor, Call], Tensor]:
+    """How recurrent layers compute a step of the engine, for `RecurrentLayers.use`."""
+
+    def compute(layer: int, hidden: Tensor, call: Call) -> Tensor:
+        outputs, first = [], 0
+        for run in runs:
+            rows = len(run.slots)
+            tokens = hidden[0, first : first + rows * run.tokens].unflatten(0, (rows, run.tokens))
+            states = store.read(layer, run.slots)
+            outputs.append(call(tokens, states).flatten(0, 1))
+            store.write(layer, run.slots, states, run.alive)
+            first += rows * run.tokens
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+    return compute
