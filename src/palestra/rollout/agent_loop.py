@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.messages import with_unique_ids
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
 from palestra.models.chat.grammars import GrammarText
@@ -42,6 +43,7 @@ class Speaker(Protocol):
 
     turns: list[Turn]  # what is trained; empty where there are no token ids
     sampled_tokens: int
+    shows_call_ids: bool  # the model reads the ids of its calls, so the record keeps them
 
     async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
         """The next assistant message, and why it ended."""
@@ -68,6 +70,13 @@ class Attempt:
         for message in messages:
             self.on_message(message)
 
+    def number_calls(self, first: int) -> None:
+        """Give the calls of all messages from `first` on ids of their own."""
+        self.messages = with_unique_ids(self.messages, first)
+        calls = [call for message in self.messages[first:] for call in message.tool_calls]
+        # the calls of the last message may have no results
+        self.tool_results = [replace(r, call=call) for r, call in zip(self.tool_results, calls, strict=False)]
+
 
 async def run_attempt(
     speaker: Speaker, episode: Episode, problem: Problem, limits: AttemptLimits, seed: int | None = None
@@ -84,6 +93,8 @@ async def run_attempt(
     scores = {}
     try:
         stop = await play(speaker, episode, attempt, limits, seed)
+        if not speaker.shows_call_ids:
+            attempt.number_calls(len(episode.prompt))
         scores = dict(await from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)
