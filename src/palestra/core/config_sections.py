@@ -482,6 +482,14 @@ class TrackSection(Section):
         description="of these, steps between those whose tokens' ratios and entropies are written; 0: none",
     )
 
+    transcripts_every: int = Field(
+        10, ge=0, le=STEPS, description="steps between tables of transcripts in W&B and Trackio; 0: none"
+    )
+
+    def shows_transcripts(self, step: int) -> bool:
+        """The first step has a table, too: it shows early what the agent does."""
+        return self.transcripts_every > 0 and (step == 1 or step % self.transcripts_every == 0)
+
     def records_rollouts(self, step: int) -> bool:
         return self.rollouts_every > 0 and step % self.rollouts_every == 0
 
