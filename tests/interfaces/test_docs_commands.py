@@ -55,6 +55,7 @@ NOT_RUN = {
     r"runs (resume|finish|watch|stop|rm|logs)": "of a run in the background; tests/interfaces/test_runs_command.py",
     r".*Qwen/": "a model of the hub: a download",
     r".*examples/planner.py": "for a model of 1.5B; tests/interfaces runs these commands with palestra/tiny",
+    r"export .*--to hub": "uploads; tests/interfaces/test_export_command.py has a hub of its own",
     r"doctor": "looks at the whole machine; tests/interfaces/test_doctor.py",
 }
 # Commands of others, and what tries them.

@@ -73,6 +73,24 @@ def test_a_model_becomes_a_hugging_face_folder(cli: Any, tmp_path: Path) -> None
     assert {"config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"} <= names
 
 
+def test_a_run_becomes_one_page_that_needs_neither_model_nor_network(cli: Any, run: RunFolder) -> None:
+    shutil.rmtree(run.model)
+    message = {"role": "assistant", "text": "It is 7.", "tool_calls": []}
+    score = {"value": 1.0, "passed": True, "reason": "right"}
+    about = {"problem_id": "p1", "passed": True, "stop": "answered", "error": None, "seconds": 0.1, "turns": []}
+    rows = [
+        {"step": 1, "group": 0, **about, "reward": reward, "messages": [message], "scores": {"right": score}}
+        for reward in (1.0, 0.0)
+    ]
+    run.rollouts_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answer = cli("export", run.path.name, "--to", "html", "--json")
+    assert answer.code == 0, answer.err
+    page = Path(json.loads(answer.out)["path"]).read_text()
+    assert page.count("It is 7.") == 2
+    assert "1 of 1 groups" in page
+    assert "--groups" in cli("export", run.path.name, "--to", "hf", "--groups", "3").err
+
+
 def test_a_name_that_ollama_does_not_take_is_rejected(cli: Any, tmp_path: Path) -> None:
     answer = cli("export", "palestra/tiny", "--to", "ollama", "--name", "a b")
     assert (answer.code, "'a b'" in answer.err, list(tmp_path.iterdir())) == (2, True, [])
