@@ -90,6 +90,7 @@ class TrainSection(Section):
     learning_rate: float | None = Field(
         None,
         gt=0,
+        lt=10,
         allow_inf_nan=False,
         description="default by model size: all weights 1e-5 for 100-200 M, more below, down to 1e-6 from 2 B; "
         "LoRA 1e-4 up to 1 B, down to 2e-5 from 5 B",

@@ -35,7 +35,7 @@ export function runActions(run, onChange) {
     chat: () => h("a.button", { href: link(["chat"], { run: run.id }) }, "Chat"),
     delete: () => button("Delete", remove, ".danger"),
   };
-  const page = h("a.button", { href: address(`${runPath(run.id)}/export.html`), download: "" }, icon("download"), "HTML");
+  const page = h("a.button", { href: address(`${runPath(run.id)}/export.html`), download: "" }, icon("download"), "Run as HTML");
   const possible = Object.keys(buttons).filter((name) => run.actions.includes(name));
   return [page, ...possible.map((name) => buttons[name]())];
 }
