@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, ToolCall
+from palestra.core.types import Message, ToolCall, ToolResult
 
 MAX_JSON_DEPTH = 100  # Python's recursion limit ends writing and walking values that are nested much deeper
 _PARSER_ID = re.compile(r"call_\d+")  # of a call that has no id of its own
@@ -146,3 +146,13 @@ def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message
             message = replace(message, tool_call_id=new_ids[message.tool_call_id])
         found.append(message)
     return found
+
+
+def number_calls(
+    messages: Sequence[Message], results: Sequence[ToolResult], first: int = 0
+) -> tuple[list[Message], list[ToolResult]]:
+    """`with_unique_ids`, and the results with the new ids; there is a tool message for each, in the same order."""
+    numbered = with_unique_ids(messages, first)
+    ids = [message.tool_call_id for message in numbered[first:] if message.role == "tool"]
+    renamed = zip(results, ids, strict=True)
+    return numbered, [replace(result, call=replace(result.call, id=i or result.call.id)) for result, i in renamed]

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError, RolloutError
-from palestra.core.messages import with_unique_ids
+from palestra.core.messages import number_calls
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
 from palestra.models.chat.grammars import GrammarText
@@ -70,13 +70,6 @@ class Attempt:
         for message in messages:
             self.on_message(message)
 
-    def number_calls(self, first: int) -> None:
-        """Give the calls of all messages from `first` on ids of their own."""
-        self.messages = with_unique_ids(self.messages, first)
-        calls = [call for message in self.messages[first:] for call in message.tool_calls]
-        # the calls of the last message may have no results
-        self.tool_results = [replace(r, call=call) for r, call in zip(self.tool_results, calls, strict=False)]
-
 
 async def run_attempt(
     speaker: Speaker, episode: Episode, problem: Problem, limits: AttemptLimits, seed: int | None = None
@@ -94,7 +87,8 @@ async def run_attempt(
     try:
         stop = await play(speaker, episode, attempt, limits, seed)
         if not speaker.shows_call_ids:
-            attempt.number_calls(len(episode.prompt))
+            first = len(episode.prompt)
+            attempt.messages, attempt.tool_results = number_calls(attempt.messages, attempt.tool_results, first)
         scores = dict(await from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)
