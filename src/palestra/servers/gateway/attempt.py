@@ -332,7 +332,7 @@ class Attempt:
 
     def _recorded(self, leaf: TurnNode) -> tuple[Message, ...]:
         """The messages of a conversation, its calls with ids of their own if the model does not read them."""
-        return leaf.messages if self._model.chat.shows_call_ids else tuple(with_unique_ids(leaf.messages))
+        return leaf.messages if self.model.chat.shows_call_ids else tuple(with_unique_ids(leaf.messages))
 
     def _stop_reason(self, leaf: TurnNode) -> StopReason:
         if leaf.refused:
