@@ -256,6 +256,8 @@ def test_experts_in_mxfp4_are_loaded_in_the_models_dtype_and_saved_again(tiny: A
     assert (weight == 2.0).all()
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
 NAMES = """
 import sys
 from palestra.core.errors import PalestraError
