@@ -9,7 +9,7 @@ BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: docs demo check test run-tests test-slow test-browser test-foreign test-agents test-templates test-tinker test-vllm test-ray fuzz lint clean
+.PHONY: docs demo check test run-tests test-slow test-browser test-docs test-notebook test-foreign test-agents test-templates test-tinker test-vllm test-ray fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
@@ -34,6 +34,14 @@ test-browser: $(READY_DEV)  ## the dashboard in a real Chromium, with a training
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y --no-install-recommends chromium; } || \
 		echo "no Chromium, and apt cannot install it here: the tests will be skipped"
 	PALESTRA_TEST_SLOW=1 PALESTRA_SCREENSHOTS=docs/images/dashboard $(BIN)/python -m pytest tests/browser -rs
+
+test-docs: $(READY_DEV)  ## every command and code block of README and docs, with trainings and servers
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/interfaces/test_docs_commands.py tests/interfaces/test_docs_snippets.py tests/interfaces/test_readme.py -rs
+
+test-notebook: $(READY_DEV)  ## a training in a real Jupyter kernel (network: nbclient and ipykernel)
+	@$(BIN)/python -c 'import nbclient, ipykernel' 2>/dev/null || $(INSTALL) nbclient ipykernel || \
+		echo "Jupyter cannot be installed here: the test is skipped"
+	$(BIN)/python -m pytest tests/interfaces/test_notebook.py -rs
 
 test-foreign: $(READY_DEV)  ## environments of other projects, three steps each: writes docs/foreign.md (network, an hour)
 	$(BIN)/python scripts/foreign.py

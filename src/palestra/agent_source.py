@@ -265,7 +265,11 @@ def _absolute_measure(spec: str) -> str:
 
 
 def _is_share(text: str) -> bool:
+    """Whether --held-out is a share; a file may have a number as its name."""
     try:
-        return 0.0 <= float(text) < 1.0
+        share = float(text)
     except ValueError:
         return False
+    if not 0.0 <= share < 1.0 and not Path(text).exists():
+        raise PalestraError(f"--held-out {text} is no share of the cases; use a number from 0 to below 1, or a file")
+    return 0.0 <= share < 1.0

@@ -8,13 +8,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError, explain_arguments
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.envs.suite_env import SuiteEnvironment
+from palestra.evals.eval_file import EvalFile
 from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite, require_suite
 from palestra.result import GRPOTrainingResult
@@ -124,12 +125,23 @@ def evaluate(
     reward_weights: Sequence[float] | Mapping[str, float] | None = None,
     progress: bool = True,
     watcher: Watcher | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
 ) -> EvalReport:
-    """Score an agent on a suite, without training."""
+    """Score an agent on a suite, without training.
+
+    `out` is a file for the attempts, one JSON line each, written as they end; with `resume`, those that it holds are
+    not made again.
+    """
+    if resume and out is None:
+        raise PalestraError("resume needs the file of the evaluation: out=…")
     refuse_in_import("an evaluation")
     require_suite(suite)
     trainer = GRPOTrainer(agent, measures, config=config, progress=progress, watcher=watcher)
     environment = SuiteEnvironment(trainer.agent, suite, suite, measures, reward_weights)
+    file = None
+    if out is not None:
+        file = EvalFile(Path(out), _about_attempts(trainer.config, trainer.agent, environment), resume=resume)
 
     def score() -> EvalReport:
         from palestra.policy.build import build_policy
@@ -147,10 +159,19 @@ def evaluate(
             evaluator = task.evaluator(parts)
             assert evaluator is not None
             try:
-                return evaluator.run(runner, watcher, "scoring")
+                return evaluator.run(runner, watcher, "scoring", file)
             finally:
                 if close := getattr(task, "close", None):
                     close(runner)
 
     with closing(environment):
         return outside_event_loop(score)
+
+
+def _about_attempts(config: RunConfig, agent: Any, environment: SuiteEnvironment) -> dict[str, Any]:
+    """What the result of an attempt depends on; attempts can be counted together if they agree in it."""
+    settings = flatten(config.model_dump(mode="json", include={"seed", "rollout", "agent"}))
+    settings |= {f"eval.{name}": getattr(config.eval, name) for name in ("temperature", "samples_per_case")}
+    model, told = config.model.name, getattr(agent, "instructions", None)
+    about = {"agent": agent.name, "model.name": model, "instructions": told if isinstance(told, str) else None}
+    return {**about, "reward_weights": dict(environment.reward_weights), **settings}

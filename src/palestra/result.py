@@ -20,9 +20,10 @@ from palestra.core.messages import as_messages
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
-from palestra.evals.report import EvalReport
+from palestra.evals.report import EvalReport, Mean, Rate
 
 if TYPE_CHECKING:
+    from palestra.models.export.hub import HubRepo
     from palestra.models.export.ollama import OllamaModel
     from palestra.policy.base import Policy
     from palestra.train.run import Outcome
@@ -43,6 +44,21 @@ class GRPOTrainingResult:
         scored = "" if self.outcome.after is None else f", {_percent(self.before)} → {_percent(self.after)} passed"
         steps = max((int(row["step"]) for row in self.metrics), default=0)
         return f"GRPOTrainingResult({self.agent.name!r}, {steps} steps{scored}, {str(self.run.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: before and after with their intervals, the curves, and what kept it from learning more."""
+        from palestra.evals.report import compare
+        from palestra.evals.run_report.notebook import charts, fragment, table, text
+
+        rows = []
+        if self.outcome.before is not None and self.outcome.after is not None:
+            changes = compare(self.before, self.after)
+            changes = changes if len(changes) > 2 else changes[:1]  # with one measure, "all measures" is the same again
+            rows = [(c.name, _interval(c.before), _interval(c.after), f"{100 * c.gain:+.1f}") for c in changes]
+        heads = ("measure", "before", "after (95 % intervals)", "points")
+        findings = (f'<div class="warn">! {text(finding)}</div>' for finding in self.findings)
+        where = f'<div class="soft">{text(self.run.path)}</div>'
+        return fragment(f"<b>{text(self.agent.name)}</b>", table(heads, rows), charts(self.metrics), *findings, where)
 
     @cached_property
     def model(self) -> Any:
@@ -185,6 +201,15 @@ class GRPOTrainingResult:
             )
         return known[name]
 
+    def push_to_hub(self, repo: str, *, private: bool = True, adapter: bool = False) -> HubRepo:
+        """Upload the model to the hub, with a card that has the evaluation; gives the repository's name and URL.
+
+        An adapter is merged into its base, unless `adapter`. A repository that does not exist is made.
+        """
+        from palestra.models.export.hub import to_hub
+
+        return to_hub(str(self.model_path), repo, private=private, adapter=adapter, report=self.run.report())
+
     def to_ollama(
         self,
         model_name: str,
@@ -212,6 +237,10 @@ class GRPOTrainingResult:
 
 def _percent(report: EvalReport) -> str:
     return f"{report.pass_rate.rate:.1%}"
+
+
+def _interval(rate: Rate | Mean) -> str:
+    return f"{100 * rate.value:.1f} % ({100 * rate.low:.1f}–{100 * rate.high:.1f})"
 
 
 def _scored(report: EvalReport | None) -> EvalReport:

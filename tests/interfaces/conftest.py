@@ -1,9 +1,12 @@
+import contextlib
+import json
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from doc_pages import ROOT, blocks
 
 from palestra.cli.main import run
 
@@ -73,3 +76,21 @@ def agent_file(tmp_path: Path) -> AgentFile:
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def docs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the docs name: the tutorial's agent, scored, and trained for a step in two runs."""
+    folder = tmp_path_factory.mktemp("docs")
+    options = ["--train.max_steps", "1", "--rollout.group_size", "2", "--train.problems_per_step", "1"]
+    limits = ["--rollout.max_new_tokens", "30", "--eval.cases", "1"]
+    messages = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "It is 7."}]
+    with contextlib.chdir(folder):
+        tutorial = blocks(ROOT / "docs" / "tutorial.md", "python")
+        Path("my_agent.py").write_text("\n".join(block.text for block in tutorial))
+        Path("my_env.py").write_text(blocks(ROOT / "docs" / "environments.md", "python")[0].text)
+        Path("traces.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+        assert run(["eval", "my_agent.py", "--eval.cases", "2", "--rollout.max_new_tokens", "30"]) == 0
+        for name in ("stock-clerk-1", "stock-clerk-2"):
+            assert run(["train", "my_agent.py", "--folder", f"runs/{name}", *options, *limits]) == 0
+    return folder

@@ -29,6 +29,7 @@ COMMANDS = {
     "train agent.py --env-url http://x": "not on both",
     "train --dry-run --folder x": "--dry-run",
     "train --held-out 0.1": "--held-out --cases",
+    "train --held-out 1.5 --cases c.jsonl --agent-cmd x --measure m.py:m": "1.5 share",
     "train --cases cases.jsonl": "measure",
     "train --env-url http://127.0.0.1:9": "--train.max_steps",
     f"env process {ENV} --env.sise 3": "'env.sise'",

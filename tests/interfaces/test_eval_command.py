@@ -1,5 +1,6 @@
 """`palestra eval` scores the cases that training holds out, and says which they are."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from palestra.agent_source import load_agent_file
 from palestra.cli import eval as eval_module
 from palestra.cli.eval import _cases
 from palestra.core.errors import PalestraError
+from palestra.core.files import read_jsonl
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,64 @@ def test_cases_are_scored_by_the_measures_and_weights_of_the_training(cli, agent
     more = "held_out = EvalSuite.from_records([{'input': 'x'}])\nreward_weights = {'right_price': 2}"
     assert "enough" in cli("eval", str(agent_file(more=more))).err
     assert (given["measures"], given["reward_weights"]) == (["right_price"], {"right_price": 2})
+
+
+COUNTED = """
+from pathlib import Path
+
+
+@measure
+def right_price(ctx):
+    with open("calls", "a") as file:
+        print(ctx.case.id, file=file)
+    if Path("stop").exists() and len(Path("calls").read_text().splitlines()) == 3:
+        raise KeyboardInterrupt
+    return str(ctx.expect) in ctx.final_assistant_message.text
+
+
+cases = [{"input": f"What does a {item} cost?", "expect": cost} for item, cost in PRICES.items()]
+suite = EvalSuite.from_records(cases, measures=[right_price])
+held_out = 0
+"""
+OUT = ("--out", "scores.jsonl", "--json")
+
+
+def test_an_interrupted_evaluation_is_resumed_without_repeating_an_attempt(cli, agent_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.rollout.evaluate.ATTEMPTS_BETWEEN_WRITES", 2)
+    file = str(agent_file(more=COUNTED))
+    calls = tmp_path / "calls"
+    first = cli("eval", file, "--out", "whole.jsonl", "--json")
+    assert first.code == 0, first.err
+    whole = json.loads(first.out.splitlines()[-1])
+    order = calls.read_text().split()
+    assert len(order) == whole["cases"] == 5
+
+    calls.unlink()
+    (tmp_path / "stop").touch()
+    assert cli("eval", file, *OUT).code == 130
+    (tmp_path / "stop").unlink()
+    kept = [row["problem_id"] for row in read_jsonl(tmp_path / "scores.jsonl") if "problem_id" in row]
+    assert len(kept) == 2
+    with (tmp_path / "scores.jsonl").open("a") as lines:
+        lines.write('{"problem_id": "cut')  # as after a kill
+
+    calls.unlink()
+    answer = cli("eval", file, *OUT, "--resume")
+    assert answer.code == 0, answer.err
+    assert sorted(calls.read_text().split()) == sorted(set(order) - set(kept))
+    resumed = json.loads(answer.out.splitlines()[-1])
+    assert {k: v for k, v in resumed.items() if k != "seconds"} == {k: v for k, v in whole.items() if k != "seconds"}
+    rows = [row for row in read_jsonl(tmp_path / "scores.jsonl") if "problem_id" in row]
+    assert sorted(row["problem_id"] for row in rows) == sorted(order)
+
+
+def test_a_file_of_another_evaluation_is_not_continued(cli, agent_file, tmp_path) -> None:
+    file = str(agent_file())
+    assert "--out" in cli("eval", file, "--resume").err
+    assert "scores.jsonl" in cli("eval", file, *OUT, "--resume").err
+    assert cli("eval", file, *OUT).code == 0
+    assert "--resume" in cli("eval", file, *OUT).err
+    changed = cli("eval", file, *OUT, "--resume", "--rollout.max_new_tokens", "41")
+    assert (changed.code, "rollout.max_new_tokens" in changed.err) == (2, True)
+    (tmp_path / "scores.jsonl").write_text("{}\n")
+    assert cli("eval", file, *OUT, "--resume").code == 2

@@ -1,11 +1,16 @@
 """`palestra export`: what it makes of a run and of a model, and what it says."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hub import TOKEN, FakeHub
 
 pytest.importorskip("gguf")
 
@@ -68,6 +73,24 @@ def test_a_model_becomes_a_hugging_face_folder(cli: Any, tmp_path: Path) -> None
     assert {"config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"} <= names
 
 
+def test_a_run_becomes_one_page_that_needs_neither_model_nor_network(cli: Any, run: RunFolder) -> None:
+    shutil.rmtree(run.model)
+    message = {"role": "assistant", "text": "It is 7.", "tool_calls": []}
+    score = {"value": 1.0, "passed": True, "reason": "right"}
+    about = {"problem_id": "p1", "passed": True, "stop": "answered", "error": None, "seconds": 0.1, "turns": []}
+    rows = [
+        {"step": 1, "group": 0, **about, "reward": reward, "messages": [message], "scores": {"right": score}}
+        for reward in (1.0, 0.0)
+    ]
+    run.rollouts_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answer = cli("export", run.path.name, "--to", "html", "--json")
+    assert answer.code == 0, answer.err
+    page = Path(json.loads(answer.out)["path"]).read_text()
+    assert page.count("It is 7.") == 2
+    assert "1 of 1 groups" in page
+    assert "--groups" in cli("export", run.path.name, "--to", "hf", "--groups", "3").err
+
+
 def test_a_name_that_ollama_does_not_take_is_rejected(cli: Any, tmp_path: Path) -> None:
     answer = cli("export", "palestra/tiny", "--to", "ollama", "--name", "a b")
     assert (answer.code, "'a b'" in answer.err, list(tmp_path.iterdir())) == (2, True, [])
@@ -78,3 +101,84 @@ def test_a_run_without_a_model_says_how_to_go_on(cli: Any, run: RunFolder) -> No
     answer = cli("export", run.path.name, "--to", "gguf")
     assert answer.code == 2
     assert f"palestra train --resume runs/{run.path.name}" in answer.err
+
+
+# --- The hub ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(serve: Any) -> Any:
+    fake = FakeHub()
+    fake.url = serve(fake.app)
+    return fake
+
+
+def export(hub: Any, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """In a process: huggingface_hub reads its address and the offline mode when it is imported."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"} | environ
+    command = [sys.executable, "-m", "palestra", "export", *words, "--to", "hub", "--json"]
+    return subprocess.run(command, capture_output=True, text=True, env={k: v for k, v in env.items() if v})
+
+
+def test_a_run_becomes_a_private_repository_with_its_evaluation(run: RunFolder, hub: Any) -> None:
+    rate = {"n": 28, "passed": 27, "rate": 0.964, "low": 0.823, "high": 0.994}
+    scored = {"pass_rate": rate, "measures": [{"name": "right", "pass_rate": rate}], "split": "held_out"}
+    config = RunConfig.build({"train.learning_rate": 3e-5, "track.project": "secret"}).model_dump(mode="json")
+    about = {"agent": "clerk", "model": "palestra/tiny", "seconds": 60, "seed": 3, "config": config, "metrics": [{}]}
+    run.report_file.write_text(json.dumps(about | {"before": scored | {"measures": []}, "after": scored}))
+    made = export(hub, str(run.path), "--repo", "me/clerk")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout) == {"to": "hub", "repo": "me/clerk", "url": f"{hub.url}/me/clerk", "private": True}
+    assert [(body["name"], body.get("private"), body.get("visibility")) for body in hub.created] in (
+        [("clerk", True, None)], [("clerk", None, "private")],
+    )  # fmt: skip
+    files = hub.files["me/clerk"]
+    assert files["model.safetensors"] == (run.model / "model.safetensors").read_bytes()
+    assert {"config.json", "tokenizer.json", "chat_template.jinja", "README.md"} <= files.keys()
+    card = files["README.md"].decode()
+    assert "| right | – | 96.4 % (82.3–99.4) |" in card
+    assert "| `train.learning_rate` | 3e-05 |" in card
+    assert "> Use the tools." in card
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.964
+    assert "base_model" not in head, "it is not on the hub"
+    assert "secret" not in card
+    assert str(run.path) not in card + files["palestra.json"].decode()
+
+
+def test_an_adapter_may_be_uploaded_as_it_is(tmp_path: Path, tiny: Any, hub: Any) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.get_peft_model(tiny.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    save_hf(adapter, tiny.tokenizer, tmp_path / "adapter", record={"agent": "clerk"})
+    made = export(hub, str(tmp_path / "adapter"), "--repo", "me/lora", "--adapter", "--public")
+    assert made.returncode == 0, made.stderr
+    assert "adapter_model.safetensors" in hub.files["me/lora"]
+    assert "library_name: peft" in hub.files["me/lora"]["README.md"].decode()
+    assert hub.created[0].get("private") is not True
+    assert hub.created[0].get("visibility") != "private"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "remedy"),
+    [
+        (["--repo", "no-slash"], {}, "USER/NAME"),
+        ([], {}, "--repo USER/NAME"),
+        (["--repo", "me/x", "--out", "there"], {}, "--out"),
+        (["--repo", "me/x"], {"HF_TOKEN": ""}, "hf auth login"),
+        (["--repo", "me/x"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
+        (["--repo", "me/x"], {"HF_TOKEN": "hf_other"}, "may write"),
+    ],
+)
+def test_an_upload_that_cannot_be_is_refused_with_the_remedy(
+    hub: Any, tmp_path: Path, words: list[str], environ: dict[str, str], remedy: str
+) -> None:
+    made = export(hub, "palestra/tiny", *words, HF_HOME=str(tmp_path), **environ)
+    assert (made.returncode, hub.files) == (2, {})
+    assert remedy in made.stderr
+    assert "Traceback" not in made.stderr
+
+
+def test_options_of_another_format_are_refused(cli: Any) -> None:
+    answer = cli("export", "palestra/tiny", "--to", "hf", "--public")
+    assert (answer.code, "--public" in answer.err) == (2, True)

@@ -1,6 +1,8 @@
 """An application on a free loopback port, in a thread."""
 
 import asyncio
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -39,3 +41,24 @@ def json_app(answer: Callable[[Request], Awaitable[Any]]) -> Starlette:
         return made if isinstance(made, Response) else JSONResponse(made)
 
     return Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "POST", "PUT"])])
+
+
+def free_port() -> int:
+    """A port that nothing listens on now, for a server in another process."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def wait_for_port(port: int, process: "subprocess.Popen[str]", timeout_s: float) -> None:
+    """Wait until a process listens on a port; raise if it ends first."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise AssertionError(
+                f"it ended with {process.returncode}: {process.stdout.read() if process.stdout else ''}"
+            )
+        with socket.socket() as sock:
+            if sock.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on port {port} after {timeout_s} s")

@@ -7,6 +7,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
+from palestra.core.types import Group, Message, Rollout, Score, ToolCall
 from palestra.runs.tracking.base import Trackers
 from palestra.runs.tracking.open import open_trackers
 
@@ -23,6 +24,19 @@ def silence_services(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("WANDB_SILENT", "true")
     patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     patch.setenv("TRACKIO_DISABLE_TELEMETRY", "1")
+
+
+def attempts() -> list[Group]:
+    """A group of two attempts at one problem: one that called a tool and passed, and one that did not."""
+    call = ToolCall("call_0", "add", {"a": 1, "b": 2})
+    opening = (Message("system", "Add."), Message("user", "What is 1 + 2?"))
+    good = (Message("assistant", "", (call,)), Message("tool", "3", (), "call_0"), Message("assistant", "It is 3."))
+    passed, failed = Score(1.0, True, "right"), Score(0.0, False, "not 3")
+    rollouts = [
+        Rollout("p1", (), (*opening, Message("assistant", "It is 4.")), "answered", scores={"right": failed}),
+        Rollout("p1", (), (*opening, *good), "answered", scores={"right": passed}, reward=1.0),
+    ]
+    return [Group("p1", tuple(rollouts))]
 
 
 def track(folder: Path, report_to: list[str], steps: range, resume_after: int | None) -> Trackers:

@@ -240,3 +240,10 @@ def test_the_saved_model_has_an_absolute_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert result.save_model("saved") == tmp_path / "saved"
+
+
+def test_a_result_is_html_in_a_notebook(result: GRPOTrainingResult) -> None:
+    page = result._repr_html_()
+    assert result.agent.name in page
+    assert str(result.run.path) in page
+    assert "<script" not in page

@@ -113,12 +113,16 @@ def print_sections(
     click.echo(formatter.getvalue().rstrip())
 
 
-def load_libraries(console: Console, model: str) -> None:
+def load_libraries(console: Console, model: str, *, is_needed: bool = True) -> None:
     """Import torch and transformers with a status line, and switch off their progress bars.
 
-    They stay on for a model from the hub: they show its download.
+    They stay on for a model from the hub: they show its download. A model that does not exist is reported before.
     """
+    from palestra.models.names import require_model
     from palestra.train.progress import task  # rich, which not every command needs
+
+    if is_needed:
+        require_model(model)
 
     with task(console, "loading torch and transformers"):
         import torch  # noqa: F401

@@ -35,7 +35,7 @@ def watching(console: Console, command: str, *, dry_run: bool = False) -> Watchi
 @contextmanager
 def training_display(console: Console, config: RunConfig, command: str, *, dry_run: bool = False) -> Iterator[Display]:
     """The display of a training, once torch is loaded; Ctrl-C ends it with the command that continues the run."""
-    load_libraries(console, config.model.name)
+    load_libraries(console, config.model.name, is_needed=config.backend != "tinker")
     display = make_display(console, config.track.log_every)
     if dry_run:
         display.on_start = _end_dry_run

@@ -13,9 +13,17 @@ from palestra.agent_source import AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
 from palestra.api import evaluate
 from palestra.cli import settings
-from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, load_libraries
+from palestra.cli.common import (
+    agent_options,
+    config_option,
+    debug_option,
+    json_line_option,
+    load_libraries,
+    out_option,
+)
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import capability_of, print_evaluation
+from palestra.core.errors import PalestraError
 from palestra.evals.evidence import RunFacts
 from palestra.evals.suite import EvalSuite, hold_out
 from palestra.train.progress import make_display
@@ -30,11 +38,21 @@ from palestra.train.progress import make_display
     show_default=True,
     help="Which cases: those that training holds out, those that it trains on, or all.",
 )
+@out_option("Write each attempt as a JSON line when it ends, so that the evaluation can be resumed.")
+@click.option("--resume", is_flag=True, help="Continue the evaluation in the file of --out; its attempts are kept.")
 @agent_options
 @config_option
 @json_line_option
 @debug_option
-def command(agent_file: str | None, split: str, config_file: Path | None, as_json: bool, **parameters: Any) -> None:
+def command(
+    agent_file: str | None,
+    split: str,
+    out: Path | None,
+    resume: bool,
+    config_file: Path | None,
+    as_json: bool,
+    **parameters: Any,
+) -> None:
     """Score an agent on its held-out cases, without training.
 
     \b
@@ -44,9 +62,12 @@ def command(agent_file: str | None, split: str, config_file: Path | None, as_jso
       palestra eval my_agent.py --model.name k3f9      the model of a run: its id, name or folder; k3f9@50: a checkpoint
       palestra eval --agent-cmd "python my_agent.py" --cases cases.jsonl --measure score.py:score
       palestra eval my_agent.py --eval.samples_per_case 4 --eval.temperature 0.8
+      palestra eval my_agent.py --out scores.jsonl              then, after an interruption, with --resume
 
     `palestra config --keys` lists every setting.
     """
+    if resume and out is None:
+        raise PalestraError("--resume needs the file of the evaluation: --out FILE --resume")
     own = AgentOptions.take(parameters)
     options = with_model_of_run(settings.from_options(parameters))
     file, agent, config = own.open(agent_file, settings.layer(config_file, options))
@@ -55,7 +76,10 @@ def command(agent_file: str | None, split: str, config_file: Path | None, as_jso
     load_libraries(console, config.model.name)
     with make_display(console, config.track.log_every) as display:
         measures = file.suite.measures if file.measures is None else file.measures  # for held-out cases, too
-        report = evaluate(agent, suite, measures, config=config, reward_weights=file.reward_weights, watcher=display)
+        weights = file.reward_weights
+        report = evaluate(
+            agent, suite, measures, config=config, reward_weights=weights, watcher=display, out=out, resume=resume
+        )
     facts = RunFacts(config, "program" if isinstance(agent, ProgramAgent) else "agent")
     print_evaluation(console, f"{agent.name}, {cases}", report, facts)
     if as_json:

@@ -1,4 +1,4 @@
-"""`palestra export`: a trained model as a Hugging Face folder, a GGUF file or an Ollama model."""
+"""`palestra export`: a model as a Hugging Face folder or repository, GGUF file or Ollama model; a run as HTML."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import click
 from rich.console import Console
 
 from palestra.cli.common import debug_option, json_line_option, load_libraries
-from palestra.cli.find_run import model_of
-from palestra.core.files import slug
+from palestra.cli.find_run import find_run, model_of, require_run
+from palestra.core.errors import PalestraError
+from palestra.core.files import slug, write_text
 from palestra.train.progress import task
 
 if TYPE_CHECKING:
@@ -23,10 +24,18 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("run_or_model")
-@click.option("--to", "kind", required=True, type=click.Choice(["hf", "gguf", "ollama"]), help="The format.")
+@click.option(
+    "--to", "kind", required=True, type=click.Choice(["hf", "hub", "gguf", "ollama", "html"]), help="The format."
+)
 @click.option("--type", "type_", default="q8_0", show_default=True, help="f32, f16, bf16, q8_0; others by llama.cpp.")
-@click.option("--out", type=click.Path(path_type=Path), help="A folder, or the .gguf file. [default: in the run]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="A folder, or the .gguf or .html file. [default: in the run]"
+)
 @click.option("--name", help="Its name in Ollama, and in the GGUF file. [default: the run's]")
+@click.option("--repo", metavar="USER/NAME", help="With --to hub: the repository, which is made if it does not exist.")
+@click.option("--public", is_flag=True, help="With --to hub: everyone may see a new repository. [default: private]")
+@click.option("--adapter", is_flag=True, help="With --to hub: upload the adapter alone instead of the merged model.")
+@click.option("--groups", type=click.IntRange(1, 10_000), help="With --to html: how many groups. [default: 50]")
 @click.option("--llama-cpp", metavar="FOLDER", help="Where llama-quantize is. [env: LLAMA_CPP_PATH]")
 @json_line_option
 @debug_option
@@ -36,10 +45,14 @@ def command(
     type_: str,
     out: Path | None,
     name: str | None,
+    repo: str | None,
+    public: bool,
+    adapter: bool,
+    groups: int | None,
     llama_cpp: str | None,
     as_json: bool,
 ) -> None:
-    """Export a run's model, or any other, as a Hugging Face folder, a GGUF file or an Ollama model.
+    """Export a run's model, or any other, as a Hugging Face folder or repository, a GGUF file or an Ollama model.
 
     RUN is a run's id, name or folder; RUN@50 or RUN@best is one of its checkpoints.
 
@@ -47,16 +60,37 @@ def command(
     palestra export k3f9 --to gguf
     palestra export runs/my-agent-20260131-101500 --to ollama --name my-agent
     palestra export palestra/tiny --to gguf --type f16 --out tiny.gguf
+    palestra export k3f9 --to hub --repo my-name/my-agent
+    palestra export k3f9 --to html --out run.html
 
-    An adapter is merged into its base model.
+    An adapter is merged into its base model. A repository of the hub gets a model card with the evaluation. The HTML
+    page shows the run: its evaluation, curves, and groups side by side, in one file that needs no network.
     """
     console = Console(stderr=as_json)
+    _refuse_other_options(kind, {"--groups": groups} if kind != "html" else {"--name": name})
+    if kind == "hub":
+        _refuse_other_options("hub", {"--out": out, "--name": name})
+        if not repo:
+            raise PalestraError("--to hub needs a repository: --repo USER/NAME")
+        from palestra.models.export.hub import check_repo
+
+        check_repo(repo)
+    else:
+        _refuse_other_options(kind, {"--repo": repo, "--public": public, "--adapter": adapter})
+    if kind == "html":
+        made = _to_html(console, run_or_model, out, groups)
+        if as_json:
+            click.echo(json.dumps({"to": kind, **made}))
+        return
     model, folder = model_of(run_or_model)
     load_libraries(console, model)
     options = {"type": type_, "llama_cpp": llama_cpp}
     match kind:
         case "hf":
             made = _to_hf(console, model, out or folder / "hf")
+        case "hub":
+            assert repo is not None
+            made = _to_hub(console, run_or_model, model, repo, private=not public, adapter=adapter)
         case "gguf":
             made = _to_gguf(console, _open(console, model, name), folder, out, options)
         case _:
@@ -80,6 +114,42 @@ def _to_hf(console: Console, model: str, folder: Path) -> dict[str, Any]:
         to_hf(model, folder)
     console.print(f"{folder}", soft_wrap=True)
     return {"path": str(folder)}
+
+
+def _refuse_other_options(kind: str, options: dict[str, Any]) -> None:
+    if given := [name for name, value in options.items() if value]:
+        raise PalestraError(
+            f"--to {kind} takes no {' and no '.join(given)}; leave {'it' if len(given) == 1 else 'them'} out"
+        )
+
+
+def _to_html(console: Console, word: str, out: Path | None, groups: int | None) -> dict[str, Any]:
+    from palestra.dashboard.export_page import MAX_GROUPS, run_page
+    from palestra.dashboard.rollout_index import RolloutIndex
+
+    run = require_run(word)
+    path = out or run.export / f"{run.path.name}.html"
+    with task(console, "writing the page"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, run_page(RolloutIndex(run), groups or MAX_GROUPS))
+    console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
+    return {"path": str(path)}
+
+
+def _to_hub(console: Console, word: str, model: str, repo: str, *, private: bool, adapter: bool) -> dict[str, Any]:
+    from palestra.models.export.hub import to_hub
+
+    run = find_run(word, or_model=True)
+    # the report is of the weights after training, not of a checkpoint
+    is_final = run is not None and Path(model).resolve() == run.folder.model.resolve()
+    with task(console, f"uploading to {repo}"):
+        made = to_hub(
+            model, repo, private=private, adapter=adapter, report=run.folder.report() if run and is_final else None
+        )
+    console.print(
+        f"{made.url}{' (private, if it is new; --public makes it visible)' if private else ''}", soft_wrap=True
+    )
+    return {"repo": made.name, "url": made.url, "private": made.private}
 
 
 def _to_gguf(

@@ -35,7 +35,7 @@ GROUPS = {
     "Use a model": {
         "chat": ("chat", "Chat with a trained model that has its tools."),
         "serve": ("serve", "Serve a model to any client, like a hosted API; nothing is recorded."),
-        "export": ("export", "Export a model: Hugging Face folder, GGUF file, Ollama."),
+        "export": ("export", "Export a model (Hugging Face folder or hub, GGUF, Ollama) or a run's page."),
     },
     "Agents and environments in other programs": {
         "gateway": ("gateway", "Serve a model to agents and record the exact tokens of each attempt."),

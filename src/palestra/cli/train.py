@@ -152,7 +152,7 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
     """Whether this process only starts the ranks; False in a rank itself, and for one."""
     for option, value in refused.items():
         if value and nproc > 1:
-            raise PalestraError(f"--nproc {nproc} trains in this terminal; it does not go with {option}")
+            raise PalestraError(f"--nproc {nproc} trains in this terminal; leave out --nproc, or {option}")
     place = RankVariables.of_environment()
     if place is not None and place.local_size != nproc:
         raise PalestraError(

@@ -90,6 +90,7 @@ class TrainSection(Section):
     learning_rate: float | None = Field(
         None,
         gt=0,
+        lt=10,
         allow_inf_nan=False,
         description="default by model size: all weights 1e-5 for 100-200 M, more below, down to 1e-6 from 2 B; "
         "LoRA 1e-4 up to 1 B, down to 2e-5 from 5 B",
@@ -481,6 +482,14 @@ class TrackSection(Section):
         le=STEPS,
         description="of these, steps between those whose tokens' ratios and entropies are written; 0: none",
     )
+
+    transcripts_every: int = Field(
+        10, ge=0, le=STEPS, description="steps between tables of transcripts in W&B and Trackio; 0: none"
+    )
+
+    def shows_transcripts(self, step: int) -> bool:
+        """The first step has a table, too: it shows early what the agent does."""
+        return self.transcripts_every > 0 and (step == 1 or step % self.transcripts_every == 0)
 
     def records_rollouts(self, step: int) -> bool:
         return self.rollouts_every > 0 and step % self.rollouts_every == 0

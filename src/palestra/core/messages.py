@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from palestra.core.errors import PalestraError
-from palestra.core.types import Message, ToolCall
+from palestra.core.types import Message, ToolCall, ToolResult
 
 MAX_JSON_DEPTH = 100  # Python's recursion limit ends writing and walking values that are nested much deeper
+_PARSER_ID = re.compile(r"call_\d+")  # of a call that has no id of its own
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of servers and datasets for it
 
@@ -122,3 +126,33 @@ def _text(content: Any) -> str:
             raise PalestraError(f"a message has a content part that is not text: {shown}; only text is supported")
         parts.append(text)
     return encodable("".join(parts))
+
+
+def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message]:
+    """Number the calls of a conversation through: parsers number those of each message from 0.
+
+    Ids that a model or a server made are kept, and so are all ids before the message `first`.
+    """
+    found = list(messages[:first])
+    taken = {call.id for message in found for call in message.tool_calls}
+    free = (f"call_{number}" for number in count() if f"call_{number}" not in taken)
+    new_ids: dict[str | None, str] = {}  # of the last assistant message's calls, by their old ids
+    for message in messages[first:]:
+        if message.tool_calls:
+            new_ids = {call.id: next(free) for call in message.tool_calls if _PARSER_ID.fullmatch(call.id)}
+            calls = tuple(replace(call, id=new_ids.get(call.id, call.id)) for call in message.tool_calls)
+            message = replace(message, tool_calls=calls)
+        elif message.tool_call_id in new_ids:
+            message = replace(message, tool_call_id=new_ids[message.tool_call_id])
+        found.append(message)
+    return found
+
+
+def number_calls(
+    messages: Sequence[Message], results: Sequence[ToolResult], first: int = 0
+) -> tuple[list[Message], list[ToolResult]]:
+    """`with_unique_ids`, and the results with the new ids; there is a tool message for each, in the same order."""
+    numbered = with_unique_ids(messages, first)
+    ids = [message.tool_call_id for message in numbered[first:] if message.role == "tool"]
+    renamed = zip(results, ids, strict=True)
+    return numbered, [replace(result, call=replace(result.call, id=i or result.call.id)) for result, i in renamed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+from collections import Counter
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -149,23 +150,36 @@ def _with_snippet(index: RolloutIndex, row: sqlite3.Row, q: str) -> dict[str, An
 
 def facets(index: RolloutIndex) -> dict[str, Any]:
     """Values to filter by, with counts."""
+    kinds, stops, tools = Counter[str](), Counter[str](), Counter[str]()
+    steps: list[int] = []
+    rewards: list[float] = []
+    errors = 0
     with index.open() as db:
-        train = "FROM rollouts WHERE kind = 'train'"
-        steps = db.execute(f"SELECT min(step), max(step), min(reward), max(reward) {train}").fetchone()
-        tools: dict[str, int] = {}
+        # one scan of the rollouts: a large run has gigabytes of them
+        groups = db.execute(
+            "SELECT kind, stop, tools, error IS NOT NULL, count(*), min(step), max(step), min(reward), max(reward) "
+            "FROM rollouts GROUP BY 1, 2, 3, 4"
+        )
+        for kind, stop, names, failed, count, *ranges in groups:
+            kinds[kind] += count
+            stops[stop] += count
+            for tool in set(json.loads(names)):
+                tools[tool] += count
+            if kind == "train":
+                errors += count if failed else 0
+                steps += ranges[:2]
+                rewards += ranges[2:]
         measures: dict[str, None] = {}
-        for text, count in db.execute("SELECT tools, count(*) FROM rollouts GROUP BY tools"):
-            for tool in set(json.loads(text)):
-                tools[tool] = tools.get(tool, 0) + count
         for (text,) in db.execute("SELECT scores FROM rollouts GROUP BY kind, step"):
             measures |= dict.fromkeys(json.loads(text))
-        return {
-            "kinds": dict(db.execute("SELECT kind, count(*) FROM rollouts GROUP BY kind").fetchall()),
-            "steps": [steps[0], steps[1]],
-            "rewards": [steps[2], steps[3]],
-            "stops": dict(db.execute("SELECT stop, count(*) FROM rollouts GROUP BY stop").fetchall()),
-            "tools": dict(sorted(tools.items(), key=lambda item: -item[1])[:100]),
-            "measures": list(measures),
-            "errors": db.execute(f"SELECT count(*) {train} AND error IS NOT NULL").fetchone()[0],
-            "problems": db.execute(f"SELECT count(DISTINCT problem_id) {train}").fetchone()[0],
-        }
+        problems = db.execute("SELECT count(DISTINCT problem_id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
+    return {
+        "kinds": dict(kinds),
+        "steps": [min(steps, default=None), max(steps, default=None)],
+        "rewards": [min(rewards, default=None), max(rewards, default=None)],
+        "stops": dict(stops),
+        "tools": dict(tools.most_common(100)),
+        "measures": list(measures),
+        "errors": errors,
+        "problems": problems,
+    }

@@ -14,9 +14,10 @@ from palestra.dashboard import problems, token_view, transcripts
 from palestra.dashboard.answers import answer, whole
 from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.cheating import suspicion
+from palestra.dashboard.export_page import MAX_GROUPS, group_page, rollout_page, run_page
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_query import RolloutQuery, facets, find
-from palestra.dashboard.transcripts import group_page, require_id, rollout_page
+from palestra.dashboard.transcripts import require_id
 from palestra.servers.body import parse
 from palestra.servers.http_errors import refuse
 
@@ -108,6 +109,11 @@ def _export_group(index: RolloutIndex, request: Request) -> Response:
     return _attachment(group_page(index.folder.path.name, found), f"group-{found['id']}.html")
 
 
+def _export_run(index: RolloutIndex, request: Request) -> Response:
+    groups = whole(request, "groups", MAX_GROUPS, _MAX_PAGE)
+    return _attachment(run_page(index, groups), f"{index.folder.path.name}.html")
+
+
 def _id(request: Request) -> int:
     return require_id(request.path_params["id"])
 
@@ -130,6 +136,7 @@ _READS: dict[str, Read] = {
     "/rollouts/{id}/export.html": _export_rollout,
     "/groups/{id}": lambda index, request: transcripts.group(index, _id(request)),
     "/groups/{id}/export.html": _export_group,
+    "/export.html": _export_run,
     "/problems": _problems,
     "/problem": _problem,
     "/suspicion": lambda index, request: suspicion(index),

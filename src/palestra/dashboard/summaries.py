@@ -46,7 +46,7 @@ def summary(found: CatalogRun) -> dict[str, Any]:
         "source": found.source,
         "state": run.state,
         "active": run.is_active,
-        "reason": run.reason,
+        "reason": run.reason and run.reason.removeprefix("PalestraError: "),
         "created": run.created,
         "started": run.started,
         "ended": run.ended,

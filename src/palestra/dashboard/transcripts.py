@@ -1,26 +1,18 @@
-"""One rollout with all its messages, a group side by side, and both as one HTML file without script."""
+"""One rollout with all its messages, and a group side by side."""
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
-from palestra.evals.run_report.write import fill_template
 
 MAX_CHARS = 20_000  # of one message; the rest is read when somebody asks for it
 _AFTER_DIVERGENCE = 80
-_TEMPLATE = Path(__file__).with_name("export_page.html")
-# control characters, marks of direction and characters of no width: they change what is seen without being seen
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
-)
 
 
 def rollout(index: RolloutIndex, rollout_id: int, max_chars: int | None = MAX_CHARS) -> dict[str, Any]:
@@ -182,27 +174,3 @@ def require_id(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
         raise PalestraError(f"{text[:40]!r} is not the number of a rollout")
     return int(text)
-
-
-def rollout_page(run: str, rollout: Mapping[str, Any]) -> str:
-    title = f"rollout {rollout['id']} of {run}"
-    return _page(title, [rollout], rollout["problem_id"], rollout["step"], rollout["kind"])
-
-
-def group_page(run: str, group: Mapping[str, Any]) -> str:
-    title = f"group {group['id']} of {run}"
-    return _page(title, group["rollouts"], group["problem_id"], group["step"], group["kind"])
-
-
-def reveal(text: Any) -> str:
-    """Text in which hidden characters are written out.
-
-    >>> reveal("a\\u202eb")
-    'a\\\\u202eb'
-    """
-    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", str(text))
-
-
-def _page(title: str, rollouts: list[Mapping[str, Any]], problem: str, step: int, kind: str) -> str:
-    values = {"title": title, "rollouts": rollouts, "problem": problem, "step": step, "kind": kind}
-    return fill_template(_TEMPLATE, {"reveal": reveal}, values)

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,27 +19,20 @@ from typing import Any
 import torch
 
 from palestra.core.errors import PalestraError
-from palestra.core.http import HttpError, Request
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
 from palestra.models import adapters
 from palestra.models.chat.render import prepare
 from palestra.models.chat.template import ChatFormat
-from palestra.models.gguf.read import SMOLLM2, cached_conversion, smollm2_file
+from palestra.models.gguf.read import cached_conversion, smollm2_file
+from palestra.models.names import REMEDY, SMOLLM2, TINY, canonical_name, check_name, hub_unreachable, not_in_cache
 
 log = logging.getLogger("palestra")
 
-TINY = "palestra/tiny"
 _UNSTATED_CONTEXT = 1 << 15
 _PADS = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|endoftext|>", "<unk>")
-_HUB_TIMEOUT_S = 4.0
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_ROUTES = re.compile(r"^(litellm/|ollama_chat/|ollama/|https?://|hf\.co/|huggingface\.co/)")
-_REMEDY = (
-    "Give a local folder with config.json and weights, or a .gguf file, or use palestra/tiny, which needs no download."
-)
 
 
 @dataclass(frozen=True)
@@ -61,17 +53,6 @@ class LoadedModel:
         """How many tokens the model can hold at once."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)
-
-
-def canonical_name(name: str) -> str:
-    """The name without route prefixes, quantisation tag and `-GGUF`; local paths and .gguf files are unchanged."""
-    if name.endswith(".gguf") or Path(name).expanduser().exists():
-        return name
-    bare = name
-    while match := _ROUTES.match(bare):
-        bare = bare[match.end() :]
-    repository, _, _tag = bare.partition(":")
-    return re.sub(r"-GGUF$", "", repository, flags=re.IGNORECASE)
 
 
 def load_model(
@@ -242,33 +223,9 @@ def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any])
             return load(local_files_only=True, **where)
         except (OSError, ValueError):
             if reason := hub_unreachable():
-                raise PalestraError(
-                    f"the model {name!r} could not be loaded: it is not in the local cache, and {reason}. {_REMEDY}"
-                ) from None
+                raise not_in_cache(name, reason) from None
     with _explain_errors(name):
         return load(local_files_only=folder is not None, **where)
-
-
-def hub_unreachable() -> str | None:
-    """The reason why the hub cannot be reached, found in seconds instead of by retries; None if it answers."""
-    for variable in _OFFLINE:
-        if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
-            return f"{variable} is set"
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    results: list[str | None] = []
-    # in a thread, because a DNS lookup may take longer than the timeout of the request
-    thread = threading.Thread(target=lambda: results.append(_ask_hub(endpoint)), daemon=True)
-    thread.start()
-    thread.join(_HUB_TIMEOUT_S)
-    return results[0] if results else f"{endpoint} does not answer within {_HUB_TIMEOUT_S:g} s"
-
-
-def _ask_hub(endpoint: str) -> str | None:
-    try:
-        Request(endpoint, method="HEAD", timeout_s=_HUB_TIMEOUT_S).send()  # an error status is an answer too
-    except HttpError as error:
-        return f"{endpoint} cannot be reached ({error.reason})"
-    return None
 
 
 def _portable_name(source: str) -> str:
@@ -289,15 +246,12 @@ def _folder_of(source: str) -> Path | None:
         return cached_conversion(smollm2_file())
     if source.endswith(".gguf"):
         return cached_conversion(Path(source).expanduser())
-    if source.startswith("palestra/"):
-        raise PalestraError(f"there is no model {source!r}; palestra/ has {TINY} and {SMOLLM2}")
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists() and not (folder / "adapter_config.json").exists():
-            raise PalestraError(f"the folder {folder} has no config.json, so it is not a model. {_REMEDY}")
+            raise PalestraError(f"the folder {folder} has no config.json, so it is not a model. {REMEDY}")
         return folder
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.startswith("."):
-        raise PalestraError(f"there is no folder {source!r}, and it is not a hub id such as Qwen/Qwen3-0.6B. {_REMEDY}")
+    check_name(source)
     return None
 
 
@@ -335,4 +289,4 @@ def _explain_errors(name: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         first_line = " ".join(lines)[:400] if lines[0].endswith(":") else lines[0]  # it announces those below it
         reason = first_line if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {first_line}"
-        raise PalestraError(f"the model {name!r} could not be loaded: {reason} {_REMEDY}") from error
+        raise PalestraError(f"the model {name!r} could not be loaded: {reason} {REMEDY}") from error

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.messages import number_calls
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
 from palestra.models.chat.grammars import GrammarText
@@ -42,6 +43,7 @@ class Speaker(Protocol):
 
     turns: list[Turn]  # what is trained; empty where there are no token ids
     sampled_tokens: int
+    shows_call_ids: bool  # the model reads the ids of its calls, so the record keeps them
 
     async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
         """The next assistant message, and why it ended."""
@@ -84,6 +86,9 @@ async def run_attempt(
     scores = {}
     try:
         stop = await play(speaker, episode, attempt, limits, seed)
+        if not speaker.shows_call_ids:
+            first = len(episode.prompt)
+            attempt.messages, attempt.tool_results = number_calls(attempt.messages, attempt.tool_results, first)
         scores = dict(await from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 from palestra.core.group_codec import group_to_dict
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem
+from palestra.evals.eval_file import EvalFile
 from palestra.evals.report import EvalReport
 from palestra.rollout.collect import OnRollout, require_one_good
+
+ATTEMPTS_BETWEEN_WRITES = 64  # of an evaluation with a file; enough to keep a sampler busy
 
 
 class CollectsGroups(Protocol):
@@ -45,13 +49,27 @@ async def evaluate(
     samples_per_case: int = 1,
     seed: int = 0,
     on_rollout: OnRollout = lambda r: None,
+    file: EvalFile | None = None,
 ) -> EvalReport:
-    """Attempt every problem `samples_per_case` times and report pass rates with their intervals."""
+    """Attempt every problem `samples_per_case` times and report pass rates with their intervals.
+
+    With a file, attempts that it holds are not made again, and new ones are written to it as they end.
+    """
     began = time.perf_counter()
-    keys = [f"eval/{seed}/{problem.own_id}" for problem in problems]
-    groups = await collector.collect(problems, samples_per_case, keys, on_rollout)
-    require_one_good(groups)
-    rollouts = [r for group in groups for r in group.rollouts]
+    done = {} if file is None else file.load(problems, samples_per_case)
+    for rollout in chain.from_iterable(done.values()):
+        on_rollout(rollout)
+    missing = [problem for problem in problems if problem.id not in done]
+    at_once = len(missing) if file is None else max(1, ATTEMPTS_BETWEEN_WRITES // samples_per_case)
+    for start in range(0, len(missing), max(1, at_once)):
+        part = missing[start : start + at_once]
+        keys = [f"eval/{seed}/{problem.own_id}" for problem in part]
+        groups = await collector.collect(part, samples_per_case, keys, on_rollout)
+        done |= {problem.id: list(group.rollouts) for problem, group in zip(part, groups, strict=True)}
+        if file is not None:
+            file.add(groups)
+        require_one_good(groups)
+    rollouts = [rollout for problem in problems for rollout in done[problem.id]]
     return EvalReport.of(rollouts, seconds=time.perf_counter() - began)
 
 

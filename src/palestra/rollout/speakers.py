@@ -21,6 +21,8 @@ _CHARACTERS_PER_TOKEN = 4  # a guess, for endpoints that do not say how many tok
 class ReadsTokens(Protocol):
     """What a speaker needs of a chat format: messages out of tokens and tokens for replies."""
 
+    shows_call_ids: bool
+
     def read(
         self,
         token_ids: Sequence[int],
@@ -46,6 +48,7 @@ class TokenSpeaker:
     ) -> None:
         self.turns: list[Turn] = [prompt]
         self.sampled_tokens = 0
+        self.shows_call_ids = chat.shows_call_ids
         self._policy = policy
         self._session = session
         self._chat = chat
@@ -116,6 +119,7 @@ class EndpointSpeaker:
     def __init__(self, endpoint: ChatEndpoint, messages: Sequence[Message], tools: Sequence[dict[str, object]]) -> None:
         self.turns: list[Turn] = []
         self.sampled_tokens = 0
+        self.shows_call_ids = False
         self._endpoint = endpoint
         self._messages = list(messages)
         self._tools = tools

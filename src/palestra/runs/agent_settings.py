@@ -59,7 +59,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "distill.divergence", "distill.top_k", "distill.phase_out", "eval.cases", "eval.samples_per_case",
         "eval.temperature", "eval.every",
         "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_best", "track.report_to", "track.project",
-        "track.run_name", "track.log_every", "track.rollouts_every", "track.tokens_every",
+        "track.run_name", "track.log_every", "track.rollouts_every", "track.tokens_every", "track.transcripts_every",
     ),
 }  # fmt: skip
 SITE_SETTINGS = [key for name, keys in SETTING_CLASSES.items() if name not in ("agent", "model") for key in keys]

@@ -13,6 +13,7 @@ from palestra.core.files import read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import HELD_OUT_PREFIX, Problem
 from palestra.envs.base import Split
+from palestra.evals.eval_file import EvalFile
 from palestra.evals.report import EvalReport
 from palestra.rollout.evaluate import CollectsGroups, evaluate
 from palestra.train.watcher import Watcher
@@ -27,8 +28,11 @@ class Evaluator:
     config: RunConfig
     split: Split = "held_out"
 
-    def run(self, runner: asyncio.Runner, watcher: Watcher, phase: str) -> EvalReport:
-        """Score the problems as `config.eval` says, and report each rollout to the watcher."""
+    def run(self, runner: asyncio.Runner, watcher: Watcher, phase: str, file: EvalFile | None = None) -> EvalReport:
+        """Score the problems as `config.eval` says, and report each rollout to the watcher.
+
+        Attempts are kept in `file`, which may hold some already.
+        """
         options = self.config.eval
         problems = self.problems[: options.cases]
         watcher.phase(phase, len(problems) * options.samples_per_case)
@@ -40,6 +44,7 @@ class Evaluator:
                 samples_per_case=options.samples_per_case,
                 seed=self.config.seed,
                 on_rollout=lambda rollout: watcher.advance(next(done), {}),
+                file=file,
             )
         )
         return replace(report, split=self.split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ def forecast(
         return None
     place = RankVariables.of_environment()
     work = work_of(config, shape, device, prompt_tokens=prompt_tokens, gpus=place.size if place else 1)
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if context and work.new_tokens > context:  # rollouts end where the context is full
+        work = replace(work, new_tokens=context)
     return estimate(shape, device, work)
 
 

@@ -1,4 +1,4 @@
-"""The progress of long work: a live bar on a terminal and in notebooks, lines of text in a log.
+"""The progress of long work: a live bar on a terminal, curves in a notebook, lines of text in a log.
 
 Runs have a display, which is a `Watcher`; everything else that takes long is a `task`:
 
@@ -10,14 +10,13 @@ Runs have a display, which is a `Watcher`; everything else that takes long is a 
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,16 +25,20 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.show import show_path, show_seconds, show_size, sparkline, visible
+from palestra.evals.run_report.notebook import charts, fragment, table, text
 from palestra.train.watcher import Watcher
 
 LINE_EVERY_S = 30.0  # a log says something at least this often
 _SPARKLINE_WIDTH = 60
+UPDATE_EVERY_S = 0.5  # of a notebook's output
+_SHOWN_STEPS, _SHOWN_LINES = 8, 12  # the last ones, there
 
 Unit = Literal["steps", "rollouts", "bytes", ""]
 OnStep = Callable[[int, dict[str, float]], dict[str, float]]  # a step's number and metrics -> those that are shown
 
 
-def _all_metrics(step: int, metrics: dict[str, float]) -> dict[str, float]:
+def all_metrics(step: int, metrics: dict[str, float]) -> dict[str, float]:
+    """Show a step's metrics as they are."""
     return metrics
 
 
@@ -111,7 +114,7 @@ class Phase:
 class Display(Watcher):
     """A watcher that keeps the run folder and is a context manager."""
 
-    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = _all_metrics) -> None:
+    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = all_metrics) -> None:
         self.console = console
         self.log_every = log_every
         self.run_dir: Path | None = None
@@ -161,7 +164,7 @@ class LineDisplay(Display):
         self,
         console: Console,
         log_every: int = 1,
-        on_step: OnStep = _all_metrics,
+        on_step: OnStep = all_metrics,
         *,
         silence_s: float = LINE_EVERY_S,
     ) -> None:
@@ -212,7 +215,7 @@ class LineDisplay(Display):
 class LiveDisplay(Display):
     """A progress bar, the metrics of the last step, and a sparkline of the pass rate."""
 
-    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = _all_metrics) -> None:
+    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = all_metrics) -> None:
         super().__init__(console, log_every, on_step)
         self._pass_rates: list[float] = []
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
@@ -264,14 +267,97 @@ class LiveDisplay(Display):
         return Group(*lines)
 
 
-def make_display(console: Console, log_every: int = 1, on_step: OnStep = _all_metrics) -> Display:
-    """The live display on a terminal and in notebooks, lines of text elsewhere."""
-    has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-    kind = LiveDisplay if console.is_terminal or has_widgets else LineDisplay
-    return kind(console, log_every, on_step)
+class NotebookDisplay(Display):
+    """Live curves of reward and pass rate, the last steps, and what the run says; it stays when the run has ended."""
+
+    def __init__(self, console: Console, log_every: int = 1, on_step: OnStep = all_metrics) -> None:
+        super().__init__(console, log_every, on_step)
+        self._steps: list[dict[str, float]] = []
+        self._lines: list[str] = []
+        self._handle: Any = None
+        self._updated = 0.0
+
+    def __enter__(self) -> Self:
+        from IPython.display import HTML, display
+
+        self._handle = display(HTML(""), display_id=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        is_run = self.run_dir is not None or bool(self._phases)
+        self._update(fragment(*self._parts()) if is_run else "")
+
+    def started(self, folder: Path) -> None:
+        self.on_start()
+        self.run_dir = folder
+        self._say(f'<div class="soft">run folder {text(show_path(folder))}</div>')
+
+    def begin(self, phase: Phase) -> None:
+        super().begin(phase)
+        self._refresh(now=True)
+
+    def advance(self, done: int, metrics: dict[str, float]) -> None:
+        super().advance(done, metrics)
+        if self._phase.unit == "steps":
+            self._steps.append({"step": done, **self._phase.metrics})
+        self._refresh()
+
+    def rollout(self) -> None:
+        super().rollout()
+        self._refresh()
+
+    def note(self, line: str) -> None:
+        self._say(f'<div class="soft">{text(line)}</div>')
+
+    def warn(self, line: str) -> None:
+        self._say(f'<div class="warn">! {text(line)}</div>')
+
+    def _say(self, html: str) -> None:
+        self._lines = [*self._lines, html][-_SHOWN_LINES:]
+        self._refresh(now=True)
+
+    def _refresh(self, now: bool = False) -> None:
+        """Draw at most twice a second: each update is sent to the browser whole."""
+        if self._handle is not None and (now or time.monotonic() - self._updated > UPDATE_EVERY_S):
+            self._update(fragment(*self._parts()))
+
+    def _update(self, html: str) -> None:
+        from IPython.display import HTML
+
+        self._updated = time.monotonic()
+        self._handle.update(HTML(html))
+
+    def _parts(self) -> list[str]:
+        phase = self._phase
+        left = phase.seconds_left
+        clock = f"{show_seconds(left)} left" if left and not phase.is_over else show_seconds(phase.seconds)
+        amount = "" if phase.total is None else f'value="{phase.done}" max="{max(1, phase.total)}"'
+        bar = f"<progress {amount}></progress>"
+        head = f"<div><b>{text(phase.name)}</b> {bar} {text(phase.position)} <span class=soft>{clock}</span></div>"
+        rows = [
+            (
+                f"{row['step']:.0f}",
+                _number(row, "reward_mean"),
+                _number(row, "pass_rate", "{:.0%}"),
+                _number(row, "loss"),
+            )
+            for row in self._steps[: -_SHOWN_STEPS - 1 : -1]
+        ]
+        return [head, charts(self._steps), table(("step", "reward", "pass rate", "loss"), rows), *self._lines]
 
 
-def console_progress(on_step: OnStep = _all_metrics, log_every: int = 1) -> Display:
+def _number(row: dict[str, float], key: str, form: str = "{:.3g}") -> str:
+    return form.format(row[key]) if key in row else ""
+
+
+def make_display(console: Console, log_every: int = 1, on_step: OnStep = all_metrics) -> Display:
+    """The live display on a terminal, curves in a notebook, lines of text elsewhere."""
+    if console.is_jupyter:
+        return NotebookDisplay(console, log_every, on_step)
+    return (LiveDisplay if console.is_terminal else LineDisplay)(console, log_every, on_step)
+
+
+def console_progress(on_step: OnStep = all_metrics, log_every: int = 1) -> Display:
     """The display of a run that has no command line: started from Python, or in the background."""
     return make_display(Console(stderr=True), log_every, on_step)
 

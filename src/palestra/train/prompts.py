@@ -140,6 +140,8 @@ class PromptEnvironment:
 class _Texts:
     """What a TokenSpeaker reads answers with: all text, no tool calls."""
 
+    shows_call_ids = False
+
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 

@@ -243,13 +243,29 @@ def test_hostile_texts_are_answered_as_json_and_cut(tmp_path) -> None:
 def test_an_exported_page_holds_no_markup_of_the_model(tmp_path) -> None:
     api = api_of(make_runs.write_run(tmp_path / "run", iter([next(make_runs.hostile_groups())])), tmp_path / "home")
     row = api.rows()[0]
-    for page in (f"rollouts/{row['id']}/export.html", f"groups/{row['group']}/export.html"):
+    for page in (f"rollouts/{row['id']}/export.html", f"groups/{row['group']}/export.html", "export.html"):
         response = api.client.get(f"{api.path}/{page}")
         assert "<script" not in response.text
         assert "<img" not in response.text
         assert "&lt;script&gt;" in response.text
         assert "attachment" in response.headers["content-disposition"]
         assert "sandbox" in response.headers["content-security-policy"]
+
+
+def test_the_page_of_a_run_has_groups_of_all_its_steps_with_signal_where_there_is_some(tmp_path) -> None:
+    run = make_runs.write_run(tmp_path / "run", make_runs.plain_groups(96))
+    api = api_of(run, tmp_path / "home")
+    groups = {row["group"]: set() for row in api.rows(limit=200)}
+    for row in api.rows(limit=200):
+        groups[row["group"]].add(row["reward"])
+    page = api.client.get(f"{api.path}/export.html", params={"groups": 3}).text
+    assert page.count("<details") == 3
+    assert f"3 of {len(groups)} groups" in page
+    assert any(len(rewards) > 1 for rewards in groups.values())
+    shown = [set(line.split("rewards ")[1].split("<")[0].split()) for line in page.splitlines() if "rewards " in line]
+    assert all(len(rewards) > 1 for rewards in shown)
+    assert "<svg" in page
+    assert "http" not in page.replace("http-equiv", "").replace('xmlns="http://www.w3.org/2000/svg"', "")
 
 
 def test_a_large_run_answers_while_it_is_being_indexed(tmp_path) -> None:

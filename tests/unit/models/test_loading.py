@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +256,29 @@ def test_experts_in_mxfp4_are_loaded_in_the_models_dtype_and_saved_again(tiny: A
     assert (weight == 2.0).all()
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+NAMES = """
+import sys
+from palestra.core.errors import PalestraError
+from palestra.models.names import require_model
+
+for name in sys.argv[1:]:
+    try:
+        require_model(name)
+    except PalestraError as error:
+        print(error)
+    else:
+        print("fine")
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_model_that_cannot_be_had_is_reported_without_torch(tmp_path) -> None:
+    names = ["palestra/tiny", str(tmp_path), "palestra/tny", "gone.gguf", "./gone", "no-such/model"]
+    done = subprocess.run([sys.executable, "-c", NAMES, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    assert found[:2] == ["fine", "fine"]
+    expected = ("palestra/smollm2", "gone.gguf", "hub id", "HF_HUB_OFFLINE")
+    assert [text in line for text, line in zip(expected, found[2:], strict=True)] == [True] * 4

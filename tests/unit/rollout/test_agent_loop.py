@@ -55,6 +55,26 @@ def test_a_tool_call_is_answered_and_the_conversation_goes_on(tiny_tokenizer) ->
     assert {v for t in rollout.turns for v in t.versions.tolist()} == {3}
 
 
+def test_calls_of_all_turns_have_ids_of_their_own_and_results_keep_theirs(tiny_tokenizer) -> None:
+    failing = CALL.replace('"b": 3', '"b": "three"')
+    rollout = play(tiny_tokenizer, [CALL, failing, CALL, ANSWER], ScriptedEpisode(tools=[add]))
+    ids = [call.id for message in rollout.messages for call in message.tool_calls]
+    assert ids == ["call_0", "call_1", "call_2"]
+    assert [m.tool_call_id for m in rollout.messages if m.role == "tool"] == ids
+    assert [result.call.id for result in rollout.tool_results] == ids
+    assert [result.ok for result in rollout.tool_results] == [True, False, True]
+
+
+def test_ids_that_the_template_shows_stay_as_the_model_read_them(tiny_tokenizer) -> None:
+    template = tiny_tokenizer.chat_template
+    tiny_tokenizer.chat_template = template + "{#- tool_call_id -#}"
+    try:
+        rollout = play(tiny_tokenizer, [CALL, CALL, ANSWER], ScriptedEpisode(tools=[add]))
+    finally:
+        tiny_tokenizer.chat_template = template
+    assert [call.id for message in rollout.messages for call in message.tool_calls] == ["call_0", "call_0"]
+
+
 FENCED = 'Let me add.\n```json\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n```<|im_end|>'
 
 

@@ -155,3 +155,12 @@ def _small() -> Qwen3Config:
 def _qwen_4b() -> Qwen3Config:
     return Qwen3Config(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
                        head_dim=128, intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
+
+
+def test_tokens_beyond_the_context_are_not_planned_for() -> None:
+    small = Qwen3Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                        intermediate_size=128, vocab_size=512, max_position_embeddings=2048)  # fmt: skip
+    sizes = {"train.problems_per_step": 4, "rollout.group_size": 4}
+    planned = forecast(RunConfig.build({**sizes, "rollout.max_new_tokens": 100_000}), small, CUDA)
+    assert planned is not None
+    assert planned.work.new_tokens == 2048

@@ -6,7 +6,8 @@ import time
 import pytest
 from rich.console import Console
 
-from palestra.train.progress import LineDisplay, LiveDisplay, Phase, make_display, task
+from palestra.evals.run_report.notebook import fragment
+from palestra.train.progress import LineDisplay, LiveDisplay, NotebookDisplay, Phase, make_display, task
 
 ROW = {"reward_mean": 0.5, "pass_rate": 0.25, "sample_tokens_per_second": 1234.0}
 
@@ -20,11 +21,19 @@ def test_terminal_gets_the_live_display_and_a_file_plain_lines():
     assert isinstance(make_display(console(terminal=False), 1), LineDisplay)
 
 
-def test_a_notebook_gets_the_live_display_if_it_has_widgets(monkeypatch):
-    notebook = Console(file=io.StringIO(), force_jupyter=True)
-    for spec, kind in ((None, LineDisplay), ("found", LiveDisplay)):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
-        assert isinstance(make_display(notebook), kind)
+def test_a_notebook_gets_curves_and_a_table_of_the_last_steps():
+    display = make_display(Console(file=io.StringIO(), force_jupyter=True))
+    assert isinstance(display, NotebookDisplay)
+    display.phase("training", 20)
+    for step in range(1, 13):
+        display.advance(step, {"reward_mean": step / 20, "pass_rate": step / 40, "loss": 0.5})
+    display.warn("<script>alert(1)</script>")
+    page = fragment(*display._parts())
+    assert page.count("<svg") == 2
+    assert 'value="12" max="20"' in page
+    assert "<td>12</td><td>0.6</td><td>30%</td><td>0.5</td>" in page
+    assert "<td>4</td>" not in page, "the last eight steps alone"
+    assert "<script" not in page
 
 
 def test_plain_display_keeps_to_log_every_and_always_says_the_last_step():

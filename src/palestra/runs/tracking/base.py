@@ -69,6 +69,10 @@ class GuardedTracker(Tracker):
         if self._failures < MAX_CONSECUTIVE_FAILURES:
             self._try(lambda: self._service.metrics(step, row))
 
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        if self._failures < MAX_CONSECUTIVE_FAILURES:
+            self._try(lambda: self._service.rollouts(step, groups))
+
     def close(self) -> None:
         self._try(self._service.close)
 

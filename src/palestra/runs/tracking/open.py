@@ -75,11 +75,11 @@ def _service(
     resumed = resume_after is not None
     match name:
         case "wandb":
-            return WandbService(folder, track.project, run_name, track.entity, settings, resumed)
+            return WandbService(folder, run_name, track, settings, resumed)
         case "tensorboard":
             return TensorBoardService(folder, settings, resume_after)
         case "mlflow":
             return MLflowService(folder, track.project, run_name, settings, resumed)
         case "trackio":
-            return TrackioService(track.project, run_name, settings, resumed)
+            return TrackioService(run_name, track, settings, resumed)
     raise PalestraError(f"unknown tracker {name!r}; expected wandb, tensorboard, mlflow or trackio")

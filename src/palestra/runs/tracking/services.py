@@ -1,4 +1,5 @@
-"""Services that take a run's metrics: W&B, TensorBoard, MLflow and Trackio. Rollouts stay in rollouts.jsonl.
+"""Services that take a run's metrics: W&B, TensorBoard, MLflow and Trackio. W&B and Trackio show transcripts, too; all
+rollouts are in rollouts.jsonl.
 
 Each library is imported when its service starts.
 """
@@ -11,15 +12,18 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.core.config import flatten
+from palestra.core.config_sections import TrackSection
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_text
 from palestra.core.run_folder import RunFolder
+from palestra.core.types import Group
 from palestra.runs.tracking.base import Tracker
+from palestra.runs.tracking.transcripts import COLUMNS, transcript_rows
 
 MAX_PARAMETER_CHARS = 6000  # MLflow's own limit
 _MODES_WITHOUT_KEY = ("offline", "dryrun", "disabled")
@@ -29,16 +33,17 @@ class WandbService(Tracker):
     """One W&B run, online or offline (WANDB_MODE=offline) in the run folder; a resumed training continues it."""
 
     def __init__(
-        self, folder: RunFolder, project: str, name: str, entity: str | None, settings: Mapping[str, Any], resumed: bool
+        self, folder: RunFolder, name: str, track: TrackSection, settings: Mapping[str, Any], resumed: bool
     ) -> None:
         import wandb
 
         check_wandb_key()
+        self._track = track
         if not (resumed and folder.wandb_id_file.exists()):
             write_text(folder.wandb_id_file, uuid.uuid4().hex[:12])
         self._run = wandb.init(
-            project=project,
-            entity=entity,
+            project=track.project,
+            entity=track.entity,
             name=name,
             dir=folder.path,
             id=folder.wandb_id_file.read_text(),
@@ -53,6 +58,13 @@ class WandbService(Tracker):
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
         self._run.log({"step": step, **row})
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        if self._track.shows_transcripts(step):
+            import wandb
+
+            table = wandb.Table(columns=COLUMNS, data=transcript_rows(step, groups))
+            self._run.log({"step": step, "transcripts": table})
 
     def close(self) -> None:
         self._run.finish()
@@ -139,15 +151,22 @@ def _mlflow_name(name: str) -> str:
 class TrackioService(Tracker):
     """One Trackio run, local or in the Space of TRACKIO_SPACE_ID; a resumed training continues the run of its name."""
 
-    def __init__(self, project: str, name: str, settings: Mapping[str, Any], resumed: bool) -> None:
+    def __init__(self, name: str, track: TrackSection, settings: Mapping[str, Any], resumed: bool) -> None:
         import trackio
 
+        self._track = track
         self._run = trackio.init(
-            project, name=name, config=dict(settings), resume="allow" if resumed else "never", embed=False
+            track.project, name=name, config=dict(settings), resume="allow" if resumed else "never", embed=False
         )
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
         self._run.log(dict(row), step=step)
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        if self._track.shows_transcripts(step):
+            import trackio
+
+            self._run.log({"transcripts": trackio.Table(COLUMNS, transcript_rows(step, groups))}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from palestra.core.errors import ContextLengthError, PalestraError
+from palestra.core.messages import with_unique_ids
 from palestra.core.types import (
     Lineage,
     Message,
@@ -315,7 +316,7 @@ class Attempt:
         if not rows:
             return Rollout(self.problem.id, (), (), "failed")
         last = self.tree.nodes[-1]
-        messages = last.messages
+        messages = self._recorded(last)
         return Rollout(
             self.problem.id,
             rows.pop(last),
@@ -324,8 +325,14 @@ class Attempt:
             tool_results=tuple(_tool_results(messages)),
             seconds=time.perf_counter() - self._began,
             tool_names=tuple(dict.fromkeys(name for node in last.path for name in node.prompt.tool_names)),
-            lineages=tuple(Lineage(turns, leaf.messages, self._stop_reason(leaf)) for leaf, turns in rows.items()),
+            lineages=tuple(
+                Lineage(turns, self._recorded(leaf), self._stop_reason(leaf)) for leaf, turns in rows.items()
+            ),
         )
+
+    def _recorded(self, leaf: TurnNode) -> tuple[Message, ...]:
+        """The messages of a conversation, its calls with ids of their own if the model does not read them."""
+        return leaf.messages if self.model.chat.shows_call_ids else tuple(with_unique_ids(leaf.messages))
 
     def _stop_reason(self, leaf: TurnNode) -> StopReason:
         if leaf.refused:

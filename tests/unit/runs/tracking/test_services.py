@@ -1,6 +1,7 @@
 """The own reader of each tracking service finds what a run wrote. tests/interfaces/test_wandb_sync.py has W&B's."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trackers import attempts
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -18,6 +20,7 @@ LOSSES = [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]  # of `track`, by step
 # Trackio fixes its folder when it is imported, so it runs in a process of its own.
 TRACKIO = """
 from pathlib import Path
+from trackers import attempts
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.runs.tracking.open import open_trackers
@@ -26,8 +29,16 @@ config = RunConfig.build({"track": {"report_to": ["trackio"], "project": "gym", 
 for steps, resume_after in ((range(1, 3), None), (range(3, 5), 2)):
     trackers = open_trackers(config, RunFolder(Path(".")), {"agent": "calculator"}, resume_after)
     for step in steps:
+        trackers.rollouts(step, attempts())
         trackers.metrics(step, {"loss": step / 2})
     trackers.close()
+"""
+# Tables of a run, by step.
+READ_TRACKIO = """
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+rows = SQLiteStorage.get_logs("gym", "first")
+print(json.dumps([(row["step"], row["transcripts"]["_value"]) for row in rows if row.get("transcripts")]))
 """
 
 
@@ -58,6 +69,7 @@ def test_trackio_has_a_run_and_its_resumption_as_one(tmp_path: Path, monkeypatch
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     read = ["from trackio.cli import main; main()", "get", "metric", "--json", "--project", "gym"]
     read += ["--run", "first", "--metric", "loss"]
     for words in ([TRACKIO], read):
@@ -65,6 +77,28 @@ def test_trackio_has_a_run_and_its_resumption_as_one(tmp_path: Path, monkeypatch
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
     assert [(value["step"], value["value"]) for value in json.loads(done.stdout)["values"]] == LOSSES
+    rows = subprocess.run([sys.executable, "-c", READ_TRACKIO], cwd=tmp_path, capture_output=True, text=True)
+    assert rows.returncode == 0, rows.stderr
+    [(step, table)] = json.loads(rows.stdout)
+    assert step == 1
+    assert [row["passed"] for row in table] == [True, False]
+    assert "calls add(a=1, b=2)" in table[0]["transcript"]
+
+
+def test_wandb_has_a_table_of_transcripts_for_the_first_step_and_every_tenth(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = RunConfig.build({"track.report_to": ["wandb"]})
+    opened = open_trackers(config, RunFolder(tmp_path), {}, None)
+    for step in range(1, 12):
+        opened.rollouts(step, attempts())
+        opened.metrics(step, {"loss": 1.0})
+    opened.close()
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert sorted(table["data"][0][0] for table in tables) == [1, 10]
+    first = dict(zip(tables[0]["columns"], tables[0]["data"][0], strict=True))
+    assert (first["reward"], first["question"], first["reasons"]) == (1.0, "What is 1 + 2?", "right: 1 right")
+    assert first["transcript"] == "assistant: \n  calls add(a=1, b=2)\ntool: 3\nassistant: It is 3."
 
 
 def test_mlflow_has_a_run_and_its_resumption_as_one(track: Callable[..., Any], tmp_path: Path) -> None:

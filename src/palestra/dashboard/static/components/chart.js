@@ -9,6 +9,12 @@ const RAW_ALPHA = 0.28;
 const WHOLE = [1, 2, 5].flatMap((n) => [...Array(10).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
 const SERIES = 6; // colours in the stylesheet; further series begin again with the first
 
+/** Labels of an axis in one notation: small numbers, such as learning rates, would be cut off by its edge. */
+function tickLabels(ticks) {
+  const size = Math.max(...ticks.map(Math.abs));
+  return ticks.map((tick) => (size && size < 0.01 && tick ? tick.toExponential(2) : number(tick)));
+}
+
 /** Exponential moving average without the bias of its first values; gaps stay gaps. */
 function smoothed(values, weight) {
   if (!weight) return values;
@@ -93,7 +99,7 @@ export class Chart {
           ...axis,
           size: 52,
           space: 36,
-          values: (_, ticks) => ticks.map((tick) => (this.percent ? asPercent(tick) : number(tick))),
+          values: (_, ticks) => (this.percent ? ticks.map(asPercent) : tickLabels(ticks)),
         },
       ],
       series: [{}, ...this.series.map((_, i) => line(i, 1, RAW_ALPHA)), ...this.series.map((_, i) => line(i, 2, 1))],

@@ -37,7 +37,7 @@ function groupHeading(run, rows) {
   return [
     title(rows[0]),
     h("span.soft.small", ` · ${rows.length} attempts, mean reward ${number(mean)} · `),
-    h("a.small", { href: link(["runs", run, "groups", rows[0].group]) }, "side by side"),
+    h("a.small.underlined", { href: link(["runs", run, "groups", rows[0].group]) }, "side by side"),
   ];
 }
 

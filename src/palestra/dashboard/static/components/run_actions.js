@@ -1,8 +1,9 @@
 /* What can be done with a run: stop, resume, chat, delete; those that are possible now. */
 
-import { runPath, send } from "../lib/api.js";
+import { address, runPath, send } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { go, link } from "../lib/router.js";
+import { icon } from "./icons.js";
 import { confirmed, openDialog, run as runAction, toast } from "./dialog.js";
 
 /** `onChange` gets the run's new summary. */
@@ -34,8 +35,9 @@ export function runActions(run, onChange) {
     chat: () => h("a.button", { href: link(["chat"], { run: run.id }) }, "Chat"),
     delete: () => button("Delete", remove, ".danger"),
   };
+  const page = h("a.button", { href: address(`${runPath(run.id)}/export.html`), download: "" }, icon("download"), "Run as HTML");
   const possible = Object.keys(buttons).filter((name) => run.actions.includes(name));
-  return possible.map((name) => buttons[name]());
+  return [page, ...possible.map((name) => buttons[name]())];
 }
 
 /** A run that has all its steps goes on only if it is given more. */

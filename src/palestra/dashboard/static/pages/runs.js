@@ -108,7 +108,7 @@ function columns(chosen, onChoose) {
       label: "State",
       cell: (run) => [
         h("div.row", statusPill(run.state), run.source !== "palestra" && h("span.pill", run.source)),
-        run.reason && h("div.bad.small.break", { title: run.reason }, oneLine(run.reason, 140)),
+        run.reason && h("div.bad.small.break.run-reason", { title: run.reason }, oneLine(run.reason, 140)),
       ],
     },
     { label: "Progress", cell: runProgress, kind: "wide-only" },

@@ -1,0 +1,76 @@
+"""A rollout, a group or a whole run as one HTML file without script, to open anywhere or attach to an issue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.dashboard import transcripts
+from palestra.dashboard.rollout_index import RolloutIndex
+from palestra.evals.run_report.charts import curves_svg
+from palestra.evals.run_report.write import fill_template
+
+MAX_GROUPS = 50  # of the page of a run, unless asked otherwise
+_TEMPLATE = Path(__file__).with_name("export_page.html")
+# control characters, marks of direction and characters of no width: they change what is seen without being seen
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+
+
+def rollout_page(run: str, rollout: Mapping[str, Any]) -> str:
+    return _page(f"rollout {rollout['id']} of {run}", [{**rollout, "rollouts": [rollout]}])
+
+
+def group_page(run: str, group: Mapping[str, Any]) -> str:
+    return _page(f"group {group['id']} of {run}", [group])
+
+
+def run_page(index: RolloutIndex, max_groups: int = MAX_GROUPS) -> str:
+    """The evaluation, the curves, and groups from the beginning to the end of training, with signal where possible."""
+    folder = index.folder
+    index.update()
+    chosen, total = _choose_groups(index, max_groups)
+    groups = [transcripts.group(index, group_id) for group_id in chosen]
+    report = folder.report() or {}
+    steps = folder.metrics()
+    curves = {name: [(row["step"], row[name]) for row in steps if name in row] for name in ("reward_mean", "pass_rate")}
+    charts = [curves_svg({name: line}, name, percent=name == "pass_rate") for name, line in curves.items() if line]
+    changes = [row for row in report.get("changes") or () if {"name", "before", "after"} <= set(row)]
+    changes = changes if len(changes) > 2 else changes[:1]  # with a single measure, "all measures" is the same again
+    findings = [row for row in report.get("findings") or () if "sentence" in row]
+    about = {"steps": len(steps), "total": total, "changes": changes, "findings": findings, "charts": charts}
+    return _page(folder.path.name, groups, about)
+
+
+def _choose_groups(index: RolloutIndex, most: int) -> tuple[list[int], int]:
+    """Ids of groups at equal distances over training, and how many there are in all.
+
+    Within each distance, the first group whose rewards differ is taken: GRPO learned from it.
+    """
+    with index.open() as db:
+        rows = db.execute(
+            "SELECT group_id, min(reward) < max(reward) FROM rollouts WHERE kind = 'train' GROUP BY group_id ORDER BY 1"
+        ).fetchall()
+    count = min(most, len(rows))
+    parts = (rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count))
+    return [max(part, key=lambda row: row[1])[0] for part in parts], len(rows)
+
+
+def reveal(text: Any) -> str:
+    """Text in which hidden characters are written out.
+
+    >>> reveal("a\\u202eb")
+    'a\\\\u202eb'
+    """
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", str(text))
+
+
+def _page(title: str, groups: Sequence[Mapping[str, Any]], about: Mapping[str, Any] | None = None) -> str:
+    from markupsafe import Markup
+
+    if about is not None:
+        about = {**about, "charts": [Markup(chart) for chart in about["charts"]]}  # made here, its texts escaped
+    return fill_template(_TEMPLATE, {"reveal": reveal}, {"title": title, "groups": groups, "about": about})

@@ -1,0 +1,69 @@
+"""A training in a real Jupyter kernel. `make test-notebook` installs what it needs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="no Jupyter: make test-notebook")
+nbclient = pytest.importorskip("nbclient", reason="no Jupyter: make test-notebook")
+pytest.importorskip("ipykernel", reason="no Jupyter: make test-notebook")
+
+CELLS = [
+    "from palestra import Agent, EvalSuite, function_tool, measure, train_grpo",
+    '''
+PRICES = {"red lamp": 23, "blue mug": 45, "green chair": 67, "black desk": 89, "white pen": 12}
+
+@function_tool
+def price(item: str) -> int:
+    """Look up the price of one item."""
+    return PRICES[item]
+
+@measure
+def right_price(ctx):
+    return str(ctx.expect) in ctx.final_assistant_message.text
+
+agent = Agent("clerk", "palestra/tiny", "Use the tools to answer.", [price])
+cases = [{"input": f"What does a {item} cost?", "expect": cost} for item, cost in PRICES.items()]
+suite = EvalSuite.from_records(cases, measures=[right_price])
+config = {"rollout.max_new_tokens": 40, "rollout.group_size": 2, "train.problems_per_step": 2, "train.max_steps": 3}
+''',
+    "result = train_grpo(agent, suite, config=config)",
+    "result",
+]
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The cells of the notebook after a kernel has run them."""
+    folder = tmp_path_factory.mktemp("notebook")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environ = os.environ | {"PYTHONPATH": paths, "PALESTRA_HOME": str(folder / "home"), "HOME": str(folder)}
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute(env=environ)
+    return list(notebook.cells)
+
+
+def html_of(cell: Any) -> list[str]:
+    return [output["data"]["text/html"] for output in cell.outputs if "text/html" in output.get("data", {})]
+
+
+def test_the_training_is_one_output_with_curves_and_the_last_steps(cells: list[Any]) -> None:
+    [shown] = html_of(cells[2])
+    assert shown.count("<svg") == 2
+    assert "<td>3</td>" in shown
+    assert "run folder" in shown
+    assert "<b>" in shown
+    assert [output for output in cells[2].outputs if output.output_type == "error"] == []
+
+
+def test_the_result_shows_before_and_after_with_intervals(cells: list[Any]) -> None:
+    [shown] = html_of(cells[3])
+    assert "<td>right_price</td>" in shown
+    assert " % (" in shown
+    assert str(Path("runs")) in shown
