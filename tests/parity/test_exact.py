@@ -49,21 +49,21 @@ if options["lora"]:
 engine_module.build_runner = CudaRunner
 exact_kernels.KEYS = 16
 engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.002, max_running=8, exact=True, self_check=False)
-prompt = [5, 17, 9, 23, 61, 3, 42, 8, 7, 12, 50, 31, 56, 44, 8, 7, 15, 60, 29]
+prompt = [5, 17, 9, 23, 61, 3, 42, 8, 7, 12]
 temperature = 0.7
-group = [*engine.fork(engine.open(prompt), 3), engine.open(prompt[:4])]
+group = [*engine.fork(engine.open(prompt), 2), engine.open(prompt[:4])]
 logprobs = [[0.0] * len(session.token_ids) for session in group]
 for more in ([], [9, 8, 7]):  # two turns with a tool result between them
     for i, session in enumerate(group):
         engine.append(session, more)
         logprobs[i] += [0.0] * len(more)
-    params = [SamplingParams(2 + i % 2, temperature=temperature, seed=i) for i in range(4)]
+    params = [SamplingParams(2 + i % 2, temperature=temperature, seed=i) for i in range(3)]
     for i, turn in enumerate(engine.sample(group, params)):
         logprobs[i] += turn.logprobs.tolist()
 samples = [
     Sample(
         session.token_ids, policy_mask=[x != 0.0 for x in row], echo_mask=[False] * len(row), logprobs=row,
-        advantages=1.0, group=i // 3, prompt_length=len(prompt) if i < 3 else 4,
+        advantages=1.0, group=i // 2, prompt_length=len(prompt) if i < 2 else 4,
     )
     for i, (session, row) in enumerate(zip(group, logprobs, strict=True))
 ]
@@ -92,7 +92,7 @@ print("SAME")
 MODELS = {
     "qwen2 with biases": {"family": "qwen2", "more": {}, "lora": False, "layers": 2},
     "qwen3 with norms and LoRA": {"family": "qwen3", "more": {}, "lora": True, "layers": 1},
-    "mistral with a window": {"family": "mistral", "more": {"sliding_window": 12}, "lora": False, "layers": 1},
+    "mistral with a window": {"family": "mistral", "more": {"sliding_window": 8}, "lora": False, "layers": 1},
 }
 
 
