@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import agent_examples
@@ -63,6 +64,8 @@ class GRPOTrainer:
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         extra_reward_funcs: RewardFunctionList = None,
         rollout_func: Callable[..., Any] | None = None,
+        advantages: Callable[..., Any] | None = None,
+        loss: Callable[..., Any] | None = None,
         progress: bool = True,
         watcher: Watcher | None = None,
         name: str | None = None,
@@ -87,6 +90,7 @@ class GRPOTrainer:
         self.environment_factory = environment_factory
         self.extra_reward_funcs = as_list(extra_reward_funcs)
         self.rollout_func = rollout_func
+        self.advantages, self.loss = advantages, loss  # functions in the place of the built-in ones
         self._config = config
         self._progress = progress
         self._watcher = watcher
@@ -223,6 +227,7 @@ class GRPOTrainer:
             watching=self._watching,
             load=self._load,
             on_folder=lambda run: setattr(self, "_run", run),
+            functions={"advantages": self.advantages, "loss": self.loss},
         )
         self._result = GRPOTrainingResult(self.agent, run, outcome, self)
         return self._result
@@ -298,16 +303,24 @@ def train_task(
     watching: Callable[[], AbstractContextManager[Watcher]],
     load: Callable[[RunConfig], LoadedModel] = load_quietly,
     on_folder: Callable[[RunFolder], None] = lambda run: None,
+    functions: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunFolder, Outcome]:
-    """Train in a new run folder, or continue a run with the config in its folder."""
+    """Train in a new run folder, or continue a run with the config in its folder.
+
+    `functions` are a user's advantages and loss.
+    """
+    from palestra.train.credit import CustomObjective
+
     refuse_in_import("a training")
     resumed = Resume.of(resume)
     if resumed is not None:
         run = RunFolder.open(resumed.folder)
         chosen = run.config
+        objective = CustomObjective.of(chosen.train, **functions)
         loaded = load(chosen)
     else:
         chosen = config()
+        objective = CustomObjective.of(chosen.train, **functions)  # before the model is loaded
         loaded = load(chosen)  # a model that cannot be loaded leaves no run folder behind
         run = _new_folder(chosen, name, record, folder)
     on_folder(run)
@@ -316,7 +329,8 @@ def train_task(
         from palestra.train.run import Run
 
         with watching() as watcher, asyncio.Runner() as runner:
-            built = Run.build(chosen, task(chosen), run, runner=runner, watcher=watcher, loaded=loaded, resume=resumed)
+            parts: dict[str, Any] = {"watcher": watcher, "loaded": loaded, "resume": resumed, "objective": objective}
+            built = Run.build(chosen, task(chosen), run, runner=runner, **parts)
             with hidden_progress_bars():
                 return built.train()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from palestra.envs.base import Episode
 from palestra.models.chat.grammars import GrammarText
 from palestra.models.chat.toolcalls import UnexpectedCalls
 
+MAX_STATE_CHARS = 200
 T = TypeVar("T")
 
 
@@ -61,6 +63,7 @@ class Attempt:
     messages: list[Message]
     tool_results: list[ToolResult] = field(default_factory=list)
     tool_seconds: float = 0.0
+    states: list[str] = field(default_factory=list)  # in which the model's turns began, where the episode names them
     on_message: Callable[[Message], None] = lambda message: None
 
     def add(self, *messages: Message) -> None:
@@ -100,6 +103,7 @@ async def run_attempt(
         tool_seconds=attempt.tool_seconds,
         error=error,
         tool_names=tuple(tool.name for tool in episode.tools),
+        states=tuple(attempt.states),
     )
 
 
@@ -124,6 +128,8 @@ async def play(
         left = sampling.max_new_tokens - speaker.sampled_tokens
         if left <= 0:
             return "truncated"
+        if (state := state_key(episode)) is not None:
+            attempt.states.append(state)
         this_turn = forced if turn < limits.forced_calls else sampling
         message, finish = await speaker.say(this_turn.for_turn(left, first_seed + turn))
         turn += 1
@@ -146,6 +152,19 @@ async def play(
             return "answered"
         attempt.add(*replies)
         speaker.hear(replies)
+
+
+def state_key(episode: Episode) -> str | None:
+    """The state that an episode is in, where it names one; a long key is hashed."""
+    if (method := getattr(episode, "state_key", None)) is None:
+        return None
+    try:
+        key: str | None = method()
+    except Exception as error:
+        raise RolloutError(f"state_key raised {type(error).__name__}: {error}") from error
+    if key is None or len(key) <= MAX_STATE_CHARS:
+        return key
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 async def replies_to(

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError
 
-SettingClass = Literal["agent", "backend", "address", "folder", "model", "account"]
+SettingClass = Literal["agent", "backend", "address", "folder", "model", "account", "code"]
 
 # Who decides each setting of a run. An agent may edit the class "agent", and "model" where it names a model of the
 # hub. All others decide where data, keys and weights go: they are locked unless the site file unlocks them.
@@ -23,6 +23,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "agent.roles",
     ),
     "folder": ("output_dir", "rollout.weights_folder", "stages.traces", "distill.teacher"),
+    "code": ("train.custom_advantages", "train.custom_loss"),
     "model": ("model.name",),
     "account": ("track.entity",),
     "agent": (
@@ -35,6 +36,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "train.kl_bias_correction", "train.importance_correction", "train.importance_cap",
         "train.importance_floor",
         "train.off_policy_mask_threshold", "train.advantage_scale", "train.leave_one_out", "train.combine",
+        "train.credit", "train.discount", "train.step_weight",
         "train.entropy_coefficient", "train.target_entropy", "train.replay", "train.iterations", "train.minibatches",
         "train.mask_truncated", "train.filter_equal_groups", "train.signal_share", "train.stop_when_solved",
         "train.max_sampled_tokens",

@@ -18,8 +18,8 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, oldest_version
 from palestra.rollout.collect import OnRollout, any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
-from palestra.train.batch import group_advantages, has_signal
-from palestra.train.roles import with_role_advantages
+from palestra.train.batch import has_signal
+from palestra.train.credit import AdvantageFunction, Credit, assign_credit
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
 T = TypeVar("T")
@@ -164,13 +164,19 @@ class StepRollouts:
 
 
 async def gather(
-    source: GroupSource, count: int, config: RunConfig, version: int, signal_rate: float = 1.0
+    source: GroupSource,
+    count: int,
+    config: RunConfig,
+    version: int,
+    signal_rate: float = 1.0,
+    function: AdvantageFunction | None = None,
 ) -> StepRollouts:
     """Groups for one step: stale ones are dropped, and fresh ones drawn while too few have signal, within the limit.
 
     Where every rollout failed, a judge that is away for a moment for instance, other problems are tried before the
     run ends. Drawing again takes as long as the longest rollout, so as many are drawn at once as by `signal_rate` (the
     share of groups with signal, of the step before) it takes; those behind the last that is needed are given back.
+    `function` is a user's, for the advantages: it is called for each draw, and again for all groups of the step.
     """
     train, began, limit = config.train, time.perf_counter(), source.max_staleness
     refills = train.filter_equal_groups and not config.distill.only  # a teacher needs no differing rewards
@@ -178,7 +184,7 @@ async def gather(
     needed = math.ceil(train.signal_share * count)
     groups: list[Group] = []
     fresh: list[Group] = []
-    advantages: list[list[float]] = []
+    credit = Credit((), ())
     drawn = dropped = good = 0
     while (good < needed or len(groups) < count) and (
         drawn < budget or (drawn < DRAWS_UNTIL_ONE_IS_GOOD * count and not any_good(groups))
@@ -189,9 +195,8 @@ async def gather(
         found = await source.next(asked, version)
         fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
         dropped += len(found) - len(fresh)
-        fresh = with_role_advantages(fresh, train, source.reward_weights)
-        advantages = group_advantages(fresh, train, source.reward_weights)
-        signals = [has_signal(group, row) for group, row in zip(fresh, advantages, strict=True)]
+        credit = assign_credit(fresh, train, source.reward_weights, function)
+        signals = [has_signal(group, row) for group, row in zip(credit.groups, credit.advantages, strict=True)]
         used = len(fresh)
         if source.gives_back and asked > least and sum(signals) > missing:
             used = asked = max(least, 1 + [i for i, signal in enumerate(signals) if signal][missing - 1])
@@ -204,9 +209,8 @@ async def gather(
             break
     require_one_good(groups)
     if fresh != groups:  # there were several draws, or some groups were given back
-        groups = with_role_advantages(groups, train, source.reward_weights)
-        advantages = group_advantages(groups, train, source.reward_weights)
-    return StepRollouts(groups, advantages, dropped, time.perf_counter() - began, signal_rate)
+        credit = assign_credit(groups, train, source.reward_weights, function)
+    return StepRollouts(credit.groups, credit.advantages, dropped, time.perf_counter() - began, signal_rate)
 
 
 def draw_size(missing: int, signal_rate: float, least: int, most: int) -> int:

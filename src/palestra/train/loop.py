@@ -36,6 +36,7 @@ from palestra.train.checkpoint import (
     save_checkpoint,
     step_folder,
 )
+from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstration_source import DemonstrationSource
 from palestra.train.distill import DistillRows, choose_rows
 from palestra.train.distill_teachers import Teacher
@@ -94,6 +95,7 @@ class Training:
     model_bytes: int = 0
     teacher: Teacher | None = None  # of `distill.coefficient`
     replay: Replay | None = None  # of `train.replay`
+    objective: CustomObjective = BUILT_IN  # a user's functions; demonstrations are learned without
     save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
@@ -219,7 +221,9 @@ class Training:
         count = self.config.train.problems_per_step
         phases.take()
         state = self.state
-        rollouts = self.runner.run(gather(self.source, count, self.config, state.policy_version, state.signal_rate))
+        function = self.objective.advantages if self.demonstrations is None else None
+        gathering = gather(self.source, count, self.config, state.policy_version, state.signal_rate, function)
+        rollouts = self.runner.run(gathering)
         if state.step == 0 and self.demonstrations is None:
             self.on_first_groups(rollouts.groups)
         times = phases.take()
@@ -261,7 +265,8 @@ class Training:
             with self._policy_asleep(), phases("learner"):
                 host_work = on_host if self.learner_thread is None else noop
                 learn = partial(update, self.learner, batch, config, coefficients, version, record, host_work)
-                learned = self._compute(partial(learn, distill=distilled, replay=replayed))
+                custom = self.objective.loss if self.demonstrations is None else None
+                learned = self._compute(partial(learn, distill=distilled, replay=replayed, custom_loss=custom))
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
             version += 1
