@@ -204,6 +204,18 @@ class TrainSection(Section):
         description="share of a step's problems that must have signal, or be solved by every rollout, for a full "
         "update; with fewer, the learning rate of the step is lowered in proportion; 0 always makes full updates",
     )
+    sampling: Literal["uniform", "learnable"] = Field(
+        "uniform",
+        description="problems in shuffled passes; or mostly those that the model solves sometimes, by the pass rate of "
+        "each (docs/sampling.md)",
+    )
+    sampling_half_life: float = Field(
+        30.0,
+        gt=0,
+        le=STEPS,
+        description="learnable: steps after which an attempt counts half in the pass rate of its problem; solved and "
+        "hopeless problems are tested again sooner with fewer",
+    )
     max_rollbacks: int = Field(
         3,
         ge=0,
@@ -245,6 +257,17 @@ class TrainSection(Section):
     def _absolute(cls, spec: str | None) -> str | None:
         """Found from any folder, also when the run is resumed."""
         return None if spec is None else absolute_spec(spec)
+
+    @model_validator(mode="after")
+    def _half_life_of_rates(self) -> TrainSection:
+        if (
+            self.sampling == "uniform"
+            and self.sampling_half_life != type(self).model_fields["sampling_half_life"].default
+        ):
+            raise ValueError(
+                f"train.sampling_half_life = {self.sampling_half_life:g} is for train.sampling = learnable"
+            )
+        return self
 
     @model_validator(mode="after")
     def _credit_of_turns(self) -> TrainSection:

@@ -36,7 +36,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "train.kl_bias_correction", "train.importance_correction", "train.importance_cap",
         "train.importance_floor",
         "train.off_policy_mask_threshold", "train.advantage_scale", "train.leave_one_out", "train.combine",
-        "train.credit", "train.discount", "train.step_weight",
+        "train.credit", "train.discount", "train.step_weight", "train.sampling", "train.sampling_half_life",
         "train.entropy_coefficient", "train.target_entropy", "train.replay", "train.iterations", "train.minibatches",
         "train.mask_truncated", "train.filter_equal_groups", "train.signal_share", "train.stop_when_solved",
         "train.max_sampled_tokens",

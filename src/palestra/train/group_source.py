@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, oldest_version
+from palestra.evals.case_rates import CaseRates, Choice, retest_size
 from palestra.rollout.collect import OnRollout, any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
 from palestra.train.batch import has_signal
@@ -64,6 +65,10 @@ class GroupSource(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
+        """Called with the groups of each step, before they are learned."""
+        ...
+
     def commit(self) -> None:
         """All that was handed out so far is in a checkpoint, and need not be kept."""
         ...
@@ -96,25 +101,68 @@ class ProblemSource:
     concurrent: int = 1024
     on_rollout: OnRollout = lambda rollout: None
     on_close: Callable[[], None] = lambda: None
+    rates: CaseRates | None = None  # with train.sampling = learnable: they choose the problems
+    tried: int = 0  # with rates: problems of the stream that were drawn once; the others are untested
+    _in_progress: dict[str, int] = field(default_factory=dict)  # index by id of what was drawn and not yet seen again
 
     def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
-        problems = draw(self.problems, self.drawn, count, self.seed)
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
+        if self.rates is not None:
+            chosen = self._choose(count)
+            self.tried += sum(choice.is_fresh for choice in chosen)
+            self.drawn += count
+            self._in_progress |= {self.problems[choice.index].id: choice.index for choice in chosen}
+            return self._collect_chosen(chosen, keys)
+        problems = draw(self.problems, self.drawn, count, self.seed)
         self.drawn += count
         return self.collector.collect(problems, self.group_size, keys, self.on_rollout)
 
+    def _choose(self, count: int) -> list[Choice]:
+        assert self.rates is not None
+        size = len(self.problems)
+        order = _order(size, self.seed, 0)
+        untested = [order[i] for i in range(self.tried, min(self.tried + count, size))]
+        if not untested and not self.rates.cases:  # all are in progress
+            return [Choice(order[(self.drawn + i) % size]) for i in range(count)]
+        key = f"{self.seed}/{self.drawn}"
+        return self.rates.choose(count, untested, key, self.group_size, without=self._in_progress)
+
+    async def _collect_chosen(self, chosen: Sequence[Choice], keys: Sequence[str]) -> list[Group]:
+        """Whole groups first, then the few attempts at cases whose outcome is nearly certain."""
+        groups: dict[int, Group] = {}
+        for retests, size in ((False, self.group_size), (True, retest_size(self.group_size))):
+            places = [i for i, choice in enumerate(chosen) if choice.retests == retests]
+            problems = [self.problems[chosen[i].index] for i in places]
+            if problems:
+                own = [keys[i] for i in places]
+                found = await self.collector.collect(problems, size, own, self.on_rollout)
+                groups |= dict(zip(places, found, strict=True))
+        return [groups[i] for i in range(len(chosen))]
+
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
+        """Learn from the groups of a step which problems are worth sampling."""
+        if self.rates is not None:
+            known = {case: evidence.index for case, evidence in self.rates.cases.items()}
+            signals = [has_signal(group, row) for group, row in zip(groups, advantages, strict=True)]
+            self.rates.observe(groups, signals, step, lambda case: self._in_progress.pop(case, known.get(case)))
+
     async def prepare(self, count: int) -> None:
-        if isinstance(self.collector, PreparesGroups):
-            await self.collector.prepare(draw(self.problems, self.drawn, count, self.seed), self.group_size)
+        if not isinstance(self.collector, PreparesGroups):
+            return
+        problems = draw(self.problems, self.drawn, count, self.seed)
+        if self.rates is not None:
+            problems = [self.problems[choice.index] for choice in self._choose(count) if not choice.retests]
+        await self.collector.prepare(problems, self.group_size)
 
     def give_back(self, count: int) -> None:
         self.drawn -= count
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": self.drawn}
+        return {"cursor": self.drawn} | ({} if self.rates is None else {"tried": self.tried})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.drawn = int(state.get("cursor", 0))
+        self.drawn, self.tried = int(state.get("cursor", 0)), int(state.get("tried", 0))
+        self._in_progress = {}
 
     def commit(self) -> None:
         """Nothing is kept: the seed makes it again."""
@@ -140,6 +188,8 @@ class NoMoreGroups:
         raise PalestraError("this run takes no more steps")
 
     def give_back(self, count: int) -> None: ...
+
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None: ...
 
     def state(self) -> dict[str, Any]:
         return dict(self.position)

@@ -160,6 +160,7 @@ class Run:
             ranks,
             facts=RunFacts(config, task.kind, backend.context_tokens, ranks.size),
             objective=objective,
+            rates=getattr(source, "rates", None),
             teacher=teacher_of(distills, backend.learner, backend.tokenizer, environment, backend.context_tokens),
         )
         resume_after = done if resume or done else None

@@ -355,7 +355,8 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
     config.refuse(["rollout.policy_url", "rollout.weights_folder", "vllm"], "StepTrainer samples with our own engine")
     config.refuse(["rollout.max_staleness"], "StepTrainer samples and learns in turns")
     config.refuse(["checkpoint.keep_last", "checkpoint.keep_best"], "StepTrainer keeps every checkpoint")
-    config.refuse(["train.refill_limit", "train.signal_share"], "StepTrainer has every prompt once in a pass")
+    once = ["train.refill_limit", "train.signal_share", "train.sampling", "train.sampling_half_life"]
+    config.refuse(once, "StepTrainer has every prompt once in a pass")
     if "wandb" in config.track.report_to and find_spec("wandb") is None:
         log.warning("wandb is not installed, so nothing is reported to it; pip install 'palestra[wandb]'")
         others = [name for name in config.track.report_to if name != "wandb"]

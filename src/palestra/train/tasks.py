@@ -17,6 +17,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
+from palestra.evals.case_rates import CaseRates
 from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler
 from palestra.models.chat.roundtrip import check_tool_calls, tool_call_problem
@@ -184,7 +185,8 @@ def source_of(
     environment: Environment, collector: CollectsGroups, parts: Parts, on_close: Callable[[], None] = lambda: None
 ) -> ProblemSource:
     """The problems of training, attempted by a collector."""
-    size = parts.config.rollout.group_size
+    size, train = parts.config.rollout.group_size, parts.config.train
+    learnable = train.sampling == "learnable"
     return ProblemSource(
         collector,
         environment.problems("train"),
@@ -194,6 +196,8 @@ def source_of(
         concurrent=collector.groups_at_once(size),
         on_rollout=lambda rollout: parts.watcher.rollout(),
         on_close=on_close,
+        gives_back=not learnable,  # what was sampled is used
+        rates=CaseRates(train.sampling_half_life) if learnable else None,
     )
 
 

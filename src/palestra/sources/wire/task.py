@@ -221,6 +221,8 @@ class WireTask:
             ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"],
             "environments over the wire use their own sampling settings",
         )
+        choice = ["train.sampling", "train.sampling_half_life"]
+        parts.config.refuse(choice, "environments over the wire choose their problems")
         if not parts.config.rollout.max_staleness:
             parts.watcher.note(
                 "groups of any age are trained: rollout.max_staleness = 0 is no limit over the wire; "
@@ -296,6 +298,8 @@ class WireSource:
     _last_error: str = ""
 
     def give_back(self, count: int) -> None: ...
+
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None: ...
 
     async def next(self, count: int, version: int) -> list[Group]:
         for _ in range(_EMPTY_BATCHES):
