@@ -19,12 +19,12 @@ from typing import Any
 
 from palestra import EvalSuite, demo, fail_reason, measure, pass_reason, train_grpo
 
-CASES = 300
+CASES = 100
 SHARES = {"impossible": 0.3, "trivial": 0.4, "learnable": 0.3}
 SETTINGS = {
-    "train.problems_per_step": 16,
+    "train.problems_per_step": 4,
     "train.max_steps": 10_000,
-    "rollout.group_size": 8,
+    "rollout.group_size": 4,
     "rollout.temperature": 1.0,
     "rollout.max_new_tokens": 120,
     "eval.cases": 210,

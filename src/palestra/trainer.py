@@ -242,7 +242,7 @@ class GRPOTrainer:
 
     def _task(self, environment: Environment, config: RunConfig) -> Task:
         """What is trained on: our agent loop in an environment, or a program at the gateway."""
-        from palestra.train.tasks import EnvironmentTask
+        from palestra.train.tasks import OWN_LOOP, EnvironmentTask
 
         if not isinstance(self.agent, ProgramAgent):
             examples = agent_examples(self.agent)
@@ -255,6 +255,7 @@ class GRPOTrainer:
                 f"{self.agent.name} is a program with a loop of its own; train it on a suite, without rollout_func and "
                 "environment_factory"
             )
+        config.refuse(OWN_LOOP, "the agent's program keeps its history itself")
         with needs_extra("training a program", "serve"):
             from palestra.sources.programs.task import ProgramTask
         return ProgramTask(environment, self.agent, self._load(config), self.extra_reward_funcs)

@@ -339,6 +339,18 @@ class RolloutSection(Section):
         description="a call that names a tool but is not in the model's call format: execute it, or answer with an "
         "error that shows the format",
     )
+    compact_at: int | None = Field(
+        None,
+        ge=64,
+        le=100_000_000,
+        description="our own agent loop: tokens of a conversation from which the model summarises it and goes on "
+        "with the summary alone; none: until the context is full",
+    )
+    keep_reasoning: bool = Field(
+        True,
+        description="our own agent loop: the model reads what it thought in earlier turns; false leaves it out, as "
+        "many servers do",
+    )
     max_staleness: int = Field(
         0,
         ge=0,

@@ -4,8 +4,8 @@ A group is written in columns with one entry for each rollout, by the names of t
 (the id where the model made the token, -100 elsewhere), `inference_logprobs`, `scores` (the rewards), `messages`,
 and `advantages` where rollouts have their own. Our own columns say the rest: `turns` ([maker, token count] pairs),
 `versions`, `stops`, `errors`, `verdicts`, `tool_names`, `tool_results`, `seconds`, `tool_seconds`; where there are any,
-`lineages`, `states`, `info` and `roles` of each rollout and `metrics` of the group. What a foreign environment leaves out is
-derived from its masks as far as possible.
+`lineages`, `states`, `info` and `roles` of each rollout and `metrics` of the group. What a foreign environment leaves
+out is derived from its masks as far as possible.
 
     >>> columns = {"tokens": [[1, 2, 7], [1, 2, 8]], "masks": [[-100, -100, 7], [-100, -100, 8]], "scores": [1.0, 0.0]}
     >>> group = group_from_dict(columns, "g", version=3)

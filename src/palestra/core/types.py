@@ -57,7 +57,7 @@ class ToolResult:
 class Message:
     """One chat message. `text` is what a reader sees; tool calls are apart from it.
 
-    `reasoning` is what a chat endpoint returned apart from the text. It is not sent back, stored or compared.
+    `reasoning` is what the model thought before the text. It is not sent back, stored or compared.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -256,8 +256,9 @@ class Rollout:
 
     @property
     def model_turns(self) -> tuple[Turn, ...]:
-        """What the model has sampled, in all its conversations."""
-        return tuple(turn for turn in self.all_turns if turn.maker == "model")
+        """What the model has sampled, in the order in which its conversations ended: its own is the last."""
+        conversations = (*(lineage.turns for lineage in self.lineages), self.turns)
+        return tuple(turn for turns in conversations for turn in turns if turn.maker == "model")
 
     @property
     def conversations(self) -> tuple[Rollout | Lineage, ...]:

@@ -198,6 +198,10 @@ def _for_each_turn(name: str, score: Score, rollout: Rollout) -> Score:
     count = len(rollout.model_turns) if score.turns and rollout.turns else len(score.turns)
     if len(score.turns) == count:
         return score
+    summaries = rollout.info.get("summaries", ())
+    if len(score.turns) == count - len(summaries):  # summaries of its history are turns that an environment never sees
+        left = iter(score.turns)
+        return replace(score, turns=tuple(0.0 if k in summaries else next(left) for k in range(count)))
     reason = f"{name} gave {len(score.turns)} values for {count} turns of the model; give one for each"
     return replace(score, value=0.0, passed=False, reason=reason, error=True, turns=())
 

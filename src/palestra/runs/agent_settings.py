@@ -47,7 +47,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "rollout.group_size", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p",
         "rollout.repetition_penalty", "rollout.max_new_tokens", "rollout.max_tool_rounds", "rollout.tool_timeout_s",
         "rollout.max_tool_result_chars", "rollout.max_open_episodes", "rollout.constrain_tool_calls",
-        "rollout.unexpected_call_format",
+        "rollout.unexpected_call_format", "rollout.compact_at", "rollout.keep_reasoning",
         "rollout.max_staleness", "agent.timeout_s", "agent.max_at_once", "agent.max_output_bytes",
         "agent.fork_server", "agent.sandbox", "lora.r", "lora.alpha", "lora.dropout", "lora.target_modules",
         "lora.load_in_4bit", "vllm.timeout_s", "vllm.gpu_memory_utilization", "vllm.max_model_len",

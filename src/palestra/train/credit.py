@@ -103,9 +103,9 @@ def states_of(rollout: Rollout) -> list[str | bytes]:
     """The state in which each turn of the model began: its key, or the tokens that the model has read since its last
     turn, so that equal observations are equal states."""
     observed: list[str | bytes] = []
-    for conversation in rollout.conversations:
+    for turns in (*(lineage.turns for lineage in rollout.lineages), rollout.turns):
         read: list[Array] = []
-        for turn in conversation.turns:
+        for turn in turns:
             if turn.maker == "model":
                 observed.append(np.concatenate([np.zeros(0, np.int32), *read]).tobytes())
                 read = []
@@ -152,9 +152,8 @@ def _with_turn_values(rollout: Rollout, values: Array) -> Rollout:
         parts = [np.full(len(t.token_ids), next(left) if t.maker == "model" else 0.0, np.float32) for t in turns]
         return np.concatenate([np.zeros(0, np.float32), *parts])
 
-    own = column(rollout.turns)
     lineages = tuple(replace(lineage, advantages=column(lineage.turns)) for lineage in rollout.lineages)
-    return replace(rollout, advantages=own, lineages=lineages)
+    return replace(rollout, advantages=column(rollout.turns), lineages=lineages)
 
 
 def _by_function(

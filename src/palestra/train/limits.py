@@ -43,6 +43,8 @@ def attempt_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = (), *, t
         max_tool_result_chars=options.max_tool_result_chars,
         constrain_tool_calls=options.constrain_tool_calls,
         unexpected_call_format=options.unexpected_call_format,
+        compact_at=options.compact_at,
+        keep_reasoning=options.keep_reasoning,
     )
 
 

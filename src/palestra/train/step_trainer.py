@@ -48,6 +48,7 @@ from palestra.train.prompts import (
 from palestra.train.run import Run
 from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, suited_to, with_adapter
+from palestra.train.tasks import OWN_LOOP
 
 log = logging.getLogger("palestra")
 DEFAULT_CONFIG = Path("config/config.yaml")
@@ -346,9 +347,8 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
     if config.train.epochs is None:
         config = config.with_settings({"train.epochs": 1})
     config.refuse(["backend", "tinker", "ray"], "StepTrainer trains the model that it is given")
-    config.refuse(
-        ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"], "StepTrainer samples without tools"
-    )
+    several = ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP]
+    config.refuse(several, "StepTrainer samples one turn, without tools")
     config.refuse(["distill"], "StepTrainer has no teacher")
     config.refuse(["train.replay"], "StepTrainer stores no successes")
     config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")

@@ -38,6 +38,8 @@ from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
 from palestra.train.watcher import Watcher
 
+OWN_LOOP = ("rollout.compact_at", "rollout.keep_reasoning")  # settings of our agent loop alone
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -107,7 +109,7 @@ class EnvironmentTask:
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
         rewards = rewards_of(self.environment, self.reward_functions, parts)
         if self.rollout_func is not None:
-            ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"]
+            ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP]
             parts.config.refuse(ours, "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             if isinstance(parts.policy, PoolPolicy):
