@@ -347,8 +347,9 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
     if config.train.epochs is None:
         config = config.with_settings({"train.epochs": 1})
     config.refuse(["backend", "tinker", "ray"], "StepTrainer trains the model that it is given")
-    several = ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP]
-    config.refuse(several, "StepTrainer samples one turn, without tools")
+    of_tools = ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"]
+    config.refuse(of_tools, "StepTrainer samples without tools")
+    config.refuse(OWN_LOOP, "StepTrainer samples one turn")
     config.refuse(["distill"], "StepTrainer has no teacher")
     config.refuse(["train.replay"], "StepTrainer stores no successes")
     config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
