@@ -7,10 +7,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import read_regular
 from palestra.core.run_folder import STATE, RunFolder
 from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.dashboard.rollout_row import shown
-from palestra.evals.case_rates import CaseRates
+from palestra.evals.case_rates import CaseKind, CaseRates
 
 _SORTS = ("flips", "hardest", "id")
 _VISIT = "WITH visits AS (SELECT problem_id, group_id, min(id) AS first_id, step, count(*) AS attempts, " \
@@ -21,7 +22,7 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
     """The problems of training, with how their pass rates went."""
     if sort not in _SORTS:
         raise PalestraError(f"sort={sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
-    known, group_size = _sampling(index.folder)
+    kinds = _sampling(index.folder)
     with index.open() as db:
         visits = db.execute(f"{_VISIT} SELECT * FROM visits ORDER BY problem_id, first_id").fetchall()
         rows = []
@@ -37,7 +38,7 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
                     "first_rate": rates[0],
                     "last_rate": rates[-1],
                     "flips": flips,
-                    "sampling": known.kind(problem, group_size) if known is not None else None,
+                    "sampling": None if kinds is None else kinds.get(problem, "untested"),
                     "first_id": own[0]["first_id"],
                 }
             )
@@ -51,18 +52,18 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
     return {"problems": page, "next": str(following) if following < len(rows) else None, "total": len(rows)}
 
 
-def _sampling(folder: RunFolder) -> tuple[CaseRates | None, int]:
-    """What a run with train.sampling = learnable knows of its cases, by its newest checkpoint; and its group size."""
+def _sampling(folder: RunFolder) -> dict[str, CaseKind] | None:
+    """What a run with train.sampling = learnable knows of its cases, by its newest checkpoint."""
     try:
         config, last = folder.config, folder.last_checkpoint()
         if config.train.sampling != "learnable" or last is None:
-            return None, 0
-        state = json.loads((last / STATE).read_text())
+            return None
+        state = json.loads(read_regular(last / STATE))
         rates = CaseRates(config.train.sampling_half_life)
         rates.load(state.get("cases", {}), int(state["step"]))
-        return rates, config.rollout.group_size
-    except (PalestraError, OSError, ValueError, TypeError, KeyError, RecursionError):  # files from elsewhere
-        return None, 0
+        return {case: rates.kind(case, config.rollout.group_size) for case in rates.cases}
+    except (PalestraError, ArithmeticError, AttributeError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None  # a file from elsewhere may hold anything
 
 
 def problem(index: RolloutIndex, problem_id: str, kind: str = "train") -> dict[str, Any]:

@@ -45,10 +45,11 @@ export async function show({ names: [id], query, signal }) {
     const answer = await get(runPath(id, "problems"), { sort, limit: 50, cursor }, signal);
     rows = cursor ? [...rows, ...answer.problems] : answer.problems;
     const more = moreButton(answer.next, load);
+    const shown = rows.some((row) => row.sampling) ? [...columns, sampling] : columns;
     replace(
       list,
       rows.length
-        ? [table(rows.some((row) => row.sampling) ? [...columns, sampling] : columns, rows, { label: "Problems", href }), more]
+        ? [table(shown, rows, { label: "Problems", href }), more]
         : empty("No problems yet", "They appear with the first step."),
     );
     return answer;
