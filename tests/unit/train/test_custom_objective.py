@@ -145,3 +145,18 @@ def test_token_advantages_of_a_function_are_in_the_token_file(tmp_path: Path) ->
     trained_on = advantages[np.load(file)["policy_mask"]]
     assert len(np.unique(trained_on)) == len(trained_on) > 10
     assert json.loads(json.dumps(rows[0]))["loss"] != 0.0
+
+
+def test_the_command_line_takes_a_file_for_environments_too(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    from palestra.cli.main import run
+    from palestra.core.run_folder import RunFolder
+
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(DAPO)
+    small = "--rollout.group_size 2 --train.problems_per_step 1 --train.max_steps 1 --eval.cases 1".split()
+    words = ["train", "--env", "calculator", "--folder", "run", *small, "--rollout.max_new_tokens", "8"]
+    assert run([*words, "--train.custom_loss", "mine.py:dapo"]) == 0
+    assert RunFolder(tmp_path / "run").record["objective"] == {"loss": "dapo"}
+    assert RunFolder(tmp_path / "run").config.train.custom_loss == f"{tmp_path}/mine.py:dapo"
+    assert run(["train", "--train.custom_loss", "mine.py:dopa"]) == 2
+    assert "Did you mean 'dapo'" in capsys.readouterr().err
