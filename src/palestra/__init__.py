@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from palestra.envs.env import Env, EnvConfig
     from palestra.envs.user_simulator import UserSimulator
     from palestra.evals.judge import judge, ruler
-    from palestra.evals.measures import fail_reason, measure, pass_reason
+    from palestra.evals.measures import fail_reason, measure, pass_reason, turn_scores
     from palestra.prompts.improve import improve
     from palestra.suite import EvalSuite
 
@@ -44,6 +44,7 @@ __all__ = [
     "ruler",
     "train_grpo",
     "train_sft",
+    "turn_scores",
 ]
 
 _HOMES = {
@@ -69,6 +70,7 @@ _HOMES = {
     "ruler": "palestra.evals.judge",
     "train_grpo": "palestra.api",
     "train_sft": "palestra.api",
+    "turn_scores": "palestra.evals.measures",
 }
 
 

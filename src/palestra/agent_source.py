@@ -17,7 +17,7 @@ from palestra.agents.texts import read_texts, with_texts
 from palestra.agents.tools.mcp_client import McpServer
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, did_you_mean, needs_extra
-from palestra.core.files import import_file
+from palestra.core.files import absolute_spec, import_file, import_function
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.evals.suite import EvalSuite, hold_out
 
@@ -131,7 +131,7 @@ class AgentOptions:
             cases=options.cases and str(Path(options.cases).absolute()),
             improved=options.improved and str(Path(options.improved).absolute()),
             held_out=held_out if held_out is None or _is_share(held_out) else str(Path(held_out).absolute()),
-            measure=tuple(_absolute_measure(spec) for spec in options.measure),
+            measure=tuple(absolute_spec(spec) for spec in options.measure),
         )
 
     @classmethod
@@ -172,7 +172,7 @@ class AgentOptions:
             if self.cases is not None:
                 file = replace(file, suite=self._suite(), held_out=self._held_out())
         if self.measure:
-            file = replace(file, measures=[load_measure(spec) for spec in self.measure])
+            file = replace(file, measures=[import_function(spec, "--measure") for spec in self.measure])
         return file, self._agent(agent), config
 
     def _check(self) -> None:
@@ -241,27 +241,6 @@ class AgentOptions:
             changed["instructions"] = self.instructions
         agent = replace(agent, **changed)
         return agent if self.improved is None else with_texts(agent, read_texts(Path(self.improved)))
-
-
-def load_measure(spec: str) -> Any:
-    """The function of `score.py:score`."""
-    path, _, name = spec.rpartition(":")
-    file = Path(path)
-    if path.endswith(".py") and name and not file.exists():
-        raise PalestraError(f"--measure {spec}: there is no file {path}")
-    if not path or not name or not file.is_file():
-        raise PalestraError(
-            f"--measure {spec}: expected FILE:NAME, a Python file and a function in it, as score.py:score"
-        )
-    module = import_file(file, path, "It should define the measure")
-    if not hasattr(module, name):
-        raise PalestraError(f"--measure {spec}: {path} defines no {name!r}.{did_you_mean(name, vars(module))}")
-    return getattr(module, name)
-
-
-def _absolute_measure(spec: str) -> str:
-    path, colon, name = spec.rpartition(":")
-    return f"{Path(path).absolute()}{colon}{name}" if colon else spec
 
 
 def _is_share(text: str) -> bool:

@@ -43,6 +43,8 @@ def train_grpo(
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     extra_reward_funcs: RewardFunctionList = None,
     rollout_func: Callable[..., Any] | None = None,
+    advantages: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
     held_out: EvalSuite | float | None = 0.2,
     progress: bool = True,
     watcher: Watcher | None = None,
@@ -56,6 +58,8 @@ def train_grpo(
 
     `agent` may also be a program with a loop of its own: `command_agent(["python", "my_agent.py"])`, or a function
     (case, base_url, api_key), async or not, that calls the model over HTTP.
+    `advantages` and `loss` are functions in the place of the built-in ones: from a step's batch to advantages, and from
+    tokens to their losses (docs/objectives.md).
     `held_out` is a suite, or the share of `suite` kept aside for the before/after report; with 0 all cases are trained
     on, and the report is about them. `progress`: a bar, or lines where there is no terminal; a `watcher` replaces it.
     `folder` becomes the run folder, instead of a new one in the config's output_dir.
@@ -72,6 +76,8 @@ def train_grpo(
         environment_factory=environment_factory,
         extra_reward_funcs=extra_reward_funcs,
         rollout_func=rollout_func,
+        advantages=advantages,
+        loss=loss,
         progress=progress,
         watcher=watcher,
         name=name,

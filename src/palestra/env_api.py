@@ -49,8 +49,13 @@ def train_env(
     record: Mapping[str, Any] | None = None,
     folder: Path | None = None,
     resume: Path | Resume | None = None,
+    advantages: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
 ) -> GRPOTrainingResult:
-    """Train a model on an environment; scored before and after on its held-out problems."""
+    """Train a model on an environment; scored before and after on its held-out problems.
+
+    `advantages` and `loss` are functions in the place of the built-in ones (docs/objectives.md).
+    """
     from palestra.train.tasks import EnvironmentTask
 
     instructions, tools = env.env.instructions, tools_of(env, env.problems("train")[0])
@@ -64,6 +69,7 @@ def train_env(
         folder=folder,
         resume=resume,
         watching=lambda: watching(watcher),
+        functions={"advantages": advantages, "loss": loss},
     )
     return GRPOTrainingResult(Agent(name, config.model.name, instructions, tools), run, outcome)
 

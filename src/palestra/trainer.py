@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import agent_examples
@@ -63,6 +64,8 @@ class GRPOTrainer:
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         extra_reward_funcs: RewardFunctionList = None,
         rollout_func: Callable[..., Any] | None = None,
+        advantages: Callable[..., Any] | None = None,
+        loss: Callable[..., Any] | None = None,
         progress: bool = True,
         watcher: Watcher | None = None,
         name: str | None = None,
@@ -87,6 +90,7 @@ class GRPOTrainer:
         self.environment_factory = environment_factory
         self.extra_reward_funcs = as_list(extra_reward_funcs)
         self.rollout_func = rollout_func
+        self.advantages, self.loss = advantages, loss  # functions in the place of the built-in ones
         self._config = config
         self._progress = progress
         self._watcher = watcher
@@ -223,6 +227,7 @@ class GRPOTrainer:
             watching=self._watching,
             load=self._load,
             on_folder=lambda run: setattr(self, "_run", run),
+            functions={"advantages": self.advantages, "loss": self.loss},
         )
         self._result = GRPOTrainingResult(self.agent, run, outcome, self)
         return self._result
@@ -237,7 +242,7 @@ class GRPOTrainer:
 
     def _task(self, environment: Environment, config: RunConfig) -> Task:
         """What is trained on: our agent loop in an environment, or a program at the gateway."""
-        from palestra.train.tasks import EnvironmentTask
+        from palestra.train.tasks import OWN_LOOP, EnvironmentTask
 
         if not isinstance(self.agent, ProgramAgent):
             examples = agent_examples(self.agent)
@@ -250,6 +255,7 @@ class GRPOTrainer:
                 f"{self.agent.name} is a program with a loop of its own; train it on a suite, without rollout_func and "
                 "environment_factory"
             )
+        config.refuse(OWN_LOOP, "the agent's program keeps its history itself")
         with needs_extra("training a program", "serve"):
             from palestra.sources.programs.task import ProgramTask
         return ProgramTask(environment, self.agent, self._load(config), self.extra_reward_funcs)
@@ -298,16 +304,24 @@ def train_task(
     watching: Callable[[], AbstractContextManager[Watcher]],
     load: Callable[[RunConfig], LoadedModel] = load_quietly,
     on_folder: Callable[[RunFolder], None] = lambda run: None,
+    functions: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunFolder, Outcome]:
-    """Train in a new run folder, or continue a run with the config in its folder."""
+    """Train in a new run folder, or continue a run with the config in its folder.
+
+    `functions` are a user's advantages and loss.
+    """
+    from palestra.train.credit import CustomObjective
+
     refuse_in_import("a training")
     resumed = Resume.of(resume)
     if resumed is not None:
         run = RunFolder.open(resumed.folder)
         chosen = run.config
+        objective = CustomObjective.of(chosen.train, **functions)
         loaded = load(chosen)
     else:
         chosen = config()
+        objective = CustomObjective.of(chosen.train, **functions)  # before the model is loaded
         loaded = load(chosen)  # a model that cannot be loaded leaves no run folder behind
         run = _new_folder(chosen, name, record, folder)
     on_folder(run)
@@ -316,7 +330,8 @@ def train_task(
         from palestra.train.run import Run
 
         with watching() as watcher, asyncio.Runner() as runner:
-            built = Run.build(chosen, task(chosen), run, runner=runner, watcher=watcher, loaded=loaded, resume=resumed)
+            parts: dict[str, Any] = {"watcher": watcher, "loaded": loaded, "resume": resumed, "objective": objective}
+            built = Run.build(chosen, task(chosen), run, runner=runner, **parts)
             with hidden_progress_bars():
                 return built.train()
 

@@ -22,11 +22,13 @@ class Says:
         return said if isinstance(said, Message) else Message("assistant", said), "stop", 1
 
 
-def attempt(environment: Environment, speak: Any, count: int | None = None, group_size: int = 1) -> list[Group]:
+def attempt(
+    environment: Environment, speak: Any, count: int | None = None, group_size: int = 1, **limits: Any
+) -> list[Group]:
     """Groups of the first problems; at least one attempt of them goes well."""
-    limits = AttemptLimits(SamplingParams(50), max_tool_rounds=20)
+    bounds = AttemptLimits(SamplingParams(50), **{"max_tool_rounds": 20} | limits)
     problems = environment.problems("train")[:count]
-    collector = Collector(environment, limits, endpoint_speakers(Says(speak)))
+    collector = Collector(environment, bounds, endpoint_speakers(Says(speak)))
     groups = asyncio.run(collector.collect(problems, group_size, [problem.id for problem in problems]))
     require_one_good(groups)
     return groups

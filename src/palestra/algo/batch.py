@@ -23,6 +23,7 @@ from palestra.core.types import Array, Sample
 
 TOKEN_COLUMNS = ("token_ids", "policy_mask", "echo_mask", "logprobs", "advantages", "versions")
 ROW_COLUMNS = ("groups", "prompt_lengths", "conversations")
+MORE_TOKEN_COLUMNS = ("old_logprobs", "ref_logprobs", "turns", "turn_rewards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,9 @@ class Batch:
     old_logprobs: Array | None = None  # [T] the behaviour policy's; None or NaN: the current policy's own
     ref_logprobs: Array | None = None  # [T]
     targets: Targets | None = None  # None: the tokens of both masks
+    rewards: Array | None = None  # [R] float64, of the row's rollout
+    turns: Array | None = None  # [T] int32: which of the rollout's turns the model sampled the token in, -1: none
+    turn_rewards: Array | None = None  # [T] float32: what that turn earned; the last turn has the outcome's reward
 
     @classmethod
     def of(cls, samples: Sequence[Sample], **columns: Sequence[Array] | None) -> Batch:
@@ -113,9 +117,12 @@ class Batch:
         of_tokens = {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
         of_rows = {name: getattr(self, name)[first:last] for name in ROW_COLUMNS}
         of_rows["offsets"] = self.offsets[first : last + 1] - self.offsets[first]
-        old, reference = (None if x is None else x[tokens] for x in (self.old_logprobs, self.ref_logprobs))
+        more: dict[str, Any] = {
+            name: None if (x := getattr(self, name)) is None else x[tokens] for name in MORE_TOKEN_COLUMNS
+        }
         targets = None if self.targets is None else self.targets.part(first, last)
-        return Batch(**of_tokens, **of_rows, old_logprobs=old, ref_logprobs=reference, targets=targets)
+        rewards = None if self.rewards is None else self.rewards[first:last]
+        return Batch(**of_tokens, **of_rows, **more, targets=targets, rewards=rewards)
 
     def minibatches(self, parts: int) -> list[Batch]:
         """`parts` runs of rows of nearly equal size, in order; fewer where there are fewer rows."""

@@ -21,7 +21,7 @@ a mean of micro-batch means; clip fractions and ratios are means over tokens at 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -62,6 +62,7 @@ class Objective:
     importance_cap: float = 2.0
     importance_floor: float = 0.0  # masks only: weights below it are dropped, too (IcePop)
     off_policy_mask_threshold: float | None = None
+    custom: LossFunction | None = None  # takes the place of the formula of `loss`, which then says how tokens add up
 
     def __post_init__(self) -> None:
         _one_of("loss", self.loss, get_args(LossName))
@@ -88,7 +89,31 @@ class Objective:
     def is_sum_over_tokens(self) -> bool:
         """Whether the loss of a token depends on no other token."""
         by_row = self.sequence_ratio or self.loss == "vespo" or self.importance_correction.startswith("sequence")
-        return not by_row and self.off_policy_mask_threshold is None
+        return not by_row and self.off_policy_mask_threshold is None and self.custom is None
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What a custom loss is given: N trained tokens of `rows` rows. All tokens of a row are together in one call, those
+    of a group need not be. Only `logprobs` and `ratio` have a gradient, and `entropy` with an entropy coefficient.
+
+    >>> def reinforce(tokens):
+    ...     return -tokens.advantages * tokens.logprobs          # [N]: the loss of each token
+    """
+
+    logprobs: Tensor  # [N] of the policy
+    old_logprobs: Tensor  # [N] of the policy that sampled, or that the step began with
+    ratio: Tensor  # [N] exp(logprobs - old_logprobs); with train.ratio = sequence its mean over the row
+    advantages: Tensor  # [N]
+    row: Tensor  # [N] int64
+    rows: int
+    objective: Objective  # epsilon, beta, … of the settings
+    sampler_logprobs: Tensor | None = None  # [N]
+    ref_logprobs: Tensor | None = None  # [N], with train.beta above 0
+    entropy: Tensor | None = None  # [N]
+
+
+LossFunction = Callable[[PolicyTokens], Tensor]
 
 
 @dataclass(frozen=True)
@@ -142,7 +167,14 @@ def policy_loss(
         sampler = _needed(sampler_logprobs, "sampler_logprobs", "importance_correction")
         correction = importance_weights(objective, old, sampler, row, rows)
 
-    if objective.loss == "vespo":
+    if objective.custom is not None:
+        loss = custom_loss(
+            objective.custom,
+            PolicyTokens(
+                logprobs, old, ratio, advantage, row, rows, objective, sampler_logprobs, ref_logprobs, entropy
+            ),
+        )
+    elif objective.loss == "vespo":
         # The sampler's correction belongs inside VESPO's sequence weight, not in front of it.
         phi = vespo_weights(log_ratio, row, advantages, correction, rows)
         loss = -phi * advantage * logprobs
@@ -162,6 +194,30 @@ def policy_loss(
 
     stats = _token_stats(objective, ratio, advantage, logprobs, sampler_logprobs, ref_logprobs, entropy)
     return loss, stats
+
+
+def custom_loss(function: LossFunction, tokens: PolicyTokens) -> Tensor:
+    """[N] what a user's function gives for these tokens; PalestraError where that cannot be a loss."""
+    name, count = f"the loss function {getattr(function, '__name__', function)}", len(tokens.logprobs)
+    try:
+        loss = function(tokens)
+    except Exception as error:
+        raise PalestraError(f"{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(loss, Tensor) or loss.shape != (count,) or not loss.is_floating_point():
+        got = f"a {loss.dtype} tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:80]
+        raise PalestraError(
+            f"{name} gave {got}; expected a float tensor of shape [{count}], the loss of each token before they are "
+            "added up"
+        )
+    if not (finite := loss.isfinite()).all():
+        at = int((~finite).nonzero()[0])
+        raise PalestraError(
+            f"{name} gave {loss[at].item()} for token {at} (logprob {tokens.logprobs[at].item():.4g}, advantage "
+            f"{tokens.advantages[at].item():.4g}); expected finite numbers. Clamp ratios and logarithms"
+        )
+    if count and tokens.logprobs.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
+        raise PalestraError(f"{name} has no gradient; compute it from tokens.logprobs or tokens.ratio, not detached")
+    return loss
 
 
 def token_weights(
@@ -253,7 +309,8 @@ def _token_stats(
         high = (ratio > objective.upper) & (advantage > 0)
     if objective.loss not in ("sapo", "vespo", "cispo", "cross_entropy"):
         low = (ratio < 1.0 - objective.epsilon) & (advantage < 0)
-    values = {"clip_fraction_low": low, "clip_fraction_high": high, "ratio_mean": ratio}
+    clipped = {"clip_fraction_low": low, "clip_fraction_high": high} if objective.custom is None else {}
+    values = {**clipped, "ratio_mean": ratio}
     if sampler_logprobs is not None:
         # The tokens are the sampler's, so this is KL(sampler ‖ policy).
         values["kl_sampler"] = k3(sampler_logprobs, logprobs)

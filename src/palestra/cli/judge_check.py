@@ -13,11 +13,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.agent_source import load_measure
 from palestra.cli.common import debug_option, json_line_option
 from palestra.core.chat_model import hosting, logging_calls
 from palestra.core.errors import PalestraError
-from palestra.core.files import read_jsonl
+from palestra.core.files import import_function, read_jsonl
 from palestra.core.messages import as_messages
 from palestra.core.show import visible
 from palestra.core.types import Message, Problem, Score
@@ -71,7 +70,7 @@ def _measure(spec: str | None, model: str | None, base_url: str | None, rubric: 
     if spec is not None:
         if base_url or rubric or rank:
             raise PalestraError("--base-url, --rubric and --rank go with --model; a --measure has its own")
-        return as_measure(load_measure(spec))
+        return as_measure(import_function(spec, "--measure"))
     own = rubric or (lambda case: case.get("rubric", ""))
     return (ruler if rank else judge)(str(model), own, base_url=base_url)
 

@@ -71,7 +71,7 @@ def code_of_run(record: Mapping[str, Any]) -> list[str]:
     for name in ("agent_options", "scored_by", "atropos"):
         if values := record.get(name):
             found.append(f"{name}: {values}")
-    return [*found, "its config.yaml, which names addresses and folders, and its checkpoints"]
+    return [*found, "its config.yaml, which names addresses, folders and functions, and its checkpoints"]
 
 
 def _is_built_in(name: str) -> bool:

@@ -113,6 +113,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _echo_reads_tool_results(self) -> RunConfig:
+        if self.echo.coefficient and not self.rollout.keep_reasoning:
+            raise ValueError(
+                "rollout.keep_reasoning = false renders the history again for each turn, so that tool results are part "
+                "of prompts, and echo.coefficient learns none of them; choose one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _deterministic(self) -> RunConfig:
         if self.train.deterministic and (self.rollout.max_staleness or not self.has_own_engine):
             raise ValueError(

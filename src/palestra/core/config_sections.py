@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from palestra.core.files import absolute_spec
 
 FULL_LEARNING_RATE = 1e-5  # all weights, 100 M to 200 M of them
 LORA_LEARNING_RATE = 1e-4  # adapters of a model of up to 1 B; they want about ten times as much
@@ -153,6 +155,23 @@ class TrainSection(Section):
     combine: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
         "sum_then_normalise", description="several measures: weigh and add, then normalise; or the reverse"
     )
+    credit: Literal["rollout", "return_to_go", "gigpo"] = Field(
+        "rollout",
+        description="one advantage for the whole rollout; or one for each turn: by what it and the turns after it "
+        "earned, or by GiGPO, which also compares turns that began in the same state",
+    )
+    discount: float = Field(
+        1.0, ge=0, le=1, description="return_to_go and gigpo: factor of a reward for each turn that it lies ahead"
+    )
+    step_weight: float = Field(
+        1.0, ge=0, le=1000, description="gigpo: weight of the comparison of turns beside that of whole rollouts"
+    )
+    custom_advantages: str | None = Field(
+        None, description="FILE.py:NAME of a function from a step's batch to advantages (docs/objectives.md)"
+    )
+    custom_loss: str | None = Field(
+        None, description="FILE.py:NAME of a function that gives each token's loss, instead of the formula of `loss`"
+    )
     entropy_coefficient: float = Field(
         0.0, allow_inf_nan=False, description="bonus on the entropy of sampled positions"
     )
@@ -185,6 +204,18 @@ class TrainSection(Section):
         le=1,
         description="share of a step's problems that must have signal, or be solved by every rollout, for a full "
         "update; with fewer, the learning rate of the step is lowered in proportion; 0 always makes full updates",
+    )
+    sampling: Literal["uniform", "learnable"] = Field(
+        "uniform",
+        description="problems in shuffled passes; or mostly those that the model solves sometimes, by the pass rate of "
+        "each (docs/sampling.md)",
+    )
+    sampling_half_life: float = Field(
+        30.0,
+        gt=0,
+        le=STEPS,
+        description="learnable: steps after which an attempt counts half in the pass rate of its problem; solved and "
+        "hopeless problems are tested again sooner with fewer",
     )
     max_rollbacks: int = Field(
         3,
@@ -221,6 +252,36 @@ class TrainSection(Section):
         description="the same seed gives the same run also with tools that take longer than 50 ms: sampling waits "
         "for them, so that who shares a batch does not depend on the time that they take",
     )
+
+    @field_validator("custom_advantages", "custom_loss")
+    @classmethod
+    def _absolute(cls, spec: str | None) -> str | None:
+        """Found from any folder, also when the run is resumed."""
+        return None if spec is None else absolute_spec(spec)
+
+    @model_validator(mode="after")
+    def _half_life_of_rates(self) -> TrainSection:
+        if (
+            self.sampling == "uniform"
+            and self.sampling_half_life != type(self).model_fields["sampling_half_life"].default
+        ):
+            raise ValueError(
+                f"train.sampling_half_life = {self.sampling_half_life:g} is for train.sampling = learnable"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _credit_of_turns(self) -> TrainSection:
+        if self.credit == "rollout" and self.discount != 1:
+            raise ValueError(f"train.discount = {self.discount} is for train.credit = return_to_go or gigpo")
+        if self.credit != "gigpo" and self.step_weight != 1:
+            raise ValueError(f"train.step_weight = {self.step_weight} is for train.credit = gigpo")
+        if self.credit == "return_to_go" and (self.leave_one_out or self.combine == "normalise_then_sum"):
+            raise ValueError(
+                "train.credit = return_to_go compares the returns of turns, of all measures together; leave "
+                "train.leave_one_out and train.combine at their defaults"
+            )
+        return self
 
     @model_validator(mode="after")
     def _floor_of_a_mask(self) -> TrainSection:
@@ -278,6 +339,18 @@ class RolloutSection(Section):
         "execute",
         description="a call that names a tool but is not in the model's call format: execute it, or answer with an "
         "error that shows the format",
+    )
+    compact_at: int | None = Field(
+        None,
+        ge=64,
+        le=100_000_000,
+        description="our own agent loop: tokens of a conversation from which the model summarises it and goes on "
+        "with the summary alone; none: until the context is full",
+    )
+    keep_reasoning: bool = Field(
+        True,
+        description="our own agent loop: the model reads what it thought in earlier turns; false leaves it out, as "
+        "many servers do",
     )
     max_staleness: int = Field(
         0,

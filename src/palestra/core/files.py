@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from pydantic_core import to_json
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, did_you_mean
 
 MANIFEST = "manifest.json"  # the last file of a folder to be written: without it the folder is not complete
 _TAIL_BYTES = 64 * 1024
@@ -392,6 +392,28 @@ def import_file(path: Path, label: str, expected: str) -> ModuleType:
     finally:
         _importing.pop()
     return module
+
+
+def import_function(spec: str, option: str) -> Any:
+    """The function of `score.py:score`; `option` is what it was given as."""
+    path, _, name = spec.rpartition(":")
+    file = Path(path)
+    if path.endswith(".py") and name and not file.exists():
+        raise PalestraError(f"{option} {spec}: there is no file {path}")
+    if not path or not name or not file.is_file():
+        raise PalestraError(
+            f"{option} {spec}: expected FILE:NAME, a Python file and a function in it, as score.py:score"
+        )
+    module = import_file(file, path, f"It should define {name}")
+    if not hasattr(module, name):
+        raise PalestraError(f"{option} {spec}: {path} defines no {name!r}.{did_you_mean(name, vars(module))}")
+    return getattr(module, name)
+
+
+def absolute_spec(spec: str) -> str:
+    """FILE:NAME with the absolute path of the file, so that it is found from any folder."""
+    path, colon, name = spec.rpartition(":")
+    return f"{Path(path).absolute()}{colon}{name}" if colon else spec
 
 
 def _line(error: Exception, path: Path) -> str:

@@ -4,8 +4,8 @@ A group is written in columns with one entry for each rollout, by the names of t
 (the id where the model made the token, -100 elsewhere), `inference_logprobs`, `scores` (the rewards), `messages`,
 and `advantages` where rollouts have their own. Our own columns say the rest: `turns` ([maker, token count] pairs),
 `versions`, `stops`, `errors`, `verdicts`, `tool_names`, `tool_results`, `seconds`, `tool_seconds`; where there are any,
-`lineages`, `info` and `roles` of each rollout and `metrics` of the group. What a foreign environment leaves out is
-derived from its masks as far as possible.
+`lineages`, `states`, `info` and `roles` of each rollout and `metrics` of the group. What a foreign environment leaves
+out is derived from its masks as far as possible.
 
     >>> columns = {"tokens": [[1, 2, 7], [1, 2, 8]], "masks": [[-100, -100, 7], [-100, -100, 8]], "scores": [1.0, 0.0]}
     >>> group = group_from_dict(columns, "g", version=3)
@@ -55,6 +55,8 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False) -> dict[str, Any]:
         record["info"] = dict(rollout.info)
     if rollout.role:
         record["role"] = rollout.role
+    if rollout.states:
+        record["states"] = list(rollout.states)
     if exact and rollout.advantages is not None:
         record["advantages"] = rollout.advantages.tolist()
     return record
@@ -63,7 +65,7 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False) -> dict[str, Any]:
 def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
     """A rollout out of such a line. The texts of its tool results are among its messages."""
     messages = tuple(_message_from_fields(fields) for fields in record["messages"])
-    scores = {name: Score(**verdict) for name, verdict in record["scores"].items()}
+    scores = {name: _score_from_dict(verdict) for name, verdict in record["scores"].items()}
     return Rollout(
         problem_id=record["problem_id"],
         turns=tuple(_turn_from_dict(turn) for turn in record["turns"]),
@@ -80,6 +82,7 @@ def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
         lineages=tuple(_lineage_from_dict(lineage) for lineage in record.get("lineages", ())),
         info=record.get("info", {}),
         role=record.get("role", ""),
+        states=tuple(record.get("states", ())),
     )
 
 
@@ -124,6 +127,8 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
         columns["info"] = [dict(r.info) for r in rollouts]
     if any(r.role for r in rollouts):
         columns["roles"] = [r.role for r in rollouts]
+    if any(r.states for r in rollouts):
+        columns["states"] = [list(r.states) for r in rollouts]
     if metrics := {name: value for name, value in group.metrics.items() if math.isfinite(value)}:
         columns["metrics"] = metrics
     return columns
@@ -145,7 +150,7 @@ def _rollout_from_dict(
 ) -> Rollout:
     reward = float(columns["scores"][i])
     verdicts = _entry(columns, "verdicts", i)
-    scores = {name: Score(**v) for name, v in verdicts.items()} if verdicts is not None else None
+    scores = {name: _score_from_dict(v) for name, v in verdicts.items()} if verdicts is not None else None
     error = _entry(columns, "errors", i)
     lineages = () if _is_overridden(columns, i) else _entry(columns, "lineages", i) or ()
     return Rollout(
@@ -164,6 +169,7 @@ def _rollout_from_dict(
         lineages=tuple(map(_lineage_from_dict, lineages)),
         info=_entry(columns, "info", i) or {},
         role=_entry(columns, "roles", i) or "",
+        states=tuple(_entry(columns, "states", i) or ()),
     )
 
 
@@ -260,10 +266,20 @@ def _verdicts(rollout: Rollout) -> dict[str, Any]:
 
 
 def _verdict(score: Score) -> dict[str, Any]:
-    """`counts` and `roles` only where they say something: readers of an earlier version know no such keys."""
-    verdict = {"value": score.value, "passed": score.passed, "reason": score.reason, "error": score.error}
-    rare = {} if score.counts else {"counts": False}
-    return verdict | rare | ({"roles": dict(score.roles)} if score.roles else {})
+    """`counts`, `roles` and `turns` only where they say something: readers of an earlier version know no such keys."""
+    verdict: dict[str, Any] = {
+        "value": score.value,
+        "passed": score.passed,
+        "reason": score.reason,
+        "error": score.error,
+    }
+    rare: dict[str, Any] = {} if score.counts else {"counts": False}
+    rare |= {"roles": dict(score.roles)} if score.roles else {}
+    return verdict | rare | ({"turns": list(score.turns)} if score.turns else {})
+
+
+def _score_from_dict(verdict: Mapping[str, Any]) -> Score:
+    return Score(**{**verdict, "turns": tuple(verdict.get("turns", ()))})
 
 
 def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class ToolResult:
 class Message:
     """One chat message. `text` is what a reader sees; tool calls are apart from it.
 
-    `reasoning` is what a chat endpoint returned apart from the text. It is not sent back, stored or compared.
+    `reasoning` is what the model thought before the text. It is not sent back, stored or compared.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -167,6 +167,7 @@ class Score:
     `error`: the measure failed by itself, so there is no verdict; a rollout without one that counts is not trained.
     `counts` is False for a witness, a measure of weight 0: it is on record, and changes neither reward nor `passed`.
     `roles` are the values of several agents of one attempt, where the measure tells them apart.
+    `turns` are values of single turns, where the measure gives one for each turn of the model; `value` is their sum.
     """
 
     value: float
@@ -175,6 +176,7 @@ class Score:
     error: bool = False
     counts: bool = True
     roles: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[float, ...] = ()
 
     @property
     def decides(self) -> bool:
@@ -209,7 +211,7 @@ class Lineage:
     messages: tuple[Message, ...]
     stop: StopReason
     role: str = ""  # of the agent, where an attempt has several
-    advantages: Array | None = None  # [T] float32, where the agents of an attempt have rewards of their own
+    advantages: Array | None = None  # [T] float32, as those of a rollout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,11 +228,12 @@ class Rollout:
     seconds: float = 0.0
     tool_seconds: float = 0.0
     error: str | None = None
-    advantages: Array | None = None  # [T] float32, where the source of the group gave them
+    advantages: Array | None = None  # [T] float32, where its tokens have different ones, or its source gave them
     tool_names: tuple[str, ...] = ()  # the tools that it could call
     lineages: tuple[Lineage, ...] = ()  # its other conversations, where an agent has several
     info: Mapping[str, Any] = field(default_factory=dict)  # more for the records: an agent's exit status and logs
     role: str = ""  # of the agent whose conversation this is, where an attempt has several
+    states: tuple[str, ...] = ()  # the state in which each turn of the model began, where the environment names them
 
     def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
         size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"
@@ -250,6 +253,12 @@ class Rollout:
     @property
     def sampled_tokens(self) -> int:
         return sum(len(t.token_ids) for t in self.all_turns if t.maker == "model")
+
+    @property
+    def model_turns(self) -> tuple[Turn, ...]:
+        """What the model has sampled, in the order in which its conversations ended: its own is the last."""
+        conversations = (*(lineage.turns for lineage in self.lineages), self.turns)
+        return tuple(turn for turns in conversations for turn in turns if turn.maker == "model")
 
     @property
     def conversations(self) -> tuple[Rollout | Lineage, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby, pairwise
 from typing import Any
 
 from palestra.core.errors import PalestraError
+from palestra.core.files import read_regular
+from palestra.core.run_folder import STATE, RunFolder
 from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.dashboard.rollout_row import shown
+from palestra.evals.case_rates import CaseKind, CaseRates
 
 _SORTS = ("flips", "hardest", "id")
 _VISIT = "WITH visits AS (SELECT problem_id, group_id, min(id) AS first_id, step, count(*) AS attempts, " \
@@ -18,6 +22,7 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
     """The problems of training, with how their pass rates went."""
     if sort not in _SORTS:
         raise PalestraError(f"sort={sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
+    kinds = _sampling(index.folder)
     with index.open() as db:
         visits = db.execute(f"{_VISIT} SELECT * FROM visits ORDER BY problem_id, first_id").fetchall()
         rows = []
@@ -33,6 +38,7 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
                     "first_rate": rates[0],
                     "last_rate": rates[-1],
                     "flips": flips,
+                    "sampling": None if kinds is None else kinds.get(problem, "untested"),
                     "first_id": own[0]["first_id"],
                 }
             )
@@ -44,6 +50,20 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
             row["question"] = db.execute("SELECT question FROM rollouts WHERE id = ?", (found_id,)).fetchone()[0]
     following = start + limit
     return {"problems": page, "next": str(following) if following < len(rows) else None, "total": len(rows)}
+
+
+def _sampling(folder: RunFolder) -> dict[str, CaseKind] | None:
+    """What a run with train.sampling = learnable knows of its cases, by its newest checkpoint."""
+    try:
+        config, last = folder.config, folder.last_checkpoint()
+        if config.train.sampling != "learnable" or last is None:
+            return None
+        state = json.loads(read_regular(last / STATE))
+        rates = CaseRates(config.train.sampling_half_life)
+        rates.load(state.get("cases", {}), int(state["step"]))
+        return {case: rates.kind(case, config.rollout.group_size) for case in rates.cases}
+    except (PalestraError, ArithmeticError, AttributeError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None  # a file from elsewhere may hold anything
 
 
 def problem(index: RolloutIndex, problem_id: str, kind: str = "train") -> dict[str, Any]:

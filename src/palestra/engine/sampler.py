@@ -140,15 +140,21 @@ def penalised(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def truncated(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Top-k, then top-p, then min-p; what falls out becomes minus infinity. The most likely token always stays."""
+    """What `truncate` leaves, by the parameters of each row."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=logits.device)[:, None]
 
+    top_k = column([float(row.params.top_k) for row in rows])
+    top_p = column([row.params.top_p for row in rows])
+    return truncate(logits, top_k, top_p, column([row.params.min_p for row in rows]))
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Top-k, then top-p, then min-p; what falls out becomes minus infinity. The most likely token always stays."""
     vocabulary = logits.shape[1]
-    top_k = column([float(row.params.top_k or vocabulary) for row in rows])
-    top_p = column([row.params.top_p if row.params.top_p < 1.0 else 2.0 for row in rows])  # 2: rounding cuts nothing
-    min_p = column([row.params.min_p for row in rows])
+    top_k = torch.where(top_k > 0, top_k, float(vocabulary))
+    top_p = torch.where(top_p < 1.0, top_p, 2.0)  # 2: rounding cuts nothing
     ordered, order = logits.sort(-1, descending=True)
     rank = torch.arange(vocabulary, device=logits.device)
     ordered = ordered.masked_fill(rank >= top_k, float("-inf"))

@@ -116,6 +116,16 @@ class Env:
             raise NotImplementedError(f"{type(self).__name__} needs score(self, answer)")
         return {}
 
+    def score_turns(self) -> Any:
+        """More scores, of single turns: a number for each message of the model in this attempt, in order, or a dict of
+        several such lists. They are added to the reward, and `train.credit` can tell the turns apart by them."""
+        return None
+
+    def state_key(self) -> Any:
+        """What names the state that the attempt is in, before each message of the model: attempts at one problem with
+        equal keys are in the same state (`train.credit = gigpo`). None: states with equal observations are."""
+        return None
+
     def score_group(self, attempts: Sequence[Env]) -> Any:
         """Where siblings are judged against each other: a list with what `score` would give for each of these attempts
         at one problem, which is added to what `score` gave. None: each is scored alone. May be async."""

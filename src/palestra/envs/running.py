@@ -51,7 +51,20 @@ class EnvEpisode:
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         self.env.tool_results = tuple(tool_results)
-        return self.as_scores(await self._call("score", messages))
+        scores = self.as_scores(await self._call("score", messages))
+        if type(self.env).score_turns is Env.score_turns:
+            return scores
+        found = await call_with_limit(self.env.score_turns, timeout_s=STEP_TIMEOUT_S)
+        if found is None:
+            return scores
+        by_name = found if isinstance(found, Mapping) else {"turns": found}
+        return {**scores, **{name: as_score(Measure(name, self.env.score_turns), v) for name, v in by_name.items()}}
+
+    def state_key(self) -> str | None:
+        if type(self.env).state_key is Env.state_key:
+            return None
+        key = self.env.state_key()
+        return None if key is None else str(key)
 
     def as_scores(self, verdict: Any) -> Mapping[str, Score]:
         """Convert what `score` or `score_group` returned to scores by name."""

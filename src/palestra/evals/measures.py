@@ -38,6 +38,12 @@ class MeasureContext:
         return next((m for m in reversed(self.messages) if m.role == "assistant"), Message("assistant", ""))
 
     @property
+    def turns(self) -> tuple[Message, ...]:
+        """What the model said in this attempt, message after message: what `turn_scores` has a value for each of."""
+        given = 0 if isinstance(self.case.input, str) else sum(m.role == "assistant" for m in self.case.input)
+        return tuple(m for m in self.messages if m.role == "assistant")[given:]
+
+    @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """Every call that the assistant asked for, in order, also those that could not be read."""
         return tuple(call for m in self.messages if m.role == "assistant" for call in m.tool_calls)
@@ -148,6 +154,16 @@ def fail_reason(text: str = "") -> Score:
     return Score(0.0, False, text)
 
 
+def turn_scores(values: Any, *, passed: bool | None = None, reason: str = "") -> Score:
+    """A value for each turn of the model, in order; they add up to the score. `passed` is None where the measure does
+    not decide that. A measure that returns a list of numbers means the same."""
+    try:
+        turns = tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise PalestraError(f"turn_scores takes one number for each turn, got {values!r}") from None
+    return Score(sum(turns), passed, reason, turns=turns)
+
+
 async def run_measure(m: Measure, ctx: MeasureContext, timeout_s: float) -> Score:
     """The measure's verdict. One that raises, hangs or returns nonsense gives none, with the error recorded."""
     if m.group:
@@ -181,6 +197,14 @@ def as_score(m: Measure, value: Any) -> Score:
     """What a measure returned, as a score; nonsense is an error on record."""
     if isinstance(value, Mapping):
         return _score_by_role(m, value)
+    if isinstance(value, list | tuple) or (getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist")):
+        try:
+            value = turn_scores(value.tolist() if hasattr(value, "tolist") else value)
+        except PalestraError as error:
+            return _failed(f"measure {m.name}: {error}")
+    if isinstance(value, Score) and value.turns:
+        wrong = next((turn for turn in value.turns if not math.isfinite(turn)), None)
+        return value if wrong is None else _failed(f"measure {m.name} gave {wrong} for a turn; expected finite numbers")
     if isinstance(value, Score):
         if value.error:
             return value

@@ -7,9 +7,10 @@ logits than the head knows. A self-check at load compares the two and chooses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from palestra.core.machine import in_one_order
 from palestra.engine.recurrent import RecurrentLayers
 from palestra.engine.supported import NO_EXACT, base_model
 from palestra.learner.graphs import Graphs, can_be_captured
-from palestra.learner.head import ScoringHead, logit_rule, top_of
+from palestra.learner.head import LogitRule, ScoringHead, kept_logits, logit_rule, top_of
 from palestra.learner.micro_batches import PackedMicroBatch
 from palestra.learner.patches import FastNorms, ModulePatches, compile_layers, decoder_layers, last_mlp_at
 from palestra.learner.self_check import choose_mode
@@ -44,6 +45,7 @@ class Scorer(nn.Module):
         model: nn.Module,
         *,
         temperature: float = 1.0,
+        truncation: Mapping[str, Any] = MappingProxyType({}),
         pad_token_id: int = 0,
         compile_layers: bool | None = None,
         in_shards: bool = False,
@@ -53,6 +55,7 @@ class Scorer(nn.Module):
         """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait.
 
         `exact`: the sampler's log-probabilities, to the bit (`model.exact`).
+        `truncation` is top_p, top_k and min_p of the sampler.
         `in_shards`: hooks around each layer will gather its weights, and must stay outside of what is compiled.
         `mode`: what was chosen for the same model before.
         """
@@ -71,6 +74,7 @@ class Scorer(nn.Module):
         self.exact: ExactForward | None = None
         if mode is None:
             choose_mode(self)
+        self.head.rule = replace(self.head.rule, **truncation)  # the check compares whole distributions
         if exact:
             self.exact = self._exact_forward()
         captures = (
@@ -121,28 +125,36 @@ class Scorer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """([S] log-probabilities, [S] entropies) of the micro-batch's scored tokens; [S · k] of k candidates at each.
 
-        Sampled tokens are scored at the temperature that they were sampled with, unless another is given, tool results
-        at 1. `loss_gradient` saves memory and time where the loss is a sum over tokens.
+        Sampled tokens are scored at the temperature that they were sampled with, and by what top_p, top_k and min_p
+        left of the distribution, unless another temperature is given. Tool results are scored at 1, by all of it.
+        `loss_gradient` saves memory and time where the loss is a sum over tokens.
         """
         if self.mode == "reference":
             return self.from_logits(micro.batch, temperature)
         hidden = self._scored_hidden(micro)
         target = micro.batch.target
-        temperature = temperature or self.head.rule.temperature
+        rule = self._rule(target, temperature)
         if target.dim() == 2:
-            options: dict[str, Any] = {"temperature": temperature, "entropy_gradient": entropy_gradient}
-            logprobs, entropies = self.head(hidden, target, **options)
+            logprobs, entropies = self.head(hidden, target, rule=rule, entropy_gradient=entropy_gradient)
             return logprobs.flatten(), entropies.repeat_interleave(target.shape[1])
-        if not len(micro.echo) or temperature == 1.0:
-            options = {"entropy_gradient": entropy_gradient, "loss_gradient": loss_gradient}
-            return self.head(hidden, target, temperature=temperature, **options)
+        observed = replace(rule.whole, temperature=1.0)
+        if not len(micro.echo) or rule == observed:
+            options: dict[str, Any] = {"entropy_gradient": entropy_gradient, "loss_gradient": loss_gradient}
+            return self.head(hidden, target, rule=rule, **options)
         parts = [
-            self.head(hidden[chosen], target[chosen], temperature=own, entropy_gradient=entropy_gradient)
-            for chosen, own in ((micro.policy, temperature), (micro.echo, 1.0))
+            self.head(hidden[chosen], target[chosen], rule=own, entropy_gradient=entropy_gradient)
+            for chosen, own in ((micro.policy, rule), (micro.echo, observed))
         ]
         order = torch.cat([micro.policy, micro.echo]).argsort()
         logprobs, entropies = (torch.cat(both)[order] for both in zip(*parts, strict=True))
         return logprobs, entropies
+
+    def _rule(self, target: Tensor, temperature: float | None) -> LogitRule:
+        """How these targets are scored: sampled tokens as they were sampled, all others by the whole distribution."""
+        own = self.head.rule
+        if temperature is not None:
+            return replace(own.whole, temperature=temperature)
+        return own if target.dim() == 1 else own.whole
 
     @torch.no_grad()
     def top(self, micro: PackedMicroBatch, k: int) -> tuple[Tensor, Tensor]:
@@ -182,11 +194,14 @@ class Scorer(nn.Module):
 
     def from_logits(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """The same from the model's own whole logits."""
-        candidates = batch.target.dim() == 2
-        divisor: Tensor | float = temperature or self.head.rule.temperature
+        candidates, rule = batch.target.dim() == 2, self._rule(batch.target, temperature)
+        divisor: Tensor | float = rule.temperature
         if divisor != 1.0 and not candidates:
             divisor = torch.where(batch.echo_mask, 1.0, divisor)[:, None]
-        logp = torch.log_softmax(self._whole_logits(batch) / divisor, dim=-1)
+        logits = self._whole_logits(batch) / divisor
+        if rule.truncates:
+            logits = torch.where(batch.echo_mask[:, None], logits, kept_logits(logits, batch.target, rule))
+        logp = torch.log_softmax(logits, dim=-1)
         if candidates:
             entropy = -(logp.exp() * logp).sum(-1).repeat_interleave(batch.target.shape[1])
             return logp.gather(-1, batch.target).flatten(), entropy

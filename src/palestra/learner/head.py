@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.algo.step_loss import LossGradient
+from palestra.engine.sampler import truncate
 from palestra.engine.supported import adapter_of, base_linear
 
 # Logits alive at once. On a CPU a chunk should stay near the caches; a GPU wants large products.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**29}
 PLAIN_CHUNK_ELEMENTS = 2**26  # without the Triton kernels, which need no float32 copies of the logits
+CUT_LOGIT = -1e30  # finite: 0 times it is 0
 # Logits kept for the backward pass. The CPU's statistics overwrite float32 logits, so none are kept there.
 KEPT_BYTES = {"cuda": 2**31}
 
@@ -88,17 +90,17 @@ class ScoringHead(nn.Module):
         hidden: Tensor,
         target: Tensor,
         *,
-        temperature: float | None = None,
+        rule: LogitRule | None = None,
         entropy_gradient: bool = False,
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies); at the rule's own temperature.
+        """hidden [N, H] and target [N] -> ([N] log-probabilities, [N] entropies), by its own rule unless one is given.
 
         With target [N, k] the log-probabilities are [N, k].
         """
         linear = base_linear(self.output)
         bias = getattr(linear, "bias", None)
-        rule = self.rule if temperature is None else replace(self.rule, temperature=temperature)
+        rule = rule or self.rule
         adapter = self._adapter(hidden) if linear is not self.output else None
         return score_tokens(
             hidden,
@@ -141,10 +143,15 @@ class _Score(torch.autograd.Function):
         entropy_gradient: bool,
         loss_gradient: LossGradient | None,
     ) -> tuple[Tensor, Tensor]:
-        size, (statistics, logit_gradient) = _chunk_tokens(weight, len(hidden), target), _kernels_for(target)
+        size, (statistics, logit_gradient) = (
+            _chunk_tokens(weight, len(hidden), target, rule),
+            _kernels_for(target, rule),
+        )
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         saved_logits: list[Tensor] = []
-        keeps = any(ctx.needs_input_grad) and target.dim() == 1  # the torch functions may overwrite the logits
+        keeps = (
+            any(ctx.needs_input_grad) and target.dim() == 1 and not rule.truncates
+        )  # the torch functions may overwrite the logits
         room = KEPT_BYTES.get(weight.device.type, 0) if keeps else 0
         at_once = loss_gradient is not None and 0 < room < len(hidden) * len(weight) * weight.element_size()
         gradients = _Gradients(ctx, hidden, weight, bias, low, up) if at_once else None
@@ -183,7 +190,8 @@ class _Score(torch.autograd.Function):
 def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients by hidden states, weight, bias and the adapter's factors, from logits that were kept or not."""
     hidden, weight, bias, low, up, target, logsumexp, entropy = ctx.saved_tensors
-    size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden), target), _kernels_for(target)
+    rule = ctx.rule
+    size, (_, logit_gradient) = _chunk_tokens(weight, len(hidden), target, rule), _kernels_for(target, rule)
     gradients = _Gradients(ctx, hidden, weight, bias, low, up)
     saved_logits, ctx.saved_logits = iter(ctx.saved_logits), []
     for first in range(0, len(hidden), size):
@@ -192,7 +200,7 @@ def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Te
         if logits is None:
             logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up, ctx.rule.exact)
         steer = (entropy[part], grad_entropy[part]) if ctx.entropy_gradient else (None, None)
-        gradient = logit_gradient(logits, target[part], logsumexp[part], grad_logprobs[part], *steer, ctx.rule)
+        gradient = logit_gradient(logits, target[part], logsumexp[part], grad_logprobs[part], *steer, rule)
         gradients.add(part, gradient)
         del logits, gradient  # before the next ones are made
     return gradients.rounded()
@@ -244,19 +252,19 @@ def _logits(
     return logits if low is None or up is None else logits.addmm_(low, up.T)
 
 
-def _chunk_tokens(weight: Tensor, tokens: int, target: Tensor | None = None) -> int:
+def _chunk_tokens(weight: Tensor, tokens: int, target: Tensor | None = None, rule: LogitRule | None = None) -> int:
     """Tokens of one chunk: all chunks of nearly the same size, so that the largest is as small as can be."""
     elements = CHUNK_ELEMENTS.get(weight.device.type, PLAIN_CHUNK_ELEMENTS)
-    if target is None or target.dim() == 2:
+    if target is None or target.dim() == 2 or (rule is not None and rule.truncates):
         elements = min(elements, PLAIN_CHUNK_ELEMENTS)
     most = max(128, elements // len(weight) // 128 * 128)
     chunks = max(1, -(-tokens // most))
     return -(-tokens // chunks // 128) * 128 or 128
 
 
-def _kernels_for(target: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The Triton kernels take one target for each hidden state."""
-    return _kernels(target.device.type if target.dim() == 1 else "cpu")
+def _kernels_for(target: Tensor, rule: LogitRule) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The Triton kernels take one target for each hidden state, and whole distributions."""
+    return _kernels(target.device.type if target.dim() == 1 and not rule.truncates else "cpu")
 
 
 @cache
@@ -279,7 +287,7 @@ def _final(logits: Tensor, rule: LogitRule) -> Tensor:
 
 def _statistics(logits: Tensor, target: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the targets ([n] or [n, k]), [n] log-sum-exp, and [n] entropy."""
-    z = _final(logits, rule)
+    z = kept_logits(_final(logits, rule), target, rule)
     top = z.amax(-1, keepdim=True)
     z.sub_(top)
     weights = z.exp()
@@ -307,7 +315,7 @@ def _logit_gradient(
     slope = None
     if rule.softcap is not None:
         slope = 1 - (z * (rule.temperature / rule.softcap)).square_()  # of tanh
-    log_p = z.sub_(logsumexp[:, None])
+    log_p = kept_logits(z, target, rule).sub_(logsumexp[:, None])
     if entropy is not None and grad_entropy is not None:
         spread = (log_p + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
         gradient = spread.mul_(log_p.exp_()).mul_(-scale)
@@ -331,12 +339,38 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
 
 @dataclass(frozen=True)
 class LogitRule:
-    """How a model makes its final logits: softcap(multiplier · (W h + b)), then divided by the temperature."""
+    """How a model makes its final logits: softcap(multiplier · (W h + b)), then divided by the temperature, then
+    truncated as the sampler does it."""
 
     multiplier: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
     exact: bool = False  # by the sampler's kernels
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def whole(self) -> LogitRule:
+        """The same without truncation: for tokens that were not sampled."""
+        return replace(self, top_p=1.0, top_k=0, min_p=0.0) if self.truncates else self
+
+
+def kept_logits(z: Tensor, target: Tensor, rule: LogitRule) -> Tensor:
+    """[n, V] the logits that are left by top_k, top_p and min_p; the others are so low that their probability is 0.
+
+    The targets always stay: a token that the policy now would cut off was sampled by an earlier version of it.
+    """
+    if not rule.truncates or not len(z):
+        return z
+    column = partial(torch.full, (len(z), 1), device=z.device)
+    left = truncate(z.detach(), *(column(float(value)) for value in (rule.top_k, rule.top_p, rule.min_p)))
+    cut = left.isneginf().scatter_(-1, target.reshape(len(target), -1), False)
+    return z.masked_fill(cut, CUT_LOGIT)
 
 
 def logit_rule(model: Any, temperature: float) -> LogitRule:

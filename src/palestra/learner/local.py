@@ -90,8 +90,13 @@ class LocalLearner:
             hf = base_model(model)
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         in_shards = ranks is not ONE_PROCESS
-        temperature = config.rollout.temperature
-        options: dict[str, Any] = {"temperature": temperature, "pad_token_id": pad_token_id, "in_shards": in_shards}
+        rollout = config.rollout
+        options: dict[str, Any] = {
+            "temperature": rollout.temperature,
+            "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
+            "pad_token_id": pad_token_id,
+            "in_shards": in_shards,
+        }
         self._scorer = Scorer(model, exact=config.model.exact, **options)
         whole_logits = self._scorer.mode == "reference"
         tokens = micro_batch_tokens(config, base_model(model).config, self.device, whole_logits=whole_logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,11 +13,18 @@ from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import number_calls
-from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
+from palestra.core.types import Finish, Lineage, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
 from palestra.models.chat.grammars import GrammarText
 from palestra.models.chat.toolcalls import UnexpectedCalls
 
+MAX_STATE_CHARS = 200
+SUMMARY_REQUEST = (
+    "The conversation is getting long. Before you continue, write a summary for yourself: what was asked, what you "
+    "have found out and done so far, and what is left to do. Do not call a tool. You will continue with this summary "
+    "alone."
+)
+SUMMARY_OPENING = "You have already begun. Your summary of what you have done so far:"
 T = TypeVar("T")
 
 
@@ -36,14 +44,20 @@ class AttemptLimits:
     unexpected_call_format: UnexpectedCalls = "execute"
     forced_calls: int = 0
     call: GrammarText | None = None
+    compact_at: int | None = None  # tokens of a conversation from which it is summarised
+    keep_reasoning: bool = True  # False: the model does not read what it thought in earlier turns
 
 
 class Speaker(Protocol):
     """The model's side of one conversation."""
 
-    turns: list[Turn]  # what is trained; empty where there are no token ids
+    turns: list[Turn]  # of the conversation: what is trained; empty where there are no token ids
     sampled_tokens: int
     shows_call_ids: bool  # the model reads the ids of its calls, so the record keeps them
+
+    def length_with(self, replies: Sequence[Message]) -> int:
+        """Tokens of the conversation with these replies; estimated where there are no token ids."""
+        ...
 
     async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
         """The next assistant message, and why it ended."""
@@ -53,22 +67,45 @@ class Speaker(Protocol):
         """The replies to that message."""
         ...
 
+    def restart(self, messages: Sequence[Message]) -> None:
+        """Continue with another conversation. Of these messages nothing is trained: earlier ones have their turns."""
+        ...
+
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class Attempt:
-    """The messages and tool results of an attempt so far; `on_message` is called with each new message."""
+    """The messages and tool results of an attempt so far; `on_message` is called with each new message.
+
+    `context` is what the model reads of the messages: all of them, unless its history was shortened. `earlier` are the
+    conversations before that, with their turns, and `summaries` the numbers of the turns that shortened them.
+    """
 
     messages: list[Message]
+    context: list[Message] = field(init=False)
+    earlier: list[tuple[Sequence[Turn], Sequence[Message]]] = field(default_factory=list)
+    summaries: list[int] = field(default_factory=list)
     tool_results: list[ToolResult] = field(default_factory=list)
     tool_seconds: float = 0.0
+    states: list[str] = field(default_factory=list)  # in which the model's turns began, where the episode names them
     on_message: Callable[[Message], None] = lambda message: None
+
+    def __post_init__(self) -> None:
+        self.context = list(self.messages)
 
     def add(self, *messages: Message) -> None:
         self.messages += messages
+        self.context += messages
         for message in messages:
             self.on_message(message)
+
+    def restart(self, speaker: Speaker, context: Sequence[Message], before: Sequence[Message]) -> None:
+        """Go on with a history that was changed, after the messages `before`: in a conversation of its own, so that
+        every turn is trained once."""
+        self.earlier.append((tuple(speaker.turns), tuple(before)))
+        self.context = list(context)
+        speaker.restart(context)
 
 
 async def run_attempt(
@@ -105,6 +142,9 @@ async def run_attempt(
         tool_seconds=attempt.tool_seconds,
         error=error,
         tool_names=tuple(tool.name for tool in episode.tools),
+        lineages=tuple(Lineage(tuple(turns), tuple(messages), stop) for turns, messages in attempt.earlier if turns),
+        info={"summaries": attempt.summaries} if attempt.summaries else {},
+        states=tuple(attempt.states),
     )
 
 
@@ -124,19 +164,20 @@ async def play(
         schemas = tuple(tool.schema for tool in tools.values())
         forced = replace(sampling, grammar=str(replace(limits.call, tools=schemas)))
     first_seed = sampling.seed if seed is None else seed
-    turn = rounds = 0
+    turn = rounds = summaries = 0
     while True:
         left = sampling.max_new_tokens - speaker.sampled_tokens
         if left <= 0:
             return "truncated"
+        if (state := state_key(episode)) is not None:
+            attempt.states.append(state)
         this_turn = forced if turn < limits.forced_calls else sampling
         message, finish = await speaker.say(this_turn.for_turn(left, first_seed + turn))
         turn += 1
         attempt.add(message)
         if finish != "stop":
-            full = finish == "length" and bool(speaker.turns) and speaker.sampled_tokens < sampling.max_new_tokens
-            return "context_full" if full else "truncated"
-        if turn == getattr(episode, "max_turns", None):
+            return why_cut_off(finish, speaker, limits)
+        if turn - summaries == getattr(episode, "max_turns", None):
             return "answered"
         if message.tool_calls:
             if rounds == limits.max_tool_rounds:
@@ -149,8 +190,84 @@ async def play(
             attempt.tool_results += results
         if not replies:
             return "answered"
-        attempt.add(*replies)
-        speaker.hear(replies)
+        if limits.compact_at is None and limits.keep_reasoning:
+            attempt.add(*replies)
+            speaker.hear(replies)
+            continue
+        cut_off = await hear_in_less(speaker, episode, attempt, replies, limits, first_seed + turn)
+        if cut_off is not None:
+            return cut_off
+        turn += len(attempt.summaries) - summaries
+        summaries = len(attempt.summaries)
+
+
+def why_cut_off(finish: Finish, speaker: Speaker, limits: AttemptLimits) -> StopReason:
+    """Why a turn ended in the middle."""
+    has_tokens_left = speaker.sampled_tokens < limits.sampling.max_new_tokens
+    return "context_full" if finish == "length" and bool(speaker.turns) and has_tokens_left else "truncated"
+
+
+async def hear_in_less(
+    speaker: Speaker,
+    episode: Episode,
+    attempt: Attempt,
+    replies: Sequence[Message],
+    limits: AttemptLimits,
+    seed: int,
+) -> StopReason | None:
+    """Let the model read the replies with a history without reasoning, or a summary of it; why that ended the attempt.
+
+    The model writes the summary: a turn like any other, which is trained.
+    """
+    compacts = limits.compact_at is not None and speaker.length_with(replies) >= limits.compact_at
+    said = with_text(replies, SUMMARY_REQUEST) if compacts else replies
+    before = list(attempt.context)
+    attempt.add(*said)
+    if not limits.keep_reasoning and before[-1].reasoning:  # messages are without, so that earlier ones have none
+        attempt.restart(speaker, attempt.context, before)
+    else:
+        speaker.hear(said)
+    if not compacts:
+        return None
+    left = limits.sampling.max_new_tokens - speaker.sampled_tokens
+    if left <= 0:
+        return "truncated"
+    if (state := state_key(episode)) is not None:
+        attempt.states.append(state)
+    summary, finish = await speaker.say(limits.sampling.for_turn(left, seed))
+    attempt.add(summary)
+    attempt.summaries.append(sum(m.role == "assistant" for m in attempt.messages[len(episode.prompt) :]) - 1)
+    if finish != "stop":
+        return why_cut_off(finish, speaker, limits)
+    last = [reply for reply in replies if reply.role == "user"]
+    attempt.restart(speaker, after_summary(episode.prompt, summary.text, last), attempt.context)
+    return None
+
+
+def after_summary(prompt: Sequence[Message], summary: str, last: Sequence[Message]) -> list[Message]:
+    """The opening of the conversation after a summary. What the environment said last is repeated as it was."""
+    said = "".join(f"\n\n{message.text}" for message in last)
+    return with_text(prompt, f"{SUMMARY_OPENING}\n{summary or '(nothing)'}{said}")
+
+
+def with_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with a text at the end of the last one, if it is a user's; else in a message of its own."""
+    if not messages or messages[-1].role != "user":
+        return [*messages, Message("user", text)]
+    return [*messages[:-1], replace(messages[-1], text=f"{messages[-1].text}\n\n{text}".strip())]
+
+
+def state_key(episode: Episode) -> str | None:
+    """The state that an episode is in, where it names one; a long key is hashed."""
+    if (method := getattr(episode, "state_key", None)) is None:
+        return None
+    try:
+        key: str | None = method()
+    except Exception as error:
+        raise RolloutError(f"state_key raised {type(error).__name__}: {error}") from error
+    if key is None or len(key) <= MAX_STATE_CHARS:
+        return key
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 async def replies_to(

@@ -146,11 +146,11 @@ class RewardFunctions:
             return function(**_accepted(function, arguments))
 
     def _rewarded(self, rollout: Rollout, weights: Mapping[str, float]) -> Rollout:
-        error = rollout.error or self._why_unknown(rollout.scores, weights)
-        scores = rollout.scores
+        scores = {name: _for_each_turn(name, score, rollout) for name, score in rollout.scores.items()}
+        error = rollout.error or self._why_unknown(scores, weights)
         if not all(weights.get(name, 1.0) for name in scores):
             scores = {n: s if weights.get(n, 1.0) else replace(s, counts=False) for n, s in scores.items()}
-        return replace(rollout, reward=weighted_reward(rollout, weights), scores=scores, error=error)
+        return replace(rollout, reward=weighted_reward(scores, weights), scores=scores, error=error)
 
     def _why_unknown(self, scores: Mapping[str, Score], weights: Mapping[str, float]) -> str | None:
         """Why there is no reward: a measure that counts has failed, which is no fault of the model, or none was run."""
@@ -188,9 +188,22 @@ class _Logged:
         return ", ".join(f"{column}: {values[rollout]}" for column, values in columns if rollout < len(values))
 
 
-def weighted_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:
+def weighted_reward(scores: Mapping[str, Score], weights: Mapping[str, float]) -> float:
     """The scores' values, weighed and added; a rollout that failed earns nothing."""
-    return sum(weights.get(name, 1.0) * score.value for name, score in rollout.scores.items())
+    return sum(weights.get(name, 1.0) * score.value for name, score in scores.items())
+
+
+def _for_each_turn(name: str, score: Score, rollout: Rollout) -> Score:
+    """The score, unless it has values of turns and not one for each: then it is no verdict."""
+    count = len(rollout.model_turns) if score.turns and rollout.turns else len(score.turns)
+    if len(score.turns) == count:
+        return score
+    summaries = rollout.info.get("summaries", ())
+    if len(score.turns) == count - len(summaries):  # summaries of its history are turns that an environment never sees
+        left = iter(score.turns)
+        return replace(score, turns=tuple(0.0 if k in summaries else next(left) for k in range(count)))
+    reason = f"{name} gave {len(score.turns)} values for {count} turns of the model; give one for each"
+    return replace(score, value=0.0, passed=False, reason=reason, error=True, turns=())
 
 
 MAIN_ROLE = "main"  # by which measures call the agent without a label

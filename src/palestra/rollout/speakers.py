@@ -33,6 +33,8 @@ class ReadsTokens(Protocol):
 
     def continuation(self, replies: Sequence[Message], *, last_token: int | None = None) -> Sequence[Turn]: ...
 
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Turn: ...
+
 
 class TokenSpeaker:
     """A session of a policy. Its turns hold the very tokens that were sampled."""
@@ -43,7 +45,7 @@ class TokenSpeaker:
         session: Any,
         chat: ReadsTokens,
         prompt: Turn,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] = (),
         unexpected: UnexpectedCalls = "execute",
     ) -> None:
         self.turns: list[Turn] = [prompt]
@@ -73,6 +75,25 @@ class TokenSpeaker:
         self._policy.append(self._session, new)
         self._tokens = check_tokens(self._session, self._tokens, new)
         self.turns += turns
+
+    def length_with(self, replies: Sequence[Message]) -> int:
+        turns = self._chat.continuation(replies, last_token=self._session.token_ids[-1])
+        return self._tokens + sum(len(turn.token_ids) for turn in turns)
+
+    def restart(self, messages: Sequence[Message]) -> None:
+        """A new session for a changed history; what both have in common is computed once, if the policy can branch."""
+        with phases("template"):
+            prompt = self._chat.prompt(messages, self._tools)
+        ids, old = prompt.token_ids.tolist(), self._session
+        pairs = enumerate(zip(ids[:-1], old.token_ids, strict=False))
+        shared = next((i for i, (new, known) in pairs if new != known), min(len(ids) - 1, len(old.token_ids)))
+        if shared and self._policy.can_branch:
+            self._session = self._policy.branch(old, shared)
+            self._policy.append(self._session, ids[shared:])
+        else:  # a server has a prefix cache
+            self._session = self._policy.open(ids)
+        self._policy.close(old)
+        self.turns, self._tokens = [prompt], check_tokens(self._session, 0, ids)
 
     def close(self) -> None:
         self._policy.close(self._session)
@@ -133,6 +154,12 @@ class EndpointSpeaker:
 
     def hear(self, messages: Sequence[Message]) -> None:
         self._messages += messages
+
+    def length_with(self, replies: Sequence[Message]) -> int:
+        return sum(len(message.text) for message in (*self._messages, *replies)) // _CHARACTERS_PER_TOKEN
+
+    def restart(self, messages: Sequence[Message]) -> None:
+        self._messages = list(messages)
 
     def close(self) -> None:
         """The endpoint keeps no state."""

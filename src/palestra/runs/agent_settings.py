@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError
 
-SettingClass = Literal["agent", "backend", "address", "folder", "model", "account"]
+SettingClass = Literal["agent", "backend", "address", "folder", "model", "account", "code"]
 
 # Who decides each setting of a run. An agent may edit the class "agent", and "model" where it names a model of the
 # hub. All others decide where data, keys and weights go: they are locked unless the site file unlocks them.
@@ -23,6 +23,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "agent.roles",
     ),
     "folder": ("output_dir", "rollout.weights_folder", "stages.traces", "distill.teacher"),
+    "code": ("train.custom_advantages", "train.custom_loss"),
     "model": ("model.name",),
     "account": ("track.entity",),
     "agent": (
@@ -35,6 +36,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "train.kl_bias_correction", "train.importance_correction", "train.importance_cap",
         "train.importance_floor",
         "train.off_policy_mask_threshold", "train.advantage_scale", "train.leave_one_out", "train.combine",
+        "train.credit", "train.discount", "train.step_weight", "train.sampling", "train.sampling_half_life",
         "train.entropy_coefficient", "train.target_entropy", "train.replay", "train.iterations", "train.minibatches",
         "train.mask_truncated", "train.filter_equal_groups", "train.signal_share", "train.stop_when_solved",
         "train.max_sampled_tokens",
@@ -45,7 +47,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "rollout.group_size", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p",
         "rollout.repetition_penalty", "rollout.max_new_tokens", "rollout.max_tool_rounds", "rollout.tool_timeout_s",
         "rollout.max_tool_result_chars", "rollout.max_open_episodes", "rollout.constrain_tool_calls",
-        "rollout.unexpected_call_format",
+        "rollout.unexpected_call_format", "rollout.compact_at", "rollout.keep_reasoning",
         "rollout.max_staleness", "agent.timeout_s", "agent.max_at_once", "agent.max_output_bytes",
         "agent.fork_server", "agent.sandbox", "lora.r", "lora.alpha", "lora.dropout", "lora.target_modules",
         "lora.load_in_4bit", "vllm.timeout_s", "vllm.gpu_memory_utilization", "vllm.max_model_len",

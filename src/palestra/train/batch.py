@@ -18,11 +18,15 @@ from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
-    """Whether siblings differ: by these advantages, one a rollout, or by those that came along with them."""
-    conversations = [c for r in group.rollouts for c in r.conversations]
-    if any(c.advantages is not None and c.advantages.any() for c in conversations):
-        return True
-    return any(abs(advantage) > tolerance for advantage in advantages)
+    """Whether there is something to learn: by these advantages, one a rollout, or by those of its tokens."""
+
+    def of_tokens(rollout: Rollout) -> bool:
+        return any(c.advantages is not None and bool(c.advantages.any()) for c in rollout.conversations)
+
+    return any(
+        abs(advantage) > tolerance if rollout.advantages is None else of_tokens(rollout)
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+    )
 
 
 def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapping[str, float]) -> list[list[float]]:
@@ -81,11 +85,6 @@ class Conversation:
         is_sampled = self.turns is self.rollout or any(turn.maker == "model" for turn in self.turns.turns)
         return self.rollout.error is None and is_sampled
 
-    @property
-    def own_advantages(self) -> Array | None:
-        """Those of its tokens that came with the rollout."""
-        return self.turns.advantages
-
 
 def conversations_of(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Conversation]:
     """All conversations of a step, also of rollouts that failed."""
@@ -109,7 +108,7 @@ def to_batch(
 
     With `echo`, tool results of the other groups are rows, too: no reward is needed to learn to predict them.
     A truncated rollout stays as a row without trained tokens, so that it still counts where a loss averages over rows.
-    Advantages that came with a rollout take precedence.
+    Advantages of a rollout's tokens take precedence.
     """
     every = trained or [True] * len(groups)
     rows = [c for c in conversations_of(groups, advantages) if c.can_train]
@@ -175,6 +174,6 @@ class TurnColumns:
         lengths = [sum([len(turn.token_ids) for turn in c.turns.turns]) for c in conversations]
         advantages = np.repeat(np.array([c.advantage for c in conversations], np.float32), lengths)
         for end, length, conversation in zip(np.cumsum(lengths), lengths, conversations, strict=True):
-            if conversation.own_advantages is not None:
-                advantages[end - length : end] = conversation.own_advantages
+            if conversation.turns.advantages is not None:
+                advantages[end - length : end] = conversation.turns.advantages
         return cls(lengths, token_ids, by_model, by_environment, logprobs, versions, advantages)

@@ -47,6 +47,7 @@ class TrainState:
     stage_start: int = 0  # the steps before that stage
     stored: int = 0  # demonstrations and successes in the run's file, with train.replay
     sampled_tokens: int = 0  # by all steps so far
+    cases: dict[str, list[float]] = field(default_factory=dict)  # the pass rates of train.sampling = learnable
 
     @property
     def stage_steps(self) -> int:

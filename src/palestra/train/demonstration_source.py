@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class DemonstrationSource:
         found = draw(chosen, self.drawn, min(count, len(chosen)), self.seed)
         self.drawn += len(found)
         return [Group(rollout.problem_id, (rollout,)) for rollout in found]
+
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None: ...
 
     def give_back(self, count: int) -> None:
         raise NotImplementedError("demonstrations are not given back")

@@ -91,6 +91,9 @@ class GroupQueue:
 
     def give_back(self, count: int) -> None: ...
 
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
+        self._source.observe(groups, advantages, step)
+
     def _begin(self, version: int) -> Draw:
         number = self._number + len(self._line)
         if number in self._finished:

@@ -16,10 +16,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Problem, oldest_version
+from palestra.evals.case_rates import CaseRates, Choice, retest_size
 from palestra.rollout.collect import OnRollout, any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
-from palestra.train.batch import group_advantages, has_signal
-from palestra.train.roles import with_role_advantages
+from palestra.train.batch import has_signal
+from palestra.train.credit import AdvantageFunction, Credit, assign_credit
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
 T = TypeVar("T")
@@ -64,6 +65,10 @@ class GroupSource(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
+        """Called with the groups of each step, before they are learned."""
+        ...
+
     def commit(self) -> None:
         """All that was handed out so far is in a checkpoint, and need not be kept."""
         ...
@@ -96,25 +101,68 @@ class ProblemSource:
     concurrent: int = 1024
     on_rollout: OnRollout = lambda rollout: None
     on_close: Callable[[], None] = lambda: None
+    rates: CaseRates | None = None  # with train.sampling = learnable: they choose the problems
+    tried: int = 0  # with rates: problems of the stream that were drawn once; the others are untested
+    _in_progress: dict[str, int] = field(default_factory=dict)  # index by id of what was drawn and not yet seen again
 
     def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
-        problems = draw(self.problems, self.drawn, count, self.seed)
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
+        if self.rates is not None:
+            chosen = self._choose(count)
+            self.tried += sum(choice.is_fresh for choice in chosen)
+            self.drawn += count
+            self._in_progress |= {self.problems[choice.index].id: choice.index for choice in chosen}
+            return self._collect_chosen(chosen, keys)
+        problems = draw(self.problems, self.drawn, count, self.seed)
         self.drawn += count
         return self.collector.collect(problems, self.group_size, keys, self.on_rollout)
 
+    def _choose(self, count: int) -> list[Choice]:
+        assert self.rates is not None
+        size = len(self.problems)
+        order = _order(size, self.seed, 0)
+        untested = [order[i] for i in range(self.tried, min(self.tried + count, size))]
+        if not untested and not self.rates.cases:  # all are in progress
+            return [Choice(order[(self.drawn + i) % size]) for i in range(count)]
+        key = f"{self.seed}/{self.drawn}"
+        return self.rates.choose(count, untested, key, self.group_size, without=self._in_progress)
+
+    async def _collect_chosen(self, chosen: Sequence[Choice], keys: Sequence[str]) -> list[Group]:
+        """Whole groups first, then the few attempts at cases whose outcome is nearly certain."""
+        groups: dict[int, Group] = {}
+        for retests, size in ((False, self.group_size), (True, retest_size(self.group_size))):
+            places = [i for i, choice in enumerate(chosen) if choice.retests == retests]
+            problems = [self.problems[chosen[i].index] for i in places]
+            if problems:
+                own = [keys[i] for i in places]
+                found = await self.collector.collect(problems, size, own, self.on_rollout)
+                groups |= dict(zip(places, found, strict=True))
+        return [groups[i] for i in range(len(chosen))]
+
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
+        """Learn from the groups of a step which problems are worth sampling."""
+        if self.rates is not None:
+            known = {case: evidence.index for case, evidence in self.rates.cases.items()}
+            signals = [has_signal(group, row) for group, row in zip(groups, advantages, strict=True)]
+            self.rates.observe(groups, signals, step, lambda case: self._in_progress.pop(case, known.get(case)))
+
     async def prepare(self, count: int) -> None:
-        if isinstance(self.collector, PreparesGroups):
-            await self.collector.prepare(draw(self.problems, self.drawn, count, self.seed), self.group_size)
+        if not isinstance(self.collector, PreparesGroups):
+            return
+        problems = draw(self.problems, self.drawn, count, self.seed)
+        if self.rates is not None:
+            problems = [self.problems[choice.index] for choice in self._choose(count) if not choice.retests]
+        await self.collector.prepare(problems, self.group_size)
 
     def give_back(self, count: int) -> None:
         self.drawn -= count
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": self.drawn}
+        return {"cursor": self.drawn} | ({} if self.rates is None else {"tried": self.tried})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.drawn = int(state.get("cursor", 0))
+        self.drawn, self.tried = int(state.get("cursor", 0)), int(state.get("tried", 0))
+        self._in_progress = {}
 
     def commit(self) -> None:
         """Nothing is kept: the seed makes it again."""
@@ -141,6 +189,8 @@ class NoMoreGroups:
 
     def give_back(self, count: int) -> None: ...
 
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None: ...
+
     def state(self) -> dict[str, Any]:
         return dict(self.position)
 
@@ -164,13 +214,19 @@ class StepRollouts:
 
 
 async def gather(
-    source: GroupSource, count: int, config: RunConfig, version: int, signal_rate: float = 1.0
+    source: GroupSource,
+    count: int,
+    config: RunConfig,
+    version: int,
+    signal_rate: float = 1.0,
+    function: AdvantageFunction | None = None,
 ) -> StepRollouts:
     """Groups for one step: stale ones are dropped, and fresh ones drawn while too few have signal, within the limit.
 
     Where every rollout failed, a judge that is away for a moment for instance, other problems are tried before the
     run ends. Drawing again takes as long as the longest rollout, so as many are drawn at once as by `signal_rate` (the
     share of groups with signal, of the step before) it takes; those behind the last that is needed are given back.
+    `function` is a user's, for the advantages: it is called for each draw, and again for all groups of the step.
     """
     train, began, limit = config.train, time.perf_counter(), source.max_staleness
     refills = train.filter_equal_groups and not config.distill.only  # a teacher needs no differing rewards
@@ -178,7 +234,7 @@ async def gather(
     needed = math.ceil(train.signal_share * count)
     groups: list[Group] = []
     fresh: list[Group] = []
-    advantages: list[list[float]] = []
+    credit = Credit((), ())
     drawn = dropped = good = 0
     while (good < needed or len(groups) < count) and (
         drawn < budget or (drawn < DRAWS_UNTIL_ONE_IS_GOOD * count and not any_good(groups))
@@ -189,9 +245,8 @@ async def gather(
         found = await source.next(asked, version)
         fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
         dropped += len(found) - len(fresh)
-        fresh = with_role_advantages(fresh, train, source.reward_weights)
-        advantages = group_advantages(fresh, train, source.reward_weights)
-        signals = [has_signal(group, row) for group, row in zip(fresh, advantages, strict=True)]
+        credit = assign_credit(fresh, train, source.reward_weights, function)
+        signals = [has_signal(group, row) for group, row in zip(credit.groups, credit.advantages, strict=True)]
         used = len(fresh)
         if source.gives_back and asked > least and sum(signals) > missing:
             used = asked = max(least, 1 + [i for i, signal in enumerate(signals) if signal][missing - 1])
@@ -204,9 +259,8 @@ async def gather(
             break
     require_one_good(groups)
     if fresh != groups:  # there were several draws, or some groups were given back
-        groups = with_role_advantages(groups, train, source.reward_weights)
-        advantages = group_advantages(groups, train, source.reward_weights)
-    return StepRollouts(groups, advantages, dropped, time.perf_counter() - began, signal_rate)
+        credit = assign_credit(groups, train, source.reward_weights, function)
+    return StepRollouts(credit.groups, credit.advantages, dropped, time.perf_counter() - began, signal_rate)
 
 
 def draw_size(missing: int, signal_rate: float, least: int, most: int) -> int:

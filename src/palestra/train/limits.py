@@ -17,10 +17,8 @@ DESTRUCTIVE_RATE = 30  # times the learning rate that suits a model
 
 def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """How a turn is sampled in training; settings that bias the importance ratio are warned of."""
-    if options.top_p < 1 or options.top_k or options.min_p or options.repetition_penalty != 1:
-        log.warning(
-            "top_p, top_k, min_p or repetition_penalty during training bias the importance ratio; prefer the defaults"
-        )
+    if options.repetition_penalty != 1:
+        log.warning("repetition_penalty during training biases the importance ratio; prefer 1")
     return SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -45,6 +43,8 @@ def attempt_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = (), *, t
         max_tool_result_chars=options.max_tool_result_chars,
         constrain_tool_calls=options.constrain_tool_calls,
         unexpected_call_format=options.unexpected_call_format,
+        compact_at=options.compact_at,
+        keep_reasoning=options.keep_reasoning,
     )
 
 

@@ -22,6 +22,7 @@ from palestra.core.files import free_bytes
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Group
+from palestra.evals.case_rates import CaseRates
 from palestra.evals.evidence import Example, RunFacts, find_examples
 from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, noop
@@ -36,6 +37,7 @@ from palestra.train.checkpoint import (
     save_checkpoint,
     step_folder,
 )
+from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstration_source import DemonstrationSource
 from palestra.train.distill import DistillRows, choose_rows
 from palestra.train.distill_teachers import Teacher
@@ -94,6 +96,8 @@ class Training:
     model_bytes: int = 0
     teacher: Teacher | None = None  # of `distill.coefficient`
     replay: Replay | None = None  # of `train.replay`
+    rates: CaseRates | None = None  # of the training cases, with train.sampling = learnable; the source has them, too
+    objective: CustomObjective = BUILT_IN  # a user's functions; demonstrations are learned without
     save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
 
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
@@ -219,7 +223,9 @@ class Training:
         count = self.config.train.problems_per_step
         phases.take()
         state = self.state
-        rollouts = self.runner.run(gather(self.source, count, self.config, state.policy_version, state.signal_rate))
+        function = self.objective.advantages if self.demonstrations is None else None
+        gathering = gather(self.source, count, self.config, state.policy_version, state.signal_rate, function)
+        rollouts = self.runner.run(gathering)
         if state.step == 0 and self.demonstrations is None:
             self.on_first_groups(rollouts.groups)
         times = phases.take()
@@ -232,6 +238,7 @@ class Training:
         """Learn from the groups, publish the weights, record the step; `times` is where its sampling's went."""
         began, state, config = time.perf_counter(), self.state, self.config
         groups, advantages = rollouts.groups, rollouts.advantages
+        self.source.observe(groups, advantages, state.step + 1)  # before the next step is prepared
         steps = None if self.total_steps is None else self.total_steps - state.stage_start
         coefficients = coefficients_at(state.step - state.stage_start, config, steps, self.entropy_coefficient)
         teacher = self.teacher if config.distill.coefficient else None
@@ -261,7 +268,8 @@ class Training:
             with self._policy_asleep(), phases("learner"):
                 host_work = on_host if self.learner_thread is None else noop
                 learn = partial(update, self.learner, batch, config, coefficients, version, record, host_work)
-                learned = self._compute(partial(learn, distill=distilled, replay=replayed))
+                custom = self.objective.loss if self.demonstrations is None else None
+                learned = self._compute(partial(learn, distill=distilled, replay=replayed, custom_loss=custom))
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
             version += 1
@@ -278,6 +286,7 @@ class Training:
             signal_rate=rollouts.signal_rate,
             stored=self._store_successes(groups),
             sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
+            cases=self._known_cases(),
         )
         metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
         if record is not None:
@@ -327,6 +336,9 @@ class Training:
         self.replay.add(groups)
         return len(self.replay.store)
 
+    def _known_cases(self) -> dict[str, list[float]]:
+        return self.state.cases if self.rates is None else self.rates.to_dict()
+
     def _times(self, sample_s: float, train_s: float, sampled_tokens: float) -> dict[str, float]:
         """Of a step; `sample_s` is how long the learner waited for its rollouts."""
         sampling_s = sample_s + (train_s if self.learner_thread else 0.0)
@@ -344,6 +356,8 @@ class Training:
         step = self.state.step + 1
         if self.config.track.records_rollouts(step):  # examples refer to rollouts on disk
             self.examples |= find_examples([r for group in rollouts.groups for r in group.rollouts], "train", step)
+        if self.rates is not None:
+            found |= self.rates.metrics(self.config.rollout.group_size)
         if rollouts.dropped:
             found["stale_groups_dropped"] = float(rollouts.dropped)
         if hung := hung_calls():
@@ -422,7 +436,7 @@ class Training:
         state, most = self.state, self.config.train.max_rollbacks
         self.ended_early, safety = state.safety.rolled_back(state.step, reason, most, self.snapshots.has_best)
         self.restore_weights(best=safety.restored_step > 0)
-        self.state = replace(self.state, safety=safety, source=self.source.state())
+        self.state = replace(self.state, safety=safety, source=self.source.state(), cases=self._known_cases())
         self.tracker.metrics(state.step, {"rollback": 1.0, "learning_rate_factor": safety.rate_factor})
         self.watcher.warn(safety.events[-1])
 
@@ -502,6 +516,8 @@ class Training:
         if self.snapshots is not None:
             self.snapshots.load(folder)
         self.source.restore(state.source)
+        if self.rates is not None:
+            self.rates.load(state.cases, state.step)
         if self.replay is not None and self.config.train.replay:
             self.replay.store.cut(state.stored)
         self.policy.update(self.learner.weights(state.policy_version))

@@ -151,6 +151,9 @@ class _Texts:
     def continuation(self, replies: Sequence[Message], *, last_token: int | None = None) -> Sequence[Turn]:
         raise RuntimeError("prompts are answered in one turn")
 
+    def prompt(self, messages: Sequence[Message], tools: Any = ()) -> Turn:
+        raise RuntimeError("prompts are answered in one turn")
+
 
 def prompt_collector(
     environment: PromptEnvironment, policy: Policy[Any], tokenizer: Any, config: RunConfig, stops: tuple[int, ...]

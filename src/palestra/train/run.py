@@ -36,6 +36,7 @@ from palestra.runs.tracking.base import Trackers
 from palestra.runs.tracking.open import check_trackers, open_trackers
 from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
+from palestra.train.credit import CustomObjective
 from palestra.train.distill_teachers import teacher_of
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.group_queue import GroupQueue, queue_for
@@ -100,10 +101,12 @@ class Run:
         state: TrainState | None = None,
         steps: int | None = None,
         keeps_checkpoints: bool = True,
+        objective: CustomObjective | None = None,
     ) -> Run:
         """Put the parts together; what is not given is built from the config.
 
         Learner and policy share one module, unless others are given. `resume` goes on from a checkpoint;
+        `objective` has the functions that were given in Python; without it those of the settings are loaded.
         `state` says where learner and policy stand already. Nothing is written here: a resume that fails leaves the
         run as it was.
         """
@@ -116,6 +119,9 @@ class Run:
             resume_from = ranks.from_first(lambda: checkpoint_of(folder, resume, watcher))
             config = resume.config(config, resume_from[1].stage_steps if resume_from else 0)
         check_trackers(config.track)
+        objective = objective or CustomObjective.of(config.train)
+        if resume is not None:
+            objective.require(folder.record.get("objective", {}))
         loaded = loaded or load_for_run(config)
         if hasattr(loaded.model, "config"):
             for warning in setting_warnings(config, parameter_count(loaded.model), loaded.context_tokens):
@@ -153,6 +159,8 @@ class Run:
             ThreadPoolExecutor(1, "palestra-learner") if queue else None,
             ranks,
             facts=RunFacts(config, task.kind, backend.context_tokens, ranks.size),
+            objective=objective,
+            rates=getattr(source, "rates", None),
             teacher=teacher_of(distills, backend.learner, backend.tokenizer, environment, backend.context_tokens),
         )
         resume_after = done if resume or done else None
@@ -233,7 +241,9 @@ class Run:
         weights = dict(training.source.reward_weights)
         several = {"ranks": training.ranks.size} if training.ranks.size > 1 or "ranks" in folder.record else {}
         threads = torch.get_num_threads()
-        about = {"kind": training.facts.kind, "context_tokens": training.facts.context_tokens}
+        about: dict[str, Any] = {"kind": training.facts.kind, "context_tokens": training.facts.context_tokens}
+        if functions := training.objective.names():
+            about["objective"] = functions
         folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **several, **about)
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
         training.earlier_s = 0.0 if after is None else folder.elapsed_s()

@@ -29,8 +29,8 @@ from palestra.models.loading import LoadedModel, use_softcaps
 from palestra.policy.build import build_policy
 from palestra.rollout.collect import Collector, require_one_good
 from palestra.runs.tracking.base import Trackers
-from palestra.train.batch import group_advantages
 from palestra.train.checkpoint import TrainState
+from palestra.train.credit import CustomObjective, assign_credit
 from palestra.train.group_source import ProblemSource, StepRollouts
 from palestra.train.loop import Training
 from palestra.train.progress import console_progress
@@ -48,6 +48,7 @@ from palestra.train.prompts import (
 from palestra.train.run import Run
 from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, suited_to, with_adapter
+from palestra.train.tasks import OWN_LOOP
 
 log = logging.getLogger("palestra")
 DEFAULT_CONFIG = Path("config/config.yaml")
@@ -111,9 +112,12 @@ class StepTrainer:
         output_dir: Path | str | None = None,
         *,
         config_path: Path | str | None = None,
+        advantages: Any = None,
+        loss: Any = None,
     ) -> None:
         """`config` is an object, or the path of a YAML file like `config_path`; without one config/config.yaml, if
-        there is one. `output_dir` becomes the run folder.
+        there is one. `output_dir` becomes the run folder. `advantages` and `loss` are functions in the place of the
+        built-in ones (docs/objectives.md).
         """
         refuse_ranks("StepTrainer", "use train_grpo, or start it without torchrun")
         if config is not None and config_path is not None:
@@ -121,6 +125,7 @@ class StepTrainer:
         settings = _resolve(config if config_path is None else config_path)
         self.config = suited_to(settings, model, max_problems=STEP_PROBLEMS)  # a dataset may have few rows
         run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.objective = CustomObjective.of(self.config.train, advantages, loss)
         self.folder = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / run_name
         use_softcaps(model)
         self.model = with_adapter(model, self.config).eval()  # dropout is for the learner alone, which switches it on
@@ -136,11 +141,13 @@ class StepTrainer:
         self._run_folder: RunFolder | None = None  # made by the first `train`
 
     @classmethod
-    def from_yaml(cls, path: Path | str, reward_model: Reward, output_dir: Path | str | None = None) -> StepTrainer:
+    def from_yaml(
+        cls, path: Path | str, reward_model: Reward, output_dir: Path | str | None = None, **functions: Any
+    ) -> StepTrainer:
         """The model and the settings of one YAML file."""
         config = _resolve(path)
         loaded = load_for_run(config)
-        return cls(loaded.model, loaded.tokenizer, reward_model, config, output_dir)
+        return cls(loaded.model, loaded.tokenizer, reward_model, config, output_dir, **functions)
 
     def __getattr__(self, name: str) -> Any:
         """Settings by the names of other trainers: `trainer.num_generations`."""
@@ -202,10 +209,18 @@ class StepTrainer:
         drawn = int(self._state.source.get("cursor", 0)) + len(problems)
         source = ProblemSource(collector, problems, {}, self.config.rollout.group_size, self.config.seed, drawn)
         training = Training(
-            self.config, source, self._policy, self._learner, Trackers(()), total_steps=None, state=self._state
+            self.config,
+            source,
+            self._policy,
+            self._learner,
+            Trackers(()),
+            total_steps=None,
+            state=self._state,
+            objective=self.objective,
         )
-        advantages = group_advantages(groups, self.config.train, {})
-        metrics = training.learn(StepRollouts(groups, advantages, 0, time.perf_counter() - began))
+        credit = assign_credit(groups, self.config.train, {}, self.objective.advantages)
+        advantages = credit.advantages
+        metrics = training.learn(StepRollouts(credit.groups, advantages, 0, time.perf_counter() - began))
         self._state = training.state
         return self._report(metrics) | {
             "rewards": [reward for group in groups for reward in group.rewards],
@@ -251,6 +266,7 @@ class StepTrainer:
                     state=self._at_first_of(problems),
                     steps=last,
                     keeps_checkpoints=False,
+                    objective=self.objective,
                 )
                 try:
                     run.train()
@@ -331,16 +347,17 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
     if config.train.epochs is None:
         config = config.with_settings({"train.epochs": 1})
     config.refuse(["backend", "tinker", "ray"], "StepTrainer trains the model that it is given")
-    config.refuse(
-        ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"], "StepTrainer samples without tools"
-    )
+    of_tools = ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"]
+    config.refuse(of_tools, "StepTrainer samples without tools")
+    config.refuse(OWN_LOOP, "StepTrainer samples one turn")
     config.refuse(["distill"], "StepTrainer has no teacher")
     config.refuse(["train.replay"], "StepTrainer stores no successes")
     config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
     config.refuse(["rollout.policy_url", "rollout.weights_folder", "vllm"], "StepTrainer samples with our own engine")
     config.refuse(["rollout.max_staleness"], "StepTrainer samples and learns in turns")
     config.refuse(["checkpoint.keep_last", "checkpoint.keep_best"], "StepTrainer keeps every checkpoint")
-    config.refuse(["train.refill_limit", "train.signal_share"], "StepTrainer has every prompt once in a pass")
+    once = ["train.refill_limit", "train.signal_share", "train.sampling", "train.sampling_half_life"]
+    config.refuse(once, "StepTrainer has every prompt once in a pass")
     if "wandb" in config.track.report_to and find_spec("wandb") is None:
         log.warning("wandb is not installed, so nothing is reported to it; pip install 'palestra[wandb]'")
         others = [name for name in config.track.report_to if name != "wandb"]

@@ -17,6 +17,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
+from palestra.evals.case_rates import CaseRates
 from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler
 from palestra.models.chat.roundtrip import check_tool_calls, tool_call_problem
@@ -36,6 +37,8 @@ from palestra.train.limits import attempt_limits
 from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
 from palestra.train.watcher import Watcher
+
+OWN_LOOP = ("rollout.compact_at", "rollout.keep_reasoning")  # settings of our agent loop alone
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class EnvironmentTask:
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
         rewards = rewards_of(self.environment, self.reward_functions, parts)
         if self.rollout_func is not None:
-            ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"]
+            ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP]
             parts.config.refuse(ours, "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             if isinstance(parts.policy, PoolPolicy):
@@ -184,7 +187,8 @@ def source_of(
     environment: Environment, collector: CollectsGroups, parts: Parts, on_close: Callable[[], None] = lambda: None
 ) -> ProblemSource:
     """The problems of training, attempted by a collector."""
-    size = parts.config.rollout.group_size
+    size, train = parts.config.rollout.group_size, parts.config.train
+    learnable = train.sampling == "learnable"
     return ProblemSource(
         collector,
         environment.problems("train"),
@@ -194,6 +198,8 @@ def source_of(
         concurrent=collector.groups_at_once(size),
         on_rollout=lambda rollout: parts.watcher.rollout(),
         on_close=on_close,
+        gives_back=not learnable,  # what was sampled is used
+        rates=CaseRates(train.sampling_half_life) if learnable else None,
     )
 
 

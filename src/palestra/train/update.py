@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from palestra.algo.batch import Batch
-from palestra.algo.losses import Objective
+from palestra.algo.losses import LossFunction, Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -36,10 +36,12 @@ def update(
     host_work: Callable[[], None] = noop,
     distill: DistillRows | None = None,
     replay: ReplayRows | None = None,
+    custom_loss: LossFunction | None = None,
 ) -> dict[str, float]:
     """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights.
 
     `record` collects the results for each token; `host_work` is called once, while the first step is computed.
+    `custom_loss` takes the place of the formula of `train.loss`.
     `distill` is what is also learned from a teacher, `replay` from earlier successes; the batch may have no rows then.
     """
     started, train = time.perf_counter(), config.train
@@ -49,7 +51,7 @@ def update(
         check_batch(batch)
     parts = batch.minibatches(train.minibatches) if batch.rows else []
     first_rows = np.cumsum([0, *(part.rows for part in parts)])
-    losses = step_losses(parts, config, coefficients)
+    losses = step_losses(parts, config, coefficients, custom_loss)
     if train.beta > 0:
         for part in parts:
             part.ref_logprobs = learner.forward(part, reference=True)
@@ -100,12 +102,15 @@ def added_up(outputs: Sequence[dict[str, float]]) -> dict[str, float]:
     return metrics | {name: value for name, value in sums.items() if name in metrics}
 
 
-def step_losses(batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients) -> list[StepLoss]:
+def step_losses(
+    batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients, custom_loss: LossFunction | None = None
+) -> list[StepLoss]:
     """The loss of each optimizer step."""
+    objective = replace(objective_of(config), custom=custom_loss)
     losses = [
         StepLoss.of(
             batch,
-            objective_of(config),
+            objective,
             max_completion_length=config.rollout.max_new_tokens,
             entropy_coefficient=coefficients.entropy,
             echo_coefficient=coefficients.echo,
@@ -153,7 +158,7 @@ def any_logprobs(batch: Batch) -> bool:
 
 
 def objective_of(config: RunConfig) -> Objective:
-    settings = {f.name: getattr(config.train, f.name) for f in fields(Objective)}
+    settings = {f.name: getattr(config.train, f.name) for f in fields(Objective) if f.name != "custom"}
     return Objective(**settings | {"importance_correction": config.importance_correction})
 
 

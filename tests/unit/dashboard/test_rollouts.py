@@ -13,6 +13,7 @@ from dashboard_client import api_of
 
 from palestra.core.files import filter_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_to_dict
+from palestra.core.run_folder import MANIFEST, STATE
 from palestra.core.types import Message, ToolCall, ToolResult
 from palestra.dashboard import rollout_index
 from palestra.dashboard.rollout_index import RolloutIndex
@@ -148,6 +149,21 @@ def test_problems_show_their_visits_and_flips(tmp_path) -> None:
     visits = api("problem", id="suite-7")["visits"]
     assert [visit["step"] for visit in visits] == [1, 2, 3, 4]
     assert [visit["flip"] for visit in visits] == [None, "fixed", None, "broken"]
+
+
+def test_problems_show_what_learnable_sampling_knows_of_them(tmp_path) -> None:
+    run = write_run(tmp_path, [(1, [False] * 3)])
+    api = api_of(run, tmp_path / "home")
+    assert api("problems")["problems"][0]["sampling"] is None
+    run.config.with_settings({"train.sampling": "learnable", "rollout.group_size": 8}).save(run.config_file)
+    checkpoint = run.checkpoints / "step-000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / STATE).write_text(json.dumps({"format": 2, "step": 1, "cases": {"suite-7": [7, 0.0, 8.0, 1]}}))
+    (checkpoint / MANIFEST).write_text("{}")
+    assert api("problems")["problems"][0]["sampling"] == "hopeless"
+    for hostile in ("[" * 100_000, '{"step": 1, "cases": {"a": [0, 1, 1, 1e9]}}', '{"step": 1, "cases": [1]}'):
+        (checkpoint / STATE).write_text(hostile)
+        assert api("problems")["problems"][0]["sampling"] is None, "a file from elsewhere may hold anything"
 
 
 def test_a_held_out_problem_of_the_same_id_is_another_problem(tmp_path) -> None:

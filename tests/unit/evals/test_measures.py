@@ -82,7 +82,19 @@ def test_verdicts_become_scores(returned, expected):
 
 @pytest.mark.parametrize(
     "returned",
-    [None, "yes", 1.5, -0.1, math.nan, math.inf, [1.0], np.array([0.1, 0.2]), Score(2.0, True), Score(math.nan, True)],
+    [
+        None,
+        "yes",
+        1.5,
+        -0.1,
+        math.nan,
+        math.inf,
+        ["a"],
+        [math.nan],
+        np.ones((2, 2)),
+        Score(2.0, True),
+        Score(math.nan, True),
+    ],
     ids=repr,
 )
 def test_nonsense_is_an_error_on_record(returned):

@@ -120,7 +120,7 @@ def test_no_setting_whose_name_says_address_or_folder_is_left_to_agents():
 @pytest.mark.parametrize("profile", ["local", "tinker"])
 def test_backend_addresses_folders_and_accounts_are_locked_by_default(profile):
     locked = {lock.setting for lock in locks_of(Site(profile=profile))}
-    classes = ("backend", "address", "folder", "account")
+    classes = ("backend", "address", "folder", "account", "code")
     assert {key for name in classes for key in SETTING_CLASSES[name]} <= locked
 
 

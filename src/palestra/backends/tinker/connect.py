@@ -47,6 +47,11 @@ def suited(config: RunConfig) -> RunConfig:
             f"rollout.temperature = {config.rollout.temperature:g}: a Tinker server scores tokens at temperature 1, so "
             "that another distribution would be trained than the one sampled from; use 1.0"
         )
+    if config.rollout.top_p < 1 or config.rollout.top_k:
+        logging.getLogger("palestra").warning(
+            "rollout.top_p and rollout.top_k bias the importance ratio: a Tinker server scores tokens by the whole "
+            "distribution; prefer the defaults"
+        )
     if config.train.learning_rate is None and not config.lora.r:
         raise PalestraError(
             "lora.r = 0 trains all weights, and a Tinker server does not say how many there are; "

@@ -47,7 +47,8 @@ class ServerLoss:
 def server_loss(objective: Objective, batch: Batch) -> ServerLoss | None:
     """The server's own form of an objective, where it has one and every old logprob is known."""
     other_terms = objective.beta or objective.importance_correction != "none" or objective.sequence_ratio
-    if other_terms or objective.off_policy_mask_threshold is not None or objective.delta is not None:
+    others = (objective.custom, objective.off_policy_mask_threshold, objective.delta)
+    if other_terms or any(option is not None for option in others):
         return None
     if batch.old_logprobs is None or not np.isfinite(batch.old_logprobs[batch.predicted(batch.policy_mask)]).all():
         return None
@@ -63,7 +64,7 @@ def needs_forward(objective: Objective, batch: Batch) -> bool:
     """Whether the gradient depends on the policy's own logprobs; it does not where every ratio is 1."""
     knows_old = batch.old_logprobs is not None and bool(np.isfinite(batch.old_logprobs[batch.policy_mask]).any())
     corrects = objective.importance_correction != "none" or objective.off_policy_mask_threshold is not None
-    return knows_old or corrects or objective.beta > 0
+    return knows_old or corrects or objective.beta > 0 or objective.custom is not None
 
 
 def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:

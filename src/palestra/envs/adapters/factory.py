@@ -16,7 +16,7 @@ from palestra.envs.env import Env
 from palestra.evals.measures import MeasureContext
 
 Factory = Callable[[], Any]
-_NO_TOOLS = ("reset", "get_reward", "close")
+_NO_TOOLS = ("reset", "get_reward", "state_key", "close")
 
 
 class FactoryEnv(Env):
@@ -89,6 +89,10 @@ class FactoryEnv(Env):
         return await compare(
             [MeasureContext(a.messages, a.tool_results, a.problem.expect, a.problem) for a in attempts]
         )
+
+    def state_key(self) -> Any:
+        method = getattr(self.environment, "state_key", None)
+        return method() if callable(method) else None
 
     def close(self) -> None:
         _close(self.environment)

@@ -230,13 +230,14 @@ class ChatFormat:
         prompt_end: Sequence[int] = (),
         unexpected: UnexpectedCalls = "execute",
     ) -> Message:
-        """The assistant message of sampled ids: without stop token and reasoning, its tool calls apart.
+        """The assistant message of sampled ids: without stop token, its reasoning and tool calls apart.
 
         `tools` are the tools' schemas, `prompt_end` the last tokens before the message.
         """
         text, before = self._spoken(token_ids), self._decode(prompt_end[-PROMPT_END_TOKENS:])
         reply = self.parse(text, tools, before, unexpected)
-        return Message("assistant", strip_reasoning(reply.text), tool_calls=reply.calls)
+        spoken = strip_reasoning(reply.text)
+        return Message("assistant", spoken, tool_calls=reply.calls, reasoning=reply.reasoning)
 
     def read_text(self, token_ids: Sequence[int], prompt_end: Sequence[int] = ()) -> str:
         """The same of an assistant who has no tools: what looks like a call is text."""

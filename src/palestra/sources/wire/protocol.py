@@ -134,6 +134,7 @@ class ScoredGroup(Body):
     tool_seconds: list[Value] | None = None
     lineages: list[list[LineageBody]] | None = None
     info: list[dict[str, Any]] | None = None
+    states: list[list[str]] | None = None
     metrics: dict[str, Value] | None = None
     distill_token_ids: Row[Row[Row[Int32]]] | None = None
     distill_logprobs: Row[Row[Row[Value]]] | None = None
@@ -180,7 +181,7 @@ class ScoredGroup(Body):
 
 _PER_SEQUENCE = (
     "scores", "overrides", "messages", "turns", "stops", "errors", "verdicts", "tool_names", "tool_results",
-    "seconds", "tool_seconds", "lineages", "info",
+    "seconds", "tool_seconds", "lineages", "info", "states",
 )  # fmt: skip
 _PER_TOKEN = (
     "masks", "advantages", "ref_logprobs", "inference_logprobs", "versions", "distill_token_ids", "distill_logprobs",

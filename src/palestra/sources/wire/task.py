@@ -27,7 +27,7 @@ from palestra.servers.openai.loading import completer_of
 from palestra.servers.web import Server, Tally, open_port, url_of
 from palestra.sources.wire.protocol import ModelLimits, NoBatch, WireClient, read_group, unused_columns
 from palestra.train.evaluation import Evaluator
-from palestra.train.tasks import EnvironmentTask, Parts
+from palestra.train.tasks import OWN_LOOP, EnvironmentTask, Parts
 
 _POLL_S = 0.2
 _EMPTY_BATCHES = 8  # in a row with nothing to train, after which going on is pointless
@@ -218,9 +218,11 @@ class WireTask:
 
     def source(self, parts: Parts) -> WireSource:
         parts.config.refuse(
-            ["rollout.constrain_tool_calls", "rollout.unexpected_call_format"],
+            ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP],
             "environments over the wire use their own sampling settings",
         )
+        choice = ["train.sampling", "train.sampling_half_life"]
+        parts.config.refuse(choice, "environments over the wire choose their problems")
         if not parts.config.rollout.max_staleness:
             parts.watcher.note(
                 "groups of any age are trained: rollout.max_staleness = 0 is no limit over the wire; "
@@ -296,6 +298,8 @@ class WireSource:
     _last_error: str = ""
 
     def give_back(self, count: int) -> None: ...
+
+    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None: ...
 
     async def next(self, count: int, version: int) -> list[Group]:
         for _ in range(_EMPTY_BATCHES):

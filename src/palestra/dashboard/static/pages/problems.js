@@ -40,14 +40,16 @@ export async function show({ names: [id], query, signal }) {
     },
     { label: "Flips", cell: (row) => integer(row.flips), kind: "num" },
   ];
+  const sampling = { label: "Sampling", cell: (row) => row.sampling ?? "", kind: "wide-only" };
   const load = async (cursor = null) => {
     const answer = await get(runPath(id, "problems"), { sort, limit: 50, cursor }, signal);
     rows = cursor ? [...rows, ...answer.problems] : answer.problems;
     const more = moreButton(answer.next, load);
+    const shown = rows.some((row) => row.sampling) ? [...columns, sampling] : columns;
     replace(
       list,
       rows.length
-        ? [table(columns, rows, { label: "Problems", href }), more]
+        ? [table(shown, rows, { label: "Problems", href }), more]
         : empty("No problems yet", "They appear with the first step."),
     );
     return answer;

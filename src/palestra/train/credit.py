@@ -1,0 +1,226 @@
+"""Which advantage each token gets: one for the whole rollout, one for each turn, or what a user's function says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from palestra.algo.batch import Batch
+from palestra.algo.credit import gigpo_advantages, return_advantages
+from palestra.algo.losses import LossFunction
+from palestra.core.config_sections import TrainSection
+from palestra.core.errors import PalestraError
+from palestra.core.files import import_function
+from palestra.core.types import Array, Group, Lineage, Rollout, Turn
+from palestra.train.batch import conversations_of, group_advantages, to_batch
+from palestra.train.roles import with_role_advantages
+
+# a step's batch -> [R] or [T] advantages; `batch.advantages` are those of the settings
+AdvantageFunction = Callable[[Batch], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CustomObjective:
+    """A user's functions in the place of the built-in ones."""
+
+    advantages: AdvantageFunction | None = None
+    loss: LossFunction | None = None
+
+    @classmethod
+    def of(cls, train: TrainSection, advantages: Any = None, loss: Any = None) -> CustomObjective:
+        """Functions that were given in Python, or those that the settings name as FILE:NAME."""
+        return cls(
+            _function("advantages", advantages, train.custom_advantages), _function("loss", loss, train.custom_loss)
+        )
+
+    def names(self) -> dict[str, str]:
+        """For run.json: which functions the run was trained with."""
+        functions = {"advantages": self.advantages, "loss": self.loss}
+        return {name: getattr(f, "__name__", str(f)) for name, f in functions.items() if f is not None}
+
+    def require(self, names: Mapping[str, str]) -> None:
+        """PalestraError unless it has the functions that a resumed run was trained with."""
+        if missing := {name: function for name, function in names.items() if getattr(self, name) is None}:
+            given = ", ".join(f"{name}={function}" for name, function in missing.items())
+            raise PalestraError(
+                f"the run was trained with functions of its own; continue it from Python with them: "
+                f"train_grpo(…, {given}, resume=…), or train with train.custom_loss and train.custom_advantages"
+            )
+
+
+def _function(name: str, given: Any, spec: str | None) -> Any:
+    key = f"train.custom_{name}"
+    if given is not None and spec is not None:
+        raise PalestraError(f"{name} is given as a function and as {key} = {spec}; give one of them")
+    function = given if spec is None else import_function(spec, key)
+    if function is not None and not callable(function):
+        raise PalestraError(f"{name} is {function!r}; expected a function (docs/objectives.md)")
+    return function
+
+
+BUILT_IN = CustomObjective()
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Groups with the advantage of each rollout, and of its tokens where these differ."""
+
+    groups: Sequence[Group]
+    advantages: Sequence[Sequence[float]]
+
+
+def assign_credit(
+    groups: Sequence[Group],
+    train: TrainSection,
+    weights: Mapping[str, float],
+    function: AdvantageFunction | None = None,
+) -> Credit:
+    """The advantages of groups by the settings, or by a user's function on top of them."""
+    groups = with_role_advantages(groups, train, weights)
+    advantages = group_advantages(groups, train, weights)
+    if train.credit != "rollout":
+        groups = _by_turns(groups, advantages, train, weights)
+    if function is not None:
+        groups = _by_function(groups, advantages, train, weights, function)
+    return Credit(groups, advantages)
+
+
+def turn_rewards(rollout: Rollout, weights: Mapping[str, float]) -> Array:
+    """[K] float64: what each turn of the model earned. What no measure gives to a turn belongs to the last one."""
+    rewards = np.zeros(len(rollout.model_turns))
+    for name, score in rollout.scores.items():
+        if score.turns and len(score.turns) == len(rewards):
+            rewards += weights.get(name, 1.0) * np.array(score.turns)
+    if len(rewards):
+        rewards[-1] += rollout.reward - rewards.sum()
+    return rewards
+
+
+def states_of(rollout: Rollout) -> list[str | bytes]:
+    """The state in which each turn of the model began: its key, or the tokens that the model has read since its last
+    turn, so that equal observations are equal states."""
+    observed: list[str | bytes] = []
+    for turns in (*(lineage.turns for lineage in rollout.lineages), rollout.turns):
+        read: list[Array] = []
+        for turn in turns:
+            if turn.maker == "model":
+                observed.append(np.concatenate([np.zeros(0, np.int32), *read]).tobytes())
+                read = []
+            else:
+                read.append(turn.token_ids)
+    return list(rollout.states) if len(rollout.states) == len(observed) else observed
+
+
+def _by_turns(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], train: TrainSection, weights: Mapping[str, float]
+) -> list[Group]:
+    chosen = [
+        (g, i)
+        for g, group in enumerate(groups)
+        for i, rollout in enumerate(group.rollouts)
+        if rollout.error is None and rollout.advantages is None and rollout.model_turns
+    ]
+    rollouts, members = [groups[g].rollouts[i] for g, i in chosen], [g for g, _ in chosen]
+    rewards = [turn_rewards(rollout, weights) for rollout in rollouts]
+    if train.credit == "gigpo":
+        found = gigpo_advantages(
+            [advantages[g][i] for g, i in chosen],
+            rewards,
+            [states_of(rollout) for rollout in rollouts],
+            members,
+            discount=train.discount,
+            step_weight=train.step_weight,
+            scale=train.advantage_scale,
+        )
+    else:
+        found = return_advantages(rewards, members, discount=train.discount, scale=train.advantage_scale)
+    changed = {place: _with_turn_values(r, v) for place, r, v in zip(chosen, rollouts, found, strict=True)}
+    return [
+        replace(group, rollouts=tuple(changed.get((g, i), r) for i, r in enumerate(group.rollouts)))
+        for g, group in enumerate(groups)
+    ]
+
+
+def _with_turn_values(rollout: Rollout, values: Array) -> Rollout:
+    """The rollout with one advantage for each turn of the model."""
+    left = iter(values.tolist())
+
+    def column(turns: Sequence[Turn]) -> Array:
+        parts = [np.full(len(t.token_ids), next(left) if t.maker == "model" else 0.0, np.float32) for t in turns]
+        return np.concatenate([np.zeros(0, np.float32), *parts])
+
+    lineages = tuple(replace(lineage, advantages=column(lineage.turns)) for lineage in rollout.lineages)
+    return replace(rollout, advantages=column(rollout.turns), lineages=lineages)
+
+
+def _by_function(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float]],
+    train: TrainSection,
+    weights: Mapping[str, float],
+    function: AdvantageFunction,
+) -> list[Group]:
+    """Call the function on the batch of all groups, and give each rollout its part of the result."""
+    batch = to_batch(groups, advantages, mask_truncated=train.mask_truncated)
+    conversations = conversations_of(groups, advantages)
+    own = [conversations[number] for number in batch.conversations.tolist()]
+    batch.rewards = np.array([c.rollout.reward for c in own], np.float64)
+    batch.turns, batch.turn_rewards = _turn_columns(own, weights)
+    column = custom_advantages(function, batch)
+    parts = {id(c.turns): part for c, part in zip(own, batch.split(column), strict=True)}
+
+    def changed(rollout: Rollout) -> Rollout:
+        if id(rollout) not in parts and not any(id(lineage) in parts for lineage in rollout.lineages):
+            return rollout
+
+        def of(turns: Rollout | Lineage) -> Array:
+            size = sum(len(turn.token_ids) for turn in turns.turns)
+            return parts.get(id(turns), np.zeros(size, np.float32))
+
+        lineages = tuple(replace(lineage, advantages=of(lineage)) for lineage in rollout.lineages)
+        return replace(rollout, advantages=of(rollout), lineages=lineages)
+
+    return [replace(group, rollouts=tuple(map(changed, group.rollouts))) for group in groups]
+
+
+def _turn_columns(conversations: Sequence[Any], weights: Mapping[str, float]) -> tuple[Array, Array]:
+    """([T] the number of each token's turn in its rollout, [T] the reward of that turn)."""
+    numbers: list[Array] = [np.zeros(0, np.int32)]
+    rewards: list[Array] = [np.zeros(0, np.float32)]
+    of_rollouts: dict[int, tuple[dict[int, int], Array]] = {}
+    for conversation in conversations:
+        rollout = conversation.rollout
+        if id(rollout) not in of_rollouts:
+            places = {id(turn): k for k, turn in enumerate(rollout.model_turns)}
+            of_rollouts[id(rollout)] = places, turn_rewards(rollout, weights)
+        places, earned = of_rollouts[id(rollout)]
+        for turn in conversation.turns.turns:
+            k = places.get(id(turn), -1)
+            numbers.append(np.full(len(turn.token_ids), k, np.int32))
+            rewards.append(np.full(len(turn.token_ids), earned[k] if k >= 0 else 0.0, np.float32))
+    return np.concatenate(numbers), np.concatenate(rewards)
+
+
+def custom_advantages(function: AdvantageFunction, batch: Batch) -> Array:
+    """[T] float32 what a user's function gives for a batch; PalestraError where that cannot be advantages."""
+    name = f"the advantage function {getattr(function, '__name__', function)}"
+    try:
+        found = function(batch)
+        found = found.detach().cpu().numpy() if hasattr(found, "detach") else found
+        values = np.array(found, dtype=np.float64)
+    except Exception as error:
+        raise PalestraError(f"{name} raised {type(error).__name__}: {error}") from error
+    rows, tokens = batch.rows, len(batch.token_ids)
+    if values.shape not in ((rows,), (tokens,)):
+        raise PalestraError(
+            f"{name} gave an array of shape {list(values.shape)} for {rows} rows with {tokens} tokens; expected "
+            f"[{rows}], one number a row, or [{tokens}], one a token"
+        )
+    if len(bad := np.flatnonzero(~np.isfinite(values))):
+        what = "row" if values.shape == (rows,) else "token"
+        raise PalestraError(f"{name} gave {values[bad[0]]} for {what} {bad[0]}; expected finite numbers")
+    column: Array = (values if values.shape == (tokens,) else np.repeat(values, batch.lengths)).astype(np.float32)
+    return column
