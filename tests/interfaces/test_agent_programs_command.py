@@ -90,6 +90,8 @@ def test_options_that_do_not_go_together_are_refused(cli, program):
         (["--agent-host", "127.0.0.1"], "goes with --agent-port"),
         (["--agent-image", "x", "--agent-port", "0"], "choose"),
         ([*program, "--mcp", "python server.py"], "our own agent loop"),
+        (["--agent-cmd", "sh -c 'echo"], "no closing quotation"),
+        (["--mcp", "sh -c 'echo", "--cases", "cases.jsonl", "--measure", "score.py:even"], "no closing quotation"),
         (["--cases", "cases.jsonl"], "needs a measure"),
         (["--held-out", "0.1"], "goes with --cases"),
         (["--cases", "cases.jsonl", "--measure", "score.py"], "expected FILE:NAME"),

@@ -1,4 +1,4 @@
-"""docs/foreign.md, the page that `make test-foreign` writes, and the stand-ins that its environments train on."""
+"""The pages that `make test-foreign` and `make test-agents` write, and the stand-ins that environments train on."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import foreign
 import foreign_data
+import train_agents
 from foreign import Outcome
 
 
@@ -71,3 +72,16 @@ def test_a_stand_in_has_the_answers_that_the_warm_model_guesses(tmp_path):
     assert "path: test.jsonl" in card
     answers = {json.loads(line)["answer"] for line in (tmp_path / "gsm8k" / "train.jsonl").read_text().splitlines()}
     assert answers == {f"#### {number}" for number in range(1, 5)}
+
+
+def test_the_page_of_agents_has_a_good_row_for_each_program():
+    text = train_agents.PAGE.read_text()
+    for section in (train_agents.SHORT, train_agents.LONG):
+        part = text.partition(f"## {section}\n")[2].partition("\n## ")[0]
+        assert train_agents.SETTINGS[section] in part
+        rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")][2:]
+        assert [row[0] for row in rows] == [p.file for p in train_agents.PROGRAMS if p.section == section]
+        for row in rows:
+            ended, _, attempts = row[2].partition(" of ")
+            assert ended == attempts != ""
+            assert row[6] == "0"  # re-tokenised turns
