@@ -41,7 +41,10 @@ NPM_PACKAGES = [
 BEFORE_AT_MOST, AFTER_AT_LEAST = 0.35, 0.90
 STEPS = 3
 SETTINGS = {  # by section of the page
-    "Three steps": f"--train.problems_per_step 4 --train.max_steps {STEPS} --eval.cases 8 --agent.timeout_s 600",
+    "Three steps": (
+        f"--train.problems_per_step 2 --rollout.group_size 4 --train.max_steps {STEPS} --eval.cases 4 "
+        "--agent.timeout_s 600"
+    ),
     "Coding agents and other long prompts": (
         f"--train.problems_per_step 1 --rollout.group_size 2 --train.max_steps {STEPS} --rollout.max_new_tokens 512 "
         "--eval.cases 1 --agent.timeout_s 1200"
