@@ -50,10 +50,10 @@ test-notebook: $(READY_DEV)  ## a training in a real Jupyter kernel (network: nb
 test-foreign: $(READY_DEV)  ## environments of other projects, three steps each: writes docs/foreign.md (network, an hour)
 	$(BIN)/python scripts/foreign.py $(if $(SOURCES),--sources $(SOURCES))
 
+JOBS ?= 1
 test-agents: $(READY_DEV)  ## train unmodified agents of other frameworks: writes docs/agents_table.md (network, an hour)
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/servers/gateway tests/unit/sources/programs tests/interfaces/test_agent_programs_command.py tests/interfaces/test_example_agents.py tests/interfaces/test_agent_elsewhere.py -rs
-	$(BIN)/python scripts/train_agents.py
-	$(BIN)/python scripts/train_agents.py --learn openai_chat.py
+	$(BIN)/python scripts/train_agents.py --jobs $(JOBS)
 
 test-templates: $(READY_DEV)  ## real chat templates of all model families: downloads them, writes the table of docs/models.md (network, 130 MB)
 	$(BIN)/python scripts/model_families.py --download

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ VIRTUAL_ENVIRONMENTS = {
         "pydantic-ai-slim[openai]>=2",
     ],
     "smolagents": ["smolagents[openai]>=1.20"],
-    "mini_swe_agent": ["mini-swe-agent>=2"],
+    "mini_swe_agent": ["mini-swe-agent>=2", "mcp"],  # its litellm imports mcp, and does not require it
     "aider": ["aider-chat"],
 }  # fmt: skip
 NPM_PACKAGES = [
@@ -271,7 +272,8 @@ def write_page(section: str, rows: dict[str, Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("programs", nargs="*", help="files of examples/agents; default all")
-    parser.add_argument("--learn", action="store_true", help="to 90 % of the demo, instead of three steps")
+    parser.add_argument("--learn", action="store_true", help="until the demo is learned, instead of three steps")
+    parser.add_argument("--jobs", type=int, default=1, help="programs that are trained at once")
     options = parser.parse_args()
     if unknown := set(options.programs) - {p.file for p in PROGRAMS}:
         parser.error(f"{', '.join(sorted(unknown))}: no program of examples/agents that this script knows")
@@ -280,15 +282,20 @@ def main() -> None:
         chosen = [p for p in chosen if not p.is_long]
     failed_installs = install(chosen)
     make_long_model()
-    problems = {}
-    for program in chosen:
-        section = LEARN if options.learn else program.section
+    sections = [LEARN if options.learn else program.section for program in chosen]
+
+    def one(program: Program, section: str) -> Row:
         reason = failed_installs.get(program.packages)
-        row = {"file": program.file, "error": reason} if reason else train(program, section)
-        print(json.dumps(row), flush=True)
-        if reason := problem(section, row):
-            problems[program.file] = reason
-        write_page(section, {program.file: row})
+        return {"file": program.file, "error": reason} if reason else train(program, section)
+
+    problems = {}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows = pool.map(one, chosen, sections)
+        for program, section, row in zip(chosen, sections, rows, strict=True):
+            print(json.dumps(row), flush=True)
+            if reason := problem(section, row):
+                problems[program.file] = reason
+            write_page(section, {program.file: row})
     if problems:
         sys.exit("\n".join(f"{file}: {reason}" for file, reason in problems.items()))
 
