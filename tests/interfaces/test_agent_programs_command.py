@@ -114,7 +114,9 @@ def page_blocks(language):
 @pytest.mark.slow("three runs: make test-agents, make test-slow")
 def test_the_page_works_as_given(cli, tmp_path, monkeypatch):
     """Its three files by the command line, then its blocks of Python; all in short runs."""
-    score, agent, by_command, by_function = page_blocks("python")
+    score, agent, *several_agents, by_command, by_function = page_blocks("python")
+    for text in several_agents:  # parts of a program
+        compile(text, "docs/bring_your_agent.md", "exec", dont_inherit=True)
     (case,) = page_blocks("json")
     Path("score.py").write_text(score)
     Path("my_agent.py").write_text(agent)
