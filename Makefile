@@ -35,6 +35,7 @@ test-browser: $(READY_DEV)  ## the dashboard in a real Chromium, with a training
 		echo "no Chromium, and apt cannot install it here: the tests will be skipped"
 	PALESTRA_TEST_SLOW=1 PALESTRA_SCREENSHOTS=docs/images/dashboard $(BIN)/python -m pytest tests/browser -rs
 
+<<<<<<< HEAD
 test-docs: $(READY_DEV)  ## every command and code block of README and docs, with trainings and servers
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/interfaces/test_docs_commands.py tests/interfaces/test_docs_snippets.py tests/interfaces/test_readme.py -rs
 
@@ -43,12 +44,16 @@ test-notebook: $(READY_DEV)  ## a training in a real Jupyter kernel (network: nb
 		echo "Jupyter cannot be installed here: the test is skipped"
 	$(BIN)/python -m pytest tests/interfaces/test_notebook.py -rs
 
+=======
+# SOURCES: a folder with the projects' source trees, where GitHub cannot be reached (CONTRIBUTING.md)
+>>>>>>> cb65269f (scripts: make test-foreign takes source trees from a folder, and names what it skips)
 test-foreign: $(READY_DEV)  ## environments of other projects, three steps each: writes docs/foreign.md (network, an hour)
-	$(BIN)/python scripts/foreign.py
+	$(BIN)/python scripts/foreign.py $(if $(SOURCES),--sources $(SOURCES))
 
+JOBS ?= 1
 test-agents: $(READY_DEV)  ## train unmodified agents of other frameworks: writes docs/agents_table.md (network, an hour)
-	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/servers/gateway tests/unit/sources/programs tests/interfaces/test_agent_programs_command.py tests/interfaces/test_example_agents.py
-	$(BIN)/python scripts/train_agents.py
+	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/servers/gateway tests/unit/sources/programs tests/interfaces/test_agent_programs_command.py tests/interfaces/test_example_agents.py tests/interfaces/test_agent_elsewhere.py -rs
+	$(BIN)/python scripts/train_agents.py --jobs $(JOBS)
 
 test-templates: $(READY_DEV)  ## real chat templates of all model families: downloads them, writes the table of docs/models.md (network, 130 MB)
 	$(BIN)/python scripts/model_families.py --download

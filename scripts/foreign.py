@@ -1,8 +1,9 @@
 """`make test-foreign`: train unmodified environments of other projects for three steps each, and write docs/foreign.md.
 
-Each runs by the one documented command, and must train its three steps or end within a minute with a reason. The
-projects are cloned, and installed into virtual environments of their own below --work; nothing of them becomes part of
-Palestra. Datasets of the hub are replaced by local stand-ins (scripts/foreign_data.py).
+Each runs by the one documented command, and must train its three steps or end by itself with a reason. The projects
+are cloned, or taken from --sources, and installed into virtual environments of their own below --work; nothing of them
+becomes part of Palestra. What cannot be set up is skipped, and named with the reason at the end.
+Datasets of the hub are replaced by local stand-ins (scripts/foreign_data.py).
 What is left of a command after its limit ends by SIGTERM, as by Ctrl-C, so that no process of it stays.
 """
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from palestra.core import children
+from palestra.core.errors import PalestraError
 from palestra.sources.wire.atropos import ensure_python, venv_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -71,6 +73,7 @@ ATROPOS = [  # {warm}: palestra/tiny after demonstrations of guesses, for scores
     "reasoning_gym_environment/reasoning_gym_environment.py --with reasoning-gym --env.max_token_length 512",
 ]
 MIN_TRAINED = 8  # of Atropos' environments
+SKIPPED = "skipped, since it could not be set up: "
 VERIFIERS = {
     "verifiers0": ["tool_test", "reasoning_gym_env", "hello_group_reward_v1", "hello_subagent_v1", "wordle"],
     "verifiers1": ["interception", "scratchpad", "code_golf", "color_codeword", "glossary"],
@@ -99,14 +102,20 @@ class Outcome:
 class Workshop:
     """Where the projects are cloned and installed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, sources: Path | None = None) -> None:
+        self.folder, self.sources = folder, sources
 
     def source(self, name: str) -> Path:
+        """The project's source tree; cloned unless --sources was given."""
+        url, ref = SOURCES[name]
+        if self.sources is not None:
+            path = self.sources / name
+            if not path.is_dir():
+                raise FileNotFoundError(f"{path} is missing; put {ref} of {url} there")
+            return path
         path = self.folder / "src" / name
         if not path.exists():
-            url, ref = SOURCES[name]
-            subprocess.run(["git", "clone", "-q", "--depth", "1", "-b", ref, url, str(path)], check=True)
+            _setup("git", "clone", "-q", "--depth", "1", "-b", ref, url, path)
         return path
 
     def python(self, name: str) -> str:
@@ -115,8 +124,8 @@ class Workshop:
         python = folder / "bin" / "python"
         ready = folder / "ready"
         if not ready.exists():
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[name]], check=True)
+            _setup(sys.executable, "-m", "venv", folder)
+            _setup(python, "-m", "pip", "install", "-q", *PACKAGES[name])
             (site,) = folder.glob("lib/python*/site-packages")
             (site / "zz_palestra.pth").write_text(f"{ROOT / 'src'}\n" + "\n".join(_site_packages()) + "\n")
             ready.touch()
@@ -134,6 +143,14 @@ class Workshop:
         return {"data": str(data), "warm": str(warm_model(warm, [sys.executable, *PALESTRA], os.environ | FIXED))}
 
 
+def _setup(*command: str | Path) -> None:
+    """Run a command that sets something up; OSError with its last line if it fails."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        raise OSError(f"`{' '.join(map(str, command[:4]))} …` failed: {lines[-1]}")
+
+
 def _site_packages() -> list[str]:
     """Of this interpreter, and of those that its own venv borrows from."""
     own = sysconfig.get_paths()["purelib"]
@@ -142,11 +159,14 @@ def _site_packages() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/palestra-foreign"))
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "foreign")
+    parser.add_argument(
+        "--sources", type=Path, help=f"folder with the source trees {', '.join(SOURCES)}; they are not cloned then"
+    )
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--only", default="", help="names that contain this; the page keeps the rows of the others")
     arguments = parser.parse_args()
-    shop = Workshop(arguments.work)
+    shop = Workshop(arguments.work.resolve(), arguments.sources and arguments.sources.resolve())
     outcomes = []
     for kind, name in _all():
         if arguments.only not in f"{kind} {name}":
@@ -155,9 +175,22 @@ def main() -> None:
         print(outcome.row, flush=True)
         outcomes.append(outcome)
         _write(arguments.page, outcomes)
+    for outcome in outcomes:
+        if outcome.result.startswith(SKIPPED):
+            print(f"{outcome.kind} {outcome.name}: {outcome.result}")
+    if problems := _problems(outcomes, is_all=not arguments.only):
+        sys.exit("\n".join(problems))
+
+
+def _problems(outcomes: Sequence[Outcome], *, is_all: bool) -> list[str]:
+    """Reasons this run is no success: environments without an end of their own, or too few that trained."""
+    good = ("trained", "ended: ", SKIPPED)
+    bad = [outcome for outcome in outcomes if not outcome.result.startswith(good)]
+    problems = [f"{outcome.kind} {outcome.name}: {outcome.result}" for outcome in bad]
     trained = sum(outcome.kind == "atropos" and outcome.result.startswith("trained") for outcome in outcomes)
-    if not arguments.only and trained < MIN_TRAINED:
-        sys.exit(f"{trained} environments of Atropos trained; expected at least {MIN_TRAINED}")
+    if is_all and trained < MIN_TRAINED:
+        problems.append(f"{trained} environments of Atropos trained; expected at least {MIN_TRAINED}")
+    return problems
 
 
 def _all() -> Iterator[tuple[str, str]]:
@@ -178,8 +211,8 @@ def _try(shop: Workshop, kind: str, name: str) -> Outcome:
                 return _run(kind, name, sys.executable, f"train --env openenv:{url} {SMALL}", {}, shop.folder)
         paths = {"PYTHONPATH": str(source / "environments" / name)}
         return _run(kind, name, shop.python(kind), f"train --env verifiers:{name} {SMALL}", paths, shop.folder)
-    except (subprocess.SubprocessError, OSError) as error:
-        return Outcome(kind, name, f"could not be set up: {error}", 0.0)
+    except (subprocess.SubprocessError, OSError, PalestraError) as error:
+        return Outcome(kind, name, f"{SKIPPED}{_cell(' '.join(str(error).split()))}", 0.0)
 
 
 def _small(name: str) -> str:
@@ -210,12 +243,14 @@ def _result(code: int | None, output: str) -> str:
         rewards = [float(reward) for step in steps for reward in step[1:]]
         return f"trained 3 steps, rewards from {min(rewards):g} to {max(rewards):g}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    first = max((i for i, line in enumerate(lines) if line.startswith("Error:")), default=len(lines) - 1)
+    first = max((i for i, line in enumerate(lines) if line.startswith("Error:")), default=None)
+    if first is None:
+        return f"**ended without a reason** (status {code}): {_cell((lines or ['no output'])[-1])}"
     return f"ended: {_cell(' '.join(lines[first:]))}"
 
 
 def _cell(text: str) -> str:
-    text = re.sub(r"(?<![\w`])/\S*/(?=\S)", "…/", text.removeprefix("Error: "))
+    text = re.sub(r"(?<![\w`:/])/\S*/(?=\S)", "…/", text.removeprefix("Error: "))
     return (text if len(text) < 400 else text[:400] + " …").replace("|", "\\|")
 
 
@@ -248,7 +283,7 @@ def _write(page: Path, outcomes: Sequence[Outcome]) -> None:
     page.write_text(
         "# Environments that we did not write\n\n"
         "Written by `make test-foreign` (scripts/foreign.py): each was run unmodified, by the one documented\n"
-        "command, on a CPU with `palestra/tiny`. It should train three steps, or end within a minute with the reason.\n"
+        "command, on a CPU with `palestra/tiny`. It should train three steps, or end by itself with the reason.\n"
         "That model knows two small tasks and nothing else, so rewards here say nothing about the environments.\n"
         "Datasets of the hub are small local stand-ins (scripts/foreign_data.py). `{warm}` is `palestra/tiny` after\n"
         "demonstrations of guesses, for environments that drop groups with equal scores; `{data}` is the folder of\n"

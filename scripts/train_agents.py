@@ -1,9 +1,10 @@
 """`make test-agents`: train a model with every program of examples/agents, and write docs/agents_table.md.
 
-Each is a process that knows nothing of Palestra but its environment variables. Programs with short prompts must bring
-palestra/tiny from at most 35 % to at least 90 % of the demo's held-out questions. Coding agents and others with long
-prompts are trained for three steps with a small random model of a long context: every attempt must end by itself, no
-turn be re-tokenised, and the loss differ from 0. Packages go to build/agents: virtual environments, an npm folder.
+Each is a process that knows nothing of Palestra but its environment variables, and is trained for three steps: every
+attempt must end by itself, no turn be re-tokenised, and the loss differ from 0. Programs with short prompts are trained
+with palestra/tiny, coding agents and others with long prompts with a small random model of a long context.
+With --learn, a program must bring palestra/tiny from at most 35 % to at least 90 % of the demo's held-out questions.
+Packages go to build/agents: virtual environments, an npm folder.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ VIRTUAL_ENVIRONMENTS = {
         "pydantic-ai-slim[openai]>=2",
     ],
     "smolagents": ["smolagents[openai]>=1.20"],
-    "mini_swe_agent": ["mini-swe-agent>=2"],
+    "mini_swe_agent": ["mini-swe-agent>=2", "mcp"],  # its litellm imports mcp, and does not require it
     "aider": ["aider-chat"],
 }  # fmt: skip
 NPM_PACKAGES = [
@@ -39,15 +40,21 @@ NPM_PACKAGES = [
     "@anthropic-ai/claude-code", "@openai/codex", "opencode-ai", "@qwen-code/qwen-code",
 ]  # fmt: skip
 BEFORE_AT_MOST, AFTER_AT_LEAST = 0.35, 0.90
-SETTINGS = "--train.problems_per_step 8 --train.max_steps 14 --eval.cases 60"
 STEPS = 3
-LONG_SETTINGS = (
-    f"--train.problems_per_step 1 --rollout.group_size 2 --train.max_steps {STEPS} --rollout.max_new_tokens 512 "
-    "--eval.cases 1 --agent.timeout_s 1200"
-)
+SETTINGS = {  # by section of the page
+    "Three steps": (
+        f"--train.problems_per_step 2 --rollout.group_size 4 --train.max_steps {STEPS} --eval.cases 4 "
+        "--agent.timeout_s 600"
+    ),
+    "Coding agents and other long prompts": (
+        f"--train.problems_per_step 1 --rollout.group_size 2 --train.max_steps {STEPS} --rollout.max_new_tokens 512 "
+        "--eval.cases 1 --agent.timeout_s 1200"
+    ),
+    "Programs that learn the demo": "--train.problems_per_step 8 --train.max_steps 14 --eval.cases 60",
+}
+SHORT, LONG, LEARN = SETTINGS
 LONG_CONTEXT = 1 << 17  # tokens
 LIMIT_S = 7200
-HEADINGS = ("## Programs that learn the demo", "## Coding agents and other long prompts")
 Row = dict[str, Any]
 
 
@@ -63,6 +70,11 @@ class Program:
     @property
     def folder(self) -> Path:
         return BUILD / self.packages
+
+    @property
+    def section(self) -> str:
+        """Section of the page in which its three steps are."""
+        return LONG if self.is_long else SHORT
 
     def command(self) -> str:
         path = EXAMPLES / self.file
@@ -164,11 +176,11 @@ def make_long_model() -> None:
         shutil.copy(tiny / name, LONG_MODEL / name)
 
 
-def train(program: Program, settings: str) -> Row:
+def train(program: Program, section: str) -> Row:
     """One training, as a user starts it; gives what docs/agents_table.md says of it."""
     began = time.monotonic()
     command = [sys.executable, "-m", "palestra", "train", "--agent-cmd", program.command(), "--json"]
-    command += [*settings.split(), "--output_dir", str(BUILD / "runs")]
+    command += [*SETTINGS[section].split(), "--output_dir", str(BUILD / "runs")]
     if program.file.endswith(".py"):
         command += ["--agent.fork_server", "true"]
     if program.is_long:
@@ -178,7 +190,7 @@ def train(program: Program, settings: str) -> Row:
     log = BUILD / f"{program.file}.log"
     with log.open("w") as errors:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, env=env, timeout=LIMIT_S, check=False)
-    row: Row = {"file": program.file, "seconds": round(time.monotonic() - began)}
+    row: Row = {"file": program.file, "processors": os.cpu_count(), "seconds": round(time.monotonic() - began)}
     if done.returncode:
         last = log.read_text().strip().splitlines()
         return row | {"error": (last or ["no output"])[-1][:300]}
@@ -203,13 +215,13 @@ def _results(summary: Row) -> Row:
     }
 
 
-def problem(program: Program, row: Row) -> str:
+def problem(section: str, row: Row) -> str:
     """Reason a program's row is not good enough; empty if it is."""
     if "error" in row:
         return str(row["error"])
     if row["retokenised"]:
         return f"{row['retokenised']:.0f} turns were tokenised again"
-    if not program.is_long:
+    if section == LEARN:
         good = row["before"] <= BEFORE_AT_MOST and row["after"] >= AFTER_AT_LEAST
         return "" if good else f"did not come from {BEFORE_AT_MOST:.0%} to {AFTER_AT_LEAST:.0%}"
     if row["ended"] < row["attempts"]:
@@ -217,73 +229,73 @@ def problem(program: Program, row: Row) -> str:
     return "" if len(row["losses"]) == STEPS and any(row["losses"]) else "three steps with a gradient were expected"
 
 
-def section(rows: dict[str, Row], settings: str, *, is_long: bool) -> list[str]:
-    """One table of the page."""
-    where = f"{platform.python_implementation()} {platform.python_version()}, {os.cpu_count()} processors"
-    with_model = "`palestra/tiny`"
+def table(section: str, rows: dict[str, Row], old: list[str]) -> list[str]:
+    """The table of a section; programs that were not run keep their old line."""
     columns = "before | after"
-    if is_long:
-        with_model = f"a small random model with a context of {LONG_CONTEXT:,} tokens; who says more gets more reward"
+    if section != LEARN:
         columns = "attempts that ended by themselves | tokens of the first prompt | loss of the steps"
     lines = [
-        HEADINGS[is_long],
-        "",
-        f"`palestra train --agent-cmd … {settings}` on the demo's questions, on a CPU ({where}), with {with_model}.",
-        "",
-        f"| program | what it is | {columns} | rows per attempt | re-tokenised turns | seconds |",
-        f"| --- | --- |{' ---: |' * (columns.count('|') + 1)} ---: | ---: | ---: |",
+        f"| program | what it is | {columns} | rows per attempt | re-tokenised turns | processors | seconds |",
+        f"| --- | --- |{' ---: |' * (columns.count('|') + 1)} ---: | ---: | ---: | ---: |",
     ]
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in old}
     for program in PROGRAMS:
-        if program.is_long == is_long:
-            row = rows.get(program.file, {"error": "not run"})
-            lines.append(f"| {program.file} | {program.about} | {_cells(row, columns)} | {row.get('seconds', '')} |")
+        if program.file in rows:
+            cells = _cells(rows[program.file], section, columns.count("|") + 5)
+            lines.append(f"| {program.file} | {program.about} | {' | '.join(cells)} |")
+        elif program.file in known:
+            lines.append(known[program.file])
     return lines
 
 
-def _cells(row: Row, columns: str) -> str:
-    more = f"{row.get('rows', 0):.2f} | {row.get('retokenised', 0):.0f}"
+def _cells(row: Row, section: str, count: int) -> list[str]:
     if "error" in row:
-        return str(row["error"]).replace("|", "/") + " |" * (columns.count("|") + 2)
-    if columns.startswith("before"):
-        return f"{row['before']:.1%} | {row['after']:.1%} | {more}"
+        return [str(row["error"]).replace("|", "/"), *[""] * (count - 1)]
+    end = [f"{row['rows']:.2f}", f"{row['retokenised']:.0f}", str(row["processors"]), str(row["seconds"])]
+    if section == LEARN:
+        return [f"{row['before']:.1%}", f"{row['after']:.1%}", *end]
     losses = ", ".join(f"{loss:.2f}" for loss in row["losses"])
-    return f"{row['ended']} of {row['attempts']} | {row['prompt_tokens']:,} | {losses} | {more}"
+    return [f"{row['ended']} of {row['attempts']}", f"{row['prompt_tokens']:,}", losses, *end]
 
 
-def write_page(parts: dict[bool, list[str]]) -> None:
-    """Replace the sections that were run; the others stay as they are."""
-    text = PAGE.read_text()
-    for is_long, lines in parts.items():
-        head, _, old = text.partition(HEADINGS[is_long])
-        rest = old.partition("\n## ")[2]
-        text = head + "\n".join(lines) + (f"\n\n## {rest}" if rest else "\n")
-    PAGE.write_text(text)
+def write_page(section: str, rows: dict[str, Row]) -> None:
+    """Replace the rows of a section's table; its text and the other sections stay as they are."""
+    head, heading, rest = PAGE.read_text().partition(f"## {section}\n")
+    own, *others = rest.split("\n## ", 1)
+    lines = own.rstrip("\n").split("\n")
+    old = [line for line in lines if line.startswith("| ")]
+    text = [line for line in lines if not line.startswith("| ")]
+    body = "\n".join([*text, *table(section, rows, old)]) + "\n"
+    PAGE.write_text(head + heading + body + "".join(f"\n## {other}" for other in others))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("programs", nargs="*", help="files of examples/agents; default all")
-    parser.add_argument("--settings", default=SETTINGS, help="of the trainings with palestra/tiny as it is")
+    parser.add_argument("--learn", action="store_true", help="until the demo is learned, instead of three steps")
+    parser.add_argument("--jobs", type=int, default=1, help="programs that are trained at once")
     options = parser.parse_args()
     if unknown := set(options.programs) - {p.file for p in PROGRAMS}:
         parser.error(f"{', '.join(sorted(unknown))}: no program of examples/agents that this script knows")
     chosen = [p for p in PROGRAMS if not options.programs or p.file in options.programs]
+    if options.learn:
+        chosen = [p for p in chosen if not p.is_long]
     failed_installs = install(chosen)
     make_long_model()
-    results = BUILD / "results.json"
-    rows: dict[str, Row] = {}
-    if options.programs and results.exists():
-        rows = {row["file"]: row for row in json.loads(results.read_text())}
-    problems = {}
-    for program in chosen:
-        settings = LONG_SETTINGS if program.is_long else options.settings
+    sections = [LEARN if options.learn else program.section for program in chosen]
+
+    def one(program: Program, section: str) -> Row:
         reason = failed_installs.get(program.packages)
-        rows[program.file] = {"file": program.file, "error": reason} if reason else train(program, settings)
-        print(json.dumps(rows[program.file]), flush=True)
-        if reason := problem(program, rows[program.file]):
-            problems[program.file] = reason
-        results.write_text(json.dumps(list(rows.values())))
-        write_page({program.is_long: section(rows, settings, is_long=program.is_long)})
+        return {"file": program.file, "error": reason} if reason else train(program, section)
+
+    problems = {}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows = pool.map(one, chosen, sections)
+        for program, section, row in zip(chosen, sections, rows, strict=True):
+            print(json.dumps(row), flush=True)
+            if reason := problem(section, row):
+                problems[program.file] = reason
+            write_page(section, {program.file: row})
     if problems:
         sys.exit("\n".join(f"{file}: {reason}" for file, reason in problems.items()))
 

@@ -79,6 +79,7 @@ _DERIVED: dict[str, Any] = {
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
     "optim": "adamw_torch_fused",
 }
 SUPPORTED = {name: default for name, (default, _) in _SETTINGS.items()} | _DERIVED
@@ -111,17 +112,18 @@ _ELSEWHERE = {
     "fsdp": "torchrun, or palestra train --nproc N",
     "use_adaptive_entropy": "the setting train.target_entropy",
     "vllm_enable_sleep_mode": "the setting model.sleep_mode",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
     "vllm_server_host": "vllm_server_base_url",
     "vllm_server_port": "vllm_server_base_url",
     "trust_remote_code": "a model whose code is part of transformers",
 }
 _NO_EQUIVALENT = (
     "sync_ref_model", "top_entropy_quantile", "vespo_", "vllm_structured_outputs_regex", "vllm_model_impl",
-    "optim_args", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
-    "neftune_noise_alpha", "label_smoothing_factor", "router_aux_loss_coef", "auto_find_batch_size", "entropy_",
-    "lr_scheduler_kwargs", "parallelism_config", "metric_for_best_model", "greater_is_better", "full_determinism",
-    "data_seed", "train_sampling_strategy", "optim_target_modules", "liger_kernel_config",
+    "optim_args", "neftune_noise_alpha", "label_smoothing_factor", "router_aux_loss_coef", "auto_find_batch_size",
+    "entropy_", "lr_scheduler_kwargs", "parallelism_config", "metric_for_best_model", "greater_is_better",
+    "full_determinism", "data_seed", "train_sampling_strategy", "optim_target_modules", "liger_kernel_config",
 )  # fmt: skip
+_NO_CAP = 1e9  # of importance weights: settings are written as JSON, which has no infinity
 # Set by TRL's config itself, from other arguments.
 _COMPUTED = ("generation_batch_size", "steps_per_generation")
 ARGUMENTS = (
@@ -253,10 +255,14 @@ def _vllm(values: Mapping[str, Any]) -> dict[str, Any]:
     config = GRPOTrainingConfig(
         use_vllm=True, vllm_max_model_len=values["vllm_max_model_length"], **{name: values[name] for name in names}
     )
-    corrects, mode = values["vllm_importance_sampling_correction"], values["vllm_importance_sampling_mode"]
-    return config.vllm_settings() | {
-        "train.importance_correction": mode if corrects else "none",
-        "train.importance_cap": values["vllm_importance_sampling_clip_max"],
+    settings = config.vllm_settings()
+    if not values["vllm_importance_sampling_correction"]:
+        return settings | {"train.importance_correction": "none"}
+    cap, floor = values["vllm_importance_sampling_clip_max"], values["vllm_importance_sampling_clip_min"]
+    return settings | {
+        "train.importance_correction": values["vllm_importance_sampling_mode"],
+        "train.importance_cap": _NO_CAP if cap is None else cap,
+        "train.importance_floor": floor or 0.0,
     }
 
 

@@ -90,6 +90,8 @@ def test_options_that_do_not_go_together_are_refused(cli, program):
         (["--agent-host", "127.0.0.1"], "goes with --agent-port"),
         (["--agent-image", "x", "--agent-port", "0"], "choose"),
         ([*program, "--mcp", "python server.py"], "our own agent loop"),
+        (["--agent-cmd", "sh -c 'echo"], "no closing quotation"),
+        (["--mcp", "sh -c 'echo", "--cases", "cases.jsonl", "--measure", "score.py:even"], "no closing quotation"),
         (["--cases", "cases.jsonl"], "needs a measure"),
         (["--held-out", "0.1"], "goes with --cases"),
         (["--cases", "cases.jsonl", "--measure", "score.py"], "expected FILE:NAME"),
@@ -112,7 +114,9 @@ def page_blocks(language):
 @pytest.mark.slow("three runs: make test-agents, make test-slow")
 def test_the_page_works_as_given(cli, tmp_path, monkeypatch):
     """Its three files by the command line, then its blocks of Python; all in short runs."""
-    score, agent, by_command, by_function = page_blocks("python")
+    score, agent, *several_agents, by_command, by_function = page_blocks("python")
+    for text in several_agents:  # parts of a program
+        compile(text, "docs/bring_your_agent.md", "exec", dont_inherit=True)
     (case,) = page_blocks("json")
     Path("score.py").write_text(score)
     Path("my_agent.py").write_text(agent)

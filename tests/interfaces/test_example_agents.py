@@ -86,24 +86,25 @@ LONG_ROW = {"attempts": 6, "ended": 6, "losses": [0.0, 0.1, -0.2], "rows": 1.0, 
         ({"error": "not installed here"}, False),
     ],
 )
-def test_a_coding_agent_passes_if_all_attempts_end_and_three_steps_train_its_own_tokens(row, is_good):
-    codex = next(program for program in train_agents.PROGRAMS if program.file == "codex.sh")
-    assert (train_agents.problem(codex, row) == "") == is_good
+def test_a_program_passes_if_all_attempts_end_and_three_steps_train_its_own_tokens(row, is_good):
+    assert (train_agents.problem(train_agents.LONG, row) == "") == is_good
 
 
-def test_a_run_of_some_programs_replaces_their_table_and_keeps_the_other(monkeypatch, tmp_path):
+def test_a_run_of_some_programs_replaces_their_rows_and_keeps_all_else(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     monkeypatch.setattr(train_agents, "PAGE", page)
-    first, second = train_agents.HEADINGS
-    page.write_text(f"# Title\n\n{first}\n\nold rows\n\n{second}\n\nother rows\n")
-    row = {"before": 0.3, "after": 0.95, "rows": 1.0, "retokenised": 0.0, "seconds": 9}
-    lines = train_agents.section({"openai_chat.py": row}, "--x 1", is_long=False)
-    train_agents.write_page({False: lines})
+    learn, long = train_agents.LEARN, train_agents.LONG
+    old = "| openai_chat.py | old |", "| langgraph_agent.py | kept |", "| claude_code.sh | kept |"
+    page.write_text(f"# Title\n\n## {long}\n\nText.\n\n{old[2]}\n\n## {learn}\n\nMore.\n\n{old[0]}\n{old[1]}\n")
+    row = {"before": 0.3, "after": 0.95, "rows": 1.0, "retokenised": 0.0, "processors": 2, "seconds": 9}
+    train_agents.write_page(learn, {"openai_chat.py": row})
+    train_agents.write_page(long, {"codex.sh": {"error": "a|b"}})
     text = page.read_text()
-    assert "old rows" not in text
-    assert "| openai_chat.py | OpenAI SDK, Chat Completions | 30.0% | 95.0% | 1.00 | 0 | 9 |" in text
-    assert text.endswith(f"{second}\n\nother rows\n")
-    cells = {line.count("|") for line in lines if line.startswith("|")}
-    assert len(cells) == 1  # every row has all columns
-    failed = train_agents.section({"codex.sh": {"error": "a|b"}}, "--x 1", is_long=True)
-    assert len({line.count("|") for line in failed if line.startswith("|")}) == 1
+    assert old[0] not in text
+    assert "| openai_chat.py | OpenAI SDK, Chat Completions | 30.0% | 95.0% | 1.00 | 0 | 2 | 9 |" in text
+    assert text.startswith(f"# Title\n\n## {long}\n\nText.\n\n| program |")
+    assert f"{old[2]}\n| codex.sh | Codex, `codex exec` | a/b |" in text
+    assert f"\n\n## {learn}\n\nMore.\n\n| program |" in text
+    assert text.endswith(f"{old[1]}\n")
+    whole = [line.count("|") for line in text.splitlines() if line.startswith(("| program", "| codex", "| --- "))]
+    assert whole[0] == whole[1] == whole[2]  # every row has all columns

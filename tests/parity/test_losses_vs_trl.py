@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.advantage import advantages as our_advantages
-from palestra.algo.losses import Objective, token_weights
+from palestra.algo.losses import Objective, importance_weights, token_weights
 from palestra.algo.losses import policy_loss as token_policy_loss
 from palestra.algo.step_loss import entropy_bonus, next_entropy_coefficient
 
@@ -93,12 +93,12 @@ def _trl_block(method: str, assigned: str) -> CodeType:
     raise AssertionError(f"TRL's {method} no longer assigns {assigned}")
 
 
-def _trl_importance_ratio(mode: str, batch: dict[str, Any]) -> Tensor:
+def _trl_importance_ratio(mode: str, batch: dict[str, Any], floor: float | None = None) -> Tensor:
     trainer = SimpleNamespace(
         use_vllm=True,
         vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_min=floor,
         vllm_importance_sampling_clip_max=CAP,
     )
     scope = {
@@ -248,6 +248,19 @@ def test_loss_and_gradient_equal_trls(loss: str, ratio: str, pattern: str) -> No
         ours, theirs = _our_loss(objective, batch), _trl_loss(objective, batch)
         _assert_same(ours, theirs, objective)
         assert (ours[1][~_mask(batch).bool()] == 0).all()
+
+
+@pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "none"])
+def test_importance_weights_with_two_bounds_equal_trls(correction: str) -> None:
+    batch, floor = _batch("tools"), 0.95
+    mask = _mask(batch).bool()
+    theirs = _trl_importance_ratio(correction, batch, floor).expand(ROWS, LENGTH)[mask]
+    objective = Objective(importance_correction=correction, importance_cap=CAP, importance_floor=floor)
+    row = mask.nonzero()[:, 0]
+    torch.testing.assert_close(
+        importance_weights(objective, batch["old"][mask], batch["sampler"][mask], row, ROWS), theirs
+    )
+    assert not torch.equal(theirs, _trl_importance_ratio(correction, batch).expand(ROWS, LENGTH)[mask])
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])

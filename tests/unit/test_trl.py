@@ -193,6 +193,9 @@ def test_arguments_that_are_switched_off_or_change_no_result_are_taken(tmp_path:
     assert settings.model.gradient_checkpointing
 
 
+VLLM = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
+
+
 @pytest.mark.parametrize(
     ("values", "key", "expected"),
     [
@@ -205,6 +208,13 @@ def test_arguments_that_are_switched_off_or_change_no_result_are_taken(tmp_path:
         ({"bf16": False}, "model.dtype", "float32"),
         ({"report_to": ["wandb"]}, "track.report_to", ["wandb"]),
         ({}, "train.learning_rate", 1e-6),
+        ({**VLLM}, "train.importance_correction", "sequence_mask"),
+        ({**VLLM}, "train.importance_cap", 3.0),
+        ({**VLLM}, "train.importance_floor", 0.0),
+        ({**VLLM, "vllm_importance_sampling_clip_min": 0.5}, "train.importance_floor", 0.5),
+        ({**VLLM, "vllm_importance_sampling_clip_max": None}, "train.importance_cap", 1e9),
+        ({**VLLM, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_min": 0.5},
+         "train.importance_correction", "none"),
     ],
 )  # fmt: skip
 def test_a_config_of_trls_means_the_same_here(values: dict[str, Any], key: str, expected: Any) -> None:

@@ -19,7 +19,7 @@ FOLDER = "/palestra"  # of the attempt, in its container
 # What the programs themselves read, to find their service.
 ENGINE_VARIABLES = (
     *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
-    *("CONTAINER_HOST", "CONTAINER_SSHKEY"),
+    *("CONTAINER_HOST", "CONTAINER_SSHKEY", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "DBUS_SESSION_BUS_ADDRESS"),
 )
 _ENGINES = ("docker", "podman")
 _CHECK_S = 30.0
@@ -54,15 +54,15 @@ class Containers:
 
         Their values are not among the arguments, which every local user can read.
         """
-        network = []
-        if is_loopback(
-            urlsplit(base_url).hostname or ""
-        ):  # the only network from which a container reaches our loopback address
+        options = []
+        if is_loopback(urlsplit(base_url).hostname or ""):  # only the host's network reaches our loopback address
             check_host_network()
-            network = ["--network=host"]
+            options.append("--network=host")
+        if self.engine == "docker" or shutil.which("catatonit"):  # docker has its own init, podman needs a package
+            options.append("--init")
         folder.chmod(0o777)  # the image may have a user of its own; the folder above is ours alone
         return [
-            *(self.engine, "run", "--rm", "--init", "--interactive", "--name", name, *network),
+            *(self.engine, "run", "--rm", "--interactive", "--name", name, *options),
             *("--volume", f"{folder}:{FOLDER}:Z"),
             *(word for variable in variables for word in ("--env", variable)),
             *(self.image, *command),

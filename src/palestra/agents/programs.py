@@ -19,6 +19,7 @@ from palestra.agents.agent import Agent
 from palestra.agents.containers import ENGINE_VARIABLES, FOLDER, Containers
 from palestra.agents.process import ForkServer, run_process, supervised
 from palestra.core.calls import CallTimeout, call_with_limit
+from palestra.core.children import split_command
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.files import scratch_root
 from palestra.core.messages import read_json
@@ -229,7 +230,7 @@ def command_agent(
 
     With `image` each attempt is a container of that image (docker or podman); an empty command is the image's own.
     """
-    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    words = split_command(command)
     containers = None if image is None else Containers.of_image(image)
     if not words and containers is None:
         raise PalestraError(

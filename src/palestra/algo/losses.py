@@ -60,7 +60,7 @@ class Objective:
     kl_bias_correction: bool = False
     importance_correction: ImportanceCorrection = "none"
     importance_cap: float = 2.0
-    importance_floor: float = 0.0  # masks only: weights below it are dropped, too (IcePop)
+    importance_floor: float = 0.0  # masks drop weights below it (IcePop), truncation raises them to it
     off_policy_mask_threshold: float | None = None
     custom: LossFunction | None = None  # takes the place of the formula of `loss`, which then says how tokens add up
 
@@ -256,7 +256,7 @@ def importance_weights(objective: Objective, old: Tensor, sampler: Tensor, row: 
         log_weight = row_sum(log_weight, row, rows)[row]
     weight = log_weight.exp().detach()
     if how == "truncate":
-        return weight.clamp(max=objective.importance_cap)
+        return weight.clamp(objective.importance_floor, objective.importance_cap)
     return weight.masked_fill((weight > objective.importance_cap) | (weight < objective.importance_floor), 0.0)
 
 

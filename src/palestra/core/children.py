@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from palestra.core.errors import PalestraError
 from palestra.core.secrets import clean_environment
 
 END_WITH_PARENT = "PALESTRA_END_WITH_PARENT"  # set it for an isolated child whose stdin is a pipe of its parent's
@@ -33,6 +35,22 @@ def start(
     return subprocess.Popen(
         command, env=visible, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True
     )
+
+
+def split_command(command: str | Sequence[str]) -> list[str]:
+    """The words of a command line, or of a list.
+
+    >>> split_command("sh -c 'echo hi'")
+    ['sh', '-c', 'echo hi']
+    """
+    if not isinstance(command, str):
+        return [str(word) for word in command]
+    try:
+        return shlex.split(command)
+    except ValueError as error:  # an open quotation
+        raise PalestraError(
+            f"the command {command!r} cannot be read: {str(error).lower()}; quote it as for a shell"
+        ) from error
 
 
 def isolated(*words: object, python: str | Path = sys.executable) -> list[str]:

@@ -143,8 +143,8 @@ class TrainSection(Section):
         0.0,
         ge=0,
         le=1,
-        description="token_mask and sequence_mask: weights below it are dropped, too; IcePop is token_mask with "
-        "a floor of 0.5 and a cap of 5",
+        description="lower bound of the weights: token_mask and sequence_mask drop those below it, token_truncate and "
+        "sequence_truncate raise them to it; IcePop is token_mask with a floor of 0.5 and a cap of 5",
     )
     off_policy_mask_threshold: float | None = Field(None, gt=0, description="drop rows that drifted too far")
     advantage_scale: Literal["group", "batch", "mean", "none"] = Field(
@@ -284,11 +284,16 @@ class TrainSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _floor_of_a_mask(self) -> TrainSection:
-        if self.importance_floor and not self.importance_correction.endswith("mask"):
+    def _floor_of_a_correction(self) -> TrainSection:
+        if self.importance_floor and self.importance_correction in ("auto", "none"):
             raise ValueError(
-                f"train.importance_floor = {self.importance_floor} is for train.importance_correction = token_mask or "
-                f"sequence_mask, not {self.importance_correction}"
+                f"train.importance_floor = {self.importance_floor} has no effect with train.importance_correction = "
+                f"{self.importance_correction}; choose token_mask, token_truncate, sequence_mask or sequence_truncate"
+            )
+        if self.importance_floor >= self.importance_cap:
+            raise ValueError(
+                f"train.importance_floor = {self.importance_floor} must be less than train.importance_cap = "
+                f"{self.importance_cap}"
             )
         return self
 

@@ -368,10 +368,15 @@ def test_settings_without_effect_are_refused_unless_they_are_at_their_default() 
     config.refuse(["eval", "checkpoint.every", "seed"], "no reason")
 
 
-def test_a_floor_of_importance_weights_needs_a_mask() -> None:
-    assert RunConfig.build({"train.importance_floor": 0.5, "train.importance_correction": "token_mask"})
-    with pytest.raises(PalestraError, match="importance_floor"):
-        RunConfig.build({"train.importance_floor": 0.5, "train.importance_correction": "token_truncate"})
+def test_a_floor_of_importance_weights_needs_a_correction_and_is_below_the_cap() -> None:
+    floor = {"train.importance_floor": 0.5}
+    for correction in ("token_mask", "token_truncate", "sequence_mask", "sequence_truncate"):
+        assert RunConfig.build(floor | {"train.importance_correction": correction})
+    for correction in ("auto", "none"):
+        with pytest.raises(PalestraError, match="importance_floor"):
+            RunConfig.build(floor | {"train.importance_correction": correction})
+    with pytest.raises(PalestraError, match="importance_cap"):
+        RunConfig.build(floor | {"train.importance_correction": "token_mask", "train.importance_cap": 0.5})
 
 
 @pytest.mark.parametrize(

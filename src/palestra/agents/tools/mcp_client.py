@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from palestra.agents.tools.tool import Tool, tools_by_name
+from palestra.core.children import split_command
 from palestra.core.errors import PalestraError, needs_extra
 from palestra.core.secrets import clean_environment
 
@@ -44,7 +45,7 @@ class McpServer:
     start_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        words = shlex.split(self.command) if isinstance(self.command, str) else [str(word) for word in self.command]
+        words = split_command(self.command)
         if not words:
             raise PalestraError("an MCP server has an empty command; give the command that starts it, or its URL")
         object.__setattr__(self, "command", tuple(words))

@@ -154,4 +154,7 @@ def test_containers_in_a_virtual_machine_need_another_address_than_loopback(dock
     with pytest.raises(PalestraError, match="--agent-host"):
         image.command((), "n", folder, (), "http://127.0.0.1:9/v1")
     assert image.command((), "n", folder, (), "http://10.0.0.5:9/v1")[:2] == ["docker", "run"]
+    assert "--init" in image.command((), "n", folder, (), "http://10.0.0.5:9/v1")
+    podman = containers.Containers("podman", "image:1")
+    assert "--init" not in podman.command((), "n", folder, (), "http://10.0.0.5:9/v1")  # it has no catatonit here
     assert os.stat(folder).st_mode & 0o777 == 0o777
