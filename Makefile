@@ -35,7 +35,6 @@ test-browser: $(READY_DEV)  ## the dashboard in a real Chromium, with a training
 		echo "no Chromium, and apt cannot install it here: the tests will be skipped"
 	PALESTRA_TEST_SLOW=1 PALESTRA_SCREENSHOTS=docs/images/dashboard $(BIN)/python -m pytest tests/browser -rs
 
-<<<<<<< HEAD
 test-docs: $(READY_DEV)  ## every command and code block of README and docs, with trainings and servers
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/interfaces/test_docs_commands.py tests/interfaces/test_docs_snippets.py tests/interfaces/test_readme.py -rs
 
@@ -44,9 +43,7 @@ test-notebook: $(READY_DEV)  ## a training in a real Jupyter kernel (network: nb
 		echo "Jupyter cannot be installed here: the test is skipped"
 	$(BIN)/python -m pytest tests/interfaces/test_notebook.py -rs
 
-=======
 # SOURCES: a folder with the projects' source trees, where GitHub cannot be reached (CONTRIBUTING.md)
->>>>>>> cb65269f (scripts: make test-foreign takes source trees from a folder, and names what it skips)
 test-foreign: $(READY_DEV)  ## environments of other projects, three steps each: writes docs/foreign.md (network, an hour)
 	$(BIN)/python scripts/foreign.py $(if $(SOURCES),--sources $(SOURCES))
 
