@@ -13,7 +13,8 @@ import palestra
 PUBLIC = (
     "Agent Context Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult McpServer Tool "
     "UserSimulator "
-    "command_agent evaluate fail_reason function_tool improve judge measure pass_reason ruler train_grpo train_sft"
+    "command_agent evaluate fail_reason function_tool improve judge measure pass_reason ruler train_grpo train_sft "
+    "turn_scores"
 ).split()
 
 
