@@ -137,11 +137,14 @@ def adapted_product(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor,
     """
     if x.dtype == torch.float32:
         return F.linear(x, weight, bias).addmm_(low, up.T)
-    if x.is_cuda:  # products on a GPU add in float32, also to what is there
-        out = (low @ up.T).addmm_(x, weight.T)
+    if x.is_cuda:
+        wide = torch.mm(low, up.T, out_dtype=torch.float32)
+        torch.addmm(wide, x, weight.T, out_dtype=torch.float32, out=wide)
     else:
-        out = torch.addmm(low.float() @ up.float().T, x.float(), weight.float().T).to(x.dtype)
-    return out if bias is None else out.add_(bias)
+        wide = torch.addmm(low.float() @ up.float().T, x.float(), weight.float().T)
+    if bias is not None:
+        wide += bias
+    return wide.to(x.dtype)
 
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "hybrid")  # hybrid: Mamba 2 next to attention
