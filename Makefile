@@ -52,6 +52,9 @@ test-agents: $(READY_DEV)  ## train unmodified agents of other frameworks: write
 	PALESTRA_TEST_SLOW=1 $(BIN)/python -m pytest tests/unit/servers/gateway tests/unit/sources/programs tests/interfaces/test_agent_programs_command.py tests/interfaces/test_example_agents.py tests/interfaces/test_agent_elsewhere.py -rs
 	$(BIN)/python scripts/train_agents.py --jobs $(JOBS)
 
+test-agents-learn: $(READY_DEV)  ## the same programs until the demo is learned (network, hours)
+	$(BIN)/python scripts/train_agents.py --learn --jobs $(JOBS)
+
 test-templates: $(READY_DEV)  ## real chat templates of all model families: downloads them, writes the table of docs/models.md (network, 130 MB)
 	$(BIN)/python scripts/model_families.py --download
 	$(BIN)/python -m pytest tests/unit/models/chat/test_model_families.py
