@@ -9,7 +9,7 @@ BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: docs demo check test run-tests test-slow test-browser test-docs test-notebook test-foreign test-agents test-templates test-tinker test-vllm test-ray fuzz lint clean
+.PHONY: docs demo check test run-tests test-slow test-browser test-docs test-notebook test-foreign test-agents test-agents-learn test-templates test-tinker test-vllm test-ray fuzz lint clean
 
 demo: $(READY)  ## train the demo agent and show that it got better
 	$(BIN)/palestra train
