@@ -126,9 +126,14 @@ def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
     """Serve until Ctrl-C or SIGTERM."""
     from palestra.servers.web import Server, url_of
 
-    socket.listen(_BACKLOG)  # so that whoever has read the line can connect
-    click.echo(f"{message} {url_of(socket)}{path}")
-    asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
+    server = Server(app, handle_signals=True)
+
+    async def serve() -> None:  # Ctrl-C before the event loop is whole would end with a traceback
+        socket.listen(_BACKLOG)  # so that whoever has read the line can connect
+        click.echo(f"{message} {url_of(socket)}{path}")
+        await server.serve(sockets=[socket])
+
+    asyncio.run(serve())
 
 
 def _show_requests() -> None:
