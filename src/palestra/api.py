@@ -150,7 +150,7 @@ def evaluate(
         file = EvalFile(Path(out), _about_attempts(trainer.config, trainer.agent, environment), resume=resume)
 
     def score() -> EvalReport:
-        from palestra.policy.build import build_policy
+        from palestra.policy.build import policy_of
         from palestra.train.setup import suited_to
         from palestra.train.tasks import Parts
 
@@ -159,7 +159,7 @@ def evaluate(
         )
         loaded = trainer._load(trainer.config)
         config = suited_to(trainer.config, loaded.model)
-        policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
+        policy = policy_of(loaded.model, loaded.tokenizer, config.model)
         with trainer._watching() as watcher, asyncio.Runner() as runner:
             parts, task = Parts(config, policy, loaded.tokenizer, runner, watcher), trainer._task(environment, config)
             evaluator = task.evaluator(parts)

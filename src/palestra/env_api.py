@@ -21,7 +21,7 @@ from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
 from palestra.models.chat.template import ChatFormat
-from palestra.policy.build import build_policy
+from palestra.policy.build import policy_of
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.result import GRPOTrainingResult
@@ -212,7 +212,7 @@ def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None
 
         config.refuse(["backend", "tinker", "ray"], "a model is scored on this machine, unless it is in training")
         loaded = load_for_run(config)
-        policy = build_policy(loaded.model, loaded.tokenizer, config.model.engine, config.model.kv_memory_gib)
+        policy = policy_of(loaded.model, loaded.tokenizer, config.model)
         config = suited_to(config, loaded.model)
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)
     config.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")

@@ -17,7 +17,7 @@ from palestra.cli.common import debug_option, json_line_option
 from palestra.core.chat_model import hosting, logging_calls
 from palestra.core.errors import PalestraError
 from palestra.core.files import import_function, read_jsonl
-from palestra.core.messages import as_messages
+from palestra.core.messages import as_messages, prompt_length
 from palestra.core.show import visible
 from palestra.core.types import Message, Problem, Score
 from palestra.evals.judge import judge, ruler
@@ -94,8 +94,7 @@ def read_labels(path: Path) -> list[list[Labelled]]:
 
 def to_key(context: MeasureContext) -> list[str]:
     """The messages before the first answer."""
-    first = next((i for i, m in enumerate(context.messages) if m.role == "assistant"), len(context.messages))
-    return [message.text for message in context.messages[:first]]
+    return [message.text for message in context.messages[: prompt_length(context.messages)]]
 
 
 def _labelled(row: Mapping[str, Any], where: str) -> Labelled:

@@ -47,6 +47,11 @@ def from_dict(row: Mapping[str, Any]) -> Message:
     )
 
 
+def prompt_length(messages: Sequence[Message]) -> int:
+    """How many messages come before the first one of the assistant."""
+    return next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
+
+
 def as_messages(value: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
     """A text is one user message; a sequence holds messages or dicts."""
     if isinstance(value, str):

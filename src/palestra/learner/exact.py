@@ -17,7 +17,6 @@ from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import to_device
 from palestra.core.types import Array
-from palestra.engine.cuda.decoder_layers import Layer
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder, norm
 from palestra.engine.cuda.paged_ops import padded_tables
@@ -58,13 +57,8 @@ class ExactForward:
     @torch.no_grad()
     def run(self, ids: Tensor, positions: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor]]:
         """The same, and what each layer was given."""
-        plan = self._plan(ids, positions, layout)
         decoder, states = self._decoder, list[Tensor]()
-
-        def attend(layer: Layer, qkv: Tensor) -> Tensor:
-            heads = qkv.view(len(qkv), -1, decoder.head_dim)
-            return plan.over_pages(layer.index, heads, layer.scale, layer.window or 0, layer.rope).flatten(1)
-
+        attend = decoder.attend_with(self._plan(ids, positions, layout))
         x = F.embedding(ids, self.model.model.embed_tokens.weight)
         for layer in decoder.layers:
             states.append(x.clone())

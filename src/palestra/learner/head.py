@@ -143,15 +143,12 @@ class _Score(torch.autograd.Function):
         entropy_gradient: bool,
         loss_gradient: LossGradient | None,
     ) -> tuple[Tensor, Tensor]:
-        size, (statistics, logit_gradient) = (
-            _chunk_tokens(weight, len(hidden), target, rule),
-            _kernels_for(target, rule),
-        )
+        size, kernels = _chunk_tokens(weight, len(hidden), target, rule), _kernels_for(target, rule)
+        statistics, logit_gradient = kernels
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         saved_logits: list[Tensor] = []
-        keeps = (
-            any(ctx.needs_input_grad) and target.dim() == 1 and not rule.truncates
-        )  # the torch functions may overwrite the logits
+        by_triton = target.dim() == 1 and not rule.truncates  # the torch functions may overwrite the logits
+        keeps = any(ctx.needs_input_grad) and by_triton
         room = KEPT_BYTES.get(weight.device.type, 0) if keeps else 0
         at_once = loss_gradient is not None and 0 < room < len(hidden) * len(weight) * weight.element_size()
         gradients = _Gradients(ctx, hidden, weight, bias, low, up) if at_once else None
@@ -198,7 +195,7 @@ def _backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Te
         part = slice(first, first + size)
         logits = next(saved_logits, None)
         if logits is None:
-            logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up, ctx.rule.exact)
+            logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up, rule.exact)
         steer = (entropy[part], grad_entropy[part]) if ctx.entropy_gradient else (None, None)
         gradient = logit_gradient(logits, target[part], logsumexp[part], grad_logprobs[part], *steer, rule)
         gradients.add(part, gradient)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from palestra.core.config_sections import ModelSection
 from palestra.core.errors import UnsupportedModel
 from palestra.policy.base import Policy
 
@@ -16,9 +17,9 @@ def build_policy(
     tokenizer: Any,
     engine: str,
     kv_memory_gib: float | None = None,
-    keep_closed: bool = False,
-    waits_for_all_tools: bool = False,
+    *,
     exact: bool = False,
+    **options: bool,
 ) -> Policy[Any]:
     """The paged engine where the model allows it, naive batched sampling where not.
 
@@ -32,10 +33,14 @@ def build_policy(
     if engine == "plain":
         return NaivePolicy(model, tokenizer)
     try:
-        options: dict[str, Any] = {"kv_memory_gib": kv_memory_gib, "keep_closed": keep_closed, "exact": exact}
-        return LocalPolicy(model, tokenizer, waits_for_all_tools=waits_for_all_tools, **options)
+        return LocalPolicy(model, tokenizer, kv_memory_gib=kv_memory_gib, exact=exact, **options)
     except UnsupportedModel as reason:
         if engine == "paged" or exact:
             raise
         log.warning("%s; falling back to naive batched sampling (slower)", reason)
         return NaivePolicy(model, tokenizer)
+
+
+def policy_of(model: Any, tokenizer: Any, options: ModelSection) -> Policy[Any]:
+    """The policy by the settings of a run."""
+    return build_policy(model, tokenizer, options.engine, options.kv_memory_gib, exact=options.exact)

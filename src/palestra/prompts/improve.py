@@ -187,14 +187,14 @@ MakeCollector = Callable[[SuiteEnvironment], Collector]
 
 def _local(settings: RunConfig) -> tuple[MakeCollector, LocalModels]:
     """Attempts by the agent's model in this process."""
-    from palestra.policy.build import build_policy
+    from palestra.policy.build import policy_of
     from palestra.train.setup import suited_to
     from palestra.train.tasks import agent_collector
     from palestra.trainer import load_quietly
 
     loaded = load_quietly(settings)
     suited = suited_to(settings, loaded.model)
-    policy = build_policy(loaded.model, loaded.tokenizer, suited.model.engine, suited.model.kv_memory_gib)
+    policy = policy_of(loaded.model, loaded.tokenizer, suited.model)
     chat = ChatFormat(loaded.tokenizer)
     return lambda env: agent_collector(env, policy, chat, suited, training=False), LocalModels(policy, chat)
 

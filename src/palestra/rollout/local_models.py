@@ -24,7 +24,7 @@ class LocalModels:
     async def chat(
         self, name: str, messages: Chat, max_new_tokens: int, temperature: float, seed: int
     ) -> dict[str, Any]:
-        policy, chat = await self._find(name)
+        policy, chat = self._find(name)
         opening = [Message(m["role"], m["content"]) for m in messages]  # type: ignore[arg-type]
         session = policy.open((prompt := chat.prompt(opening)).token_ids.tolist())
         try:
@@ -38,7 +38,7 @@ class LocalModels:
         usage = {"prompt_tokens": len(prompt.token_ids), "completion_tokens": len(turn.token_ids)}
         return {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
 
-    async def _find(self, name: str) -> tuple[Policy[Any], ChatFormat]:
+    def _find(self, name: str) -> tuple[Policy[Any], ChatFormat]:
         if name != POLICY:
             return load_chat(name)
         if self.policy is None or self.format is None:

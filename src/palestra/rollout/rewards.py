@@ -15,7 +15,7 @@ from typing import Any
 
 from palestra.core.calls import call_with_limit
 from palestra.core.errors import PalestraError
-from palestra.core.messages import to_dict
+from palestra.core.messages import prompt_length, to_dict
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.envs.base import Episode
 
@@ -112,8 +112,8 @@ class RewardFunctions:
         worlds = [w for e in episodes if (w := getattr(e, "environment", None)) is not None]  # not all have one
         return {
             **{key: [value] * len(rollouts) for key, value in problem.row.items()},
-            "prompts": [_dicts(r.messages[: _prompt_count(r)]) for r in rollouts],
-            "completions": [_dicts(r.messages[_prompt_count(r) :]) for r in rollouts],
+            "prompts": [_dicts(r.messages[: prompt_length(r.messages)]) for r in rollouts],
+            "completions": [_dicts(r.messages[prompt_length(r.messages) :]) for r in rollouts],
             "completion_ids": [[i for turn in r.turns[1:] for i in turn.token_ids.tolist()] for r in rollouts],
             "trainer_state": self._state(),
             **({"environments": worlds} if worlds else {}),
@@ -249,10 +249,6 @@ def _new_name(function: RewardFunction, taken: set[str]) -> str:
 
 def _final_text(completion: Sequence[Mapping[str, Any]]) -> str:
     return next((str(m["content"]) for m in reversed(completion) if m["role"] == "assistant"), "")
-
-
-def _prompt_count(rollout: Rollout) -> int:
-    return next((i for i, m in enumerate(rollout.messages) if m.role == "assistant"), len(rollout.messages))
 
 
 def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import UserOptimizer
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, use_softcaps
-from palestra.policy.build import build_policy
+from palestra.policy.build import policy_of
 from palestra.rollout.collect import Collector, require_one_good
 from palestra.runs.tracking.base import Trackers
 from palestra.train.checkpoint import TrainState
@@ -136,7 +136,7 @@ class StepTrainer:
         options = self.config.model
         self._optimizer = UserOptimizer(self.model, self.config.train, master_weights=options.master_weights)
         self._learner = LocalLearner(self.model, config=self.config, optimizer=self._optimizer)
-        self._policy = build_policy(self.model, tokenizer, options.engine, options.kv_memory_gib)
+        self._policy = policy_of(self.model, tokenizer, options)
         self._state = TrainState()
         self._run_folder: RunFolder | None = None  # made by the first `train`
 

@@ -38,7 +38,7 @@ from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
 from palestra.train.watcher import Watcher
 
-OWN_LOOP = ("rollout.compact_at", "rollout.keep_reasoning")  # settings of our agent loop alone
+OWN_LOOP = ("rollout.compact_at", "rollout.keep_reasoning", "train.deterministic")  # of our agent loop alone
 
 
 @dataclass(frozen=True)

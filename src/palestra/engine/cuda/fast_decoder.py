@@ -66,11 +66,7 @@ class CudaFastDecoder:
     def verify(self, plan: DraftPlan | ExactPlan) -> Tensor:
         """Logits [tokens, vocabulary] behind each token, of a row's last one and its drafts for instance."""
         plan.overlaps = self._overlaps(plan.ids)
-
-        def attend(layer: Layer, qkv: Tensor) -> Tensor:
-            return plan.over_pages(layer.index, self._heads(qkv), layer.scale, layer.window or 0, layer.rope).flatten(1)
-
-        return self._head(norm(self.model.model.norm, self._hidden(plan.ids, attend)))
+        return self._head(norm(self.model.model.norm, self._hidden(plan.ids, self.attend_with(plan))))
 
     def prefill(self, plan: PrefillPlan) -> None:
         """Store the KV of several tokens of several rows."""
@@ -86,11 +82,15 @@ class CudaFastDecoder:
 
     def fill(self, plan: ExactPlan) -> None:
         """As `prefill`, by the kernels of `exact`."""
+        self._hidden(plan.ids, self.attend_with(plan))
+
+    def attend_with(self, plan: DraftPlan | ExactPlan) -> Callable[[Layer, Tensor], Tensor]:
+        """Attention of layers over the pages of a plan."""
 
         def attend(layer: Layer, qkv: Tensor) -> Tensor:
             return plan.over_pages(layer.index, self._heads(qkv), layer.scale, layer.window or 0, layer.rope).flatten(1)
 
-        self._hidden(plan.ids, attend)
+        return attend
 
     def run_layer(self, layer: Layer, x: Tensor, attend: Callable[[Layer, Tensor], Tensor | None]) -> bool:
         """One layer over the tokens' states, in their place; false if its attention gives nothing."""

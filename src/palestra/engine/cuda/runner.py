@@ -92,7 +92,6 @@ class CudaRunner(Runner):
         self._state_slots = state_slots
         self.reserve_memory(pages)
         self._switch = AttentionSwitch(model)
-        self._exact = exact
         self.fast_decoder = CudaFastDecoder(model, context, exact) if is_llama_like(model) else None
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
         self._graphs: dict[DecodeShape | PrefillShape, Graph] = {}
@@ -105,8 +104,14 @@ class CudaRunner(Runner):
         self._speculation = Speculation()
 
     @property
+    def _exact(self) -> CudaFastDecoder | None:
+        """The decoder, where every step is computed by the kernels of `exact`."""
+        decoder = self.fast_decoder
+        return decoder if decoder is not None and decoder.exact else None
+
+    @property
     def paths(self) -> Sequence[DecodePath]:
-        if self._exact:
+        if self._exact is not None:
             return ["per_row"]
         return ["per_row", "shared_prefix", *(["speculative"] if self.fast_decoder is not None else [])]  # type: ignore[list-item]
 
@@ -168,7 +173,7 @@ class CudaRunner(Runner):
             ) from error
 
     def disable_fast_path(self) -> bool:
-        if self._exact:
+        if self._exact is not None:
             return False
         fast_decoder, self.fast_decoder = self.fast_decoder, None
         self._forget_graphs()
@@ -222,8 +227,8 @@ class CudaRunner(Runner):
             session.kv_len += count
 
     def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = ()) -> None:
-        if self._exact and self.fast_decoder is not None:
-            self.fast_decoder.fill(buffers.exact_plan(self.keys, self.values, shape))
+        if self._exact is not None:
+            self._exact.fill(buffers.exact_plan(self.keys, self.values, shape))
             return
         plan = buffers.plan(self.keys, self.values, shape)
         if self.fast_decoder is not None:
@@ -295,7 +300,7 @@ class CudaRunner(Runner):
 
     def _choose_path(self, sessions: Sequence[Session], may_draft: bool) -> tuple[DecodeShape, SharedArrays | None]:
         bucket = bucket_for(len(sessions))
-        if self._exact:
+        if self._exact is not None:
             return DecodeShape(bucket, "per_row"), None
         if self.path in (None, "shared_prefix"):
             kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
@@ -319,8 +324,8 @@ class CudaRunner(Runner):
         if shape.path == "speculative":
             return self._draft_step(shape.rows)
         state, rows = self._state, shape.rows
-        if self._exact and self.fast_decoder is not None:
-            logits = self.fast_decoder.verify(self._exact_plan(rows))
+        if self._exact is not None:
+            logits = self._exact.verify(self._exact_plan(rows))
             state.choose(logits)
             return logits
         shared = state.shared(rows) if shape.path == "shared_prefix" else None

@@ -15,27 +15,26 @@ _OMITTED_SECTIONS = ("track.", "ray.", "tinker.", "vllm.", "agent.", "ranks.")
 _OMITTED_ENDS = ("_url", "_folder", "_path", "_file")
 
 
-def model_card(repo: str, record: Mapping[str, Any], report: Mapping[str, Any] | None, lora: Any = None) -> str:
+def model_card(repo: str, record: Mapping[str, Any], report: Mapping[str, Any] | None, *, is_adapter: bool) -> str:
     """README.md for a model repository.
 
     `record` is the run's `palestra.json` and `report` its `report.json` (None if these weights were not scored).
-    `lora` is the adapter's config if the repository holds an adapter.
     """
     base = _base_of(record, report)
     lines = [
         "---",
-        *_metadata(repo, base, report, is_adapter=lora is not None),
+        *_metadata(repo, base, report, is_adapter=is_adapter),
         "---",
         "",
         f"# {repo.split('/')[-1]}",
         "",
     ]
-    kind = "A LoRA adapter" if lora is not None else "A language model"
+    kind = "A LoRA adapter" if is_adapter else "A language model"
     lines += [f"{kind} trained by reinforcement learning with Palestra{f', from `{base}`' if base else ''}.", ""]
     lines += _evaluation(report) if report else ["It has not been scored.", ""]
     lines += _training(report) if report else []
     lines += _agent(record)
-    lines += _usage(repo, is_adapter=lora is not None)
+    lines += _usage(repo, is_adapter=is_adapter)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from palestra.core.errors import PalestraError
@@ -50,8 +49,8 @@ def to_hub(
         record = read_record(copy)
         # paths of this machine are nobody else's business
         write_json(copy / RECORD, {key: value for key, value in record.items() if key != "source"})
-        lora = SimpleNamespace(**json.loads((copy / "adapter_config.json").read_text())) if adapter else None
-        write_text(copy / "README.md", model_card(repo, read_record(folder) | record, report, lora))
+        card = model_card(repo, read_record(folder) | record, report, is_adapter=adapter)
+        write_text(copy / "README.md", card)
         return _upload(copy, repo, private)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from palestra.core.messages import prompt_length
 from palestra.core.show import show_call, visible
 from palestra.core.types import Group, Message, Rollout
 
@@ -21,8 +22,9 @@ def transcript_rows(step: int, groups: Sequence[Group]) -> list[list[Any]]:
 
 
 def _row(step: int, rollout: Rollout) -> list[Any]:
-    question = next((message.text for message in reversed(_opening(rollout)) if message.role == "user"), "")
-    said = rollout.messages[len(_opening(rollout)) :]
+    first = prompt_length(rollout.messages)
+    question = next((message.text for message in reversed(rollout.messages[:first]) if message.role == "user"), "")
+    said = rollout.messages[first:]
     reasons = [f"{name}: {score.value:g} {score.reason}".strip() for name, score in rollout.scores.items()]
     texts = (question, "\n".join(_line(message) for message in said), "\n".join(reasons) or rollout.error or "")
     numbers: list[Any] = [
@@ -34,12 +36,6 @@ def _row(step: int, rollout: Rollout) -> list[Any]:
         rollout.sampled_tokens,
     ]
     return [*numbers, *(visible(text)[:MAX_CHARS] for text in texts)]
-
-
-def _opening(rollout: Rollout) -> tuple[Message, ...]:
-    """The messages before the first one that the model wrote."""
-    first = next((i for i, m in enumerate(rollout.messages) if m.role == "assistant"), len(rollout.messages))
-    return rollout.messages[:first]
 
 
 def _line(message: Message) -> str:
