@@ -1,4 +1,4 @@
-"""Exported models in the real llama.cpp: SmolLM2 beside transformers, and the trained demo on its held-out questions.
+"""Exported models in the real llama.cpp: SmolLM2 compared with transformers, and the trained demo on its held-out questions.
 
     python benchmarks/export_parity.py                  # trains the demo first, about two minutes
     python benchmarks/export_parity.py --run runs/shop-assistant-20260131-101500
@@ -59,7 +59,7 @@ TOOL_ROUNDS = 6
 
 
 def smollm2(folder: Path) -> None:
-    """Log-probabilities and likeliest tokens beside transformers, and what the rounding itself costs there."""
+    """Log-probabilities and likeliest tokens compared with transformers, and what the rounding itself costs there."""
     loaded = load_model("palestra/smollm2", dtype="float32", device="cpu")
     chats = [
         loaded.tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""The engine on a GPU beside transformers' own sampling, at the shape of Qwen3-0.6B.
+"""The engine on a GPU against transformers' own sampling, at the shape of Qwen3-0.6B.
 
     PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
 
@@ -149,7 +149,7 @@ def kernels() -> None:
 
 @torch.inference_mode()
 def parity(model: Any) -> None:
-    """Engine logprobs beside the model's own forward, bf16."""
+    """Engine logprobs against the model's own forward, bf16."""
     engine = Engine(model, kv_memory_gib=4)
     group = [s for p in prompts(4, 300) for s in engine.fork(engine.open(p), 4)]
     turns = engine.sample(group, [SamplingParams(64, seed=i) for i in range(16)])

@@ -1,4 +1,4 @@
-"""The learner's step beside the plain computation: padded rows, whole logits, the same loss and optimizer.
+"""The learner's step against the plain computation: padded rows, whole logits, the same loss and optimizer.
 
 python benchmarks/learner.py            on this CPU: CPU seconds of one step
 python benchmarks/learner.py --gpu      on a CUDA GPU: milliseconds, TFLOP/s by 6·N·tokens, peak memory

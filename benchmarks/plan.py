@@ -1,4 +1,4 @@
-"""The cost model of `palestra plan` beside what a GPU measures: step time and peak memory of eight configurations.
+"""The cost model of `palestra plan` against what a GPU measures: step time and peak memory of eight configurations.
 
     python benchmarks/plan.py                 about 6 minutes on an H200; a JSON line for each row, then a table.
     python benchmarks/plan.py --limit-s 480   no further model is begun after so many seconds

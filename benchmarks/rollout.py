@@ -1,4 +1,4 @@
-"""A whole GRPO step, ours beside TRL's GRPOTrainer: same model, prompts, group size and lengths.
+"""A whole GRPO step, ours against TRL's GRPOTrainer: same model, prompts, group size and lengths.
 
     python benchmarks/rollout.py [single tools sleep] [--steps 3] [--threads 1]
 

@@ -4,7 +4,7 @@
 
 Trains SmolLM2-135M twice with one seed, and with `--kill-at` a third time, killed after that step and resumed from its
 last checkpoint. Prints the first step at which metrics (all but times and memory), sampled tokens or the learner's
-numbers differ, and whether the trained weights are equal. `--beside` runs them at the same time: other timing, and one
+numbers differ, and whether the trained weights are equal. `--parallel` runs them at the same time: other timing, and one
 GPU for all.
 """
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--env", default="calculator", choices=list(ENVIRONMENTS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kill-at", type=int, default=0)
-    parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--parallel", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments, more = parser.parse_known_args()
     out = arguments.out or Path(tempfile.mkdtemp())
@@ -110,10 +110,10 @@ def main() -> None:
     options = ["--env", arguments.env, *(f"--{k}={v}" for k, v in settings.items() if v is not None)]
     options += [word for word in more if word != "--"]
     runs = [start(out / "first", options)]
-    if not arguments.beside:
+    if not arguments.parallel:
         runs[0].wait()
     runs.append(start(out / "second", options))
-    if not arguments.beside:
+    if not arguments.parallel:
         runs[1].wait()
     if arguments.kill_at:
         kill_and_resume(out / "resumed", options, arguments.kill_at)

@@ -1,4 +1,4 @@
-"""The engine beside the real vLLM on the same CPU, in one run: the same model, prompts and lengths.
+"""The engine against the real vLLM on the same CPU, in one run: the same model, prompts and lengths.
 
     python benchmarks/vllm_peer.py --vllm-python PATH/TO/VENV/bin/python [--threads 2] [--repeats 2] [tiny smol]
 
