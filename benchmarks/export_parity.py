@@ -1,4 +1,4 @@
-"""Exported models in the real llama.cpp: SmolLM2 compared with transformers, and the trained demo on its held-out questions.
+"""Exported models in the real llama.cpp: SmolLM2 against transformers, and the trained demo on its held-out questions.
 
     python benchmarks/export_parity.py                  # trains the demo first, about two minutes
     python benchmarks/export_parity.py --run runs/shop-assistant-20260131-101500

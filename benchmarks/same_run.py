@@ -4,8 +4,8 @@
 
 Trains SmolLM2-135M twice with one seed, and with `--kill-at` a third time, killed after that step and resumed from its
 last checkpoint. Prints the first step at which metrics (all but times and memory), sampled tokens or the learner's
-numbers differ, and whether the trained weights are equal. `--parallel` runs them at the same time: other timing, and one
-GPU for all.
+numbers differ, and whether the trained weights are equal. `--parallel` runs all of them at the same time on one
+GPU, which changes the timing.
 """
 
 from __future__ import annotations
