@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from learner import build
+from sampler_gap import sampled
 
-from palestra.algo.batch import Batch, Sample
+from palestra.algo.batch import Batch
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
@@ -30,21 +31,12 @@ from palestra.train.update import objective_of
 GROUPS, SIBLINGS, PROMPT, REPLY = 64, 4, 200, 64
 
 
-def sampled(engine: Engine, vocabulary: int, step: int) -> Batch:
+def sample_step(engine: Engine, vocabulary: int, step: int) -> Batch:
     draw = np.random.default_rng(step)
     prompts = [draw.integers(3, vocabulary, PROMPT).tolist() for _ in range(GROUPS)]
-    sessions = [each for prompt in prompts for each in engine.fork(engine.open(prompt), SIBLINGS)]
-    params = [SamplingParams(int(draw.integers(REPLY // 2, REPLY + 1)), seed=i) for i in range(len(sessions))]
-    rows = []
-    for i, (session, turn) in enumerate(zip(sessions, engine.sample(sessions, params), strict=True)):
-        count, none = len(turn.token_ids), (False,) * PROMPT
-        ids, logprobs = (*prompts[i // SIBLINGS], *turn.token_ids), (0.0,) * PROMPT + tuple(turn.logprobs)
-        advantage = float(draw.normal())
-        rows.append(
-            Sample(ids, none + (True,) * count, (False,) * len(ids), logprobs, advantage, i // SIBLINGS, PROMPT)
-        )
-        engine.close(session)
-    return Batch.of(rows)
+    rows = range(GROUPS * SIBLINGS)
+    params = [SamplingParams(int(draw.integers(REPLY // 2, REPLY + 1)), seed=i) for i in rows]
+    return sampled(engine, prompts, params, [float(draw.normal()) for _ in rows])
 
 
 def measure(shape: str, steps: int, lora: int, exact: bool) -> None:
@@ -59,7 +51,7 @@ def measure(shape: str, steps: int, lora: int, exact: bool) -> None:
     gaps, sample_s, learn_s, tokens = list[tuple[float, ...]](), [], [], []
     for step in range(steps):
         began = time.perf_counter()
-        batch = sampled(engine, model.config.vocab_size, step)
+        batch = sample_step(engine, model.config.vocab_size, step)
         torch.cuda.synchronize()
         middle = time.perf_counter()
         loss = StepLoss.of(batch, objective_of(config), max_completion_length=REPLY)

@@ -13,6 +13,7 @@ import argparse
 import copy
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,19 @@ from palestra.train.group_source import StepRollouts
 from palestra.train.loop import Training
 
 
-def sampled(engine: Engine, prompts: list[list[int]], stop: tuple[int, ...], siblings: int) -> Batch:
-    samples = []
+def sampled(
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], advantages: Sequence[float]
+) -> Batch:
+    """Sample siblings of each prompt, one for each of `params`, as a batch."""
+    siblings = len(params) // len(prompts)
     sessions = [each for prompt in prompts for each in engine.fork(engine.open(prompt), siblings)]
-    params = [SamplingParams(max_new_tokens=96, seed=i, stop_token_ids=stop) for i in range(len(sessions))]
+    samples = []
     for i, (session, turn) in enumerate(zip(sessions, engine.sample(sessions, params), strict=True)):
         prompt = prompts[i // siblings]
-        count = len(turn.token_ids)
-        before = (False,) * len(prompt)
+        mask = (False,) * len(prompt) + (True,) * len(turn.token_ids)
         logprobs = (0.0,) * len(prompt) + tuple(turn.logprobs)
         ids = (*prompt, *turn.token_ids)
-        samples.append(
-            Sample(ids, before + (True,) * count, (False,) * len(ids), logprobs, 0.0, i // siblings, len(prompt))
-        )
+        samples.append(Sample(ids, mask, (False,) * len(ids), logprobs, advantages[i], i // siblings, len(prompt)))
         engine.close(session)
     return Batch.of(samples)
 
@@ -81,7 +82,9 @@ def apart(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
 
 
 def compare(name: str, step: int, model: Any, engine: Engine, scorer: Scorer, prompts: Any, stop: Any) -> None:
-    batch = sampled(engine, prompts, stop, siblings=4)
+    rows = 4 * len(prompts)
+    params = [SamplingParams(max_new_tokens=96, seed=i, stop_token_ids=stop) for i in range(rows)]
+    batch = sampled(engine, prompts, params, [0.0] * rows)
     sampler = batch.logprobs[batch.policy_mask]
     learner, true = scored(scorer, batch), in_float32(model, batch)
     row = {"sampler_learner": apart(sampler, learner), "sampler_float32": apart(sampler, true)}
