@@ -8,6 +8,7 @@ Each scenario runs in COUNT fresh ranks; what it gives in each is written to FOL
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import signal
@@ -25,14 +26,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from engine_families import tiny_model
 from small_learner import loss_of
-from test_learners import LEARNERS, RATE, Case, model_of, rows
+from test_learners import BASE, LEARNERS, RATE, Case, model_of, rows
 
 from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.ranks import Ranks
 from palestra.core.types import Group, Problem, Rollout
+from palestra.engine.routing import ExpertRouting
 from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner, share_of_rows
 from palestra.learner.local import LocalLearner
@@ -141,6 +144,54 @@ def low_precision(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
     types = {str(tensor.dtype) for tensor in (*masters, *weights_of(many).values())}
     tied = many._local.model.get_output_embeddings().weight is many._local.model.get_input_embeddings().weight
     return {"share": differ / moved, "types": sorted(types), "tied": tied}
+
+
+def experts(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    """A mixture of experts that replays random ones."""
+    return one_step("qwen3_moe", ranks, {"train.expert_routing": "replay"}, routed=True)
+
+
+def hybrid(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    """Convolutions beside attention."""
+    return one_step("lfm2", ranks, {"model.gradient_checkpointing": True})
+
+
+def gated(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    """Gated delta nets beside attention, and a mixture of experts."""
+    return one_step("qwen3_5_moe_text", ranks, {"train.expert_routing": "replay"}, routed=True)
+
+
+def one_step(family: str, ranks: TorchRanks, settings: dict[str, Any], routed: bool = False) -> dict[str, Any]:
+    """How far log-probabilities, gradients, metrics and weights of one step are from those of one process."""
+    config = RunConfig.build(BASE, settings, {"rollout.max_new_tokens": 16, "train.learning_rate": RATE})
+    model = tiny_model(family)
+    one = LocalLearner(copy.deepcopy(model), config=config)
+    many = FsdpLearner(copy.deepcopy(model), config=config, ranks=ranks)
+    samples = rows(6, 1)
+    batch = Batch.of(samples)
+    if routed:
+        shape = (len(batch.token_ids), len(ExpertRouting(model).modules), 1)
+        order = np.random.default_rng(0).permuted(np.tile(np.arange(4, dtype=np.uint8), shape), axis=-1)
+        batch.routing = order[..., :2].copy()
+        batch.routing[::7] = 255  # unknown
+        prompts = {}
+        for group, start, length in zip(batch.groups, batch.offsets, batch.prompt_lengths, strict=False):
+            prompt = batch.routing[start : start + length]
+            prompt[:] = prompts.setdefault(group, prompt.copy())  # siblings share theirs
+    loss = loss_of(samples)
+    found: dict[str, Any] = {"rows": batch.part(*share_of_rows(batch, ranks)).rows}
+    found["logprobs"] = float(np.nanmax(np.abs(one.forward(batch) - many.forward(batch))))
+    metrics = [learner.forward_backward(batch, loss).metrics() for learner in (one, many)]
+    expected = gradients(one)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    found["gradient"] = apart(expected, gradients(many)) / scale
+    for learner in (one, many):
+        learner.optim_step(RATE / 10, max_grad_norm=1.0)
+    found["metrics"] = {name: abs(value - metrics[1][name]) for name, value in metrics[0].items()}
+    found["metrics"].pop("tokens_computed")
+    found["mismatch"] = metrics[0].get("routing_mismatch")
+    found["weights"] = apart(weights_of(one), weights_of(many))
+    return found
 
 
 def load(ranks: TorchRanks, folder: Path) -> dict[str, float]:

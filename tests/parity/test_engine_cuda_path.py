@@ -59,7 +59,7 @@ class EvenBehindOdd:  # a grammar: behind an odd id comes an even one
 def turns(nap=False):
     engine = engine_module.Engine(
         model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False,
-        compile_grammar=lambda text: EvenBehindOdd(),
+        compile_grammar=lambda text: EvenBehindOdd(), record_routing=options["routes"],
     )
     assert (engine.runner.fast_decoder is not None) == options["fast"]
     group = [*engine.fork(engine.open(prompt), 2), engine.open(prompt[:4])]
@@ -106,6 +106,7 @@ CudaRunner.path = options["path"]
 model.to(device)
 for a, b in zip(expected, turns(nap=options["nap"]), strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
+    assert not options["routes"] or (a.routing == b.routing).all(), (a.routing, b.routing)
     assert all(abs(x - y) < 1e-4 for x, y in zip(a.logprobs, b.logprobs)), (a, b)
 if options["branches"]:  # a step that is collected though no turn has ended: the turn goes on with the next
     CudaRunner.poll_interval = 1
@@ -306,7 +307,7 @@ SLOW = pytest.mark.slow("make test-slow runs every family")
         ),
         pytest.param("mistral", {"sliding_window": 6}, True, 16, marks=SLOW),
         ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET}, False, 16),
-        ("gpt_oss", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1}, False, 16),
+        ("gpt_oss", {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}, False, 16),
         pytest.param("lfm2", {"layer_types": ["conv", "full_attention"]}, False, 1, marks=SLOW),
     ],
 )
@@ -318,7 +319,8 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "more": more,
         "fast": fast,
         "programs": programs,
-        "grammar": family == "gemma2",
+        "grammar": family in ("gemma2", "gpt_oss"),
+        "routes": family == "gpt_oss",
         "nap": family == "mistral",
         "layers": 1 if family == "mistral" else 2,  # mistral's layers are all alike
         "path": {"gemma2": "shared_prefix", "mistral": "speculative"}.get(family, "per_row"),

@@ -17,7 +17,8 @@ from forkserver import Forkserver
 from ranks_program import STEPS, apart, local, take_step, weights_of
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
-SCENARIOS = ("full", "lora", "shares", "stop", "killed", "stuck", "raises", "differ")
+FAMILIES = ("experts", "hybrid")
+SCENARIOS = ("full", "lora", *FAMILIES, "shares", "stop", "killed", "stuck", "raises", "differ")
 
 
 def run_ranks(forkserver: Forkserver, count: int, folder: Path, *scenarios: str) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def two(forkserver: Forkserver, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def three(forkserver: Forkserver, two: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return run_ranks(forkserver, 3, folder, "full", "lora", "load", "shares", "killed")
+    return run_ranks(forkserver, 3, folder, "full", "lora", "gated", "load", "shares", "killed")
 
 
 def assert_parity(report: dict[str, Any]) -> None:
@@ -71,6 +72,26 @@ def assert_parity(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_two_ranks_find_the_loss_gradient_and_weights_of_one_process(two: dict[str, Any], kind: str) -> None:
     assert_parity(two[kind])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_two_ranks_train_hybrid_models_and_replay_experts_as_one_process_does(two: dict[str, Any], kind: str) -> None:
+    assert_one_step(two[kind], kind)
+
+
+@pytest.mark.slow
+def test_three_ranks_train_gated_delta_nets_with_experts(three: dict[str, Any]) -> None:
+    assert_one_step(three["gated"], "gated")
+
+
+def assert_one_step(report: dict[str, Any], kind: str) -> None:
+    for found in report["ranks"]:
+        assert 0 < found["rows"] < 6
+        assert found["logprobs"] < 1e-4
+        assert found["gradient"] < 1e-4
+        assert {name: apart for name, apart in found["metrics"].items() if apart > 1e-4} == {}
+        assert (found["mismatch"] is None) == (kind == "hybrid")
+        assert kind == "hybrid" or found["mismatch"] > 0.3
 
 
 @pytest.mark.slow

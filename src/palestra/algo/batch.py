@@ -23,7 +23,7 @@ from palestra.core.types import Array, Sample
 
 TOKEN_COLUMNS = ("token_ids", "policy_mask", "echo_mask", "logprobs", "advantages", "versions")
 ROW_COLUMNS = ("groups", "prompt_lengths", "conversations")
-MORE_TOKEN_COLUMNS = ("old_logprobs", "ref_logprobs", "turns", "turn_rewards")
+MORE_TOKEN_COLUMNS = ("old_logprobs", "ref_logprobs", "turns", "turn_rewards", "routing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class Batch:
     rewards: Array | None = None  # [R] float64, of the row's rollout
     turns: Array | None = None  # [T] int32: which of the rollout's turns the model sampled the token in, -1: none
     turn_rewards: Array | None = None  # [T] float32: what that turn earned; the last turn has the outcome's reward
+    routing: Array | None = None  # [T, layers, k] the sampler's experts; the dtype's largest number: unknown
 
     @classmethod
     def of(cls, samples: Sequence[Sample], **columns: Sequence[Array] | None) -> Batch:

@@ -67,6 +67,7 @@ class MicroBatch:
     echo_mask: Tensor  # [N] bool: counts in the ECHO term
     inputs: dict[str, Tensor]  # [N] float32: the columns that a loss reads, by name
     at: np.ndarray  # [N] on the host: where each token stands in the batch's columns (or among its targets)
+    routing: Tensor | None = None  # [T, layers, k] the sampler's experts, as in the batch
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same, with its tensors on a device, in one transfer."""
@@ -240,7 +241,8 @@ def _micro_batch(scored: _Scored, groups: _Trees) -> MicroBatch:
         start = own_start
     row_of_run, first, last = np.array(runs).T
     positions = ragged_arange(first, last - first)
-    ids = scored.batch.token_ids[positions + np.repeat(scored.starts[row_of_run], last - first)]
+    flat = positions + np.repeat(scored.starts[row_of_run], last - first)
+    routing = None if scored.batch.routing is None else torch.from_numpy(scored.batch.routing[flat])
     index = np.array([row for _, rows in groups for row in rows])
     counts = scored.counts[index]
     chosen = ragged_arange(scored.first[index], counts)
@@ -249,8 +251,9 @@ def _micro_batch(scored: _Scored, groups: _Trees) -> MicroBatch:
     source = np.where(before < shared_tokens, tree_start, own_starts - shared_tokens) + before
     target, at = scored.target[chosen].astype(np.int64), scored.at[chosen]
     return MicroBatch(
-        token_ids=torch.from_numpy(ids.astype(np.int64)),
+        token_ids=torch.from_numpy(scored.batch.token_ids[flat].astype(np.int64)),
         position_ids=torch.from_numpy(positions),
+        routing=routing,
         trees=tuple(trees),
         row=torch.from_numpy(np.repeat(index, counts)),
         at=at,

@@ -123,25 +123,29 @@ class TokenStats:
     tokens: int = 0
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    counts: Mapping[str, Tensor] = field(default_factory=dict)  # of sums over fewer than all tokens
 
     def __add__(self, other: TokenStats) -> TokenStats:
         sums = {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}}
         maxima = {**self.maxima, **other.maxima}
         both = {k: torch.maximum(self.maxima[k], other.maxima[k]) for k in self.maxima if k in other.maxima}
-        return TokenStats(self.tokens + other.tokens, sums, {**maxima, **both})  # type: ignore[arg-type]
+        counts = {k: self.counts.get(k, 0.0) + other.counts.get(k, 0.0) for k in {**self.counts, **other.counts}}
+        return TokenStats(self.tokens + other.tokens, sums, {**maxima, **both}, counts)  # type: ignore[arg-type]
 
     def cpu(self) -> TokenStats:
         """The same, ready to be sent to another process."""
-        sums, maxima = ({name: value.cpu() for name, value in found.items()} for found in (self.sums, self.maxima))
-        return TokenStats(self.tokens, sums, maxima)
+        all_values = (self.sums, self.maxima, self.counts)
+        return TokenStats(self.tokens, *({name: value.cpu() for name, value in found.items()} for found in all_values))
 
     def finish(self) -> dict[str, float]:
         """Means and maxima by name; nothing at all where no token was trained."""
         if self.tokens == 0:
             return {}
-        names, counts = [*self.sums, *self.maxima], [self.tokens] * len(self.sums) + [1] * len(self.maxima)
-        values = torch.stack([*self.sums.values(), *self.maxima.values()]).tolist()  # at once: a GPU is waited for
-        return {name: value / count for name, value, count in zip(names, values, counts, strict=True)}
+        found = [*self.sums.values(), *self.maxima.values(), *self.counts.values()]
+        values = torch.stack(found).tolist()  # at once: a GPU is waited for
+        counts = dict.fromkeys(self.sums, float(self.tokens)) | dict.fromkeys(self.maxima, 1.0)
+        counts |= dict(zip(self.counts, values[len(counts) :], strict=True))
+        return {name: value / counts[name] for name, value in zip(counts, values, strict=False) if counts[name]}
 
 
 def policy_loss(

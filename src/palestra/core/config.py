@@ -148,6 +148,20 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _expert_routing(self) -> RunConfig:
+        if self.train.expert_routing == "own":
+            return self
+        chosen = f"train.expert_routing = {self.train.expert_routing}"
+        if not self.has_own_engine or self.model.engine == "plain":
+            raise ValueError(
+                f"{chosen} needs our engine, which records the experts; leave out model.engine, vllm.mode, "
+                "rollout.policy_url, backend"
+            )
+        if (self.stages.plan != "auto" and "grpo" not in self.stages.plan) or self.distill.only:
+            raise ValueError(f"{chosen} is for grpo steps with a policy loss; leave it at own")
+        return self
+
+    @model_validator(mode="after")
     def _distillation(self) -> RunConfig:
         if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient or self.train.replay):
             raise ValueError(

@@ -146,6 +146,11 @@ class TrainSection(Section):
         description="lower bound of the weights: token_mask and sequence_mask drop those below it, token_truncate and "
         "sequence_truncate raise them to it; IcePop is token_mask with a floor of 0.5 and a cap of 5",
     )
+    expert_routing: Literal["own", "compare", "replay"] = Field(
+        "own",
+        description="mixtures of experts: the learner chooses the experts of each token itself; compare also records "
+        "the sampler's and reports how many differ (routing_mismatch); replay uses the sampler's (docs/models.md)",
+    )
     off_policy_mask_threshold: float | None = Field(None, gt=0, description="drop rows that drifted too far")
     advantage_scale: Literal["group", "batch", "mean", "none"] = Field(
         "group",

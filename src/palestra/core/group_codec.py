@@ -15,7 +15,9 @@ out is derived from its masks as far as possible.
 
 from __future__ import annotations
 
+import base64
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 from typing import Any
@@ -30,10 +32,11 @@ NOT_TRAINED = -100
 NO_LOGPROB = 1.0  # what clients of the wire fill in; no sampled token can have it
 
 
-def rollout_to_dict(rollout: Rollout, *, exact: bool = False) -> dict[str, Any]:
+def rollout_to_dict(rollout: Rollout, *, exact: bool = False, with_routing: bool = False) -> dict[str, Any]:
     """One rollout: what was said, who made which tokens, and how it was scored. A line of rollouts.jsonl.
 
     With `exact` it can be trained on again: logprobs to the last bit, the version of each token, its advantages.
+    `with_routing` adds the experts that the sampler recorded.
     """
     record: dict[str, Any] = {
         "problem_id": rollout.problem_id,
@@ -43,14 +46,14 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False) -> dict[str, Any]:
         "error": rollout.error,
         "scores": _verdicts(rollout),
         "messages": [_message_fields(message) for message in rollout.messages],
-        "turns": [_turn_to_dict(turn, exact) for turn in rollout.turns],
+        "turns": [_turn_to_dict(turn, exact, with_routing) for turn in rollout.turns],
         "tool_names": list(rollout.tool_names),
         "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
         "seconds": round(rollout.seconds, 4),
         "tool_seconds": round(rollout.tool_seconds, 4),
     }
     if rollout.lineages:
-        record["lineages"] = [_lineage_to_dict(lineage, exact) for lineage in rollout.lineages]
+        record["lineages"] = [_lineage_to_dict(lineage, exact, with_routing) for lineage in rollout.lineages]
     if rollout.info:
         record["info"] = dict(rollout.info)
     if rollout.role:
@@ -88,7 +91,7 @@ def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
 
 def group_to_record(group: Group) -> dict[str, Any]:
     """A whole group, exactly, as its rollouts' lines: for a journal, or from one process of ours to another."""
-    rollouts = [rollout_to_dict(rollout, exact=True) for rollout in group.rollouts]
+    rollouts = [rollout_to_dict(rollout, exact=True, with_routing=True) for rollout in group.rollouts]
     return {"problem_id": group.problem_id, "metrics": dict(group.metrics), "rollouts": rollouts}
 
 
@@ -282,7 +285,7 @@ def _score_from_dict(verdict: Mapping[str, Any]) -> Score:
     return Score(**{**verdict, "turns": tuple(verdict.get("turns", ()))})
 
 
-def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:
+def _turn_to_dict(turn: Turn, exact: bool, with_routing: bool = False) -> dict[str, Any]:
     record: dict[str, Any] = {"maker": turn.maker, "token_ids": turn.token_ids.tolist()}
     if turn.maker == "model":
         logprobs = (turn.logprobs if exact else turn.logprobs.astype(np.float64).round(6)).tolist()
@@ -291,19 +294,34 @@ def _turn_to_dict(turn: Turn, exact: bool) -> dict[str, Any]:
         record["logprobs"], record["policy_version"] = logprobs, min(turn.versions.tolist(), default=0)
         if exact:
             record |= {"versions": turn.versions.tolist(), "finish": turn.finish}
+    if with_routing and turn.routing is not None:
+        record["routing"] = _array_to_dict(turn.routing)
     return record
 
 
 def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
     ids = record["token_ids"]
+    routing = _array_from_dict(record["routing"]) if "routing" in record else None
     if record["maker"] != "model":
-        return Turn(record["maker"], ids)
+        return Turn(record["maker"], ids, routing=routing)
     versions = record["versions"] if "versions" in record else record["policy_version"]
-    return Turn("model", ids, record.get("logprobs") or [np.nan] * len(ids), versions, record.get("finish"))  # type: ignore[arg-type]
+    logprobs = record.get("logprobs") or [np.nan] * len(ids)
+    return Turn("model", ids, logprobs, versions, record.get("finish"), routing)  # type: ignore[arg-type]
 
 
-def _lineage_to_dict(lineage: Lineage, exact: bool) -> dict[str, Any]:
-    turns = [_turn_to_dict(turn, exact) for turn in lineage.turns]
+def _array_to_dict(array: Array) -> dict[str, Any]:
+    """Small integers, compressed: as JSON numbers they would take many times the space of all else."""
+    data = base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 1)).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+
+
+def _array_from_dict(record: Mapping[str, Any]) -> Array:
+    data = zlib.decompress(base64.b64decode(record["data"]))
+    return np.frombuffer(data, np.dtype(record["dtype"])).reshape(record["shape"])
+
+
+def _lineage_to_dict(lineage: Lineage, exact: bool, with_routing: bool = False) -> dict[str, Any]:
+    turns = [_turn_to_dict(turn, exact, with_routing) for turn in lineage.turns]
     record = {"stop": lineage.stop, "turns": turns, "messages": [_message_fields(m) for m in lineage.messages]}
     return record | ({"role": lineage.role} if lineage.role else {})
 

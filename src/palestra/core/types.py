@@ -75,6 +75,9 @@ class Turn:
     `model` tokens were sampled: they carry the sampler's logprobs (under the distribution sampled from), the
     policy version that made each, and why the turn ended. `environment` tokens are the body of a tool result or
     of an environment's reply, `template` tokens are prompt and chat scaffold; both have no logprobs.
+    `routing` are the experts, in a mixture of experts, of the tokens before the last one of the turn that were computed
+    since the turn before: n tokens, the last of them the last but one of the turn. The largest number of its dtype
+    stands for unknown ones.
     Any sequence is accepted for an array, and one number for `versions`.
     """
 
@@ -83,6 +86,7 @@ class Turn:
     logprobs: Array = ()  # type: ignore[assignment]  # [n] float32, [0] unless the model made the turn
     versions: Array = 0  # type: ignore[assignment]  # [n] int32, [0] unless the model made the turn
     finish: Finish | None = None
+    routing: Array | None = None  # [n, layers, k] uint8 or int16; None: not recorded
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
@@ -349,9 +353,13 @@ def _filled(values: Any, count: int, kind: Any) -> Array:
 def _equal(a: Any, b: Any) -> bool:
     """Field by field; NaN equals NaN."""
     pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    return all(
-        np.array_equal(x, y, equal_nan=x.dtype.kind == "f") if isinstance(x, np.ndarray) else x == y for x, y in pairs
-    )
+    return all(_equal_values(x, y) for x, y in pairs)
+
+
+def _equal_values(x: Any, y: Any) -> bool:
+    if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
+        return np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+    return not isinstance(x, np.ndarray) and not isinstance(y, np.ndarray) and bool(x == y)
 
 
 _LOG_CHARS = 4000

@@ -38,6 +38,7 @@ _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Entropy", "nats", ("entropy", "optim/entropy")),
     ("KL", "nats", ("kl", "kl_reference", "kl_sampler", "optim/kl_sample_train_v1", "optim/kl_sample_train_v2")),
     ("Sampler gap", "nats", ("sampler_gap_mean", "sampler_gap_max")),
+    ("Other experts in the learner", "%", ("routing_mismatch",)),
     ("Importance ratio", "", ("ratio_mean", "ratio_max")),
     ("Clipped", "%", ("clip_fraction_low", "clip_fraction_high")),
     ("Advantage", "", ("advantage_max", "advantage_mean", "advantage_min")),

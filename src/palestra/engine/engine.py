@@ -23,6 +23,7 @@ from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
 from palestra.engine.pages import PagePool
 from palestra.engine.recurrent import state_bytes
+from palestra.engine.routing import ExpertRouting, RoutingRecord
 from palestra.engine.runner import GIB, Runner, default_kv_bytes
 from palestra.engine.sampler import StopStrings, check_params
 from palestra.engine.scheduler import Scheduler
@@ -50,16 +51,16 @@ def no_grammars(text: str) -> Grammar:
 
 def build_runner(
     model: nn.Module, shape: KVShape, pages: int, page_size: int, max_running: int, context: int, exact: bool,
-    state_slots: int,
+    state_slots: int, routing: ExpertRouting | None,
 ) -> Runner:  # fmt: skip
     """The runner for the device that the model is on."""
     if next(model.parameters()).device.type != "cuda":
         if exact:
             raise UnsupportedModel(f"model.exact has no kernels for a CPU; {NO_EXACT}")
-        return CpuRunner(model, shape, pages, page_size, state_slots)
+        return CpuRunner(model, shape, pages, page_size, state_slots, routing)
     from palestra.engine.cuda.runner import CudaRunner
 
-    return CudaRunner(model, shape, pages, page_size, max_running, context, exact, state_slots)
+    return CudaRunner(model, shape, pages, page_size, max_running, context, exact, state_slots, routing)
 
 
 def divide_memory(shape: KVShape, memory: float, page_size: int, max_running: int) -> tuple[int, int]:
@@ -90,11 +91,13 @@ class Engine:
         compile_grammar: Callable[[str], Grammar] = no_grammars,
         keep_closed: bool = False,
         exact: bool = False,
+        record_routing: bool = False,
         self_check: bool = True,
     ) -> None:
         """With `keep_closed` the KV of closed sessions stays as long as there is room: who opens one with the same
         beginning, the next turn of a conversation for instance, computes what is new. A training's do not come back.
-        `exact`: logprobs are those of the learner, to the bit."""
+        `exact`: logprobs are those of the learner, to the bit.
+        `record_routing`: turns have the experts of the tokens that were computed for them (mixtures of experts)."""
         device = next(model.parameters()).device
         max_running = max_running or (256 if device.type == "cpu" else 1024)
         tokens_per_step = tokens_per_step or (2048 if device.type == "cpu" else 16384)
@@ -109,7 +112,10 @@ class Engine:
         memory = kv_memory_gib * GIB if kv_memory_gib is not None else default_kv_bytes(device)
         pages, state_slots = divide_memory(shape, memory, size, max_running)
         slots = state_slots + 1  # one of no session
-        self.runner: Runner = build_runner(model, shape, pages, size, max_running, self.context, exact, slots)
+        self._routing = ExpertRouting(model) if record_routing else None
+        self.runner: Runner = build_runner(
+            model, shape, pages, size, max_running, self.context, exact, slots, self._routing
+        )
         states = StateSlots(self.runner, state_slots) if state_slots else None
         self.scheduler = Scheduler(
             PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context, states
@@ -147,7 +153,7 @@ class Engine:
                 limit,
                 len(ids),
             )
-        return Session(ids)
+        return Session(ids, routing=self._new_record())
 
     def fork(self, session: Session, n: int) -> list[Session]:
         """n sessions that go on from here; the session itself is closed by this."""
@@ -156,7 +162,7 @@ class Engine:
         self._check_idle(session)
         session.closed = True
         session.forks = session.children = n
-        return [Session(list(session.token_ids), source=session) for _ in range(n)]
+        return [Session(list(session.token_ids), source=session, routing=self._new_record()) for _ in range(n)]
 
     @torch.inference_mode()
     def branch(self, session: Session, length: int) -> Session:
@@ -166,7 +172,9 @@ class Engine:
         if not 1 <= length <= len(session.token_ids):
             held = len(session.token_ids)
             raise PalestraError(f"branch at length={length}; expected 1 to {held}, the tokens that the session holds")
-        branched = Session(session.token_ids[:length])
+        branched = Session(session.token_ids[:length], routing=self._new_record())
+        if branched.routing is not None and session.routing is not None:
+            branched.routing.inherit(session.routing, length)
         self.scheduler.branch(session, branched)
         return branched
 
@@ -357,6 +365,10 @@ class Engine:
             session.kv_len = len(session.token_ids) - 1
             if self.scheduler.states is not None:
                 self.scheduler.states.invalidate(session)
+        if self._routing is not None and session.routing is not None:
+            computed = len(session.token_ids) - 1
+            session.routing.truncate(computed)
+            job.routing = session.routing.take(computed, self._routing.unknown)
         self.scheduler.withdraw(job)
 
     @torch.inference_mode()
@@ -381,6 +393,9 @@ class Engine:
         for job in children:
             self._end(job, "length")
         return children
+
+    def _new_record(self) -> RoutingRecord | None:
+        return None if self._routing is None else RoutingRecord()
 
     def _release(self, session: Session) -> None:
         """Give pages back; the source's too when its last child is gone."""

@@ -87,7 +87,7 @@ class Scheduler:
             length = self.states.longest(session, session.kv_len)
         table = session.table[: self.pool.needed(length)]
         # one token more than the pages hold: the last token of a session is always computed, to sample from it
-        kept = Session(session.token_ids[: length + 1], table=table, kv_len=length)
+        kept = Session(session.token_ids[: length + 1], table=table, kv_len=length, routing=session.routing)
         self.pool.share(table)
         shared = True
         if self.states is not None:
@@ -265,6 +265,8 @@ class Scheduler:
             self.memory.copy_page(*fork.copy)
         session.table = fork.table
         session.kv_len = session.shared_len = length
+        if session.routing is not None and source.routing is not None:
+            session.routing.inherit(source.routing, length)
         self._touch(session)
         return True
 

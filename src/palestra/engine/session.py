@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from palestra.core.types import Finish, Matching, SamplingParams, Turn
+from palestra.core.types import Array, Finish, Matching, SamplingParams, Turn
+from palestra.engine.routing import RoutingRecord
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +34,7 @@ class Session:
     state: int = -1  # slot of the recurrent state after `kv_len` tokens, if the model has one
     snapshots: dict[int, int] = field(default_factory=dict)  # length -> slot of the state after so many tokens
     wanted: set[int] = field(default_factory=set)  # lengths at which a snapshot is to be taken
+    routing: RoutingRecord | None = None  # the experts of its tokens, if the engine records them
     number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were opened
 
     @property
@@ -52,6 +54,7 @@ class Job:
     versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
     finish: Finish | None = None
     matching: Matching | None = None
+    routing: Array | None = None  # of the tokens that were computed for it, once it has ended
 
     @property
     def pending(self) -> int:
@@ -63,7 +66,7 @@ class Job:
         if self.finish is None:
             raise RuntimeError("the turn is still being sampled")
         ids = self.session.token_ids[self.start : self.start + len(self.logprobs)]
-        return Turn("model", ids, self.logprobs, self.versions, self.finish)  # type: ignore[arg-type]
+        return Turn("model", ids, self.logprobs, self.versions, self.finish, self.routing)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False, slots=True)

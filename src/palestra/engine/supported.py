@@ -23,6 +23,7 @@ from palestra.engine.attention import (
     register,
 )
 from palestra.engine.recurrent import RecurrentLayers, StateShape, state_shape
+from palestra.engine.routing import expert_count
 
 
 class CacheTooLarge(PalestraError):
@@ -179,7 +180,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def has_experts(config: Any) -> bool:
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return expert_count(config) > 0
 
 
 def kv_shape(model: Any) -> KVShape:

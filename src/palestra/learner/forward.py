@@ -21,11 +21,13 @@ from palestra.algo.step_loss import LossGradient
 from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import in_one_order
 from palestra.engine.recurrent import RecurrentLayers
+from palestra.engine.routing import Routers
 from palestra.engine.supported import NO_EXACT, base_model
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import LogitRule, ScoringHead, kept_logits, logit_rule, top_of
 from palestra.learner.micro_batches import PackedMicroBatch
 from palestra.learner.patches import FastNorms, ModulePatches, compile_layers, decoder_layers, last_mlp_at
+from palestra.learner.routing import RoutingMode, RoutingReplay
 from palestra.learner.self_check import choose_mode
 from palestra.learner.tree_attention import Layout, use_tree_attention
 from palestra.learner.tree_recurrence import over_trees
@@ -51,6 +53,8 @@ class Scorer(nn.Module):
         in_shards: bool = False,
         exact: bool = False,
         mode: Mode | None = None,
+        routing: RoutingMode = "own",
+        routers: Routers | None = None,
     ) -> None:
         """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait.
 
@@ -58,13 +62,15 @@ class Scorer(nn.Module):
         `truncation` is top_p, top_k and min_p of the sampler.
         `in_shards`: hooks around each layer will gather its weights, and must stay outside of what is compiled.
         `mode`: what was chosen for the same model before.
+        `routing`: compare the choice of experts with the sampler's, or use the sampler's; layers are not compiled then.
+        `routers`: those that were found for the same model before.
         """
         super().__init__()
         self.model = base_model(model)
         self.pad_token_id = pad_token_id
         self.head = ScoringHead(self.model.get_output_embeddings(), logit_rule(self.model, temperature))
         large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
-        self.compiled = large if compile_layers is None else compile_layers
+        self.compiled = (large if compile_layers is None else compile_layers) and routing == "own"
         self.in_shards = in_shards
         self.mode: Mode = mode or "trees"
         self._recurrent = RecurrentLayers(self.model)
@@ -72,6 +78,7 @@ class Scorer(nn.Module):
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
         self.graphs: Graphs | None = None
         self.exact: ExactForward | None = None
+        self.routing = RoutingReplay(self.model, routing, routers) if routing != "own" else None
         if mode is None:
             choose_mode(self)
         self.head.rule = replace(self.head.rule, **truncation)  # the check compares whole distributions
@@ -102,7 +109,8 @@ class Scorer(nn.Module):
         `training` switches the modules to training or evaluation mode; None leaves them as they are.
         """
         packed = self._recurrent.use(over_trees(self._current_layout)) if self.mode == "trees" else nullcontext()
-        with packed, ModulePatches() as patches:
+        routed = self.routing.use() if self.routing is not None else nullcontext()
+        with packed, routed, ModulePatches() as patches:
             if training is not None:
                 patches.set_training(self.model, training)
             if self._norms is not None:
@@ -176,7 +184,9 @@ class Scorer(nn.Module):
         if self.graphs is not None and layout.bounds.shape is not None and torch.is_grad_enabled():
             return self.graphs.hidden(ids, positions, layout)
         # A compiled or recomputed layer must be the same each time.
-        again = self.compiled or self.model.is_gradient_checkpointing
+        again = self.compiled or self.model.is_gradient_checkpointing or self.routing is not None
+        if self.routing is not None:
+            self.routing.start(None if batch.routing is None else layout.reorder(batch.routing))
         layers = [] if again or self.model.device.type != "cpu" else decoder_layers(self.model)
         with ModulePatches() as patches:
             last_mlp_at(layers, batch.source, len(batch.token_ids), patches)
@@ -191,6 +201,15 @@ class Scorer(nn.Module):
     def _current_layout(self) -> Layout:
         assert self._layout is not None
         return self._layout
+
+    def routing_mismatch(self, micro: PackedMicroBatch) -> tuple[Tensor, Tensor] | None:
+        """`RoutingReplay.mismatch` of the last pass, where policy tokens were predicted; None: nothing is known."""
+        if self.routing is None:
+            return None
+        source = micro.batch.source[micro.policy if micro.batch.each is None else micro.batch.each[micro.policy]]
+        if self.mode == "trees":
+            return self.routing.mismatch(micro.layout.computed_at(source))
+        return self.routing.mismatch(self._pad(micro.batch)[1].flatten().nonzero()[:, 0][source])
 
     def from_logits(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """The same from the model's own whole logits."""
@@ -210,6 +229,8 @@ class Scorer(nn.Module):
     def _whole_logits(self, batch: MicroBatch) -> Tensor:
         """[S, V] float32: the model's own logits where the scored tokens are predicted."""
         ids, mask = self._pad(batch)
+        if self.routing is not None:
+            self.routing.start(None if batch.routing is None else _padded(batch.routing, mask.flatten()))
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
         return logits.index_select(0, batch.source).float()
 
@@ -219,6 +240,13 @@ class Scorer(nn.Module):
         ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=self.pad_token_id)
         lengths = torch.tensor([len(row) for row in rows], device=ids.device)
         return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+
+
+def _padded(routing: Tensor, mask: Tensor) -> Tensor:
+    """[B · L, layers, k] of the tokens [T, layers, k] at the places of the mask; unknown elsewhere."""
+    rows = routing.new_full((len(mask), *routing.shape[1:]), torch.iinfo(routing.dtype).max)
+    rows[mask] = routing
+    return rows
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
+from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import Loss, LossTokens
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, UnsupportedModel
@@ -91,13 +92,14 @@ class LocalLearner:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         in_shards = ranks is not ONE_PROCESS
         rollout = config.rollout
+        routing: dict[str, Any] = {"routing": config.train.expert_routing}
         options: dict[str, Any] = {
             "temperature": rollout.temperature,
             "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
             "pad_token_id": pad_token_id,
             "in_shards": in_shards,
         }
-        self._scorer = Scorer(model, exact=config.model.exact, **options)
+        self._scorer = Scorer(model, exact=config.model.exact, **options, **routing)
         whole_logits = self._scorer.mode == "reference"
         tokens = micro_batch_tokens(config, base_model(model).config, self.device, whole_logits=whole_logits)
         self._limit, self._max_rows = MicroBatchLimit(tokens), max_rows
@@ -118,7 +120,7 @@ class LocalLearner:
             for scorer in {self._scorer, self._reference} - {None}:
                 shard(scorer, master_weights=config.model.master_weights)
         self._replicas = (
-            Replicas(model, self._scorer, config.model.threads, **options)
+            Replicas(model, self._scorer, config.model.threads, **options, **routing)
             if not shares_device and can_be_replicated(model, self._scorer)
             else None
         )
@@ -148,7 +150,9 @@ class LocalLearner:
             )
         scorer = self._reference if reference and self._reference is not None else self._scorer
         with self._adapter_off(reference and self._has_adapter):
-            parts = [(micro, _of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, scorer)]
+            # The reference is another policy, which chooses its experts itself.
+            score = (lambda micro: scorer(_without_routing(micro))) if reference else scorer
+            parts = [(micro, _of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, score)]
         return tokens_to_column(parts, batch)
 
     @torch.no_grad()
@@ -383,7 +387,11 @@ class LocalLearner:
             loss_gradient=loss.gradient(tokens),
         )
         logprobs, entropy = _of_each(micro, logprobs), _of_each(micro, entropy)
-        return MicroOutputs(loss(tokens, logprobs, entropy), logprobs.detach(), entropy.detach())
+        terms = loss(tokens, logprobs, entropy)
+        if (found := scorer.routing_mismatch(micro)) is not None:
+            stats = TokenStats(sums={"routing_mismatch": found[0]}, counts={"routing_mismatch": found[1]})
+            terms = replace(terms, stats=terms.stats + stats)
+        return MicroOutputs(terms, logprobs.detach(), entropy.detach())
 
     @contextmanager
     def _adapter_off(self, off: bool) -> Iterator[None]:
@@ -392,6 +400,10 @@ class LocalLearner:
             return
         with self.model.disable_adapter():
             yield
+
+
+def _without_routing(micro: PackedMicroBatch) -> PackedMicroBatch:
+    return replace(micro, batch=replace(micro.batch, routing=None))
 
 
 def _of_each(micro: PackedMicroBatch, values: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class Replicas:
     def __init__(self, model: nn.Module, scorer: Scorer, threads: int | None, **options: Any) -> None:
         """`threads` is what the user allows, None what the machine has."""
         self._model, self._scorer = model, scorer
-        self._scorer_of = partial(Scorer, mode=scorer.mode, **options)
+        routers = None if scorer.routing is None else scorer.routing.routers
+        self._scorer_of = partial(Scorer, mode=scorer.mode, routers=routers, **options)
         self._made: list[Replica] = []
         used = torch.get_num_threads()
         allowed = threads or (used if "OMP_NUM_THREADS" in os.environ else processors())

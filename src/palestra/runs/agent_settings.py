@@ -34,7 +34,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "train.epochs", "train.max_steps", "train.problems_per_step", "train.loss", "train.ratio", "train.epsilon",
         "train.epsilon_high", "train.delta", "train.sapo_temperature_pos", "train.sapo_temperature_neg", "train.beta",
         "train.kl_bias_correction", "train.importance_correction", "train.importance_cap",
-        "train.importance_floor",
+        "train.importance_floor", "train.expert_routing",
         "train.off_policy_mask_threshold", "train.advantage_scale", "train.leave_one_out", "train.combine",
         "train.credit", "train.discount", "train.step_weight", "train.sampling", "train.sampling_half_life",
         "train.entropy_coefficient", "train.target_entropy", "train.replay", "train.iterations", "train.minibatches",

@@ -14,7 +14,7 @@ from palestra.algo.advantage import combine_measures
 from palestra.algo.batch import Batch
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
-from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout
+from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout, Turn
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
@@ -103,12 +103,13 @@ def to_batch(
     mask_truncated: bool,
     trained: Sequence[bool] | None = None,
     echo: bool = False,
+    with_routing: bool = False,
 ) -> Batch:
     """A row for each conversation of the rollouts that did not fail, of all groups or the `trained` ones.
 
     With `echo`, tool results of the other groups are rows, too: no reward is needed to learn to predict them.
     A truncated rollout stays as a row without trained tokens, so that it still counts where a loss averages over rows.
-    Advantages of a rollout's tokens take precedence.
+    Advantages of a rollout's tokens take precedence. `with_routing` adds the experts that the sampler recorded.
     """
     every = trained or [True] * len(groups)
     rows = [c for c in conversations_of(groups, advantages) if c.can_train]
@@ -129,7 +130,34 @@ def to_batch(
         groups=np.array([c.group for c in rows], int),
         prompt_lengths=np.array([len(c.turns.turns[0].token_ids) for c in rows], int),
         conversations=np.array([c.number for c in rows], int),
+        routing=routing_column([c.turns.turns for c in rows]) if with_routing else None,
     )
+
+
+def routing_column(rows: Sequence[Sequence[Turn]]) -> Array | None:
+    """[T, layers, k] the experts of the rows' tokens, as the sampler recorded them; None if it recorded none.
+
+    Unknown are tokens that were never computed, such as the last one of a row: they have the dtype's largest number.
+    """
+    recorded = next((t.routing for turns in rows for t in turns if t.routing is not None and len(t.routing)), None)
+    if recorded is None:
+        return None
+    unknown = np.iinfo(recorded.dtype).max
+    size = sum(len(turn.token_ids) for turns in rows for turn in turns)
+    column = np.full((size, *recorded.shape[1:]), unknown, recorded.dtype)
+    end = 0
+    for turns in rows:
+        start = end
+        for turn in turns:
+            end += len(turn.token_ids)
+            if turn.routing is None:
+                continue
+            first = end - 1 - len(turn.routing)
+            if first < start:
+                raise PalestraError(f"a row of {end - start} tokens has the experts of {len(turn.routing)}")
+            part = column[first : end - 1]
+            np.copyto(part, turn.routing, where=turn.routing != unknown)
+    return column
 
 
 def trainable_batch(
@@ -138,7 +166,8 @@ def trainable_batch(
     """The batch of the groups that are trained on: those with signal, unless `filter_equal_groups` is off."""
     pairs = zip(groups, advantages, strict=True)
     trained = [has_signal(group, row) or not train.filter_equal_groups for group, row in pairs]
-    return to_batch(groups, advantages, mask_truncated=train.mask_truncated, trained=trained, echo=echo)
+    options = {"mask_truncated": train.mask_truncated, "echo": echo, "with_routing": train.expert_routing != "own"}
+    return to_batch(groups, advantages, trained=trained, **options)
 
 
 def _has_results(conversation: Conversation) -> bool:

@@ -129,6 +129,7 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
             "kv_memory_gib": kv_memory_for(config, model),
             "waits_for_all_tools": config.train.deterministic,
             "exact": config.model.exact,
+            "record_routing": config.train.expert_routing != "own",
         }
         return build_policy(sampled, tokenizer, config.model.engine, **options)
     if config.lora.r:

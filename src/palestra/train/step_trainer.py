@@ -136,7 +136,8 @@ class StepTrainer:
         options = self.config.model
         self._optimizer = UserOptimizer(self.model, self.config.train, master_weights=options.master_weights)
         self._learner = LocalLearner(self.model, config=self.config, optimizer=self._optimizer)
-        self._policy = policy_of(self.model, tokenizer, options)
+        records = self.config.train.expert_routing != "own"
+        self._policy = policy_of(self.model, tokenizer, options, record_routing=records)
         self._state = TrainState()
         self._run_folder: RunFolder | None = None  # made by the first `train`
 

@@ -109,7 +109,7 @@ class EnvironmentTask:
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
         rewards = rewards_of(self.environment, self.reward_functions, parts)
         if self.rollout_func is not None:
-            ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP]
+            ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", "train.expert_routing", *OWN_LOOP]
             parts.config.refuse(ours, "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             if isinstance(parts.policy, PoolPolicy):

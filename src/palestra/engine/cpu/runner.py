@@ -15,6 +15,7 @@ from palestra.engine.cpu.fast_decoder import CpuFastDecoder
 from palestra.engine.cpu.kv_slots import KVSlots, Pages, lazy_zeros
 from palestra.engine.cpu.plan import PrefillChunk, SharedPrefixes, SlotPlan, SlotRows, batches
 from palestra.engine.recurrent import RecurrentLayers, StateStore, over_runs, runs_of
+from palestra.engine.routing import ExpertRouting
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Session
@@ -49,8 +50,17 @@ class CpuRunner(Runner):
 
     paths = ("slots",)
 
-    def __init__(self, model: nn.Module, shape: KVShape, pages: int, page_size: int, state_slots: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: KVShape,
+        pages: int,
+        page_size: int,
+        state_slots: int = 0,
+        routing: ExpertRouting | None = None,
+    ) -> None:
         keep_freed_memory()
+        self._routing = routing
         self.model: Any = model
         self.slots = KVSlots(shape, Pages(shape, pages, page_size))
         self._layout = shape.layout
@@ -122,7 +132,7 @@ class CpuRunner(Runner):
         """Run the chunks; what each sampling one emitted."""
         ordered, decoding = self._arrange(chunks)
         with phases("decode" if decoding == len(ordered) else "prefill"), torch.inference_mode():
-            logits = self.forward(ordered, decoding)
+            logits = self.forward(ordered, decoding) if self._routing is None else self._recorded(ordered, decoding)
             for chunk in chunks:
                 chunk.job.session.kv_len += chunk.count
             sampling = [chunk.job for chunk in ordered if chunk.samples]
@@ -131,6 +141,18 @@ class CpuRunner(Runner):
             tokens, logprobs = sample(logits, [SamplingRow.of(job) for job in sampling])
         pairs = zip(sampling, tokens.tolist(), logprobs.tolist(), strict=True)
         return [Emission(job, [token], [logprob]) for job, token, logprob in pairs]
+
+    def _recorded(self, chunks: Sequence[Chunk], decoding: int) -> Tensor:
+        """The same as `forward`; the sessions get the experts of their tokens."""
+        assert self._routing is not None
+        with self._routing.record() as found:
+            logits = self.forward(chunks, decoding)
+        rows = torch.stack(found, 1).split([chunk.count for chunk in chunks])  # [count, layers, k] each
+        for chunk, own in zip(chunks, rows, strict=True):
+            session = chunk.job.session
+            if session.routing is not None:
+                session.routing.add(session.kv_len, own)
+        return logits
 
     def forward(self, chunks: Sequence[Chunk], decoding: int) -> Tensor:
         """Logits [sampling chunks, vocabulary]; the first `decoding` chunks are slots 0, 1, … with one token each."""

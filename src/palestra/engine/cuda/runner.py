@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArray
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.recurrent import RecurrentLayers, Run, StateStore, over_runs, runs_of
+from palestra.engine.routing import ExpertRouting
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
@@ -75,6 +77,7 @@ class CudaRunner(Runner):
         context: int,
         exact: bool = False,
         state_slots: int = 0,
+        routing: ExpertRouting | None = None,
     ) -> None:
         if exact and not is_llama_like(model):
             raise UnsupportedModel(f"model.exact has no kernels for {type(base_model(model)).__name__}; {NO_EXACT}")
@@ -102,6 +105,13 @@ class CudaRunner(Runner):
         self._state = DecodeState(rows, width, self.decode_steps, self.device)
         self._fills = PrefillBuffers.empty(rows, width, self.device)
         self._speculation = Speculation()
+        self._routing = routing
+        self._pass_routing: Tensor | None = None  # [T, layers, k] of the last pass
+        if routing is not None:
+            # The experts of decode steps, by step and row. Rows that have ended write behind the last step.
+            lead = (self.decode_steps + 1, rows)
+            shape_of_token = (routing.layers, routing.per_token)
+            self._routed = torch.zeros((*lead, *shape_of_token), dtype=routing.dtype, device=self.device)
 
     @property
     def _exact(self) -> CudaFastDecoder | None:
@@ -223,6 +233,8 @@ class CudaRunner(Runner):
         else:
             runs = runs_of([(s.state, n) for s, n in fills], self.device) if self._recurrent else ()
             self._prefill_step(arrays.to(self.device), shape, runs)
+            if self._routing is not None:
+                self._record_fills(fills)
         for session, count in fills:
             session.kv_len += count
 
@@ -236,13 +248,43 @@ class CudaRunner(Runner):
         else:
             self._module_logits(plan, plan.ids, plan.positions, runs)
 
+    def _take_routing(self) -> Tensor:
+        routed, self._pass_routing = self._pass_routing, None
+        assert routed is not None
+        return routed
+
+    def _record_fills(self, fills: Sequence[Fill]) -> None:
+        """Give the sessions of a prefill the experts of its tokens, in host memory when the step is collected."""
+        routed = self._take_routing()
+        on_host = torch.empty(routed.shape, dtype=routed.dtype, pin_memory=self.device.type == "cuda")
+        on_host.copy_(routed, non_blocking=True)
+        for (session, _), rows in zip(fills, on_host.split([count for _, count in fills]), strict=True):
+            if session.routing is not None:
+                session.routing.add(session.kv_len, rows)
+
+    def _record_decoded(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> None:
+        """Give the sessions the experts of the tokens that their last decode steps computed."""
+        rows = self._routed[: max(counts), : len(chunks)].transpose(0, 1).contiguous().cpu()
+        for chunk, count, own in zip(chunks, counts, rows, strict=True):
+            session = chunk.job.session
+            if session.routing is not None:
+                session.routing.add(session.kv_len - count, own[:count])
+
     def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
         shape, _ = self._load(chunks, rows, 1, may_draft=False)
         logits = self._decode(shape)[: len(chunks)]
         for chunk in chunks:
             chunk.job.session.kv_len += 1
-        return _emitted([chunk.job for chunk in chunks], logits, rows)
+        emitted = _emitted([chunk.job for chunk in chunks], logits, rows)
+        if self._routing is None:
+            return emitted
+
+        def collect(until_one_ends: bool) -> list[Emission]:
+            self._record_decoded(chunks, [1] * len(chunks))
+            return emitted(until_one_ends)
+
+        return collect
 
     def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], others_wait: bool) -> Collect:
         """Run decode steps until a row finishes, at most `decode_steps`.
@@ -276,6 +318,8 @@ class CudaRunner(Runner):
             for chunk, (ids, logprobs) in zip(chunks, emitted, strict=True):
                 chunk.job.session.kv_len += len(ids)
                 emissions.append(Emission(chunk.job, ids, logprobs))
+            if self._routing is not None:
+                self._record_decoded(chunks, [len(ids) for ids, _ in emitted])
             if shape.path == "speculative":
                 self._speculation.note(
                     sum(len(ids) for ids, _ in emitted), int(state.drafts.steps[: len(chunks)].sum())
@@ -335,6 +379,10 @@ class CudaRunner(Runner):
         else:
             runs = [Run(state.slots[:rows].long(), 1, state.lens[:rows] > 0)]
             logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows], runs)
+            if self._routing is not None:
+                steps = (state.positions[:rows] - state.starts[:rows]).long()
+                at = steps * self._routed.shape[1] + torch.arange(rows, device=self.device)
+                self._routed.flatten(0, 1).index_copy_(0, at, self._take_routing())
         state.choose(logits)
         return logits
 
@@ -395,7 +443,10 @@ class CudaRunner(Runner):
         """[rows, V] logits of the module with our attention, and of its recurrent layers over `runs`."""
         plan.layout = self._kv_shape.layout
         compute = over_runs(self._states, runs)
-        with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute):
+        recording: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self._routing is not None:
+            recording = self._routing.record()
+        with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute), recording as found:
             output = self.model(
                 input_ids=ids.long()[None],
                 position_ids=positions.long()[None],
@@ -403,6 +454,8 @@ class CudaRunner(Runner):
                 logits_to_keep=1 if isinstance(plan, PrefillPlan) else 0,  # 0: all; of a prefill only its KV matters
                 plan=plan,
             )
+        if found:
+            self._pass_routing = torch.stack(found, 1)
         return output.logits[0]
 
 

@@ -358,7 +358,7 @@ def _characters(messages: Sequence[Message]) -> int:
 
 def _as_context(turn: Turn) -> Turn:
     """The turn's tokens without anything to learn from them."""
-    return turn if turn.maker == "template" else Turn("template", turn.token_ids)
+    return turn if turn.maker == "template" else Turn("template", turn.token_ids, routing=turn.routing)
 
 
 def _with_ids(turns: tuple[Turn, ...] | None) -> Any:

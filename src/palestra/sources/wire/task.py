@@ -221,6 +221,7 @@ class WireTask:
             ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", *OWN_LOOP],
             "environments over the wire use their own sampling settings",
         )
+        parts.config.refuse(["train.expert_routing"], "the wire has no column for experts")
         choice = ["train.sampling", "train.sampling_half_life"]
         parts.config.refuse(choice, "environments over the wire choose their problems")
         if not parts.config.rollout.max_staleness:

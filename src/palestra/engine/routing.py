@@ -1,0 +1,213 @@
+"""Routing of mixture-of-experts models: which experts each router chooses for each token.
+
+Families write their routers differently, but each of them chooses by one `topk` over the experts. A probe finds the
+modules that make this call. For the length of a pass their `topk` returns the choice of a given function instead: the
+sampler records the model's own choice, and the learner may replace it. The router computes the weights of the chosen
+experts as always, from its own scores at these places, so that gradients reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from palestra.core.errors import UnsupportedModel
+from palestra.core.types import Array
+from palestra.engine.attention import plain_forward
+
+EXPERTS = "experts"  # the name that all families give to the module of the experts
+TOPK = (torch.topk, Tensor.topk)
+# layer and the router's own choice [T, k] -> the choice to use
+Choose = Callable[[int, Tensor], Tensor]
+
+
+class Routers(NamedTuple):
+    """The modules that choose experts, by name, and how many experts they choose for a token."""
+
+    names: tuple[str, ...]
+    per_token: int
+
+
+class ExpertRouting:
+    """The routers of a model, in the order of its layers; UnsupportedModel for a model without them."""
+
+    def __init__(self, model: Any, routers: Routers | None = None) -> None:
+        """`routers` are those of the model that this one was copied from, perhaps in the middle of a pass."""
+        config = model.config.get_text_config(decoder=True)
+        self.experts = expert_count(config)
+        self.dtype = torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
+        blocks = [module for module in model.modules() if EXPERTS in module._modules]
+        if not self.experts or not blocks:
+            raise UnsupportedModel(f"{config.model_type} has no experts; leave train.expert_routing at own")
+        self.routers = routers or self._find(model, blocks, config.model_type)
+        self.modules: list[nn.Module] = [model.get_submodule(name) for name in self.routers.names]
+        for module in self.modules:
+            if isinstance(module.__dict__.get("forward"), _Router):  # copied from the original
+                del module.__dict__["forward"]
+
+    @property
+    def layers(self) -> int:
+        return len(self.modules)
+
+    @property
+    def per_token(self) -> int:
+        return self.routers.per_token
+
+    @property
+    def unknown(self) -> int:
+        """Stands for the experts of a token whose routing is not known."""
+        return torch.iinfo(self.dtype).max
+
+    def _find(self, model: Any, blocks: Sequence[nn.Module], family: str) -> Routers:
+        """Run two tokens through the model, and find the module of each block that calls `topk` once."""
+        candidates = [
+            module
+            for block in blocks
+            for module in (*(child for key, child in block._modules.items() if key != EXPERTS and child), block)
+        ]
+        calls: list[list[int]] = [[] for _ in candidates]  # of each candidate: experts that were chosen
+
+        def note(number: int, own: Tensor) -> Tensor:
+            calls[number].append(own.shape[-1])
+            return own
+
+        ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+        with torch.no_grad(), self._patched(candidates, note):
+            plain_forward(model, ids, use_cache=False)
+        names, found_names, per_token = {module: name for name, module in model.named_modules()}, [], 0
+        for block in blocks:
+            own = [number for number, module in enumerate(candidates) if module in (block, *block._modules.values())]
+            found = next((number for number in own if len(calls[number]) == 1), None)
+            if found is None or per_token not in (0, calls[found][0]):
+                raise UnsupportedModel(
+                    f"{family} chooses experts in a way that cannot be recorded; leave train.expert_routing at own"
+                )
+            found_names.append(names[candidates[found]])
+            per_token = calls[found][0]
+        return Routers(tuple(found_names), per_token)
+
+    @contextmanager
+    def use(self, choose: Choose) -> Iterator[None]:
+        """Let `choose(layer, own)` decide which experts each router uses; the modules are as before afterwards."""
+        with self._patched(self.modules, choose):
+            yield
+
+    @contextmanager
+    def record(self) -> Iterator[list[Tensor]]:
+        """Collect the choice [T, k] of each layer in one pass."""
+        found: list[Tensor] = []
+
+        def note(layer: int, own: Tensor) -> Tensor:
+            found.append(own.to(self.dtype))
+            return own
+
+        with self.use(note):
+            yield found
+
+    @contextmanager
+    def _patched(self, modules: Sequence[nn.Module], choose: Choose) -> Iterator[None]:
+        before = [module.__dict__.get("forward") for module in modules]
+        for number, module in enumerate(modules):
+            module.__dict__["forward"] = _Router(module.forward, _TopK(number, self.experts, choose))
+        try:
+            yield
+        finally:
+            for module, forward in zip(modules, before, strict=True):
+                if forward is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = forward
+
+
+def expert_count(config: Any) -> int:
+    """Number of experts of each layer; 0 for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((count for name in names if (count := getattr(config, name, None))), 0)
+
+
+class _Router:
+    """A module's forward in which `topk` over the experts returns the given choice."""
+
+    def __init__(self, forward: Callable[..., Any], top_k: _TopK) -> None:
+        self._forward, self._top_k = forward, top_k
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._top_k:
+            return self._forward(*args, **kwargs)
+
+
+class _TopK(TorchFunctionMode):
+    def __init__(self, layer: int, experts: int, choose: Choose) -> None:
+        super().__init__()
+        self._layer, self._experts, self._choose = layer, experts, choose
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in TOPK or not args:
+            return found
+        scores = args[0]  # groups of experts, from which some families choose first, have other shapes
+        if scores.dim() != 2 or scores.shape[-1] != self._experts:
+            return found
+        chosen = self._choose(self._layer, found.indices)
+        if chosen is found.indices:
+            return found
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+class RoutingRecord:
+    """The experts of a session's first tokens. A token keeps the first entry: the one that it was sampled on with.
+
+    Entries may be on their way from the device until the step that made them is collected.
+    """
+
+    __slots__ = ("_parts", "_taken", "length")
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []  # [tokens, layers, k] each
+        self._taken = 0  # of the parts, those that earlier turns have
+        self.length = 0
+
+    def add(self, start: int, rows: Tensor) -> None:
+        """Add the experts of the tokens from `start` on, of which the first may be known."""
+        assert start <= self.length, "tokens before these have no routing"
+        if start + len(rows) > self.length:
+            self._parts.append(rows[self.length - start :])
+            self.length = start + len(rows)
+
+    def inherit(self, other: RoutingRecord, length: int) -> None:
+        """Take over what is missing of the first `length` tokens from a session that begins with them."""
+        start = 0
+        for part in other._parts:
+            if start >= length:
+                break
+            if start + len(part) > self.length:
+                self.add(max(start, self.length), part[max(0, self.length - start) : length - start])
+            start += len(part)
+
+    def truncate(self, length: int) -> None:
+        """Forget tokens that are not part of the session any more."""
+        while self.length > length:
+            last = self._parts.pop()
+            self.length -= len(last)
+            if self.length < length:
+                self.add(self.length, last[: length - self.length])
+        self._taken = min(self._taken, len(self._parts))
+
+    def take(self, length: int, unknown: int) -> Array | None:
+        """[n, layers, k] of the tokens since the last call up to `length`; `unknown` where they are not recorded."""
+        if len(self._parts) == self._taken:
+            return None
+        new = torch.cat(self._parts[self._taken :]) if len(self._parts) > self._taken + 1 else self._parts[-1].clone()
+        self._parts[self._taken :] = [new]
+        self._taken = len(self._parts)
+        rows: Array = new.numpy()
+        missing = length - self.length
+        if missing > 0:
+            rows = np.concatenate([rows, np.full((missing, *rows.shape[1:]), unknown, rows.dtype)])
+        return rows
