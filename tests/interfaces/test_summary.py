@@ -14,7 +14,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
 from palestra.evals.evidence import Example, Finding
 from palestra.evals.report import EvalReport, pick_transcripts
-from palestra.evals.run_report.write import render, report_data
+from palestra.evals.run_report.write import write_report
 from palestra.train.run import Outcome
 
 TALK = (
@@ -53,7 +53,7 @@ def test_a_transcript_keeps_its_order_and_shows_values_and_no_escape_sequence() 
 def test_the_report_keeps_the_order_of_turns(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "clerk", RunConfig(), {})
     report = EvalReport.of([rollout("1")], seconds=1.0)
-    page = render(report_data(folder, report, report, [], 1.0))
+    page = write_report(folder, report, report, [], 1.0).read_text()
     places = [
         page.index(word) for word in ("Where is the lamp?", "Which lamp?", "The red one.", "On shelf 3.", "close 0.25")
     ]
@@ -164,7 +164,7 @@ def test_the_page_leads_with_the_mean_where_pass_rates_say_nothing(tmp_path: Pat
     folder = RunFolder.create(tmp_path, "clerk", RunConfig(), {})
     folder.add_to_record(capability={"text": "2 calls per <attempt>"})
     finding = Finding("looping", "It <loops>.", ("model.name",), Example("train", 3, 4, "p", "la <la>"))
-    page = render(report_data(folder, graded(0.0, 0.25), graded(0.5, 0.75), [], 1.0, [finding]))
+    page = write_report(folder, graded(0.0, 0.25), graded(0.5, 0.75), [], 1.0, [finding]).read_text()
     words = " ".join(page.split())
     assert '<span class="from">0.12</span><span class="arrow">→</span><span class="to">0.62</span>' in words
     assert "It &lt;loops&gt;." in words

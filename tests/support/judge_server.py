@@ -20,6 +20,8 @@ class StubModel:
     def __init__(self, answer: Callable[[str], Answer], delay_s: float = 0.0) -> None:
         self.answer, self.delay_s = answer, delay_s
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.keys: list[str | None] = []  # the Authorization header of each request
         self.in_flight = self.most_in_flight = 0
         self.base_url = ""
 
@@ -30,6 +32,8 @@ class StubModel:
     async def respond(self, request: Request) -> Any:
         body = await request.json()
         self.bodies.append(body)
+        self.paths.append(request.url.path)
+        self.keys.append(request.headers.get("authorization"))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

@@ -138,12 +138,16 @@ def agent_files() -> list[str]:
 
 
 def _is_agent_file(path: Path) -> bool:
-    try:
-        tree = ast.parse(read_regular(path, MAX_BYTES))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
-    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    targets = [target for node in _parsed(path).body if isinstance(node, ast.Assign) for target in node.targets]
     return {"agent", "suite"} <= {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file; empty if it cannot be read or parsed."""
+    try:
+        return ast.parse(read_regular(path, MAX_BYTES))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
 def _agent(agent_file: str) -> DiscoveredEnv:
@@ -192,10 +196,7 @@ def _listed(env: DiscoveredEnv) -> dict[str, Any]:
 
 def _docs(env: DiscoveredEnv) -> str:
     """The docstrings of the file and of the class, read and not run."""
-    try:
-        tree = ast.parse(read_regular(env.file_path, MAX_BYTES))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return env.description
+    tree = _parsed(env.file_path)
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == env.class_name]
     texts = [ast.get_docstring(tree), *(ast.get_docstring(node) for node in classes)]
     return "\n\n".join(dict.fromkeys(text for text in texts if text)) or env.description

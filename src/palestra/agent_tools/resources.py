@@ -7,7 +7,7 @@ from pathlib import Path
 
 from palestra.agent_tools.tools import RlTools
 from palestra.core.errors import PalestraError
-from palestra.core.files import last_lines
+from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 
@@ -51,7 +51,9 @@ def read_resource(tools: RlTools, run_id: str, kind: str) -> tuple[str, str]:
             text = _read(folder.metrics_file)
         case "rollouts":
             lines = last_lines(folder.rollouts_file, LATEST_ROLLOUTS + 1, _TAIL_BYTES)
-            text = "".join(f"{line}\n" for line in [line for line in lines if _is_whole(line)][-LATEST_ROLLOUTS:])
+            # not cut at its start by the tail, nor at its end because it is being written
+            whole = [line for line in lines if parse_row(line.encode()) is not None]
+            text = "".join(f"{line}\n" for line in whole[-LATEST_ROLLOUTS:])
         case _:
             text = "\n".join(tools.manager.logs(run_id, "trainer", _LOG_LINES))
     return KINDS[kind][0], redact(text)
@@ -59,12 +61,3 @@ def read_resource(tools: RlTools, run_id: str, kind: str) -> tuple[str, str]:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def _is_whole(line: str) -> bool:
-    """Not cut at its start by the tail, nor at its end because it is being written."""
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True

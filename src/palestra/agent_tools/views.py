@@ -105,10 +105,12 @@ def started(run: Run, draft: PendingRunConfig) -> Data:
 
 
 def status(run: Run) -> Data:
+    # a run is one process, unless its environment has one of its own
+    elsewhere = "in the trainer's process" if "trainer" in run.processes else "not started"
     return {
         **_where(run),
         **_tracking(run),
-        "processes": {part: _process(run, part) for part in PARTS},
+        "processes": {part: run.processes.get(part, elsewhere) for part in PARTS},
         "metrics": {name: run.progress.get(name) for name in _METRICS},
         "capability": _capability(run),
         "findings": _findings(run),
@@ -201,11 +203,6 @@ def _capability(run: Run) -> str | None:
 
 def _tracking(run: Run) -> dict[str, Any]:
     return {f"wandb_{name}": value for name, value in RunFolder(run.folder).tracking().items()}
-
-
-def _process(run: Run, part: str) -> str:
-    """A run is one process, unless its environment has one of its own."""
-    return run.processes.get(part, "in the trainer's process" if "trainer" in run.processes else "not started")
 
 
 def _logs(run: Run) -> dict[str, Any]:

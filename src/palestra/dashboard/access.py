@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -66,7 +64,8 @@ class Access:
         if self._token is None:
             host = host_of(f"//{request.headers.get('host', '')}")
             return None if is_loopback(host) else _error(403, f"the host {host[:80]!r} is not this machine")
-        if any(self._is_token(text) for text in (_bearer(request), _cookie(request), _asked(request))):
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if any(self._is_token(text) for text in (bearer, request.cookies.get(COOKIE, ""), _asked(request))):
             return None
         return _error(401, "the token is missing or wrong; open the address that `palestra dashboard` printed")
 
@@ -92,20 +91,8 @@ def _is_own_page(request: Request) -> bool:
     return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
 
 
-def _bearer(request: Request) -> str:
-    return request.headers.get("authorization", "").removeprefix("Bearer ")
-
-
-def _cookie(request: Request) -> str:
-    try:
-        found = SimpleCookie(request.headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found else ""
-
-
 def _asked(request: Request) -> str:
-    return parse_qs(request.url.query).get("token", [""])[0]
+    return request.query_params.get("token", "")
 
 
 def _error(status: int, message: str) -> Response:

@@ -49,19 +49,14 @@ async def _lines(source: AsyncIterator[Event]) -> AsyncIterator[str]:
             try:
                 event = upcoming.result()
             except PalestraError as error:
-                event = ("error", error_body(400, str(error))["error"])
-                source = _nothing()
+                yield f"event: error\ndata: {to_json(error_body(400, str(error))['error'])}\n\n"
+                return
             if event is None:
                 return
             yield f"event: {event[0]}\ndata: {to_json(event[1])}\n\n"
             upcoming = asyncio.ensure_future(anext(source, None))
     finally:
         upcoming.cancel()
-
-
-async def _nothing() -> AsyncIterator[Event]:
-    return
-    yield  # makes it a generator
 
 
 def number(request: Request, name: str, default: float | None = None) -> float | None:

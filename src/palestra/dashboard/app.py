@@ -63,22 +63,19 @@ def dashboard_app(
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         lifespan=lifespan,
-        exception_handlers={HTTPException: _http_error, PalestraError: _refused, Exception: _failed},
+        exception_handlers=dict.fromkeys((HTTPException, PalestraError, Exception), _failed),
     )
     return Access(app, token)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return answer(error_body(error.status_code, error.detail), error.status_code)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    status = 404 if isinstance(error, UnknownRun | UnknownRollout) else 400
-    body = error_body(status, str(error))
+async def _failed(request: Request, error: Exception) -> Response:
+    match error:
+        case HTTPException():
+            status, text = error.status_code, error.detail
+        case PalestraError():
+            status, text = 404 if isinstance(error, UnknownRun | UnknownRollout) else 400, str(error)
+        case _:
+            status, text = 500, f"{type(error).__name__}: {error}"
+    body = error_body(status, text)
     body["error"] |= getattr(error, "more", {})
     return answer(body, status)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return answer(error_body(500, f"{type(error).__name__}: {error}"), 500)

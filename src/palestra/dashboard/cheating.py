@@ -14,7 +14,7 @@ from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_row import shown
 from palestra.dashboard.series import by_step, columns
 from palestra.dashboard.summaries import measures
-from palestra.evals.suspicion import Alarm, AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
+from palestra.evals.suspicion import AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
 
 _MAX_ATTEMPTS = 20_000  # that are looked at, evenly spaced
 _HELD_OUT = "eval/pass_rate"
@@ -61,7 +61,7 @@ def measure_series(folder: RunFolder) -> dict[str, Any]:
         "reward": reward,
         "rewarded": rewarded,
         "witnesses": witnesses,
-        "alarms": [_alarm(alarm) for alarm in found],
+        "alarms": [{**asdict(alarm), "against": "reward", "sentence": alarm.sentence} for alarm in found],
     }
 
 
@@ -130,7 +130,3 @@ def _cluster(cluster: SuccessCluster, rows: Mapping[int, Any]) -> dict[str, Any]
         "earliest": shown(rows[members[0].id]),
         "examples": [member.id for member in members[-_MAX_EXAMPLES:]],
     }
-
-
-def _alarm(alarm: Alarm) -> dict[str, Any]:
-    return {**asdict(alarm), "against": "reward", "sentence": alarm.sentence}

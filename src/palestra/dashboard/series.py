@@ -54,6 +54,7 @@ _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Staleness", "steps", ("staleness_max", "stale_groups_dropped")),
     ("Failures", "", ("rollout_failures", "measure_errors", "hung_calls", "measure_errors/")),
 )
+# a metric without a chart of its own is a share by its name
 _SHARE = re.compile(r"pass_rate|(?<!learning)_rate$|^tool_use|truncat|fraction|share")
 _NOT_DRAWN = (
     "step elapsed_seconds rollouts groups sampled_tokens tokens_computed tokens_trained tools_offered reward_std"
@@ -93,12 +94,8 @@ def charts(names: Sequence[str]) -> list[dict[str, Any]]:
         if mine:
             left = [name for name in left if name not in mine]
             found.append({"title": title, "unit": unit, "names": mine})
-    return found + [{"title": name.replace("_", " "), "unit": _unit(name), "names": [name]} for name in left]
-
-
-def _unit(name: str) -> str:
-    """The unit of a metric without a chart of its own, by its name."""
-    return "%" if _SHARE.search(name) else ""
+    units = {name: "%" if _SHARE.search(name) else "" for name in left}
+    return found + [{"title": name.replace("_", " "), "unit": unit, "names": [name]} for name, unit in units.items()]
 
 
 def sparkline(rows: Sequence[Row]) -> list[float]:

@@ -55,13 +55,14 @@ def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS)
         at = parts if own is tokens[0] else first_difference([tokens[0], own])
         siblings.append(_full_record(row, record, max_chars) | _divergence(record, records[0], at))
     rewards = [row["reward"] for row in rows if row["error"] is None]
+    turns = records[0].get("turns") or ()
     return {
         "id": group_id,
         "kind": rows[0]["kind"],
         "step": rows[0]["step"],
         "problem_id": rows[0]["problem_id"],
         "equal": len(set(rewards)) <= 1,
-        "prompt_tokens": _prompt_tokens(records[0]),
+        "prompt_tokens": len(turns[0].get("token_ids") or ()) if turns else 0,
         "diverges_at": parts,
         "rollouts": siblings,
     }
@@ -106,11 +107,6 @@ def _message_texts(record: Mapping[str, Any]) -> list[str]:
         message["text"] + "".join(f"{call.get('name')}({call.get('arguments')})" for call in message["tool_calls"])
         for message in messages_of(record)
     ]
-
-
-def _prompt_tokens(record: Mapping[str, Any]) -> int:
-    turns = record.get("turns") or ()
-    return len(turns[0].get("token_ids") or ()) if turns else 0
 
 
 def _full_record(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:

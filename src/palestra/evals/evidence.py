@@ -119,12 +119,10 @@ def _call_trait(problem: CallProblem) -> TextOf:
     return text_of
 
 
-def _measure_error(rollout: Rollout) -> str | None:
-    return next((f"{name}: {score.reason}" for name, score in rollout.scores.items() if score.error), None)
-
-
 _TRAITS: dict[str, TextOf] = {
-    "measure_error": _measure_error,
+    "measure_error": lambda r: next(
+        (f"{name}: {score.reason}" for name, score in r.scores.items() if score.error), None
+    ),
     "failure": lambda rollout: rollout.error,
     "unread_call": _trait(has_unread_call),
     "unrun_call": _trait(has_unrun_call),

@@ -68,7 +68,8 @@ def judge(
         raise PalestraError("judge needs a rubric or criteria: judge(model, 'The answer is polite.')")
     if criteria is not None and not callable(criteria):
         _read_criteria(criteria)
-    asked = _model("judge", model, base_url, api_key_env, temperature, max_new_tokens, cache, limits)
+    options: dict[str, Any] = dict(api_key_env=api_key_env, temperature=temperature, max_new_tokens=max_new_tokens)
+    asked = ChatModel(model, base_url, purpose="judge", limits=CallLimits.of("judge", limits), cache=cache, **options)
 
     async def grade(context: Any) -> Score:
         context = _as_context(context)
@@ -82,7 +83,9 @@ def judge(
         listed = "\n".join(f"{i}. {criterion}" for i, criterion in enumerate(weighted, start=1))
         question = _question(f"# Rubric\n{text}\n# Criteria\n{listed}" if text else f"# Criteria\n{listed}", context)
         met, reason = await asked.ask(_chat(_CRITERIA_TASK, question), lambda t: _read_met(t, len(weighted)))
-        value = _weighted(met, list(weighted.values()))
+        possible = sum(weight for weight in weighted.values() if weight > 0)
+        value = sum(m * weight for m, weight in zip(met, weighted.values(), strict=True)) / possible
+        value = min(1.0, max(0.0, value))  # negative weights take away
         shown = ", ".join(f"{c} {m:g}" for c, m in zip(weighted, met, strict=True))
         return Score(value, value >= threshold, f"{reason} ({shown})".strip())
 
@@ -107,7 +110,8 @@ def ruler(
     What the attempts begin with alike is sent once, and equal attempts are sent once and scored alike. They are shown
     in an order that depends on the content alone. The arguments are those of `judge`; `rubric` adds to the task.
     """
-    asked = _model("ruler", model, base_url, api_key_env, temperature, max_new_tokens, cache, limits)
+    options: dict[str, Any] = dict(api_key_env=api_key_env, temperature=temperature, max_new_tokens=max_new_tokens)
+    asked = ChatModel(model, base_url, purpose="judge", limits=CallLimits.of("ruler", limits), cache=cache, **options)
 
     async def rank(attempts: Sequence[Any]) -> list[Score]:
         contexts = [_as_context(attempt) for attempt in attempts]
@@ -123,53 +127,32 @@ def ruler(
     return Measure(name, rank, threshold, group=True, timeout_s=_JUDGE_TIMEOUT_S)
 
 
-def _model(
-    title: str,
-    model: str,
-    base_url: str | None,
-    api_key_env: str,
-    temperature: float | None,
-    max_new_tokens: int | None,
-    cache: bool | str | Path,
-    limits: Mapping[str, Any],
-) -> ChatModel:
-    return ChatModel(
-        model,
-        base_url,
-        purpose="judge",
-        api_key_env=api_key_env,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        cache=cache,
-        limits=CallLimits.of(title, limits),
-    )
-
-
 def read_verdict(text: str) -> tuple[float, str]:
     """The score and the reason out of a judge's answer; ValueError when it gave none."""
-    verdict = _read_object(text)
+    return _read_score(_read_object(text), text)
+
+
+def _read_score(verdict: Mapping[str, Any], text: str) -> tuple[float, str]:
     return _number(verdict.get("score"), text), str(verdict.get("reason", ""))
 
 
 def _read_met(text: str, count: int) -> tuple[list[float], str]:
     """How far each criterion is met, and the reason; ValueError where one is missing."""
     answer = _read_object(text)
-    met = answer.get("criteria")
-    if not isinstance(met, Mapping):
-        raise ValueError(f"the judge gave no criteria: {text[:200]!r}")
+    met = _require_map(answer, "criteria", text)
     return [_number(met.get(str(i)), text) for i in range(1, count + 1)], str(answer.get("reason", ""))
 
 
 def _read_ranks(text: str, count: int) -> list[tuple[float, str]]:
     """The score and the reason of each attempt; ValueError where one is missing."""
-    attempts = _read_object(text).get("attempts")
-    if not isinstance(attempts, Mapping):
-        raise ValueError(f"the judge gave no attempts: {text[:200]!r}")
-    found = []
-    for i in range(1, count + 1):
-        verdict = attempts.get(str(i))
-        verdict = verdict if isinstance(verdict, Mapping) else {"score": verdict}
-        found.append((_number(verdict.get("score"), text), str(verdict.get("reason", ""))))
+    attempts = _require_map(_read_object(text), "attempts", text)
+    verdicts = [attempts.get(str(i)) for i in range(1, count + 1)]
+    return [_read_score(v if isinstance(v, Mapping) else {"score": v}, text) for v in verdicts]
+
+
+def _require_map(answer: Mapping[str, Any], name: str, text: str) -> Mapping[str, Any]:
+    if not isinstance(found := answer.get(name), Mapping):
+        raise ValueError(f"the judge gave no {name}: {text[:200]!r}")
     return found
 
 
@@ -207,12 +190,6 @@ def _criterion(row: Any) -> tuple[str, float]:
         if texts:
             return str(texts[0]), float(weights[0]) if weights else 1.0
     raise PalestraError(f"a criterion is {row!r}; expected a text, or {{'criterion': …, 'weight': …}}")
-
-
-def _weighted(met: Sequence[float], weights: Sequence[float]) -> float:
-    """The weighted sum over that of the positive weights, within 0 and 1."""
-    total = sum(weight for weight in weights if weight > 0)
-    return min(1.0, max(0.0, sum(m * w for m, w in zip(met, weights, strict=True)) / total))
 
 
 def _of_case(given: Any, context: MeasureContext) -> Any:

@@ -162,7 +162,8 @@ def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[S
     successes = [attempt for attempt in attempts if attempt.success]
     if not successes:
         return steps, []
-    early, late = _early_and_late(steps)
+    window = _window(len(steps))
+    early, late = set(steps[:window]), set(steps[-window:])
     phrases = spreading_phrases(attempts, early, late)
     first = [a.tokens for a in successes if a.step in early] or [a.tokens for a in successes]
     usual = median(first)
@@ -267,11 +268,6 @@ def _cluster(
         share(late) - share(early),
         fmean(verdicts) if verdicts else None,
     )
-
-
-def _early_and_late(steps: list[int]) -> tuple[set[int], set[int]]:
-    window = _window(len(steps))
-    return set(steps[:window]), set(steps[-window:])
 
 
 def _why(cluster: SuccessCluster, attempt: AttemptSummary) -> list[str]:

@@ -175,18 +175,13 @@ def remember(home: Path, row: Mapping[str, Any]) -> None:
 def rows_from_folders(home: Path) -> Iterator[dict[str, Any]]:
     """A row for each run folder that is known and still there, the oldest first."""
     rows: dict[str, dict[str, Any]] = {}
-    for path in dict.fromkeys([*_listed(home), *sorted((home / "runs").glob("*"))]):
+    file = home / _FOLDERS
+    listed = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    for path in dict.fromkeys([*map(Path, listed), *sorted((home / "runs").glob("*"))]):
         with suppress(OSError, ValueError, PalestraError, KeyError):
             row = row_from_folder(RunFolder(path))
             rows.setdefault(row["run_id"], row)
     yield from sorted(rows.values(), key=lambda row: row["created"])
-
-
-def _listed(home: Path) -> list[Path]:
-    try:
-        return [Path(line) for line in (home / _FOLDERS).read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        return []
 
 
 def row_from_folder(folder: RunFolder) -> dict[str, Any]:

@@ -33,7 +33,9 @@ def listed(folder: Path) -> Iterator[None]:
         if has_supervisor():
             yield
             return
-        index = _begin(folder.resolve())
+        index = _open_index()
+        with contextlib.suppress(sqlite3.Error, OSError):  # the run goes on without the index
+            _list(index, folder.resolve())
         try:
             yield
         except KeyboardInterrupt:
@@ -67,21 +69,6 @@ def mark_failed(folder: Path, reason: str) -> None:
         _end(None if has_supervisor() else Index(palestra_home()), folder, "failed", reason)
 
 
-def _begin(folder: Path) -> Index | None:
-    """List the run, if the index can be written; without it, it runs all the same.
-
-    A folder in which another process trains is refused again: it may just have begun.
-    """
-    index = _open_index()
-    if index is None:
-        return None
-    try:
-        _list(index, folder)
-    except (sqlite3.Error, OSError):
-        return None
-    return index
-
-
 def _open_index() -> Index | None:
     try:
         index = Index(palestra_home())
@@ -92,7 +79,10 @@ def _open_index() -> Index | None:
     return index
 
 
-def _list(index: Index, folder: Path) -> None:
+def _list(index: Index | None, folder: Path) -> None:
+    """List the run. A folder in which another process trains is refused again: it may just have begun."""
+    if index is None:
+        return
     now, me = time.time(), this_process()
     process: dict[str, Any] = {"pid": me.pid, "born": me.born, "host": this_host(), "launched": now, "started": now}
     row = index.row_of(str(folder))

@@ -187,53 +187,35 @@ _SETTINGS = {
 }
 
 
-_SANDBOX = {"env.isolation": "auto", "env.allow_unsandboxed": False}
-
-
-def _local() -> dict[str, Any]:
-    """Values that follow from the model and this machine."""
-    workers = 16 * (os.cpu_count() or 1)
-    return {
-        "env.tokenizer_name": THE_MODEL,
-        "env.rollout_server_url": CHOSEN_AT_START,
-        "env.max_num_workers": workers,
-        "env.worker_timeout": 3600,
-        "server.model_name": THE_MODEL,
-        "server.base_url": CHOSEN_AT_START,
-        "server.weight": 1.0,
-        "server.num_requests_for_eval": min(256, workers),
-        "server.timeout": 3600,
-        "server.server_type": "sglang",
-        "trainer.checkpoint_dir": CHOSEN_AT_START,
-    }
-
-
-def _tinker() -> dict[str, Any]:
-    model = "Qwen/Qwen3-8B"
-    return {
-        "env.tokenizer_name": model,
-        "env.rollout_server_url": CHOSEN_AT_START,
-        "env.use_wandb": True,
-        "env.max_token_length": 8192,
-        "env.max_num_workers": 2048,
-        "env.worker_timeout": 3600,
-        "env.total_steps": 2500,
-        "env.steps_per_eval": 25,
-        "env.max_batches_offpolicy": 3,
-        "env.inference_weight": 1.0,
-        "env.eval_limit_ratio": 0.1,
-        "server.model_name": model,
-        "server.base_url": CHOSEN_AT_START,
-        "server.weight": 1.0,
-        "server.num_requests_for_eval": 256,
-        "server.timeout": 3600,
-        "server.server_type": "sglang",
-        "trainer.lora_rank": 32,
-        "trainer.learning_rate": 4e-5,
-        "trainer.max_token_trainer_length": 9000,
-        "trainer.checkpoint_dir": CHOSEN_AT_START,
-        "trainer.save_checkpoint_interval": 25,
-    }
+# A lock -> its value by profile: (local, tinker). None: the profile leaves it to the agent.
+_MODEL = "Qwen/Qwen3-8B"
+_WORKERS = 16 * (os.cpu_count() or 1)
+_PROFILES: dict[str, tuple[Any, Any]] = {
+    "env.isolation": ("auto", "auto"),
+    "env.allow_unsandboxed": (False, False),
+    "env.tokenizer_name": (THE_MODEL, _MODEL),
+    "env.rollout_server_url": (CHOSEN_AT_START, CHOSEN_AT_START),
+    "env.use_wandb": (None, True),
+    "env.max_token_length": (None, 8192),
+    "env.max_num_workers": (_WORKERS, 2048),
+    "env.worker_timeout": (3600, 3600),
+    "env.total_steps": (None, 2500),
+    "env.steps_per_eval": (None, 25),
+    "env.max_batches_offpolicy": (None, 3),
+    "env.inference_weight": (None, 1.0),
+    "env.eval_limit_ratio": (None, 0.1),
+    "server.model_name": (THE_MODEL, _MODEL),
+    "server.base_url": (CHOSEN_AT_START, CHOSEN_AT_START),
+    "server.weight": (1.0, 1.0),
+    "server.num_requests_for_eval": (min(256, _WORKERS), 256),
+    "server.timeout": (3600, 3600),
+    "server.server_type": ("sglang", "sglang"),
+    "trainer.lora_rank": (None, 32),
+    "trainer.learning_rate": (None, 4e-5),
+    "trainer.max_token_trainer_length": (None, 9000),
+    "trainer.checkpoint_dir": (CHOSEN_AT_START, CHOSEN_AT_START),
+    "trainer.save_checkpoint_interval": (None, 25),
+}
 
 
 def short_names() -> dict[str, str]:
@@ -252,7 +234,8 @@ def lifted_locks(site: Site) -> list[Lock]:
 
 
 def _profile(site: Site) -> dict[str, Any]:
-    return _SANDBOX | (_local() if site.profile == "local" else _tinker())
+    values = {key: tinker if site.profile == "tinker" else local for key, (local, tinker) in _PROFILES.items()}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def locks_of(site: Site) -> list[Lock]:

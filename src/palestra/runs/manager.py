@@ -17,7 +17,7 @@ from palestra.core.files import new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
 from palestra.runs.database import id_of, row_from_folder
-from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, TooManyRuns, palestra_home
+from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
 from palestra.runs.reader import Part, Run, RunReader, Runs
 from palestra.runs.recovery import reconcile
@@ -34,12 +34,11 @@ class RunManager(RunReader):
     A new run's folder is made in its setting `output_dir`, or in `runs` of the home.
     """
 
+    _writes = True
+
     def __init__(self, home: Path | None = None, *, max_runs: int | None = None) -> None:
         super().__init__(home)
         self.max_runs = max_runs
-
-    def _open_index(self) -> Index:
-        return Index(self.home)
 
     def start(self, request: RunRequest, *, max_active: int | None = None) -> Run:
         """Start a run in the background, or queue it; returns at once. Bad settings raise PalestraError, and so do more

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from palestra.core.errors import PalestraError, missing_package
 from palestra.core.files import last_lines, last_rows
@@ -79,12 +79,11 @@ class Run:
 class RunReader:
     """All runs of one home. A run whose processes have died is shown as failed; `RunManager.gc` records it."""
 
+    _writes: ClassVar[bool] = False
+
     def __init__(self, home: Path | None = None) -> None:
         self.home = palestra_home() if home is None else home.absolute()
-        self._index = self._open_index()
-
-    def _open_index(self) -> Index:
-        return Index(self.home, create=False)
+        self._index = Index(self.home, create=self._writes)
 
     def get(self, run_id: str) -> Run:
         """The run with this id; PalestraError if there is none."""

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -128,16 +129,14 @@ class Supervisor:
         last_reconcile = time.monotonic()
         while True:
             self._tick()
-            if patiently(lambda: self._admit(gpus, runs)) is None:
+            free_gib = limits.free_memory_gib()
+            if patiently(partial(self._index.admit, self._run_id, free_gib, len(gpus), runs, gpus)) is None:
                 self._gpus = patiently(lambda: self._index.gpus(self._run_id))
                 self._row = replace(self._row, state="starting", reason=None)
                 return
             if time.monotonic() - last_reconcile > _RECONCILE_S:  # a dead run must not block the queue
                 patiently(lambda: reconcile(self._index))
                 last_reconcile = time.monotonic()
-
-    def _admit(self, gpus: Sequence[str], runs: int) -> str | None:
-        return self._index.admit(self._run_id, limits.free_memory_gib(), len(gpus), runs, gpus)
 
     def _start(self) -> None:
         self._token = launch_token(self._request, self._folder)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from builders import wait_until
 from dashboard_client import ADDRESS
+from listed_runs import list_run
 from starlette.testclient import TestClient
 
 from palestra.agent_tools import launcher as launchers
@@ -55,7 +56,7 @@ def page(tmp_path, monkeypatch) -> Page:
         yield Page(client, manager)
 
 
-def test_a_form_has_the_values_of_the_subject_and_shows_what_is_locked(page) -> None:
+def test_a_form_has_the_values_of_the_subject_shows_what_is_locked_and_says_what_is_wrong(page) -> None:
     form = page.call("GET", "/api/form?agent_file=demo")
     fields = {row["name"]: row for row in form["fields"]}
     assert fields["train.max_steps"]["value"] == 24
@@ -63,10 +64,7 @@ def test_a_form_has_the_values_of_the_subject_and_shows_what_is_locked(page) -> 
     assert fields["train.max_steps"]["maximum"] == 100
     assert fields["train.loss"]["kind"] == "choice"
     assert "train.beta" not in fields
-    assert {"name": "train.beta", "value": 0.1} in [{k: row[k] for k in ("name", "value")} for row in form["locked"]]
-
-
-def test_a_form_says_what_is_wrong_field_by_field(page) -> None:
+    assert ("train.beta", 0.1) in [(row["name"], row["value"]) for row in form["locked"]]
     values = {"train.max_steps": "101", "train.learning_rate": "much", "train.beta": 0.2, "nothing": 1, "lora.r": "8"}
     errors = page.call("POST", "/api/form/check", agent_file="demo", values=values)["errors"]
     assert set(errors) == {"train.max_steps", "train.learning_rate", "train.beta", "nothing"}
@@ -74,16 +72,13 @@ def test_a_form_says_what_is_wrong_field_by_field(page) -> None:
     assert "100" in errors["train.max_steps"]
 
 
-def test_a_start_with_a_bad_field_names_it_and_starts_nothing(page) -> None:
+def test_a_run_is_started_with_the_edited_and_the_locked_settings_and_a_bad_field_starts_nothing(page) -> None:
     answer = page.call("POST", "/api/runs", 400, agent_file="demo", values={"train.max_steps": 101})
     assert answer["error"]["field"] == "train.max_steps"
     assert page.manager.list() == []
     page.call("POST", "/api/runs", 400, agent_file="demo", environment="calculator")
     page.call("POST", "/api/runs", 400, agent_file="no/such/file.py")
     page.call("POST", "/api/runs", 422, agent_file="demo", unknown=1)
-
-
-def test_a_run_is_started_with_the_edited_and_the_locked_settings(page) -> None:
     run = page.call("POST", "/api/runs", 201, agent_file="demo", values={"train.max_steps": "3"}, name="my run")["run"]
     assert (run["name"], run["state"], run["actions"]) == ("my-run", "pending", ["stop"])
     request = json.loads(RunFolder(page.manager.get(run["id"]).folder).request_file.read_text())
@@ -162,14 +157,11 @@ def test_a_job_tells_its_progress_result_and_failure() -> None:
 
 
 def test_a_command_that_is_cancelled_ends(monkeypatch) -> None:
-    monkeypatch.setattr(jobs.children, "start", _sleeping(jobs.children.start))
+    start = jobs.children.start
+    monkeypatch.setattr(jobs.children, "start", lambda program, **options: start(["sleep", "60"], **options))
     job = jobs.Jobs().start("sleep", "", jobs.command([]))
     job.cancelled.set()
     assert finished(job).state == "cancelled"
-
-
-def _sleeping(start):
-    return lambda program, **options: start(["sleep", "60"], **options)
 
 
 CHAT = """
@@ -213,15 +205,9 @@ def test_a_chat_streams_what_its_process_says(page, program) -> None:
     assert chat["tools"] == ["price"]
     assert program.commands[0][-4:] == ["--max-new-tokens", "512", "--", "palestra/tiny"]
     assert said(page, chat["id"], "you") == [
-        "event: delta",
-        'data: {"text":"Hel"}',
-        "event: delta",
-        'data: {"text":"lo"}',
-        "event: message",
-        'data: {"role":"assistant","text":"Hello you"}',
-        "event: done",
-        'data: {"stop":"answered"}',
-    ]
+        "event: delta", 'data: {"text":"Hel"}', "event: delta", 'data: {"text":"lo"}',
+        "event: message", 'data: {"role":"assistant","text":"Hello you"}', "event: done", 'data: {"stop":"answered"}',
+    ]  # fmt: skip
     assert said(page, chat["id"], "again")[-1] == 'data: {"stop":"answered"}'
     assert said(page, chat["id"], "die") == ["event: error", 'data: {"message":"it died"}']
     assert page.client.post(f"/api/chats/{chat['id']}/say", json={"text": "x"}).status_code == 404
@@ -233,9 +219,6 @@ def test_only_a_few_chats_are_open_at_once(page, program) -> None:
     assert said(page, ids[3], "x")[0] == "event: delta"
     page.call("DELETE", f"/api/chats/{ids[3]}")
     assert page.client.post(f"/api/chats/{ids[3]}/say", json={"text": "x"}).status_code == 404
-
-
-def test_a_chat_names_a_run_or_a_model(page) -> None:
     page.call("POST", "/api/chats", 400)
     page.call("POST", "/api/chats", 404, run="nothing")
     page.call("POST", "/api/chats", 422, run="x", checkpoint="../../etc")
@@ -246,21 +229,13 @@ def client_for(manager: RunManager, folder: RunFolder) -> TestClient:
     return TestClient(app, base_url=ADDRESS)
 
 
-@pytest.fixture
-def copied(run, tmp_path) -> tuple[Started, TestClient, RunFolder, str]:
-    """A listed run and a dashboard that shows a copy of its folder; the copy holds the same id."""
+def test_a_copy_of_a_run_has_an_id_of_its_own_and_cannot_change_the_original(run, tmp_path) -> None:
     manager = Started(tmp_path / "home")
-    values = {"run_id": "abcd2345", "name": "shop", "environment": "", "folder": str(run.path), "kind": "managed"}
-    times = {"created": 1.0, "launched": 1.0, "host": "h"}
-    manager._index.add(**values, **times, state="completed")
+    list_run(manager.home, "abcd2345", run, state="completed")
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     client = client_for(manager, RunFolder(copy))
-    return manager, client, run, client.get("/api/runs").json()["runs"][0]["id"]
-
-
-def test_a_copy_of_a_run_has_an_id_of_its_own_and_cannot_change_the_original(copied) -> None:
-    manager, client, run, copy_id = copied
+    copy_id = client.get("/api/runs").json()["runs"][0]["id"]
     assert copy_id != "abcd2345"
     assert {"stop", "resume", "delete"}.isdisjoint(client.get(f"/api/runs/{copy_id}").json()["actions"])
     for run_id in (copy_id, "abcd2345"):
@@ -270,11 +245,7 @@ def test_a_copy_of_a_run_has_an_id_of_its_own_and_cannot_change_the_original(cop
         assert client.post(f"/api/runs/{run_id}/stop", json={}).status_code >= 400
     assert run.record_file.is_file()
     assert manager.get("abcd2345").state == "completed"
-
-
-def test_the_original_is_still_deleted_by_its_own_dashboard(copied) -> None:
-    manager, _, run, _ = copied
-    client = client_for(manager, run)
+    client = client_for(manager, run)  # its own dashboard
     (shown,) = client.get("/api/runs").json()["runs"]
     assert shown["id"] == "abcd2345"
     assert client.delete("/api/runs/abcd2345", headers={"Content-Type": "application/json"}).status_code == 200

@@ -11,9 +11,11 @@ def suspicion(run, home) -> tuple[dict, Api]:
     return found, api
 
 
+WEIGHTS = {"contains_word": 1.0, "true_answer": 0.0}
+
+
 def test_a_hacked_run_shows_its_alarm_clusters_and_suspects(tmp_path) -> None:
-    weights = {"contains_word": 1.0, "true_answer": 0.0}
-    run = make_runs.write_run(tmp_path / "run", make_runs.hacked_groups(20), reward_weights=weights)
+    run = make_runs.write_run(tmp_path / "run", make_runs.hacked_groups(20), reward_weights=WEIGHTS)
     found, api = suspicion(run, tmp_path / "home")
     assert list(found["witnesses"]) == ["true_answer"]
     assert list(found["rewarded"]) == ["contains_word"]
@@ -30,15 +32,11 @@ def test_a_hacked_run_shows_its_alarm_clusters_and_suspects(tmp_path) -> None:
     assert api("rollouts", shape="no such shape")["count"] == 0
 
 
-def test_a_run_that_learns_honestly_has_an_empty_list_to_look_at_first(tmp_path) -> None:
-    weights = {"contains_word": 1.0, "true_answer": 0.0}
-    run = make_runs.write_run(tmp_path / "run", make_runs.hacked_groups(20, hacked=False), reward_weights=weights)
-    found, _ = suspicion(run, tmp_path / "home")
+def test_an_honest_run_has_nothing_to_look_at_and_without_a_witness_the_page_says_how_to_get_one(run, tmp_path) -> None:
+    honest = make_runs.write_run(tmp_path / "run", make_runs.hacked_groups(20, hacked=False), reward_weights=WEIGHTS)
+    found, _ = suspicion(honest, tmp_path / "home")
     assert found["clusters"]
     assert found["alarms"] == found["suspects"] == []
-
-
-def test_without_a_witness_the_page_says_how_to_get_one(run, tmp_path) -> None:
     found, _ = suspicion(run, tmp_path / "home")
     assert found["alarms"] == []
     assert "reward_weights" in found["notes"][0]

@@ -172,8 +172,5 @@ def test_a_foreign_run_that_grows_is_converted_again_and_others_are_not(tmp_path
     write_lines(tmp_path / "results.jsonl", [row, row])
     first.refresh()
     assert len(list(first.folder.rollouts())) == 2
-
-
-def test_a_folder_without_anything_known_is_none(tmp_path) -> None:
-    (tmp_path / "notes.txt").write_text("hello")
-    assert open_foreign(tmp_path) is None
+    (tmp_path / "unknown").mkdir()
+    assert open_foreign(tmp_path / "unknown") is None

@@ -28,21 +28,17 @@ def test_the_list_has_a_line_for_each_run_and_finds_words(client, run) -> None:
     assert client.get("/api/runs?q=SHOP").json()["total"] == 1
     assert client.get("/api/runs?q=nothing").json()["total"] == 0
     assert client.get("/api/runs?state=failed").json()["total"] == 0
-
-
-def test_a_run_that_does_not_exist_is_404(client) -> None:
     assert client.get("/api/runs/nothing").status_code == 404
+    client.get(f"/api/runs/{row['id']}/rollouts")  # writes the index into the folder
+    assert client.get("/api/runs").json()["runs"][0]["created"] == row["created"]
 
 
-def test_a_run_tells_its_settings_and_measures(api) -> None:
+def test_a_run_tells_its_settings_and_measures_and_how_many_rollouts_a_step_takes(api, run) -> None:
     found = api()
     assert found["config"]["model"]["name"] == "palestra/tiny"
     assert "train.learning_rate" in found["changed"]
     assert found["measures"] == [{"name": "right_total", "weight": 1.0, "rewarded": True}]
     assert found["actions"] == ["rescore"]  # it has no weights, and the index does not list it
-
-
-def test_a_run_tells_how_many_rollouts_a_step_takes_and_should_take(api, run) -> None:
     sizes = {"train.problems_per_step": 1, "rollout.group_size": 4}
     RunConfig.build({"model.name": "palestra/tiny", **sizes}).save(run.config_file)
     run.metrics_file.write_text('{"step": 1, "rollouts": 8}\n{"step": 2, "rollouts": 4}\n{"step": 2, "eval/n": 1}\n')
@@ -66,35 +62,32 @@ def test_a_run_tells_its_capability_and_links_the_examples_of_its_findings(api, 
     assert without is None
 
 
-def test_metrics_are_columns_with_a_row_a_step(api, run) -> None:
+def test_metrics_are_columns_with_a_row_a_step_which_an_evaluation_shares(api, run) -> None:
     found = api("metrics")
     rows = run.metrics()
     assert found["step"] == [row["step"] for row in rows]
     assert found["series"]["reward_mean"] == [row["reward_mean"] for row in rows]
     assert found["charts"][0]["names"][0] == "reward_mean"
     assert api("metrics", after=2)["step"] == [3]
-
-
-def test_an_evaluation_shares_the_row_of_its_step_and_gaps_are_null() -> None:
     rows = [{"step": 1, "a": 1.0}, {"step": 2, "a": float("nan")}, {"step": 2, "eval/pass_rate": 0.5}]
     assert columns(by_step(rows)) == {"step": [1, 2], "series": {"a": [1.0, None], "eval/pass_rate": [None, 0.5]}}
 
 
-def test_every_metric_is_in_one_chart() -> None:
-    names = ["reward_mean", "score/a", "score/b", "pass_rate", "pass_rate/a", "brand_new", "entropy"]
-    drawn = [name for chart in charts(names) for name in chart["names"]]
-    assert sorted(drawn) == sorted(names)
-
-
-def test_a_learning_rate_is_not_drawn_as_a_share() -> None:
-    names = ["learning_rate", "pass_rate", "my_rate", "stage/learning_rate", "clip_fraction_low"]
-    assert {name: chart["unit"] for chart in charts(names) for name in chart["names"]} == {
-        "learning_rate": "",
-        "pass_rate": "%",
-        "my_rate": "%",
-        "stage/learning_rate": "",
-        "clip_fraction_low": "%",
-    }
+def test_every_metric_is_in_one_chart_and_a_learning_rate_is_not_drawn_as_a_share() -> None:
+    shares = ["pass_rate", "pass_rate/a", "my_rate", "clip_fraction_low"]
+    names = [
+        "reward_mean",
+        "score/a",
+        "score/b",
+        "brand_new",
+        "entropy",
+        "learning_rate",
+        "stage/learning_rate",
+        *shares,
+    ]
+    units = [(name, chart["unit"]) for chart in charts(names) for name in chart["names"]]
+    assert sorted(name for name, _ in units) == sorted(names)
+    assert {name for name, unit in units if unit == "%"} == set(shares)
 
 
 def test_half_a_line_of_metrics_waits(tmp_path) -> None:
@@ -107,12 +100,6 @@ def test_half_a_line_of_metrics_waits(tmp_path) -> None:
     rows, position = read_rows(path, position)
     assert sparkline(rows) == [0.75]
     assert read_rows(path, position) == ([], position)
-
-
-def test_a_folder_that_is_opened_twice_keeps_its_date(client, api) -> None:
-    first = client.get("/api/runs").json()["runs"][0]["created"]
-    api("rollouts")  # writes the index into the folder
-    assert client.get("/api/runs").json()["runs"][0]["created"] == first
 
 
 def test_comparing_shows_only_the_settings_that_differ(run, tmp_path) -> None:
@@ -138,22 +125,22 @@ def test_paired_problems_and_their_p_value() -> None:
     assert Paired(0, 5, 5, 0).p_value == 1.0
 
 
-def test_the_events_of_an_ended_run_are_its_whole_state_and_then_the_end(run, tmp_path) -> None:
-    routes = RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
+@pytest.fixture
+def routes(run, tmp_path, monkeypatch) -> RunRoutes:
+    monkeypatch.setattr("palestra.dashboard.run_routes._RUN_EVERY_S", 0.01)
+    return RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
+
+
+def test_events_are_the_whole_state_then_new_steps_and_at_the_end_of_a_run_its_end(routes, run, monkeypatch) -> None:
+    run_id = routes._catalog.all()[0].id
 
     async def collect() -> list:
-        return [event async for event in routes._run_events(routes._catalog.all()[0].id)]
+        return [event async for event in routes._run_events(run_id)]
 
     found = asyncio.run(collect())
     assert [name for name, _ in found] == ["metrics", "run", "findings", "rollouts", "end"]
     assert found[0][1]["step"] == [1, 2, 3]
-
-
-def test_a_step_that_is_written_comes_as_an_event(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("palestra.dashboard.run_routes._RUN_EVERY_S", 0.01)
     monkeypatch.setattr("palestra.runs.reader.Run.is_active", True)
-    routes = RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
-    run_id = routes._catalog.all()[0].id
 
     async def follow() -> list:
         found = []
@@ -169,11 +156,9 @@ def test_a_step_that_is_written_comes_as_an_event(run, tmp_path, monkeypatch) ->
     assert asyncio.run(follow()) == [[1, 2, 3], [4]]
 
 
-def test_lines_that_are_written_to_a_log_come_as_events_each_once(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("palestra.dashboard.run_routes._RUN_EVERY_S", 0.01)
+def test_lines_that_are_written_to_a_log_come_as_events_each_once(routes, tmp_path, monkeypatch) -> None:
     active = [True]
     monkeypatch.setattr("palestra.runs.reader.Run.is_active", property(lambda self: active[0]))
-    routes = RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
     log = tmp_path / "trainer.log"
     log.write_text("step 1\nstep 2\nste")  # the third is being written
     writes = iter(["p 3\n", "step 4\nTraceback"])

@@ -62,56 +62,42 @@ def evaluate(module: str, expression: str) -> Any:
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed")
 
 
-@needs_node
-def test_the_datasets_of_a_family_are_one_entry() -> None:
-    rows = [{"name": "calculator", "family": None}, {"name": "mine"}]
-    rows += [{"name": f"reasoning_gym/{n}", "family": "reasoning_gym"} for n in "ab"]
-    found = evaluate("lib/format.js", f"byFamily({json.dumps(rows)})")
-    assert [(family, len(members)) for family, members in found] == [(None, 1), (None, 1), ("reasoning_gym", 2)]
-
-
-@needs_node
-def test_rollouts_of_one_group_that_follow_each_other_are_shown_together() -> None:
-    rows = [{"group": group, "kind": kind} for group, kind in ((1, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "a"))]
-    found = evaluate("lib/format.js", f"neighbours({json.dumps(rows)})")
-    assert [len(rows) for rows in found] == [2, 1, 1, 1]
-
-
-@needs_node
-@pytest.mark.parametrize(("scrolled", "hidden"), [(0, 4), (400, 3), (1000, 1), (1200, 0)])
-def test_the_columns_out_of_view_are_counted(scrolled: int, hidden: int) -> None:
-    place = {"scrollWidth": 2600, "clientWidth": 1400, "scrollLeft": scrolled}
-    assert evaluate("lib/format.js", f"columnsBeyond(8, {json.dumps(place)})") == hidden
-
-
-@needs_node
-def test_extra_sampling_is_explained() -> None:
-    usual, more = (evaluate("lib/format.js", f"rolloutsOfStep({{planned: 64, mean: {n}}})") for n in (64, 118.7))
-    assert usual == "64"
-    assert more.startswith("119 on average, 64 by the settings")
-    assert "train.signal_share" in more
-
-
-@needs_node
-def test_a_pass_rate_says_whether_it_is_held_out() -> None:
-    runs = [{"eval_pass_rate": 1, "pass_rate": 0.95}, {"pass_rate": 0.95}, {"pass_rate": None}]
-    found = evaluate("lib/format.js", f"{json.dumps(runs)}.map(passRate)")
-    assert found == [["100 %", "held out"], ["95 %", "training"], ["", ""]]
+ENVIRONMENTS = [{"name": "calculator", "family": None}, {"name": "mine"}, *[{"family": "gym"}] * 2]
+ROWS = [{"group": group, "kind": kind} for group, kind in ((1, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "a"))]
+RUNS = [{"eval_pass_rate": 1, "pass_rate": 0.95}, {"pass_rate": 0.95}, {"pass_rate": None}]
+PLACE = "{scrollWidth: 2600, clientWidth: 1400, scrollLeft: x}"
 
 
 @needs_node
 @pytest.mark.parametrize(
-    ("run", "words"),
+    ("expression", "value"),
     [
-        ({"state": "failed", "active": False, "step": 3}, "The run failed"),
-        ({"state": "failed", "active": False, "step": 0}, "failed before its first step"),
-        ({"state": "stopped", "active": False, "step": 0}, "no steps"),
-        ({"state": "running", "active": True, "step": 0}, "after the first steps"),
-        ({"state": "running", "active": True, "step": 3}, "so far"),
-        ({"state": "completed", "active": False, "step": 3}, "No problems found"),
+        (f"byFamily({json.dumps(ENVIRONMENTS)}).map(([f, m]) => [f, m.length])", [[None, 1], [None, 1], ["gym", 2]]),
+        (f"neighbours({json.dumps(ROWS)}).map((rows) => rows.length)", [2, 1, 1, 1]),
+        (f"[0, 400, 1000, 1200].map((x) => columnsBeyond(8, {PLACE}))", [4, 3, 1, 0]),
+        ("rolloutsOfStep({planned: 64, mean: 64})", "64"),
+        (f"{json.dumps(RUNS)}.map(passRate)", [["100 %", "held out"], ["95 %", "training"], ["", ""]]),
     ],
 )
-def test_a_run_without_findings_is_praised_only_if_it_took_its_steps(run: dict[str, object], words: str) -> None:
-    said = evaluate("lib/format.js", f"noFindings({json.dumps(run)})")
-    assert words in said
-    assert run["state"] != "failed" or "No problems" not in said
+def test_what_pages_format(expression: str, value: Any) -> None:
+    assert evaluate("lib/format.js", expression) == value
+
+
+@needs_node
+def test_extra_sampling_is_explained_and_a_run_without_findings_is_praised_only_if_it_took_its_steps() -> None:
+    said = {
+        ("failed", 3): "The run failed",
+        ("failed", 0): "failed before its first step",
+        ("stopped", 0): "no steps",
+        ("running", 0): "after the first steps",
+        ("running", 3): "so far",
+        ("completed", 3): "No problems found",
+    }
+    runs = [{"state": state, "active": state == "running", "step": step} for state, step in said]
+    texts = evaluate(
+        "lib/format.js", f"[rolloutsOfStep({{planned: 64, mean: 118.7}}), ...{json.dumps(runs)}.map(noFindings)]"
+    )
+    for words, text in zip(["119 on average, 64 by the settings", *said.values()], texts, strict=True):
+        assert words in text
+    assert "train.signal_share" in texts[0]
+    assert not any("No problems" in text for text in texts[1:3])

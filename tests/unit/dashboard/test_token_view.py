@@ -8,18 +8,13 @@ from palestra.cli.main import run
 from palestra.core.run_folder import RunFolder
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> RunFolder:
-    """One step of the demo, on 2 problems."""
-    folder = tmp_path_factory.mktemp("trained")
+def test_the_token_view_equals_rollouts_and_metrics_to_a_millionth(tmp_path) -> None:
+    folder = tmp_path / "trained"
     settings = {"train.max_steps": 1, "train.problems_per_step": 3, "rollout.group_size": 4, "eval.cases": 1}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     assert run(["train", "--output_dir", str(folder), *words, "--checkpoint.every", "0"]) == 0
-    return RunFolder(next(folder.iterdir()))
-
-
-def test_the_token_view_equals_rollouts_and_metrics_to_a_millionth(trained, tmp_path) -> None:
-    api = api_of(trained, tmp_path)
+    trained = RunFolder(next(folder.iterdir()))
+    api = api_of(trained, tmp_path / "home")
     rows = api.rows()
     records = list(trained.rollouts())
     assert len(rows) == len(records) == 12
@@ -47,14 +42,6 @@ def test_the_token_view_equals_rollouts_and_metrics_to_a_millionth(trained, tmp_
     advantages = [row["advantage"] for row in rows]
     assert max(advantages) == pytest.approx(metrics["advantage_max"], abs=1e-6)
     assert min(advantages) == pytest.approx(metrics["advantage_min"], abs=1e-6)
-
-
-def test_text_of_tokens_comes_from_the_tokenizer_of_the_run(trained, tmp_path) -> None:
-    api = api_of(trained, tmp_path)
-    row = api.rows()[0]
-    text = "".join(api(f"rollouts/{row['id']}/tokens")["text"])
-    assert row["question"] in text
-
-
-def test_a_run_records_what_each_measure_counts(trained) -> None:
+    text = "".join(api(f"rollouts/{rows[0]['id']}/tokens")["text"])
+    assert rows[0]["question"] in text, "by the tokenizer of the run"
     assert trained.record["reward_weights"] == {"right_total": 1.0}

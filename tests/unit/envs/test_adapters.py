@@ -1,4 +1,4 @@
-"""Environments of other libraries, by their forms: verifiers of both generations, OpenEnv over its wire, gymnasium."""
+"""Environments of other libraries, by their forms: verifiers of both generations, OpenEnv over its wire."""
 
 import json
 import sys
@@ -16,7 +16,6 @@ from playing import attempt
 from palestra import EnvConfig
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Rollout, ToolCall
-from palestra.envs.adapters.gymnasium import GymEnv
 from palestra.envs.adapters.openenv import OpenEnv
 from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
 from palestra.envs.env import Env
@@ -117,8 +116,18 @@ def test_the_tools_of_a_verifiers_environment_are_offered():
         return Message("assistant", "", tool_calls=(ToolCall("c", "echo", {"text": repeat(messages)}),))
 
     assert [r.reward for r in play(VerifiersEnv(WithTools()), speak)] == [2.0] * 3
-    with pytest.raises(PalestraError, match="not supported"):
-        VerifiersEnv(SimpleNamespace(update_tool_args=print))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (SimpleNamespace(update_tool_args=print), "not supported"),
+        (SimpleNamespace(harness=object()), r"scores its attempts by a harness of its own.*palestra serve"),
+    ],
+)
+def test_a_verifiers_environment_that_plays_by_itself_is_refused(theirs, words):
+    with pytest.raises(PalestraError, match=words):
+        VerifiersEnv(theirs)
 
 
 class Task:
@@ -141,45 +150,27 @@ class WithRuntime(Task):
         trace.rewards["right"] = None
 
 
-def test_a_v1_taskset_scores_what_was_said():
-    rollouts = play(TasksetEnv([Task(i) for i in range(40)]), repeat)
-    assert [r.reward for r in rollouts] == [0.5] * 3
-    assert [m.role for m in rollouts[0].messages] == ["system", "user", "assistant"]
+class LooksAround(Task):
+    async def score(self, trace: Any, runtime: Any = None) -> None:
+        assert trace.id
+        assert trace.stop_condition
+        assert trace.tool_messages == []
+        assert [m.content for m in trace.assistant_messages] == [trace.last_reply]
+        assert "[user]\nRepeat" in trace.transcript
+        trace.state.seen = trace.last_message.role
+        trace.record_reward("right", trace.state.seen == "assistant")
+
+
+def test_a_v1_taskset_scores_what_was_said_and_finds_the_attributes_of_a_trace():
+    for kind, reward in ((Task, 0.5), (LooksAround, 1.0)):
+        rollouts = play(TasksetEnv([kind(i) for i in range(40)]), repeat)
+        assert [r.reward for r in rollouts] == [reward] * 3
+        assert [m.role for m in rollouts[0].messages] == ["system", "user", "assistant"]
     with pytest.raises(PalestraError, match="without a runtime"):
         play(TasksetEnv([WithRuntime(i) for i in range(40)]), repeat)
 
 
-class Corridor:
-    """Walk right to the end."""
-
-    action_space = SimpleNamespace(n=2)
-    closed = False
-
-    def reset(self, seed: int) -> tuple[str, dict]:
-        self.at = seed % 2
-        return f"You are at {self.at}.", {}
-
-    def step(self, action: int) -> tuple[str, float, bool, bool, dict]:
-        self.at += 1 if action == 1 else -1
-        return f"You are at {self.at}.", float(self.at == 3), self.at == 3, False, {}
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_gymnasium_environment_is_played_by_answers():
-    env = GymEnv(Corridor, "Walk.", actions=("Left", "Right"), config=SMALL)
-    walks = iter(["jump", "1", "Right", "right"])
-    (rollout,) = play(env, lambda messages: next(walks), count=1)
-    assert [m.text for m in rollout.messages if m.role == "user"] == [
-        "Walk.\n\nYou are at 0.\n\nSay one of: left, right.",
-        "That is no action. Say one of: left, right.",
-        "You are at 1.",
-        "You are at 2.",
-    ]
-    assert (rollout.reward, rollout.passed) == (1.0, True)
-
-
+CAPACITY = {"message": "Server at capacity: 1/1 sessions active", "code": "CAPACITY_REACHED", "max_sessions": 1}
 ACTION = {"type": "object", "properties": {"move": {"type": "integer"}, "metadata": {}}, "required": ["move"]}
 
 
@@ -222,8 +213,7 @@ def test_a_server_without_a_free_session_is_quoted_with_the_remedy(monkeypatch):
 
     def full(socket: Any) -> None:
         refused.append(json.loads(socket.recv())["type"])
-        data = {"message": "Server at capacity: 1/1 sessions active", "code": "CAPACITY_REACHED", "max_sessions": 1}
-        socket.send(json.dumps({"type": "error", "data": data}))
+        socket.send(json.dumps({"type": "error", "data": CAPACITY}))
         socket.close()
 
     with (
@@ -257,8 +247,7 @@ def test_a_server_with_a_single_session_is_noticed_before_training():
 
     def one_at_a_time(socket: Any) -> None:
         if not sessions.acquire(blocking=False):
-            data = {"message": "Server at capacity: 1/1 sessions active", "code": "CAPACITY_REACHED", "max_sessions": 1}
-            socket.send(json.dumps({"type": "error", "data": data}))
+            socket.send(json.dumps({"type": "error", "data": CAPACITY}))
             return
         for _ in socket:
             socket.send(json.dumps({"type": "error", "data": {"message": "no state before a reset"}}))
@@ -308,9 +297,6 @@ def test_an_openenv_server_is_played_through_its_one_action(openenv_server):
         "The episode is over.",
     ]
     assert rollout.reward == 0.5
-
-
-def test_an_openenv_server_that_is_not_there_is_told():
     with pytest.raises(PalestraError, match="is no OpenEnv server"):
         RunningEnv(OpenEnv("ws://127.0.0.1:9"))
 
@@ -354,9 +340,6 @@ def test_a_verifiers_package_that_cannot_be_loaded_is_told_with_its_reason(monke
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(load_environment=load_environment))
     with pytest.raises(PalestraError, match=f"'wordle' cannot be loaded: {type(error).__name__}: {error}"):
         load_env("verifiers:wordle")
-
-
-def test_a_library_that_is_not_installed_is_told_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(PalestraError, match=r"palestra\[gymnasium\]"):
         load_env("gymnasium:FrozenLake-v1")
@@ -397,21 +380,6 @@ def test_a_taskset_of_which_half_would_be_skipped_is_refused_before_training(tas
         RunningEnv(TasksetEnv(taskset))
 
 
-class LooksAround(Task):
-    async def score(self, trace: Any, runtime: Any = None) -> None:
-        assert trace.id
-        assert trace.stop_condition
-        assert trace.tool_messages == []
-        assert [m.content for m in trace.assistant_messages] == [trace.last_reply]
-        assert "[user]\nRepeat" in trace.transcript
-        trace.state.seen = trace.last_message.role
-        trace.record_reward("right", trace.state.seen == "assistant")
-
-
-def test_a_v1_task_finds_the_attributes_of_a_trace():
-    assert [r.reward for r in play(TasksetEnv([LooksAround(i) for i in range(40)]), repeat)] == [1.0] * 3
-
-
 @dataclass
 class GroupRubric(Rubric):
     """The longest answer of a group wins: as verifiers score where a function takes `completions`."""
@@ -436,8 +404,3 @@ def test_a_rubric_with_a_function_of_the_group_scores_siblings_together(rubric):
     (group,) = attempt(RunningEnv(VerifiersEnv(SingleTurn(rubric))), lambda _: next(texts), 1, group_size=3)
     said = [rollout.messages[-1].text for rollout in group.rollouts]
     assert group.rewards == [float(text == "abc") for text in said]
-
-
-def test_a_verifiers_environment_with_a_harness_of_its_own_is_refused_by_name():
-    with pytest.raises(PalestraError, match=r"scores its attempts by a harness of its own.*palestra serve"):
-        VerifiersEnv(SimpleNamespace(harness=object()))

@@ -47,15 +47,12 @@ def score(environment: Environment, text: str, problem: Problem | None = None) -
     return dict(asyncio.run(episode.score(say(text), [])))
 
 
-def test_problems_depend_on_the_seed_alone():
+def test_problems_depend_on_the_seed_alone_and_none_is_both_trained_on_and_held_out():
     first, again, other = (RunningEnv(Sums(EnvConfig(seed=seed))).problems("train") for seed in (1, 1, 2))
     assert len(first) == 1000
     assert [first[7], first[-1]] == [again[7], again[999]]
     assert first[7] != other[7]
     assert [p.id for p in first[:2]] == ["train-0", "train-1"]
-
-
-def test_no_problem_is_both_trained_on_and_held_out():
     running = RunningEnv(Sums(EnvConfig(train_size=3000)))
     train, held_out = ({p.input for p in running.problems(split)} for split in ("train", "held_out"))
     assert len(train) > 1000
@@ -103,60 +100,41 @@ def test_a_score_may_have_several_forms(verdict, expected):
     assert score(RunningEnv(Forms()), "1")["score"].error, "no number"
 
 
-class Guess(Env):
-    """Guess a number in three tries."""
-
-    def make_problem(self, rng: random.Random) -> Any:
-        return {"input": f"Guess. Hint: {rng.random():.3f}", "expect": rng.randint(1, 3)}
-
-    def start(self) -> None:
-        self.tries = 0
-
-    def step(self, answer: str) -> str | None:
-        self.tries += 1
-        return None if answer == str(self.problem.expect) or self.tries == 3 else "No. Again!"
-
-    def score(self, answer: str) -> Any:
-        return answer == str(self.problem.expect)
-
-
 def test_step_goes_on_until_it_says_nothing():
+    class Guess(Sums):
+        def step(self, answer: str) -> str | None:
+            self.calls += 1
+            return None if self.calls == 3 else "No. Again!"
+
     running = RunningEnv(Guess())
     episode = running.open(running.problems("train")[0])
     replies = [asyncio.run(episode.reply(say("9"))) for _ in range(3)]
     assert replies == [(Message("user", "No. Again!"),), (Message("user", "No. Again!"),), ()]
 
 
-class Lists(Env):
-    def problems(self, split):
-        return [f"{split}?"] if split == "held_out" else (f"{i}?" for i in range(10**9))
-
-    def score(self, answer):
-        return True
-
-
 def test_problems_may_be_a_list_or_an_endless_iterator():
+    class Lists(Sums):
+        def problems(self, split):
+            return [f"{split}?"] if split == "held_out" else (f"{i}?" for i in range(10**9))
+
     running = RunningEnv(Lists(EnvConfig(train_size=5)))
     assert [p.input for p in running.problems("train")] == ["0?", "1?", "2?", "3?", "4?"]
     assert [p.input for p in running.problems("held_out")] == ["held_out?"]
 
 
 def test_items_handed_out_one_by_one_are_dealt_out_and_none_is_lost():
-    class Items(Env):
+    class Items(Sums):
         def setup(self) -> None:
             self.left = [f"question {i}" for i in range(200)]
 
         def get_next_item(self) -> Any:
             return self.left.pop() if self.left else None
 
-        def score(self, answer: str) -> Any:
-            return True
-
     running = RunningEnv(Items())
     train, held_out = ([p.input for p in running.problems(split)] for split in ("train", "held_out"))
     assert sorted(train + held_out) == sorted(f"question {i}" for i in range(200))
     assert 20 < len(held_out) < 60
-    assert not running.open(running.problems("train")[0]).tools
+    assert [tool.name for tool in running.open(running.problems("train")[0]).tools] == ["add"]
 
 
 def test_too_few_problems_to_hold_any_out_leave_all_for_training():
@@ -196,22 +174,21 @@ def test_close_that_raises_is_only_a_warning(caplog):
     assert "gone" in caplog.text
 
 
-@pytest.mark.parametrize("method", ["setup", "problems"])
-def test_what_is_needed_before_any_attempt_is_told_at_once(method):
-    def broken(self, *_: Any) -> Any:
-        raise OSError("no data")
+def broken(self, *_: Any) -> Any:
+    raise OSError("no data")
 
-    with pytest.raises(PalestraError, match=f"Broken.{method} raised OSError: no data"):
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("setup", "Broken.setup raised OSError: no data"),
+        ("problems", "Broken.problems raised OSError: no data"),
+        ("a_tool", "tool 'broken' has no docstring"),
+    ],
+)
+def test_what_is_wrong_before_any_attempt_is_an_error_with_its_reason(method, words):
+    with pytest.raises(PalestraError, match=words):
         RunningEnv(type("Broken", (Sums,), {method: broken})()).problems("train")
-
-
-def test_a_tool_without_docstring_is_told_at_once():
-    class Undocumented(Sums):
-        def subtract(self, a: int, b: int) -> int:
-            return a - b
-
-    with pytest.raises(PalestraError, match="'subtract' has no docstring"):
-        RunningEnv(Undocumented())
 
 
 def test_a_name_is_the_class_unless_it_gives_one():
@@ -243,8 +220,6 @@ def test_siblings_are_scored_together_beside_their_own_scores_and_without_those_
     assert [sorted(rollout.scores) for rollout in rollouts] == [["score", "shortest"], [], ["score", "shortest"]]
     assert [rollout.scores["shortest"].passed for rollout in rollouts if rollout.scores] == [False, True]
 
-
-def test_an_environment_may_have_scores_of_the_group_alone():
     class Alone(Shortest):
         score = Env.score
 

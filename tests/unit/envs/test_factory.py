@@ -103,7 +103,7 @@ def test_a_dict_of_factories_is_chosen_from_by_the_row():
     assert (stats["score/Counter"], stats["score/Other"], stats["rollout_failures"]) == (2.0, -1.0, 1.0)
 
 
-def test_an_async_or_senseless_reward_is_dealt_with():
+def test_an_async_or_senseless_reward_and_a_close_that_relies_on_reset_are_dealt_with():
     class Waits(Counter):
         async def get_reward(self) -> float:  # type: ignore[override]
             return 0.5
@@ -116,8 +116,6 @@ def test_an_async_or_senseless_reward_is_dealt_with():
     with pytest.raises(PalestraError, match=r"every rollout failed.*the reward is nan"):
         play(environment(Senseless))
 
-
-def test_a_close_that_relies_on_reset_is_no_obstacle():
     class Server(Counter):
         def reset(self, **row: Any) -> str | None:
             self.socket = "open"
@@ -128,12 +126,6 @@ def test_a_close_that_relies_on_reset_is_no_obstacle():
             super().close()
 
     assert play(environment(Server))[0].rollouts[0].error is None
-
-
-def test_who_owns_the_reward_needs_no_measures():
-    assert owns_reward(Counter)
-    assert owns_reward({"a": lambda: Counter()})
-    assert not owns_reward({"a": Counter, "b": object})
 
 
 def test_a_factory_without_reset_or_with_an_undocumented_tool_is_told():
@@ -147,12 +139,12 @@ def test_a_factory_without_reset_or_with_an_undocumented_tool_is_told():
         environment(Undocumented)
 
 
-def test_train_grpo_takes_an_environment_factory(tmp_path):
+def test_a_factory_trains_an_adapter_with_echo_which_answers_and_is_saved_merged(tmp_path):
     seen: list[Any] = []
 
     def looks(prompts: list, completions: list, environments: list, **columns: Any) -> list[float]:
         seen.extend(environments)
-        return [0.0] * len(prompts)
+        return [float(i) for i in range(len(completions))]
 
     result = train_grpo(
         Agent("counter", "palestra/tiny", "Use the tools to answer.", []),
@@ -160,28 +152,15 @@ def test_train_grpo_takes_an_environment_factory(tmp_path):
         environment_factory=Counter,
         extra_reward_funcs=[looks],
         config={
-            "train.max_steps": 1, "train.problems_per_step": 1, "train.refill_limit": 0, "rollout.group_size": 2,
-            "rollout.max_new_tokens": 8, "eval.cases": 1, "checkpoint.every": 0, "output_dir": str(tmp_path),
-        },
-    )  # fmt: skip
-    assert len(result.metrics) == 1
-    assert seen
-    assert all(isinstance(world, Counter) for world in seen)
-
-
-def test_a_factory_trains_an_adapter_with_echo_which_answers_and_is_saved_merged(tmp_path):
-    result = train_grpo(
-        Agent("counter", "palestra/tiny", "Use the tools to answer.", []),
-        EvalSuite.from_records([{"input": f"Count up by {i}."} for i in range(5)]),
-        environment_factory=Counter,
-        extra_reward_funcs=[lambda completions, **_: [float(i) for i in range(len(completions))]],
-        config={
             "train.max_steps": 1, "train.problems_per_step": 1, "rollout.group_size": 2, "rollout.max_new_tokens": 60,
             "lora.r": 2, "echo.coefficient": 0.5, "model.gradient_checkpointing": True, "eval.cases": 1,
             "checkpoint.every": 0, "output_dir": str(tmp_path),
         },
     )  # fmt: skip
+    assert len(result.metrics) == 1
     assert "loss" in result.metrics[0]
+    assert seen
+    assert all(isinstance(world, Counter) for world in seen)
     assert isinstance(result.generate("Count up by 2.", max_new_tokens=8, tools=[]), str)
     merged = result.save_model(tmp_path / "merged", merged=True)
     assert (merged / "config.json").is_file()
@@ -192,5 +171,8 @@ def test_neither_measures_nor_an_own_reward_is_an_error():
     class Plain:
         def reset(self, **row: Any) -> None: ...
 
+    assert owns_reward(Counter)
+    assert owns_reward({"a": lambda: Counter()})
+    assert not owns_reward({"a": Counter, "b": object})
     with pytest.raises(PalestraError, match="no measures"):
         train_grpo(Agent("a", "palestra/tiny"), EvalSuite.from_records([{"input": "?"}] * 3), environment_factory=Plain)

@@ -36,17 +36,14 @@ class Door(gymnasium.Env):
         return {"at": np.zeros(2), "keys": np.int64(0)}, float(action == 3), action == 3, False, {}
 
 
-def test_actions_that_do_not_start_at_0_are_named_in_the_first_prompt_and_taken():
+def test_actions_that_do_not_start_at_0_are_named_in_the_first_prompt_and_taken_by_number_or_name():
     rollout, said = play(RunningEnv(GymEnv(Door, "Open it.", config=SMALL)), "0", "1", "3")
     assert said == [
         'Open it.\n\n{"at": [1.0, 2.0], "keys": 2}\n\nSay a number from 1 to 3.',
         "That is no action. Say a number from 1 to 3.",
         '{"at": [0.0, 0.0], "keys": 0}',
     ]
-    assert rollout.reward == 1.0
-
-
-def test_names_of_actions_count_from_the_first_one():
+    assert (rollout.reward, rollout.passed) == (1.0, True)
     rollout, said = play(RunningEnv(GymEnv(Door, actions=("push", "kick", "Turn"), config=SMALL)), "turn")
     assert said[0].endswith("Say one of: push, kick, turn.")
     assert rollout.reward == 1.0
@@ -71,11 +68,8 @@ def test_an_attempt_without_a_valid_action_fails_instead_of_getting_the_best_sco
         play(RunningEnv(ThreeTurns(Costly, config=SMALL)), "hm", "hm", "hm")
     acted, _ = play(RunningEnv(ThreeTurns(Costly, config=SMALL)), "hm", "1", "3")
     assert (acted.error, acted.reward) == (None, -1.0)
-
-
-def test_with_a_reward_for_wrong_answers_every_attempt_counts():
     silent, _ = play(RunningEnv(ThreeTurns(Costly, config=SMALL, invalid_reward=-2)), "hm", "hm", "hm")
-    assert silent.error is None
+    assert silent.error is None, "with a reward for wrong answers every attempt counts"
     assert silent.reward < -2.0
 
 

@@ -38,11 +38,6 @@ class Doors(Env):
         return [0.1 * (door in "abc") for door in self.opened]
 
 
-class Several(Doors):
-    def score_turns(self):
-        return {"right": [0.0, 0.0, 1.0], "quick": np.array([0.5, 0.0, 0.0])}
-
-
 def doors(*names):
     """A speaker that opens these doors, one after the other."""
     return lambda messages: names[sum(m.role == "assistant" for m in messages)]
@@ -56,8 +51,10 @@ def test_values_of_turns_are_scores_that_add_up_to_the_reward():
     assert rollout.passed
     assert rollout.reward == pytest.approx(1.2)
 
+    class Several(Doors):
+        def score_turns(self):
+            return {"right": [0.0, 0.0, 1.0], "quick": np.array([0.5, 0.0, 0.0])}
 
-def test_an_environment_may_give_several_lists():
     [group] = attempt(RunningEnv(Several()), doors("a", "b", "c"))
     scores = group.rollouts[0].scores
     assert scores["right"].turns == (0.0, 0.0, 1.0)
@@ -78,8 +75,6 @@ def test_states_are_named_before_each_turn_only_if_all_have_a_key():
     [group] = attempt(RunningEnv(Doors()), doors("a", "b", "c"))
     assert len(group.rollouts[0].states) == 2, "the first turn has none, so observations tell states apart"
 
-
-def test_a_state_key_that_raises_fails_its_attempt():
     class Broken(Doors):
         def state_key(self):
             raise KeyError("room")

@@ -50,17 +50,10 @@ def test_the_user_says_at_most_max_messages(tmp_path: Path) -> None:
         rows = rollouts_of(tmp_path, UserSimulator("m", base_url=stub.base_url, max_messages=2))
     said = [sum(m["text"] == "More." for m in row["messages"]) for row in rows]
     assert max(said) == 2
-
-
-def test_a_user_that_fails_fails_its_attempt(tmp_path: Path) -> None:
-    user = UserSimulator("m", base_url="http://127.0.0.1:9/v1", attempts=1)
-    with pytest.raises(PalestraError, match="user m"):
-        rollouts_of(tmp_path, user)
-
-
-def test_max_messages_below_1_is_rejected() -> None:
     with pytest.raises(PalestraError, match="max_messages"):
         UserSimulator("palestra/tiny", max_messages=0)
+    with pytest.raises(PalestraError, match="user m"):  # one that fails, fails its attempt
+        rollouts_of(tmp_path, UserSimulator("m", base_url="http://127.0.0.1:9/v1", attempts=1))
 
 
 def test_the_policy_may_play_the_user_and_what_it_says_there_is_not_trained(tmp_path: Path) -> None:

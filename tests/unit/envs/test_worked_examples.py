@@ -18,9 +18,6 @@ def test_the_calculator_shows_whole_solutions_before_the_question() -> None:
     assert opening(problem, env) == ["system", *solved, *solved, "user"]
     call = env.open(problem).prompt[2].tool_calls[0]
     assert env.open(problem).prompt[3].text == str(Calculator().calculate(**call.arguments))
-
-
-def test_without_shots_a_question_stays_a_text() -> None:
     env = RunningEnv(Calculator(CalculatorConfig(train_size=4, held_out_size=2)))
     assert isinstance(env.problems("train")[0].input, str)
 

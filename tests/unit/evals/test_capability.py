@@ -48,10 +48,7 @@ RAISED = ToolResult(ToolCall("c", "stock"), "Error: stock raised KeyError", ok=F
 )
 def test_a_failed_call_has_one_cause(result: ToolResult, problem: str | None) -> None:
     assert call_problem(result, TOOLS) == problem
-
-
-def test_a_call_without_any_tool_names_an_unknown_one() -> None:
-    assert call_problem(UNFIT, ()) == "unknown_tool"
+    assert call_problem(UNFIT, ()) == "unknown_tool", "where there are no tools"
 
 
 def test_the_line_counts_calls_by_cause_and_attempts_by_outcome() -> None:
@@ -61,14 +58,8 @@ def test_the_line_counts_calls_by_cause_and_attempts_by_outcome() -> None:
         "capability: 8 calls per attempt, 88 % parsed, 38 % in another format (json), 12 % unknown tools, "
         "12 % invalid arguments, 12 % tool errors, 50 % truncated"
     )
-
-
-def test_an_agent_without_tools_has_no_rates_of_calls() -> None:
     assert str(Capability.of([attempt(tool_names=())])) == "capability: no tools, 0 % truncated"
     assert str(Capability.of([attempt()])) == "capability: 0 calls per attempt, 0 % truncated"
-
-
-def test_attempts_that_failed_with_an_error_do_not_count() -> None:
     assert Capability.of([attempt(False, GOOD), attempt(error="broken", stop="failed")]).calls_per_attempt == 1.0
 
 
@@ -80,10 +71,7 @@ def test_pass_at_k_is_the_chance_that_one_of_k_random_samples_passes() -> None:
     expected = [sum(any(c) for c in combinations(row, 1)) / len(row) for row in [*verdicts, [True]]]
     assert pass_at_k(short)[1] == pytest.approx(sum(expected) / 4), "an attempt with an error is no sample"
     assert pass_at_k(short)[4] == pytest.approx(2 / 3), "a problem with fewer samples does not count"
-
-
-def test_there_is_no_pass_at_k_where_nothing_decides_about_passing() -> None:
-    assert pass_at_k([[attempt(None), attempt(None)]]) == {} == pass_at_k([])
+    assert pass_at_k([[attempt(None), attempt(None)]]) == {} == pass_at_k([]), "nothing decides about passing"
 
 
 def test_the_numbers_go_into_json_with_the_line() -> None:

@@ -7,20 +7,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from builders import group
 
-from palestra.core.types import Group, Rollout, Score, Turn
-from palestra.evals.case_rates import CaseRates, retest_size
+from palestra.evals.case_rates import CaseRates, _all_alike, retest_size
 
 SIZE = 8
-
-
-def group(case: str, *rewards: float, error: str | None = None) -> Group:
-    turns = (Turn("template", (1,)), Turn("model", (2,), (-0.5,)))
-    rollouts = (
-        Rollout(case, turns, (), "answered", scores={"right": Score(r, r == 1.0)}, reward=r, error=error)
-        for r in rewards
-    )
-    return Group(case, tuple(rollouts))
 
 
 def rates_of(passes: dict[str, int], half_life: float = 30.0) -> CaseRates:
@@ -77,13 +68,16 @@ def test_a_group_counts_by_its_verdicts_and_failed_rollouts_say_nothing() -> Non
     rates = CaseRates(30)
     places = {"a": 0, "b": 1, "c": 2}.get
     rates.observe(
-        [group("a", 1, 0, 0), group("b", 0.2, 0.4), group("c", 0, error="gone")], [True, True, False], 3, places
+        [group(1, 0, 0, problem="a"), group(0.2, 0.4, problem="b"), group(0, problem="c", error="gone")],
+        [True, True, False],
+        3,
+        places,
     )
     known = {case: (e.passed, e.failed, e.step) for case, e in rates.cases.items()}
     assert known == {"a": (1, 2, 3), "b": (1, 1, 3), "c": (0, 0, 3)}, (
         "rewards that differ below the threshold count half"
     )
-    rates.observe([group("x", 1.0)], [False], 4, places)
+    rates.observe([group(1.0, problem="x")], [False], 4, places)
     assert "x" not in rates.cases
 
 
@@ -98,8 +92,6 @@ def test_rates_survive_a_checkpoint_exactly() -> None:
 
 
 def test_the_probability_of_a_mixed_group_equals_a_simulation() -> None:
-    from palestra.evals.case_rates import _all_alike
-
     rng = np.random.default_rng(0)
     p = rng.beta(1.5, 4.5, 200_000)
     assert _all_alike(1.5, 4.5, 4) == pytest.approx(float(np.mean(p**4 + (1 - p) ** 4)), abs=2e-3)

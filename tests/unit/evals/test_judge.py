@@ -15,13 +15,16 @@ from tests.support.judge_server import attempts_of, ranks, stub_model
 from palestra.core.chat_model import ChatModel, hosting, logging_calls
 from palestra.core.endpoints import CallLimits, Pace
 from palestra.core.errors import PalestraError, RolloutError
-from palestra.core.types import Message, Problem, Rollout, Score
-from palestra.evals.judge import judge, ruler
+from palestra.core.types import Message, Problem, Rollout, Score, ToolCall
+from palestra.evals.judge import judge, read_verdict, ruler
 from palestra.evals.judge_stats import agreement, length_metrics
 from palestra.evals.measures import Measure, MeasureContext, measure, run_group_measure, run_measure
 from palestra.rollout.local_models import LocalModels
 
 FAST = {"retry_pause_s": 0.0}
+CALLED = MeasureContext(
+    (Message("user", "2 + 2?"), Message("assistant", "Four.", (ToolCall("c", "add", {"a": 2}),))), expect="4"
+)
 
 
 def context(answer: str, **row: Any) -> MeasureContext:
@@ -36,6 +39,48 @@ def grade(m: Measure, *contexts: MeasureContext) -> list[Score]:
 def by_length(question: str) -> str:
     texts = attempts_of(question)
     return ranks([round(len(text) / max(map(len, texts)), 2) for text in texts])
+
+
+def test_the_judge_sees_rubric_expectation_and_conversation_and_gets_its_key(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    with stub_model(lambda question: 'Sure: {"score": 0.8, "reason": "close"}') as stub:
+        (score,) = grade(judge("m", "Be right.", base_url=stub.base_url, api_key_env="MY_KEY"), CALLED)
+    assert (score.value, score.passed, score.reason, score.error) == (0.8, True, "close", False)
+    assert (stub.paths, stub.keys, stub.bodies[0]["model"]) == (["/v1/chat/completions"], ["Bearer secret"], "m")
+    words = ("Be right.", "# Expected\n4", "user: 2 + 2?", '[calls add({"a": 2})]')
+    assert all(word in stub.questions[0] for word in words)
+
+
+def test_the_judge_asks_where_openai_base_url_points_and_a_local_server_needs_no_key(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with stub_model(lambda question: '{"score": 0.2}') as stub:
+        monkeypatch.setenv("OPENAI_BASE_URL", stub.base_url)
+        (score,) = grade(judge("m", "Be right."), CALLED)
+    assert (score.error, score.passed, stub.paths, stub.keys) == (False, False, ["/v1/chat/completions"], [None])
+    monkeypatch.delenv("OPENAI_BASE_URL")
+    with pytest.raises(PalestraError, match="environment variable OPENAI_API_KEY"):
+        judge("gpt-5", "Be right.")
+
+
+def test_a_refusal_is_an_error_on_record_without_the_key_and_is_not_asked_again(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    with stub_model(lambda question: 401) as stub:
+        m = judge("m", "Be right.", base_url=stub.base_url, api_key_env="MY_KEY", **FAST)
+        (score,) = grade(m, CALLED)
+    assert score.error
+    assert "answered 401" in score.reason
+    assert "secret" not in score.reason
+    assert len(stub.bodies) == 1
+    (gone,) = grade(m, CALLED)
+    assert gone.error, "nor is a server that is not there a verdict"
+
+
+@pytest.mark.parametrize("text", ["", "good!", '{"score": 2}', '{"score": "1"}', '{"score": true}', "{broken}", "[1]"])
+def test_an_answer_without_a_score_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r".+"):
+        read_verdict(text)
+    thought = '<think>{"score": 0}?</think>\n```json\n{"score": 1, "reason": "ok"}\n```'
+    assert read_verdict(thought) == (1.0, "ok"), "what was thought before is passed over"
 
 
 def test_ruler_ranks_a_group_in_one_call_and_sends_the_shared_beginning_once():
@@ -66,14 +111,9 @@ def test_a_ranking_that_leaves_an_attempt_out_is_asked_for_again_and_then_no_ver
 
 def test_rubric_and_criteria_come_from_the_case():
     verdict = json.dumps({"criteria": {"1": 1, "2": 0.5}, "reason": "fine"})
-    graded = judge
+    of_case = {"rubric": lambda case: case["rubric"], "criteria": lambda case: case["criteria"]}
     with stub_model(lambda question: verdict) as stub:
-        m = graded(
-            "m",
-            lambda case: case["rubric"],
-            criteria=lambda case: case["criteria"],
-            base_url=stub.base_url,
-        )
+        m = judge("m", **of_case, base_url=stub.base_url)
         rows = [{"criterion": "names a number", "weight": 3}, {"criterion": "is brief", "points": 1}]
         (score,) = grade(m, context("4", rubric="Sums only.", criteria=rows))
     assert "Sums only." in stub.questions[0]
@@ -192,35 +232,26 @@ def test_a_judge_that_does_not_answer_in_time_is_no_verdict():
     assert len(stub.bodies) == 2
 
 
-def test_a_failed_call_is_not_cached():
-    answers = [503, '{"score": 1}']
+def test_a_failed_call_is_not_cached_and_a_busy_server_is_asked_again():
+    answers = [503, '{"score": 1}', 429, 503, '{"score": 1}']
     with stub_model(lambda question: answers.pop(0)) as stub:
         m = judge("m", "Right?", base_url=stub.base_url, attempts=1)
         assert grade(m, context("4"))[0].error
         assert grade(m, context("4"))[0].passed
+        assert grade(judge("m", "Right?", base_url=stub.base_url, **FAST), context("4"))[0].passed
 
 
-def test_a_model_of_this_process_judges():
-    async def ask() -> str:
-        with hosting(LocalModels()):
-            model = ChatModel("palestra/tiny", purpose="judge", max_new_tokens=4)
-            text = await model.ask([{"role": "user", "content": "Hi"}], str)
-            assert model.usage.completion_tokens > 0
-            return text
-
-    assert isinstance(asyncio.run(ask()), str)
-
-
-def test_the_policy_cannot_judge_where_there_is_none():
+def test_a_model_of_this_process_judges_only_where_there_is_one():
+    hello = [{"role": "user", "content": "Hi"}]
     with hosting(LocalModels()):
+        model = ChatModel("palestra/tiny", purpose="judge", max_new_tokens=4)
+        assert isinstance(asyncio.run(model.ask(hello, str)), str)
+        assert model.usage.completion_tokens > 0
         (score,) = grade(judge("policy", "Right?"), context("4"))
     assert score.error
     assert "in training" in score.reason
-
-
-def test_outside_of_a_run_a_local_model_is_refused_by_name():
     with pytest.raises(RolloutError, match="base_url"):
-        asyncio.run(ChatModel("local/x", purpose="judge").ask([{"role": "user", "content": "Hi"}], str))
+        asyncio.run(ChatModel("local/x", purpose="judge").ask(hello, str))
 
 
 def test_a_chat_model_travels_to_another_process():
@@ -239,24 +270,17 @@ def test_a_group_measure_of_ones_own_sees_all_attempts():
     assert all("for 2 attempts" in s.reason and s.error for s in grade(short, context("4"), context("5")))
 
 
-def test_tau_is_1_for_the_same_order_and_its_interval_holds_it():
-    same = [[(0.1, 0), (0.5, 1), (0.9, 2)]] * 4
-    found = agreement(same)
+def test_tau_b_is_that_of_the_definition_and_its_interval_holds_it():
+    found = agreement([[(0.1, 0), (0.5, 1), (0.9, 2)]] * 4)
     assert found is not None
     assert (found.tau, found.low, found.high, found.pairs, found.agreed) == (1.0, 1.0, 1.0, 12, 1.0)
-
-
-def test_tau_b_is_that_of_the_definition():
     # pairs of (score, label): 4 concordant, 1 discordant, 1 tied in the scores
     found = agreement([[(1, 1), (2, 3), (3, 2), (3, 4)]])
     assert found is not None
     assert found.tau == pytest.approx((4 - 1) / (6 * 5) ** 0.5)
     assert found.low <= found.tau <= found.high
     assert found.agreed == pytest.approx(4.5 / 6)
-
-
-def test_labels_that_never_differ_give_no_agreement():
-    assert agreement([[(0.1, 1), (0.9, 1)]]) is None
+    assert agreement([[(0.1, 1), (0.9, 1)]]) is None, "labels that never differ"
 
 
 def rollout(answer: str, value: float, error: bool = False) -> Rollout:

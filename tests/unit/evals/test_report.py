@@ -61,11 +61,8 @@ def test_a_measure_that_failed_by_itself_is_left_out_and_counted():
     report = EvalReport.of([*judged, rollout("c", True, None)], seconds=3.0)
     assert (report.pass_rate.passed, report.pass_rate.n, report.mean_reward) == (1, 2, 0.75)
     assert [(m.pass_rate.n, m.mean_value, m.errors) for m in report.measures] == [(3, 1.0, 0), (2, 0.5, 1)]
-
-
-def test_a_report_of_nothing_is_zero_with_the_widest_interval():
-    report = EvalReport.of([], 0.0)
-    assert (report.pass_rate.rate, report.pass_rate.low, report.pass_rate.high) == (0.0, 0.0, 1.0)
+    nothing = EvalReport.of([], 0.0).pass_rate
+    assert (nothing.rate, nothing.low, nothing.high) == (0.0, 0.0, 1.0), "of no rollout, the widest interval"
 
 
 def test_compare_gives_a_row_per_measure_and_one_for_all():
@@ -82,9 +79,6 @@ def test_the_first_transcript_failed_before_and_passes_now():
     after = [rollout("d", True), rollout("c", True), rollout("b", False), rollout("a", True), rollout("e", True)]
     picked = pick_transcripts(before, after)
     assert [(old.problem_id, new.problem_id) for old, new in picked] == [("c", "c"), ("b", "b"), ("a", "a")]
-
-
-def test_without_progress_there_are_still_transcripts():
     same = [rollout("a", False), rollout("a", True), rollout("b", False)]
     assert [old.problem_id for old, _ in pick_transcripts(same, same)] == ["a", "b"]
     assert pick_transcripts([], []) == []
@@ -96,19 +90,12 @@ def test_a_score_without_a_verdict_has_a_mean_and_no_pass_rate():
     assert report.pass_rate.rate == 1.0
     assert {m.name: (m.pass_rate.n, m.mean_value) for m in report.measures} == {"right": (2, 1.0), "brief": (0, -0.5)}
     assert [row.name for row in compare(report, report)] == ["right", "all measures"]
-
-
-def test_a_measure_that_is_named_reward_has_one_row_of_means():
     report = EvalReport.of([replace(rollout("p", reward=0.5), scores={"reward": Score(0.5, False)})], 1.0)
-    assert [change.name for change in compare_means(report, report)] == ["reward"]
+    assert [change.name for change in compare_means(report, report)] == ["reward"], "one row, also by this name"
 
 
 def test_the_row_of_all_measures_says_that_a_witness_is_not_in_it():
     scores = {"right": Score(1.0, True), "polite": Score(0.0, False, counts=False)}
     report = EvalReport.of([replace(rollout("p"), scores=scores)], 1.0)
-    rows = compare(report, report)
-    assert [(row.name, row.after.value) for row in rows] == [
-        ("right", 1.0),
-        ("polite", 0.0),
-        ("all rewarded measures", 1.0),
-    ]
+    found = {row.name: row.after.value for row in compare(report, report)}
+    assert found == {"right": 1.0, "polite": 0.0, "all rewarded measures": 1.0}

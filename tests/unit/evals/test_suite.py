@@ -6,6 +6,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem
 from palestra.evals.suite import EvalSuite, hold_out
 
+GOOD, BAD = [{"role": "user", "content": "x"}], [{"role": "usr", "content": "x"}]
 RECORDS = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(10)]
 
 
@@ -26,19 +27,9 @@ def test_records_become_cases_with_their_whole_row():
     assert len(suite) == 10
     assert next(iter(suite)) == Problem("sums-0", "0 + 1?", "1", RECORDS[0])
     assert [m.name for m in suite.measures] == ["right"]
-
-
-def test_input_and_expect_are_the_default_keys():
-    assert EvalSuite.from_records([{"input": "hi", "expect": "ho"}]).cases[0].expect == "ho"
-    assert EvalSuite.from_records([{"input": "hi"}]).cases[0].expect is None
-
-
-def test_an_input_may_be_messages():
-    suite = EvalSuite.from_records([{"input": [{"role": "user", "content": "hi"}]}])
-    assert suite.cases[0].input == (Message("user", "hi"),)
-
-
-GOOD, BAD = [{"role": "user", "content": "x"}], [{"role": "usr", "content": "x"}]
+    default = EvalSuite.from_records([{"input": "hi", "expect": "ho"}, {"input": GOOD}])
+    assert [case.expect for case in default] == ["ho", None]
+    assert default.cases[1].input == (Message("user", "x"),)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +70,13 @@ def test_jsonl_csv_and_parquet_give_the_same_suite(tmp_path):
     assert EvalSuite.from_parquet(tmp_path / "sums.parquet", **options) == expected
 
 
-def test_line_breaks_inside_of_json_text_or_csv_quotes_do_not_split_a_record(tmp_path):
+def test_line_breaks_inside_of_json_text_or_csv_quotes_do_not_split_a_record_and_a_field_may_be_long(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"input": "a\u2028b"}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert EvalSuite.from_jsonl(tmp_path / "a.jsonl").cases[0].input == "a\u2028b"
     (tmp_path / "a.csv").write_text('input,expect\n"a\nb\u2028",c\n', encoding="utf-8")
     assert EvalSuite.from_csv(tmp_path / "a.csv").cases[0].input == "a\nb\u2028"
-
-
-def test_a_dataset_object_gives_its_rows():
-    datasets = pytest.importorskip("datasets")
-    suite = EvalSuite.from_hf_dataset(datasets.Dataset.from_list(RECORDS), question, expect_fn=answer)
-    assert [case.input for case in suite] == [record["question"] for record in RECORDS]
+    (tmp_path / "a.csv").write_text(f"input,expect\n{'x' * 200_000},1\n")
+    assert len(EvalSuite.from_csv(tmp_path / "a.csv").cases[0].input) == 200_000
 
 
 def test_a_split_is_whole_disjoint_and_repeatable():
@@ -100,27 +87,16 @@ def test_a_split_is_whole_disjoint_and_repeatable():
     assert suite.split(0.3, seed=1) == (train, held_out)
     assert suite.split(0.3, seed=2) != (train, held_out)
     assert held_out.measures == suite.measures
-
-
-def test_even_a_small_suite_keeps_a_case_on_either_side():
     two = EvalSuite.from_records(RECORDS[:2], question)
     assert [len(part) for part in two.split(0.01)] == [1, 1]
     assert [len(part) for part in two.split(0.99)] == [1, 1]
 
 
-@pytest.mark.parametrize("share", [0, 0.0, None])
-def test_with_nothing_held_out_all_cases_are_trained_on(share):
+def test_a_share_or_a_suite_or_nothing_is_held_out():
     suite = EvalSuite.from_records([{"input": str(i)} for i in range(5)])
-    assert hold_out(suite, share) == (suite, None)
-
-
-def test_a_suite_of_one_case_is_trained_on_whole():
-    suite = EvalSuite.from_records([{"input": "0"}])
-    assert hold_out(suite, 0.2) == (suite, None)
-
-
-def test_a_share_or_a_suite_is_held_out():
-    suite = EvalSuite.from_records([{"input": str(i)} for i in range(5)])
+    assert all(hold_out(suite, share) == (suite, None) for share in (0, 0.0, None))
+    one = EvalSuite.from_records([{"input": "0"}])
+    assert hold_out(one, 0.2) == (one, None), "a suite of one case is trained on whole"
     assert [len(part) for part in hold_out(suite, 0.4)] == [3, 2]
     other = EvalSuite.from_records([{"input": "x"}], name="other")
     assert hold_out(suite, other) == (suite, other)
@@ -135,14 +111,10 @@ def test_a_held_out_case_never_has_the_id_of_another_training_case_and_keeps_its
     assert [case.own_id for case in held_out] == [case.id for case in other]
 
 
-def test_a_csv_field_may_be_a_long_document(tmp_path):
-    path = tmp_path / "cases.csv"
-    path.write_text(f"input,expect\n{'x' * 200_000},1\n")
-    assert len(EvalSuite.from_csv(path).cases[0].input) == 200_000
-
-
-def test_of_a_dataset_with_several_splits_one_is_taken():
+def test_a_dataset_gives_its_rows_and_of_several_splits_one_is_taken():
     datasets = pytest.importorskip("datasets")
+    suite = EvalSuite.from_hf_dataset(datasets.Dataset.from_list(RECORDS), question, expect_fn=answer)
+    assert [case.input for case in suite] == [record["question"] for record in RECORDS]
     both = datasets.DatasetDict(
         {"train": datasets.Dataset.from_list([{"input": "a"}]), "test": datasets.Dataset.from_list([{"input": "b"}])}
     )
@@ -158,11 +130,7 @@ def test_of_a_dataset_with_several_splits_one_is_taken():
         ("a.jsonl", '{"input": "x"}\n{broken\n', "line 2"),
         ("a.jsonl", "input\nÄpfel\n".encode("latin-1"), r"not UTF-8 text \(byte 0xc4 at 6\)"),
         ("a.csv", "input\nÄpfel\n".encode("latin-1"), r"not UTF-8 text \(byte 0xc4 at 6\)"),
-        (
-            "a.csv",
-            'input,expect\n"one,\ntwo",2\nA mug, and a lamp?,12\n',
-            r"a\.csv, line 4 .*columns \(2\)",
-        ),
+        ("a.csv", 'input,expect\n"one,\ntwo",2\nA mug, and a lamp?,12\n', r"a\.csv, line 4 .*columns \(2\)"),
         ("a.csv", "input,input\na,b\n", "two columns 'input'"),
         ("a.parquet", "input\n", r"a\.parquet cannot be read as Parquet"),
         *((f"a.{kind}", None, r"no file .*a\.") for kind in ("jsonl", "csv", "parquet")),

@@ -20,16 +20,12 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_unchanged(tmp_path: Pat
     assert target.read_text() == "mine"
 
 
-def test_a_lock_that_is_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_pipe_or_a_missing_folder_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.lock")
-    with pytest.raises(PalestraError, match="not a regular file"), hold(tmp_path):
-        pass
-    assert holder(tmp_path) is None
-
-
-def test_a_folder_that_cannot_be_written_is_refused_with_its_reason(tmp_path: Path) -> None:
-    with pytest.raises(PalestraError, match="cannot be locked"), hold(tmp_path / "gone"):
-        pass
+    for folder, words in ((tmp_path, "not a regular file"), (tmp_path / "gone", "cannot be locked")):
+        with pytest.raises(PalestraError, match=words), hold(folder):
+            pass
+        assert holder(folder) is None
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, "7", '{"pid": 1}', "x" * 100_000])

@@ -23,23 +23,16 @@ def test_a_state_changes_only_from_where_it_may(index):
     assert not index.move("a", ["running"], "completed")
     assert index.move("a", ["pending", "starting"], "running", reason="why")
     assert (index.row("a").state, index.row("a").reason) == ("running", "why")
+    list_run(index, "b", state="failed")
+    assert [index.move("b", ["failed"], "pending") for _ in range(2)] == [True, False], "one of two gets to resume"
 
 
-def test_only_one_of_two_gets_to_resume(index):
-    list_run(index, "a", state="failed")
-    assert [index.move("a", ["failed"], "pending") for _ in range(2)] == [True, False]
-
-
-def test_an_unknown_run_is_told_with_the_closest_known_one(index):
-    list_run(index, "abcd2345")
+def test_the_newest_run_comes_first_and_an_unknown_one_is_answered_with_the_closest(index):
+    for name in ("a", "b", "abcd2345"):
+        list_run(index, name)
+    assert [row.run_id for row in index.rows()] == ["abcd2345", "b", "a"]
     with pytest.raises(PalestraError, match=r"no run 'abcd2346'\. Did you mean 'abcd2345'"):
         index.row("abcd2346")
-
-
-def test_the_newest_run_comes_first(index):
-    for name in ("a", "b", "c"):
-        list_run(index, name)
-    assert [row.run_id for row in index.rows()] == ["c", "b", "a"]
 
 
 def test_ports_of_runs_differ_and_are_free_again_afterwards(index):
@@ -81,14 +74,6 @@ def test_runs_wait_for_room_in_the_order_of_their_coming(index):
     assert index.row("b").reason is None
 
 
-def test_a_run_that_needs_no_gpu_passes_one_that_waits_for_it(index):
-    list_run(index, "a", state="running", gpus=1)
-    list_run(index, "b", gpus=1)
-    list_run(index, "c", gpus=0)
-    assert index.admit("b", 100.0, machine_gpus=1, default_runs=4) == "1 of 1 GPUs are in use"
-    assert index.admit("c", 100.0, machine_gpus=1, default_runs=4) is None
-
-
 def test_a_run_waits_for_memory_unless_it_is_alone(index):
     list_run(index, "a", memory_gib=10.0)
     assert index.admit("a", 5.0, machine_gpus=0, default_runs=4) is None
@@ -96,16 +81,12 @@ def test_a_run_waits_for_memory_unless_it_is_alone(index):
     assert "needs about 10.0 GiB" in str(index.admit("b", 5.0, machine_gpus=0, default_runs=4))
 
 
-def test_processes_of_a_run_are_remembered_with_their_exit_codes(index):
-    list_run(index, "a")
+def test_only_a_run_that_has_ended_is_forgotten_and_till_then_its_processes_are_known(index):
+    list_run(index, "a", state="running")
     index.part_started("a", "trainer", Process(7, "then"))
     index.part_ended("a", "trainer", -9)
     (part,) = index.parts("a")
     assert (part.part, part.process, part.exit_code) == ("trainer", Process(7, "then"), -9)
-
-
-def test_only_a_run_that_has_ended_is_forgotten(index):
-    list_run(index, "a", state="running")
     assert not index.remove("a")
     index.move("a", ["running"], "stopped")
     assert index.remove("a")
@@ -153,7 +134,7 @@ def test_a_home_that_cannot_be_made_is_told_with_the_remedy(tmp_path):
         Index(tmp_path / "file" / "home")
 
 
-def test_each_run_gets_a_gpu_of_its_own(index):
+def test_each_run_gets_a_gpu_of_its_own_and_one_without_passes_those_that_wait(index):
     devices = ["0", "GPU-7f"]
     for name in ("a", "b", "c", "cpu"):
         list_run(index, name, gpus=0 if name == "cpu" else 1)
@@ -161,7 +142,7 @@ def test_each_run_gets_a_gpu_of_its_own(index):
     assert {name: index.gpus(name) for name in ("a", "b", "c", "cpu")} == {
         "a": ["0"], "b": ["GPU-7f"], "c": [], "cpu": [],
     }  # fmt: skip
-    assert index.row("c").state == "pending"
+    assert (index.row("c").state, index.row("cpu").state) == ("pending", "starting")
     index.move("a", ["starting"], "completed")
     assert index.admit("c", 8.0, 2, 9, devices) is None
     assert index.gpus("c") == ["0"]

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.runs.agent_settings import SETTING_CLASSES, refuse_keys_for_unknown_hosts
+from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, SETTING_CLASSES, refuse_keys_for_unknown_hosts
 from palestra.runs.locks import Site, load_site, locked_settings, locks_of
 from palestra.runs.request import RunRequest
 
@@ -35,31 +35,15 @@ def test_the_local_profile_locks_infrastructure_and_leaves_learning_to_the_agent
 def test_the_tinker_profile_locks_what_it_lists():
     locked = values(Site(profile="tinker"))
     assert locked["env.tokenizer_name"] == locked["server.model_name"] == "Qwen/Qwen3-8B"
-    expected = {
-        "env.use_wandb": True,
-        "env.max_token_length": 8192,
-        "env.max_num_workers": 2048,
-        "env.worker_timeout": 3600,
-        "env.total_steps": 2500,
-        "env.steps_per_eval": 25,
-        "env.max_batches_offpolicy": 3,
-        "env.inference_weight": 1.0,
-        "env.eval_limit_ratio": 0.1,
-        "server.weight": 1.0,
-        "server.num_requests_for_eval": 256,
-        "server.timeout": 3600,
-        "server.server_type": "sglang",
-        "trainer.lora_rank": 32,
-        "trainer.learning_rate": 4e-5,
-        "trainer.max_token_trainer_length": 9000,
-        "trainer.save_checkpoint_interval": 25,
-    }
-    assert expected.items() <= locked.items()
+    assert (locked["env.max_batches_offpolicy"], locked["server.server_type"]) == (3, "sglang")
     settings = locked_settings(locks_of(Site(profile="tinker")))
-    assert settings["model.name"] == "Qwen/Qwen3-8B"
-    assert settings["track.report_to"] == ["wandb"]
-    assert settings["train.max_steps"] == 2500
-    assert settings["lora.r"] == 32
+    expected = {
+        "backend": "tinker", "model.name": "Qwen/Qwen3-8B", "track.report_to": ["wandb"], "train.max_steps": 2500,
+        "lora.r": 32, "train.learning_rate": 4e-5, "rollout.max_new_tokens": 8192, "checkpoint.every": 25,
+    }  # fmt: skip
+    assert expected.items() <= settings.items()
+    request = RunRequest(settings={"backend": "local", "lora.r": 8}, backend="tinker")
+    assert request.run_settings["backend"] == "tinker"
 
 
 def test_a_site_file_locks_unlocks_and_limits(site):
@@ -87,6 +71,8 @@ def test_a_site_file_locks_unlocks_and_limits(site):
         ("unlock: [trainer.lora]", "Did you mean 'trainer.lora_rank'"),
         ("limits: {test_minutes: 0}", "test_minutes"),
         ("- a list", "holds a list"),
+        ("profile: tinker\nunlock: [backend]", "leave backend out"),
+        ("profile: tinker\nrun: {backend: local}", "leave backend out"),
     ],
 )
 def test_a_mistake_in_a_site_file_is_told(site, text, words):
@@ -106,12 +92,9 @@ def test_the_site_file_is_the_one_that_the_variable_names_else_the_one_here_else
         load_site(environ={"PALESTRA_SITE": "gone.yaml"})
 
 
-def test_every_setting_of_a_run_has_exactly_one_class():
+def test_every_setting_has_one_class_and_none_that_sounds_like_an_address_or_folder_is_left_to_agents():
     classed = [key for keys in SETTING_CLASSES.values() for key in keys]
     assert sorted(classed) == sorted(RunConfig.keys()), "give a new setting a class in SETTING_CLASSES"
-
-
-def test_no_setting_whose_name_says_address_or_folder_is_left_to_agents():
     words = ("url", "address", "host", "folder", "dir", "path", "file", "entity", "backend")
     open_keys = [key for key in SETTING_CLASSES["agent"] if any(word in key.split(".")[-1] for word in words)]
     assert open_keys == []
@@ -132,36 +115,17 @@ def test_a_site_decides_or_unlocks_a_setting_that_is_locked_by_default():
     assert locked_settings(list(locks.values())) == {"vllm.url": "http://gpu:8000", "vllm.mode": "server"}
 
 
-def test_the_tinker_profile_fixes_the_backend():
-    assert locked_settings(locks_of(Site(profile="tinker")))["backend"] == "tinker"
-    request = RunRequest(settings={"backend": "local", "lora.r": 8}, backend="tinker")
-    assert request.run_settings["backend"] == "tinker"
-
-
-@pytest.mark.parametrize("text", ["unlock: [backend]", "run: {backend: local}"])
-def test_a_site_with_the_tinker_profile_and_another_backend_is_refused(site, text):
-    with pytest.raises(PalestraError, match="leave backend out"):
-        site(f"profile: tinker\n{text}")
-
-
-@pytest.mark.parametrize(
-    ("setting", "key"),
-    [
-        ("tinker.base_url", "TINKER_API_KEY"),
-        ("vllm.url", "VLLM_API_KEY"),
-        ("rollout.policy_url", "PALESTRA_TOKEN"),
-    ],
-)
-def test_a_key_is_sent_only_to_a_host_that_its_owner_names(setting, key):
-    keys = {key: "secret"}
-    owner = "http://gpu-box:8000"
-    site = Site(run={setting: owner} | ({"vllm.mode": "server"} if setting == "vllm.url" else {}))
-    with pytest.raises(PalestraError, match=key):
-        refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, {}, keys)
-    with pytest.raises(PalestraError, match=key):
-        refuse_keys_for_unknown_hosts({setting: "http://gpu-box:8001"}, site.run, keys)
-    refuse_keys_for_unknown_hosts({setting: f"{owner}/v2"}, site.run, keys)
+@pytest.mark.parametrize(("setting", "keys"), KEYS_OF_ADDRESSES.items())
+def test_a_key_is_sent_only_to_a_host_that_its_owner_names(setting, keys):
+    key, variable = keys
+    environ, owned = {key: "secret"}, {setting: "http://gpu-box:8000"}
+    for address, run in (("http://evil:1", {}), ("http://gpu-box:8001", owned)):
+        with pytest.raises(PalestraError, match=key):
+            refuse_keys_for_unknown_hosts({setting: address}, run, environ)
+    refuse_keys_for_unknown_hosts({setting: "http://gpu-box:8000/v2"}, owned, environ)
     refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, {}, {})  # there is no key to send
+    if variable:
+        refuse_keys_for_unknown_hosts({setting: "https://a.b/"}, {}, environ | {variable: "https://a.b"})
 
 
 def test_the_key_of_an_agents_endpoint_is_sent_to_the_owners_host_only():
@@ -171,8 +135,3 @@ def test_the_key_of_an_agents_endpoint_is_sent_to_the_owners_host_only():
     for run in (owned, {}):
         with pytest.raises(PalestraError, match="PALESTRA_ROLE_KEY_CRITIC"):
             refuse_keys_for_unknown_hosts({"agent.roles": {"critic": "http://evil:1/v1"}}, run, keys)
-
-
-def test_the_owner_of_a_tinker_key_may_name_its_host_in_the_environment():
-    environ = {"TINKER_API_KEY": "tml-x", "TINKER_BASE_URL": "https://tinker.example"}
-    refuse_keys_for_unknown_hosts({"tinker.base_url": "https://tinker.example/"}, {}, environ)

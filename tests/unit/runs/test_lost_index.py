@@ -1,9 +1,13 @@
-"""An index that is lost, damaged or locked ends no run, and is made again from the run folders."""
+"""An index that is lost, damaged or locked ends no run, and is made again from the run folders; and a supervisor's
+patience with a trainer that has to end."""
 
+import json
 import sqlite3
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from listed_runs import list_run
@@ -15,11 +19,11 @@ from palestra.runs import reader
 from palestra.runs.database import REBUILT
 from palestra.runs.folder_lock import hold
 from palestra.runs.foreground import listed
-from palestra.runs.index import Index, Row, UnknownRun
+from palestra.runs.index import Index, UnknownRun
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.processes import this_process
 from palestra.runs.reader import RunReader
-from palestra.runs.supervisor import patiently
+from palestra.runs.supervisor import Supervisor, patiently
 
 
 @pytest.fixture
@@ -34,19 +38,20 @@ def home(tmp_path: Path) -> Path:
     return index.path.parent
 
 
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    return RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine").path
+
+
 def lose(home: Path, how: str) -> None:
     path = home / "runs.db"
     if how == "deleted":
         for file in home.glob("runs.db*"):
             file.unlink()
-    elif how == "garbage":
-        path.write_bytes(b"garbage" * 1000)
-    elif how == "empty":
-        path.write_bytes(b"")
-    else:
-        content = bytearray(path.read_bytes())
-        content[4096:] = b"\xff" * (len(content) - 4096)
-        path.write_bytes(content)
+        return
+    content = path.read_bytes()
+    damaged = content[:4096] + b"\xff" * (len(content) - 4096)
+    path.write_bytes({"garbage": b"garbage" * 1000, "empty": b"", "damaged": damaged}[how])
 
 
 @pytest.mark.parametrize("how", ["deleted", "garbage", "empty", "damaged"])
@@ -72,77 +77,51 @@ def test_a_supervisor_lists_its_run_again(home: Path) -> None:
     lose(home, "deleted")
     assert index.row("stopped2").state == "stopped"  # what the folder says
     index.keep(mine)
-    assert index.row("stopped2") == Row(**{**_values(mine), "number": index.row("stopped2").number})
+    assert index.row("stopped2") == replace(mine, number=index.row("stopped2").number)
     index.move("stopped2", ["running"], "stopping")
     index.keep(mine)
     assert index.row("stopped2").state == "stopping"  # what others ask for stays
 
 
-def _values(row: Row) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__dataclass_fields__}
-
-
-def test_a_supervisor_waits_for_an_index_that_is_locked() -> None:
-    answers = iter([sqlite3.OperationalError("database is locked"), OSError(28, "No space left on device"), "done"])
-
-    def call() -> str:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("palestra.runs.supervisor._INDEX_RETRY_S", 0.0)
-        assert patiently(call) == "done"
+def test_a_supervisor_waits_for_an_index_that_is_locked(monkeypatch) -> None:
+    failures = [sqlite3.OperationalError("database is locked"), OSError(28, "No space left on device")]
+    monkeypatch.setattr("palestra.runs.supervisor._INDEX_RETRY_S", 0.0)
+    assert patiently(Mock(side_effect=[*failures, "done"])) == "done"
 
 
 @pytest.mark.parametrize("how", ["garbage", "deleted"])
-def test_a_run_in_a_terminal_goes_on_when_the_index_is_lost(home, tmp_path, monkeypatch, how):
+def test_a_run_in_a_terminal_goes_on_when_the_index_is_lost(home, mine, monkeypatch, how):
     monkeypatch.setenv("PALESTRA_HOME", str(home))
-    folder = RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine")
-    with listed(folder.path):
+    with listed(mine):
         lose(home, how)
-    [row] = [row for row in Index(home).rows() if row.folder == str(folder.path)]
+    [row] = [row for row in Index(home).rows() if row.folder == str(mine)]
     assert row.state == "completed"
 
 
-def test_a_run_in_a_terminal_goes_on_while_the_index_is_locked(home, tmp_path, monkeypatch):
+def test_a_run_in_a_terminal_trains_while_the_index_is_locked_and_where_there_can_be_none(home, mine, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(home))
     monkeypatch.setattr("palestra.runs.database._BUSY_S", 0.05)
-    folder = RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine")
-    lock = sqlite3.connect(home / "runs.db", isolation_level=None)
-    lock.execute("BEGIN IMMEDIATE")
-    with listed(folder.path):
-        trained = True
-    lock.close()
-    assert trained
-
-
-def test_a_run_trains_where_there_can_be_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = 0
+    with closing(sqlite3.connect(home / "runs.db", isolation_level=None)) as lock:
+        lock.execute("BEGIN IMMEDIATE")
+        with listed(mine):
+            trained += 1
     monkeypatch.setenv("PALESTRA_HOME", "/dev/null/x")
-    folder = RunFolder.create(tmp_path, "mine", RunConfig(), {}, at=tmp_path / "mine")
-    with listed(folder.path):
-        pass
+    with listed(mine):
+        trained += 1
+    assert trained == 2
 
 
-def many_runs(index: Index) -> None:
+def test_five_thousand_runs_are_listed_by_the_page_and_one_is_found_without_reading_the_others(tmp_path, monkeypatch):
     now = time.time()
-    with index._database.change() as db:
+    with Index(tmp_path)._database.change() as db:
         db.executemany(
             "INSERT INTO runs (run_id, name, environment, folder, kind, state, created, launched, host) "
             "VALUES (?, 'n', 'e', ?, 'managed', 'completed', ?, ?, 'h')",
             [(f"r{i}", f"/runs/{i}", now, now) for i in range(5000)],
         )
-
-
-def test_five_thousand_runs_are_listed_by_the_page(tmp_path: Path) -> None:
-    many_runs(Index(tmp_path))
     runs, count = RunReader(tmp_path).page(20)
     assert (len(runs), count, runs[0].run_id) == (20, 5000, "r4999")
-
-
-def test_one_of_five_thousand_runs_is_found_without_reading_the_others(tmp_path, monkeypatch):
-    many_runs(Index(tmp_path))
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path))
     read, reads = [], reader.read_run
     monkeypatch.setattr(reader, "read_run", lambda index, row: read.append(row.run_id) or reads(index, row))
@@ -162,3 +141,15 @@ def test_a_run_is_resumed_by_its_id_after_the_index_was_lost(tmp_path: Path, mon
     lose(manager.home, "deleted")
     assert RunManager(manager.home).resume(run.run_id).state == "pending"
     assert launched == [run.folder] * 2
+
+
+@pytest.mark.parametrize(
+    ("train_seconds", "patience_s"), [([], 120.0), ([2.0, 3.0], 39.0), ([100.0, 20.0], 330.0), ([1e6], 600.0)]
+)
+def test_a_trainer_has_as_long_as_three_of_its_steps(tmp_path, train_seconds, patience_s):
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor._folder = RunFolder.create(tmp_path, "run", RunConfig(), {}, at=tmp_path / "run")
+    rows = [{"step": i, "train_seconds": seconds} for i, seconds in enumerate(train_seconds)]
+    supervisor._folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert supervisor._patience_s("trainer") == patience_s
+    assert supervisor._patience_s("env") == 10.0

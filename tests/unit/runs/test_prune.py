@@ -46,16 +46,11 @@ def test_a_dry_run_says_what_and_deletes_nothing(run: RunFolder, capsys: pytest.
     assert names(run) == before
 
 
-def test_the_newest_and_the_best_checkpoint_stay(run: RunFolder, tmp_path: Path) -> None:
-    assert palestra(["runs", "prune", "--yes", "--json"]) == 0
+@pytest.mark.parametrize("which", [[], ["clerk-1"]], ids=["all", "one run, not the cache"])
+def test_the_newest_and_the_best_checkpoint_stay(run: RunFolder, tmp_path: Path, which: list[str]) -> None:
+    assert palestra(["runs", "prune", *which, "--yes", "--json"]) == 0
     assert names(run) == ["step-000002", "step-000004"]
-    assert not list((tmp_path / "cache" / "gguf").iterdir())
-
-
-def test_one_run_alone_is_pruned_and_the_cache_left(run: RunFolder, tmp_path: Path) -> None:
-    assert palestra(["runs", "prune", "clerk-1", "--yes"]) == 0
-    assert names(run) == ["step-000002", "step-000004"]
-    assert list((tmp_path / "cache" / "gguf").iterdir())
+    assert list((tmp_path / "cache" / "gguf").iterdir()) == ([tmp_path / "cache" / "gguf" / "abc-1"] if which else [])
 
 
 def test_nothing_of_a_run_that_is_being_trained_is_garbage(run: RunFolder) -> None:

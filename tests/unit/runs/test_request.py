@@ -75,15 +75,12 @@ def test_a_request_for_tinker_says_so_in_its_settings() -> None:
     assert request.check().backend == "tinker"
 
 
-def test_settings_with_tokens_in_their_names_are_no_secrets():
-    RunRequest(settings={"rollout.max_new_tokens": "40"}, env_settings={"stop_token": "</s>"}).check()
-    RunRequest(environment="a", server_settings={"api_key": "none"}).check()
-
-
-def test_the_subject_is_the_environment_the_file_or_the_demo():
+def test_the_subject_is_the_environment_the_file_or_the_demo_and_words_like_token_are_no_secrets():
     assert RunRequest(environment="sql").subject == "sql"
     assert RunRequest(agent_file="/x/my_agent.py").subject == "my_agent"
     assert RunRequest().subject == "demo"
+    RunRequest(settings={"rollout.max_new_tokens": "40"}, env_settings={"stop_token": "</s>"}).check()
+    RunRequest(environment="a", server_settings={"api_key": "none"}).check()
 
 
 def test_an_environment_that_counts_steps_counts_those_of_a_run_that_was_made_longer(tmp_path: Path) -> None:

@@ -77,17 +77,14 @@ class ReasoningGym(Env):
             return
         library = importlib.import_module("reasoning_gym")
         entries = library.create_dataset(self.config.task, seed=_EXAMPLES_SEED, size=200, **self.config.options)
-        training = (e for e in entries if not self._is_held_out(e))
+        share = self.config.held_out_share
+        training = (e for e in entries if not is_held_out(Problem("example", e["question"], e["answer"]), share))
         for entry in itertools.islice(training, self.config.shots):
             if entry["answer"] is None:
                 raise PalestraError(f"{self.config.task} names no right answer that could be shown; set env.shots to 0")
             answer = str(entry["answer"])
             yield Message("user", entry["question"])
             yield Message("assistant", answer.join(_ANSWER) if self.config.answer_tags else answer)
-
-    def _is_held_out(self, entry: Any) -> bool:
-        problem = Problem("example", entry["question"], entry["answer"])
-        return is_held_out(problem, self.config.held_out_share)
 
     def score(self, answer: str) -> Score:
         text = answer.strip()

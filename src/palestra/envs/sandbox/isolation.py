@@ -101,7 +101,8 @@ def _bubblewrap(limits: SandboxLimits, uid: int | None) -> list[str]:
 
 def _container(runtime: str, limits: SandboxLimits, name: str, uid: int, image: str) -> list[str]:
     memory = f"{limits.memory_mib + limits.disk_mib + 64}m"
-    variables = [word for key, value in _inside().items() for word in ("--env", f"{key}={value}")]
+    inside = {"HOME": "/work", "TMPDIR": "/work", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = [word for key, value in inside.items() for word in ("--env", f"{key}={value}")]
     return [
         _program(runtime), "run", "--rm", "--interactive", "--name", name, "--network", "none", "--read-only",
         "--hostname", "sandbox", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{uid}:{uid}",
@@ -109,10 +110,6 @@ def _container(runtime: str, limits: SandboxLimits, name: str, uid: int, image: 
         "--tmpfs", f"/work:rw,exec,nosuid,nodev,mode=1777,size={limits.disk_mib}m", "--workdir", "/work",
         *variables, image,
     ]  # fmt: skip
-
-
-def _inside() -> dict[str, str]:
-    return {"HOME": "/work", "TMPDIR": "/work", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def environment(shell: Shell) -> dict[str, str]:

@@ -31,7 +31,8 @@ def render(report: Mapping[str, Any]) -> str:
     """The page for the data of a report.json."""
     from markupsafe import Markup
 
-    changes = _shown(report["changes"])
+    # with a single measure, the row for all measures is the same again
+    changes = report["changes"] if len(report["changes"]) > 2 else report["changes"][:1]
     means = [_with_range(change) for change in report.get("mean_changes", ())]  # reports of 0.1 have none
     steps = [row for row in report["metrics"] if "reward_mean" in row]
     evaluations = {when: report[when] for when in ("before", "after") if report[when] is not None}
@@ -46,23 +47,17 @@ def render(report: Mapping[str, Any]) -> str:
         scored=scored,
         changes=changes,
         mean_changes=means,
-        graded=means[0] if means and _is_flat(report["changes"][-1]) else None,
+        graded=means[0] if means and _rates_are_equal(report["changes"][-1]) else None,
         capability=(report.get("capability") or {}).get("text"),
         stages=report.get("stages", ()),
         findings=report.get("findings", ()),
         steps=len(steps),
-        bars=Markup(bars([(c["name"], _pair(c)) for c in changes], title="Pass rates before and after training")),
+        bars=Markup(bars([(c["name"], _bars(c)) for c in changes], title="Pass rates before and after training")),
         pass_curve=Markup(curve(_points(steps, "pass_rate"), percent=True, markers=markers, title="Pass rate by step")),
         reward_curve=Markup(curve(_points(steps, "reward_mean"), percent=False, title="Reward by step")),
         settings=[(key, as_text(value)) for key, value in flatten(report["config"]).items()],
     )
-    filters: dict[str, Callable[..., Any]] = {
-        "percent": _percent,
-        "call": _call,
-        "minutes": _minutes,
-        "opening": _opening,
-    }
-    return fill_template(_TEMPLATE, filters, values)
+    return fill_template(_TEMPLATE, _FILTERS, values)
 
 
 def fill_template(template: Path, filters: Mapping[str, Callable[..., Any]], values: Mapping[str, Any]) -> str:
@@ -79,23 +74,17 @@ def _compiled(template: Path, filters: tuple[tuple[str, Callable[..., Any]], ...
     return page.from_string(template.read_text(encoding="utf-8"))
 
 
-def _shown(changes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """With a single measure, the row for all measures is the same again."""
-    return changes if len(changes) > 2 else changes[:1]
-
-
 def _with_range(change: Mapping[str, Any]) -> dict[str, Any]:
     """The change of a mean with the lowest and the highest value seen, so that its scale is known."""
     sides = (change["before"], change["after"])
     return {**change, "lowest": min(s["lowest"] for s in sides), "highest": max(s["highest"] for s in sides)}
 
 
-def _is_flat(change: Mapping[str, Any]) -> bool:
-    """Whether pass rates say nothing: the same before and after."""
+def _rates_are_equal(change: Mapping[str, Any]) -> bool:
     return bool(change["before"]["rate"] == change["after"]["rate"])
 
 
-def _pair(change: Mapping[str, Any]) -> list[Bar]:
+def _bars(change: Mapping[str, Any]) -> list[Bar]:
     return [Bar(kind, *(change[kind][key] for key in ("rate", "low", "high"))) for kind in ("before", "after")]
 
 
@@ -145,14 +134,14 @@ def _call(call: Mapping[str, Any]) -> str:
     return show_call(ToolCall("", call["name"], call["arguments"], call.get("error")))
 
 
-Metrics = Sequence[Mapping[str, float]]
+_FILTERS: dict[str, Callable[..., Any]] = {"percent": _percent, "call": _call, "minutes": _minutes, "opening": _opening}
 
 
 def write_report(
     folder: RunFolder,
     before: EvalReport | None,
     after: EvalReport | None,
-    metrics: Metrics,
+    metrics: Sequence[Mapping[str, float]],
     seconds: float,
     findings: Sequence[Finding] = (),
     *,
@@ -163,28 +152,12 @@ def write_report(
     `before` and `after` are None if the environment cannot be evaluated here, as over the wire. What the run is
     (agent, instructions, tools) is read from run.json. `device` is the name of the GPU; empty for a CPU.
     """
-    data = report_data(folder, before, after, metrics, seconds, findings, device)
-    write_json(folder.report_file, data)
-    write_text(folder.report_page, render(data))
-    return folder.report_page
-
-
-def report_data(
-    folder: RunFolder,
-    before: EvalReport | None,
-    after: EvalReport | None,
-    metrics: Metrics,
-    seconds: float,
-    findings: Sequence[Finding] = (),
-    device: str = "",
-) -> dict[str, Any]:
-    """All that the page shows, for JSON. `changes` and `transcripts` are empty unless both evaluations were made."""
     record, config = folder.record, folder.config
     changes, means, pairs = [], [], []
     if before is not None and after is not None:
         changes, means = compare(before, after), compare_means(before, after)
         pairs = pick_transcripts(before.rollouts, after.rollouts)
-    return {
+    data = {
         "agent": record.get("agent") or record.get("name"),
         "model": config.model.name,
         "run": folder.path.name,
@@ -193,7 +166,7 @@ def report_data(
         "seed": config.seed,
         "seconds": seconds,
         "instructions": str(record.get("instructions") or ""),
-        "tools": [_tool_name(tool) for tool in record.get("tools") or ()],
+        "tools": [str(tool.get("function", tool).get("name")) for tool in record.get("tools") or ()],
         "before": before and before.to_dict(),
         "after": after and after.to_dict(),
         "capability": record.get("capability"),
@@ -206,6 +179,9 @@ def report_data(
         "config": config.model_dump(mode="json"),
         "environment": software(device),
     }
+    write_json(folder.report_file, data)
+    write_text(folder.report_page, render(data))
+    return folder.report_page
 
 
 def _change(change: Change) -> dict[str, Any]:
@@ -233,7 +209,3 @@ def _transcript(rollout: Rollout) -> dict[str, Any]:
         "messages": [{k: v for k, v in asdict(m).items() if k != "reasoning"} for m in rollout.messages],
         "scores": {name: asdict(score) for name, score in rollout.scores.items()},
     }
-
-
-def _tool_name(schema: Mapping[str, Any]) -> str:
-    return str(schema.get("function", schema).get("name"))

@@ -10,8 +10,7 @@ from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrackSection
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.base import GuardedTracker, Tracker, Trackers
-from palestra.runs.tracking.jsonl import JsonlTracker
+from palestra.runs.tracking.base import GuardedTracker, JsonlTracker, Tracker, Trackers
 from palestra.runs.tracking.services import (
     MLflowService,
     TensorBoardService,

@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,11 +21,15 @@ from palestra.core.config import flatten
 from palestra.core.config_sections import TrackSection
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_text
+from palestra.core.messages import prompt_length
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import Group
+from palestra.core.show import show_call, visible
+from palestra.core.types import Group, Message, Rollout
 from palestra.runs.tracking.base import Tracker
-from palestra.runs.tracking.transcripts import COLUMNS, transcript_rows
 
+COLUMNS = ["step", "problem", "reward", "passed", "stop", "sampled_tokens", "question", "transcript", "reasons"]
+MAX_TRANSCRIPTS = 32
+MAX_CELL_CHARS = 10_000  # of one cell
 MAX_PARAMETER_CHARS = 6000  # MLflow's own limit
 _MODES_WITHOUT_KEY = ("offline", "dryrun", "disabled")
 
@@ -170,3 +175,31 @@ class TrackioService(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def transcript_rows(step: int, groups: Sequence[Group]) -> list[list[Any]]:
+    """The first rollouts of a step, whole groups together, best reward first in each."""
+    ordered = (r for group in groups for r in sorted(group.rollouts, key=lambda r: r.reward, reverse=True))
+    return [_row(step, rollout) for rollout in islice(ordered, MAX_TRANSCRIPTS)]
+
+
+def _row(step: int, rollout: Rollout) -> list[Any]:
+    first = prompt_length(rollout.messages)
+    question = next((message.text for message in reversed(rollout.messages[:first]) if message.role == "user"), "")
+    said = rollout.messages[first:]
+    reasons = [f"{name}: {score.value:g} {score.reason}".strip() for name, score in rollout.scores.items()]
+    texts = (question, "\n".join(_line(message) for message in said), "\n".join(reasons) or rollout.error or "")
+    numbers: list[Any] = [
+        step,
+        rollout.problem_id,
+        float(rollout.reward),
+        rollout.passed,
+        rollout.stop,
+        rollout.sampled_tokens,
+    ]
+    return [*numbers, *(visible(text)[:MAX_CELL_CHARS] for text in texts)]
+
+
+def _line(message: Message) -> str:
+    calls = "".join(f"\n  calls {show_call(call)}" for call in message.tool_calls)
+    return f"{message.role}: {message.text}{calls}"

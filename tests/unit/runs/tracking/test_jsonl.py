@@ -12,7 +12,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.evals.report import EvalReport
 from palestra.runs.reader import progress
-from palestra.runs.tracking.jsonl import JsonlTracker
+from palestra.runs.tracking.base import JsonlTracker
 from palestra.train.evaluation import read_evaluation, write_evaluation
 
 
@@ -56,19 +56,12 @@ def test_rollouts_are_thinned_as_asked(tmp_path: Path) -> None:
         assert [row["step"] for row in run.rollouts()] == steps
 
 
-def test_rollouts_that_could_not_be_written_end_the_run_with_the_next_call(tmp_path: Path) -> None:
-    tracker = JsonlTracker(RunFolder(tmp_path / "gone"))
-    tracker.rollouts(1, [Group("p", (rollout("p"),))])
-    with pytest.raises(FileNotFoundError):
-        tracker.flush()
-    tracker.close()
-
-
-@pytest.mark.parametrize("every", [0, 100])
-def test_tokens_that_could_not_be_written_end_the_run_in_the_next_step(tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize("every", [0, 1, 100])
+def test_rollouts_or_tokens_that_could_not_be_written_end_the_run_in_the_next_step(tmp_path: Path, every: int) -> None:
     tracker = JsonlTracker(RunFolder(tmp_path / "gone"), rollouts_every=every)
-    tracker.rollouts(1, [])
-    tracker.tokens(1, lambda: np.zeros(1))
+    tracker.rollouts(1, [Group("p", (rollout("p"),))])
+    if every != 1:  # then the rollouts are not written
+        tracker.tokens(1, lambda: np.zeros(1))
     with pytest.raises(FileNotFoundError):
         tracker.rollouts(2, [])
     tracker.close()
