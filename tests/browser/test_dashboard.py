@@ -1,12 +1,12 @@
 """The dashboard in a real browser, over run folders that a script made: every page, every theme, hostile text."""
 
-import json
 from pathlib import Path
 from urllib.parse import quote
 
 import make_runs
 import pytest
 
+from palestra.core.files import write_jsonl
 from palestra.core.group_codec import rollout_to_dict
 from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
@@ -41,7 +41,7 @@ def _evaluate(run, *rates):
     run.evals.mkdir()
     for when, rate in zip(("before", "after"), rates, strict=True):
         made = [make_runs.make_rollout(rng, problem, passed=problem < 40 * rate) for problem in range(40)]
-        run.eval_file(when).write_text("".join(json.dumps(rollout_to_dict(rollout)) + "\n" for rollout in made))
+        write_jsonl(run.eval_file(when), map(rollout_to_dict, made))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,9 @@ def test_a_row_is_reached_and_opened_by_keys_alone(page, visit, url, ids) -> Non
     page.wait_for("dialog", "The group, side by side")
 
 
-def test_a_rollout_shows_the_conversation_with_verdict_and_reason(page, visit, url, ids, folders) -> None:
+def test_a_rollout_shows_the_conversation_with_verdict_and_reason_and_is_exported_as_one_file(
+    page, visit, url, ids, folders
+) -> None:
     row = next(folders["shop"].rollouts())
     visit(url, f"#/runs/{ids['shop']}/rollouts/1")
     text = page.text()
@@ -142,6 +144,10 @@ def test_a_rollout_shows_the_conversation_with_verdict_and_reason(page, visit, u
     assert row["messages"][-1]["text"] in text
     assert row["scores"]["right_total"]["reason"] in text
     assert page.count(".call") == len(row["tool_results"])
+    html = page.evaluate("fetch(document.querySelector('a[download]').href).then((r) => r.text())")
+    assert html.lower().startswith("<!doctype html>")
+    assert "What do" in html
+    assert "src=" not in html
 
 
 def test_a_group_stands_side_by_side_best_advantage_first(page, visit, url, ids, folders) -> None:
@@ -184,23 +190,12 @@ def test_one_click_leads_to_the_least_likely_token(page, visit, url, ids, folder
     assert float(page.text(".token-tip dl dd:nth-of-type(5)")) == pytest.approx(worst, abs=1e-6)
 
 
-def test_a_rollout_is_exported_as_one_html_file(page, visit, url, ids) -> None:
-    visit(url, f"#/runs/{ids['shop']}/rollouts/1")
-    html = page.evaluate("fetch(document.querySelector('a[download]').href).then((r) => r.text())")
-    assert html.lower().startswith("<!doctype html>")
-    assert "What do" in html
-    assert "src=" not in html
-
-
 def test_a_hacked_run_raises_the_alarm_and_names_what_to_look_at(page, visit, url, ids) -> None:
     visit(url, f"#/runs/{ids['hacked']}/cheating")
     assert "true_answer" in page.text("[role=alert]")
     assert page.count("article.card") > 0
     page.click("article.card a", "The first")
     page.wait_for(".transcript", "certified")
-
-
-def test_a_cluster_leads_to_all_of_its_rollouts(page, visit, url, ids) -> None:
     visit(url, f"#/runs/{ids['hacked']}/cheating")
     count = page.text("article.card .stat b")
     page.click("article.card a", "all of them")

@@ -17,12 +17,7 @@ def short_answer(ctx):
     return len(ctx.final_assistant_message.text) < 40
 """
 STEPS = "Number(document.querySelector('.stat b').textContent.split('/')[0])"
-SETTINGS = {
-    "train.max_steps": "200",
-    "train.problems_per_step": "2",
-    "rollout.group_size": "4",
-    "eval.cases": "4",
-}
+SETTINGS = {"train.max_steps": "200", "train.problems_per_step": "2", "rollout.group_size": "4", "eval.cases": "4"}
 
 
 @pytest.fixture

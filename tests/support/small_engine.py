@@ -20,15 +20,10 @@ def small_model(vocabulary: int = 96, context: int = 128, seed: int = 0, **sizes
     """A Qwen3 of a few thousand random weights; `sizes` are those of its config."""
     torch.manual_seed(seed)
     config: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    lengths = {"vocab_size": vocabulary, "max_position_embeddings": context}
-    return Qwen3ForCausalLM(Qwen3Config(**(config | lengths | sizes))).eval()
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": vocabulary, "max_position_embeddings": context,
+    }  # fmt: skip
+    return Qwen3ForCausalLM(Qwen3Config(**(config | sizes))).eval()
 
 
 def sharp_model(vocabulary: int, context: int) -> Qwen3ForCausalLM:

@@ -21,14 +21,9 @@ VOCABULARY = 64
 def build(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     config = Qwen3Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        vocab_size=VOCABULARY,
-    )
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, vocab_size=VOCABULARY,
+    )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 

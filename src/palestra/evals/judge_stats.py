@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import fmean
 
 from palestra.core.types import Message, Rollout
 
@@ -102,12 +102,10 @@ def _tau_b(counts: Pairs) -> float | None:
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     """Pearson's; None where one of both does not vary."""
-    mean_x, mean_y = fmean(xs), fmean(ys)
-    var_x, var_y = sum((x - mean_x) ** 2 for x in xs), sum((y - mean_y) ** 2 for y in ys)
-    if var_x < 1e-12 or var_y < 1e-12:
+    try:
+        return statistics.correlation(xs, ys)
+    except statistics.StatisticsError:
         return None
-    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    return covariance / math.sqrt(var_x * var_y)
 
 
 def answer_length(messages: Sequence[Message]) -> int:
