@@ -276,9 +276,9 @@ class Evidence:
     def total(self, metric: str) -> float:
         return sum(row.get(metric, 0.0) for row in self.recent)
 
-    def finding(self, kind: str, what: str, *remedies: Remedy, example: str = "") -> Finding:
+    def finding(self, kind: str, what: str, *remedies: Remedy | None, example: str = "") -> Finding:
         """A finding with those of the remedies that take effect in this run. `example` is the name of a trait."""
-        chosen = [remedy for remedy in remedies if not remedy.setting or self.facts.allows(remedy.setting)]
+        chosen = [r for r in remedies if r is not None and (not r.setting or self.facts.allows(r.setting))]
         advice = f" To fix it: {'; or '.join(remedy.text for remedy in chosen)}." if chosen else ""
         settings = tuple(dict.fromkeys(remedy.setting for remedy in chosen if remedy.setting))
         return Finding(kind, f"{what}.{advice}", settings, self.examples.get(example))

@@ -67,7 +67,7 @@ def _tools(e: Evidence) -> Iterator[Finding]:
             "unrun_calls",
             f"{unrun:.0%} of the rollouts {e.when} wrote tool calls, but none was run: the attempts ended first, by "
             "the limit of tool rounds or turns, or because they were cut off",
-            *((rounds,) if e.facts.value("rollout.max_tool_rounds") == 0 else ()),
+            rounds if e.facts.value("rollout.max_tool_rounds") == 0 else None,
             example="unrun_call",
         )
     elif not any(row.get("tool_calls_mean") for row in e.steps):
@@ -107,18 +107,18 @@ def _failed_calls(e: Evidence, called: Sequence[Row]) -> Iterator[Finding]:
     )
 
 
-def _call_remedies(e: Evidence, problem: CallProblem) -> tuple[Remedy, ...]:
+def _call_remedies(e: Evidence, problem: CallProblem) -> tuple[Remedy | None, ...]:
     text = "set rollout.constrain_tool_calls=true, which allows only calls that fit the tools"
     remedy = Remedy(text, "rollout.constrain_tool_calls")
-    constrain = () if e.facts.value(remedy.setting) else (remedy,)
+    constrain = None if e.facts.value(remedy.setting) else remedy
     match problem:
         case "rejected_format":
             execute = "execute such calls with rollout.unexpected_call_format=execute"
             return (Remedy(execute, "rollout.unexpected_call_format"),)
         case "malformed":
-            return constrain
+            return (constrain,)
         case "unknown_tool" | "invalid_arguments":
-            return (*constrain, WORKED_EXAMPLE)
+            return constrain, WORKED_EXAMPLE
     return (Remedy("read the tool's message in the example, and fix the tool or its description"),)
 
 
@@ -163,9 +163,12 @@ def _cut_off(e: Evidence) -> Iterator[Finding]:
         yield _looping(e, share)
     else:
         yield e.finding(
-            "truncated", f"{share} by {_token_limit(e)}", *_longer(e), Remedy("ask for shorter answers"),
+            "truncated",
+            f"{share} by {_token_limit(e)}",
+            _longer(e),
+            Remedy("ask for shorter answers"),
             example="truncated",
-        )  # fmt: skip
+        )
 
 
 def _token_limit(e: Evidence) -> str:
@@ -174,15 +177,15 @@ def _token_limit(e: Evidence) -> str:
     return f"rollout.max_new_tokens={limit}" if known else "the limit of new tokens"
 
 
-def _longer(e: Evidence) -> tuple[Remedy, ...]:
+def _longer(e: Evidence) -> Remedy | None:
     """Recommend more tokens, unless the context is full."""
     longest, context = max(row.get("conversation_length_max", 0.0) for row in e.recent), e.facts.context_tokens
     if context is not None and longest >= 0.95 * context:
-        return ()
+        return None
     if e.facts.kind == "wire":
-        return (Remedy("raise the environment's own limit"),)
+        return Remedy("raise the environment's own limit")
     room = "" if context is None else f" (the longest conversation has {longest:.0f} of {context} tokens)"
-    return (Remedy(f"raise rollout.max_new_tokens{room}", "rollout.max_new_tokens"),)
+    return Remedy(f"raise rollout.max_new_tokens{room}", "rollout.max_new_tokens")
 
 
 def _looping(e: Evidence, share: str) -> Finding:
@@ -193,7 +196,7 @@ def _looping(e: Evidence, share: str) -> Finding:
     return e.finding(
         "looping",
         f"{share} while they repeated themselves{since}; more tokens would not help",
-        *((LOWER_RATE,) if caused else ()),
+        LOWER_RATE if caused else None,
         Remedy("lower rollout.max_new_tokens, so that less time is lost", "rollout.max_new_tokens"),
         example="looping",
     )

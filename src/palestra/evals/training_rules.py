@@ -79,7 +79,7 @@ def _no_signal(e: Evidence, rows: Sequence[Row], count: str) -> Finding:
         return e.finding(
             "zero_reward",
             f"in {count} every rollout earned a reward of 0, which teaches nothing",
-            *_warm_start(e, rows),
+            _warm_start(e, rows),
             *_more_signal(e, e.steps),
             example="not_passed",
         )
@@ -87,10 +87,10 @@ def _no_signal(e: Evidence, rows: Sequence[Row], count: str) -> Finding:
         "equal_rewards",
         f"in {count} all rollouts of a problem earned the same reward ({_range(lowest, highest)}), which "
         "teaches nothing",
-        *_warm_start(e, rows),
+        _warm_start(e, rows),
         _PARTIAL,
-        *_larger_groups(e, e.steps),
-        *_warmer(e),
+        _larger_groups(e, e.steps),
+        _warmer(e),
         example="not_passed",
     )
 
@@ -107,38 +107,36 @@ def _little_signal(e: Evidence, steps: Sequence[Row]) -> Iterator[Finding]:
         "low_signal" if scaled else "mostly_equal_rewards",
         f"in {share:.0%} of the groups all rollouts earned the same reward{outcomes}, so that these groups taught "
         f"nothing{scaled}",
-        *((_HARDER,) if passed > failed else _more_signal(e, steps)),
+        *([_HARDER] if passed > failed else _more_signal(e, steps)),
         example="passed" if passed > failed else "not_passed",
     )
 
 
-def _more_signal(e: Evidence, steps: Sequence[Row]) -> tuple[Remedy, ...]:
+def _more_signal(e: Evidence, steps: Sequence[Row]) -> tuple[Remedy | None, ...]:
     """Remedies for groups in which no rollout succeeds."""
     draw = Remedy("draw new problems until more groups differ (train.signal_share=1, slower)", "train.signal_share")
-    draws = (draw,) if mean(steps, "equal_reward_groups") < 1.0 else ()  # in vain where no group ever differs
-    return (_EASIER, _PARTIAL, *_larger_groups(e, steps), *draws)
+    some_differ = mean(steps, "equal_reward_groups") < 1.0  # else drawing is in vain
+    return _EASIER, _PARTIAL, _larger_groups(e, steps), draw if some_differ else None
 
 
-def _warm_start(e: Evidence, rows: Sequence[Row]) -> tuple[Remedy, ...]:
+def _warm_start(e: Evidence, rows: Sequence[Row]) -> Remedy | None:
     """Learn from demonstrations first, where nothing has passed from the beginning."""
     never = all(row.get("pass_rate") == 0.0 for row in (*e.steps[:MIN_STEPS], *rows))
-    return (_WARM_START,) if never else ()
+    return _WARM_START if never else None
 
 
-def _larger_groups(e: Evidence, steps: Sequence[Row]) -> tuple[Remedy, ...]:
+def _larger_groups(e: Evidence, steps: Sequence[Row]) -> Remedy | None:
     """Larger groups contain both passes and failures more often, if there are any of both."""
-    if not 0.0 < mean(steps, "pass_rate") < 1.0:
-        return ()
-    size = e.facts.value("rollout.group_size")
-    return (Remedy(f"raise rollout.group_size (now {size}), so that more groups differ", "rollout.group_size"),)
+    size, some_pass = e.facts.value("rollout.group_size"), 0.0 < mean(steps, "pass_rate") < 1.0
+    text = f"raise rollout.group_size (now {size}), so that more groups differ"
+    return Remedy(text, "rollout.group_size") if some_pass else None
 
 
-def _warmer(e: Evidence) -> tuple[Remedy, ...]:
+def _warmer(e: Evidence) -> Remedy | None:
     """Rollouts at a higher temperature differ more; above 1 they are mostly noise."""
     now = e.facts.value("rollout.temperature")
-    if now is None or now >= 1.0:
-        return ()
-    return (Remedy(f"raise rollout.temperature to 1 (now {now:g})", "rollout.temperature"),)
+    is_low = now is not None and now < 1.0
+    return Remedy(f"raise rollout.temperature to 1 (now {now:g})", "rollout.temperature") if is_low else None
 
 
 def _range(lowest: float, highest: float) -> str:
@@ -190,7 +188,7 @@ def _collapse(e: Evidence) -> Iterator[Finding]:
             f"new is tried, while the {_rates(first, last)}",
             LOWER_RATE,
             Remedy("raise train.entropy_coefficient", "train.entropy_coefficient"),
-            *_warmer(e),
+            _warmer(e),
             example="not_passed",
         )
 
@@ -229,7 +227,7 @@ def _hint_leak(e: Evidence) -> Iterator[Finding]:
         f"{after:.0%} of the rollouts in the last steps speak of the self-teacher's hint, or give the expected answer "
         f"although no tool result contains it, up from {before:.0%} in the first steps: the model imitates knowing the "
         "hint",
-        *((answer,) if "answer" in chosen and others else ()),
+        answer if "answer" in chosen and others else None,
         Remedy("lower distill.coefficient", "distill.coefficient"),
         example="hint",
     )
@@ -248,7 +246,7 @@ def _weak_teacher(e: Evidence) -> Iterator[Finding]:
         f"{e.when} the teacher ({who}) did not prefer rollouts that passed to those that failed: it gave them "
         f"{gain:.2g} nats per token, compared with the student, so distillation teaches little or harms",
         Remedy("use another distill.teacher" if name else "name a better model as distill.teacher", "distill.teacher"),
-        *(() if name else (Remedy("try other hints with distill.context", "distill.context"),)),
+        None if name else Remedy("try other hints with distill.context", "distill.context"),
         Remedy("set distill.coefficient to 0", "distill.coefficient"),
     )
 
@@ -275,7 +273,7 @@ def _stale(e: Evidence) -> Iterator[Finding]:
             "staleness",
             f"{e.when} the oldest tokens were sampled {age:.1f} versions before the weights that learned from them, "
             f"and {clipped:.0%} of the tokens were clipped",
-            *((Remedy(younger, "rollout.max_staleness"),) if limit or e.facts.kind == "wire" else ()),
+            Remedy(younger, "rollout.max_staleness") if limit or e.facts.kind == "wire" else None,
             LOWER_RATE,
         )
 
@@ -310,19 +308,16 @@ def _idle(e: Evidence) -> Iterator[Finding]:
     total = sum(row["sample_seconds"] + row["train_seconds"] for row in timed)
     if waited <= _WAITING * total:
         return
+    idle = f"the model was idle for {waited / total:.0%} of the time {e.when}"
     if e.facts.kind == "wire":
-        yield e.finding(
-            "idle",
-            f"the model was idle for {waited / total:.0%} of the time {e.when}, waiting for environments to post",
-            Remedy("start more environment processes, or make the environments faster"),
-        )
+        more = Remedy("start more environment processes, or make the environments faster")
+        yield e.finding("idle", f"{idle}, waiting for environments to post", more)
         return
     ahead = Remedy("sample ahead with rollout.max_staleness=1 or 2", "rollout.max_staleness")
     yield e.finding(
         "idle",
-        f"the model was idle for {waited / total:.0%} of the time {e.when}, while rollouts waited for tools, "
-        "environments or measures",
-        *(() if e.facts.value("rollout.max_staleness") else (ahead,)),
+        f"{idle}, while rollouts waited for tools, environments or measures",
+        None if e.facts.value("rollout.max_staleness") else ahead,
         Remedy("attempt more problems at the same time (train.problems_per_step)", "train.problems_per_step"),
         Remedy("make what they wait for faster"),
     )

@@ -55,8 +55,8 @@ class Costly(Door):
     """Every step costs 1."""
 
     def step(self, action):
-        observation, _, ended, cut, info = super().step(action)
-        return observation, -1.0, ended, cut, info
+        _, _, ended, cut, info = super().step(action)
+        return "You pay.", -1.0, ended, cut, info
 
 
 class ThreeTurns(GymEnv):
@@ -66,8 +66,8 @@ class ThreeTurns(GymEnv):
 def test_an_attempt_without_a_valid_action_fails_instead_of_getting_the_best_score():
     with pytest.raises(PalestraError, match=r"no answer was an action, the last one 'hm'\. Say a number from 1 to 3"):
         play(RunningEnv(ThreeTurns(Costly, config=SMALL)), "hm", "hm", "hm")
-    acted, _ = play(RunningEnv(ThreeTurns(Costly, config=SMALL)), "hm", "1", "3")
-    assert (acted.error, acted.reward) == (None, -1.0)
+    acted, said = play(RunningEnv(ThreeTurns(Costly, config=SMALL)), "hm", "1", "3")
+    assert (acted.error, acted.reward, said[-1]) == (None, -1.0, "You pay.")
     silent, _ = play(RunningEnv(ThreeTurns(Costly, config=SMALL, invalid_reward=-2)), "hm", "hm", "hm")
     assert silent.error is None, "with a reward for wrong answers every attempt counts"
     assert silent.reward < -2.0
