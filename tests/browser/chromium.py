@@ -23,17 +23,10 @@ from urllib.request import Request, urlopen
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TIMEOUT_S = 60.0  # a loaded machine is slow, and not wrong
 OPTIONS = (
-    "--headless=new",
-    "--remote-debugging-port=0",
-    "--no-first-run",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-extensions",
-    "--hide-scrollbars",
+    "--headless=new", "--remote-debugging-port=0", "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage",
+    "--disable-background-networking", "--disable-component-update", "--disable-extensions", "--hide-scrollbars",
     "--force-color-profile=srgb",
-)
+)  # fmt: skip
 
 
 def find_chromium() -> str | None:

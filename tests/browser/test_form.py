@@ -34,21 +34,21 @@ class FakeLauncher:
     def environment(self, name):
         return {**ENVIRONMENT, "docs": "Work it out.", "dialect": "palestra", "tools": None}
 
-    def form(self, subject):
+    def form(self, body):
         settings = [{"description": "", "choices": None, "common": False, **field} for field in FIELDS]
         locked = [{"name": "server.timeout", "value": 3600, "description": "seconds"}]
-        return {"subject": subject.environment or subject.agent_file, "fields": settings, "locked": locked}
+        return {"subject": body.environment or body.agent_file, "fields": settings, "locked": locked}
 
-    def check(self, subject, values):
-        return {} if str(values.get("train.max_steps", 1)).isdigit() else {"train.max_steps": "expected a number"}
+    def check(self, body):
+        return {} if str(body.values.get("train.max_steps", 1)).isdigit() else {"train.max_steps": "expected a number"}
 
-    def start(self, subject, values, name):
-        if subject.environment is None:
+    def start(self, body):
+        if body.environment is None:
             raise PalestraError("the queue is full; wait for a run to end")
-        self.started.append((subject.environment, values, name))
+        self.started.append((body.environment, body.values, body.name))
         return self._catalog.all()[0].run
 
-    def test(self, subject, values, models, num_steps, group_size, progress, cancelled):
+    def test(self, body, progress, cancelled):
         progress(1, 2, "sampling")
         step = {"step": 1, "completions": 4, "correct": 2, "scores": [1.0, 0.0, 1.0, 0.0]}
         return {

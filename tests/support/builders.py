@@ -50,10 +50,7 @@ def tool_result(name: str = "add", content: str = "2", ok: bool = True, **fields
 
 def turns_of(ids: Sequence[int] = (3, 4, 5), prompt: Sequence[int] = (1, 2), version: int = 0) -> tuple[Turn, ...]:
     """A prompt and one sampled turn that ended with a stop token."""
-    return (
-        Turn("template", prompt),
-        Turn("model", ids, [-0.5] * len(ids), version, "stop"),
-    )
+    return (Turn("template", prompt), Turn("model", ids, [-0.5] * len(ids), version, "stop"))
 
 
 def rollout(

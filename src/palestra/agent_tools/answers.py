@@ -97,10 +97,14 @@ def closest(word: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word[:200], list(known), n=MAX_CHOICES, cutoff=0.0)
 
 
-def page(found: Sequence[Any], limit: int, offset: int, name: Callable[[Any], str], contains: str) -> Page:
-    """Some of the rows whose name contains a text, how many there are, and where the next page begins."""
+def require_page(limit: int, offset: int) -> None:
     if not (1 <= limit <= MAX_LISTED and offset >= 0):
         raise Refusal(f"limit={short(limit)}, offset={short(offset)}; expected 1 to {MAX_LISTED}, and 0 or more")
+
+
+def page(found: Sequence[Any], limit: int, offset: int, name: Callable[[Any], str], contains: str) -> Page:
+    """Some of the rows whose name contains a text, how many there are, and where the next page begins."""
+    require_page(limit, offset)
     matching = [row for row in found if contains.lower() in name(row).lower()]
     following = offset + limit
     more = {"next_offset": following} if following < len(matching) else {}

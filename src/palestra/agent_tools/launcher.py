@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from palestra.core import children
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_regular, slug
-from palestra.dashboard.action_routes import Subject
+from palestra.dashboard.action_routes import Progress, SubjectBody, TestBody
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover
 from palestra.runs.locks import Site
@@ -58,8 +58,8 @@ class FormLauncher:
         found = discover().named(name)
         return {**_listed(found), "docs": _docs(found), "tools": None}
 
-    def form(self, subject: Subject) -> dict[str, Any]:
-        draft = self._draft(subject)
+    def form(self, body: SubjectBody) -> dict[str, Any]:
+        draft = self._draft(body)
         fields = [_field(f, draft) for f in draft.open_fields() if f.name != TRACKING_NAME]
         locked = [
             {"name": row["name"], "value": row["locked_value"], "description": row["description"]}
@@ -67,56 +67,47 @@ class FormLauncher:
         ]
         return dict(to_json({"subject": draft.found.name, "fields": fields, "locked": locked}))
 
-    def check(self, subject: Subject, values: Mapping[str, Any]) -> dict[str, str]:
-        draft, errors = self._draft(subject), {}
-        for name, value in values.items():
+    def check(self, body: SubjectBody) -> dict[str, str]:
+        draft, errors = self._draft(body), {}
+        for name, value in body.values.items():
             try:
                 draft = draft.edit(name, value)
             except Refusal as refusal:
                 errors[name] = str(refusal)
-        if subject.environment is not None and not errors:
+        if body.environment is not None and not errors:
             try:
                 describe(draft.found, draft.env_settings())  # they must fit together, too
             except PalestraError as error:
                 errors[""] = str(error)
         return errors
 
-    def start(self, subject: Subject, values: Mapping[str, Any], name: str | None) -> Run:
-        draft = self._edited(subject, values)
-        request = draft.request() if subject.environment is not None else _agent_request(subject, draft)
-        if name:
-            request = replace(request, name=slug(name))
+    def start(self, body: SubjectBody) -> Run:
+        draft = self._edited(body)
+        request = draft.request() if body.environment is not None else _agent_request(body, draft)
+        if body.name:
+            request = replace(request, name=slug(body.name))
         return self._manager.start(request, max_active=self._site.limits.active_runs)
 
-    def test(
-        self,
-        subject: Subject,
-        values: Mapping[str, Any],
-        models: Sequence[str] | None,
-        num_steps: int,
-        group_size: int,
-        progress: Callable[[float, float, str], None],
-        cancelled: threading.Event,
-    ) -> Mapping[str, Any]:
-        if subject.environment is None:
+    def test(self, body: TestBody, progress: Progress, cancelled: threading.Event) -> Mapping[str, Any]:
+        draft = self._edited(body)
+        if body.environment is None:
             raise PalestraError("only an environment can be tested this way; score an agent with `palestra eval`")
-        draft = self._edited(subject, values)
-        chosen = choose_models(models, self._site, str(draft.value("model.name")))
+        chosen = choose_models(body.models, self._site, str(draft.value("model.name")))
         with self._testing:
-            test = InferenceTest(draft, num_steps, group_size, self._manager.home, progress, cancelled)
+            home = self._manager.home
+            test = InferenceTest(draft, body.num_steps, body.group_size, home, progress, cancelled)
             return dict(to_json(test.run(chosen)))
 
-    def _edited(self, subject: Subject, values: Mapping[str, Any]) -> PendingRunConfig:
-        draft = self._draft(subject)
-        for name, value in values.items():
+    def _edited(self, body: SubjectBody) -> PendingRunConfig:
+        draft = self._draft(body)
+        for name, value in body.values.items():
             draft = draft.edit(name, value)
         return draft
 
-    def _draft(self, subject: Subject) -> PendingRunConfig:
-        if subject.environment is not None:
-            found = discover().named(subject.environment)
-        else:
-            found = _agent(str(subject.agent_file))
+    def _draft(self, body: SubjectBody) -> PendingRunConfig:
+        if (body.environment is None) == (body.agent_file is None):
+            raise PalestraError("name an environment or an agent file, and not both")
+        found = _agent(str(body.agent_file)) if body.environment is None else discover().named(body.environment)
         changed = found.file_path.stat().st_mtime_ns if found.file_path.is_file() else 0
         return PendingRunConfig.of(found, self._description(found, changed), self._site)
 
@@ -176,8 +167,8 @@ def _describe_agent(found: DiscoveredEnv) -> EnvDescription:
     return EnvDescription([], own)
 
 
-def _agent_request(subject: Subject, draft: PendingRunConfig) -> RunRequest:
-    file = None if subject.agent_file == DEMO else str(Path(str(subject.agent_file)).resolve())
+def _agent_request(body: SubjectBody, draft: PendingRunConfig) -> RunRequest:
+    file = None if body.agent_file == DEMO else str(Path(str(body.agent_file)).resolve())
     return RunRequest(
         agent_file=file, settings=draft.settings(), name=slug(draft.found.name), backend=draft.request().backend
     )

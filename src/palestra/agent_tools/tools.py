@@ -18,7 +18,7 @@ from types import MethodType
 from typing import Any, Literal
 
 from palestra.agent_tools import views
-from palestra.agent_tools.answers import MAX_LISTED, Answer, Refusal, answer, closest, require_json, short
+from palestra.agent_tools.answers import Answer, Refusal, answer, closest, require_json, require_page, short
 from palestra.agent_tools.endpoints import choose_models
 from palestra.agent_tools.inference import InferenceTest
 from palestra.agent_tools.pending_run import PendingRunConfig, Progress, describe
@@ -153,8 +153,7 @@ def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> views.Data:
         limit: Trainings to list at once, at most 200.
         offset: How many of the newest to leave out: next_offset of the answer before.
     """
-    if not (1 <= limit <= MAX_LISTED and offset >= 0):
-        raise Refusal(f"limit={short(limit)}, offset={short(offset)}; expected 1 to {MAX_LISTED}, and 0 or more")
+    require_page(limit, offset)
     found, total = call.tools.manager.page(limit, offset)
     return views.runs(found, offset, total)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,40 +23,7 @@ from palestra.dashboard.summaries import actions, summary
 from palestra.runs.manager import Run
 from palestra.servers.body import read_model
 
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The subject of a training: an environment by its name, or an agent file ("demo" is the demo)."""
-
-    environment: str | None = None
-    agent_file: str | None = None
-
-
-class Launcher(Protocol):
-    """Starts trainings and tests. Refusals raise PalestraError, with the wrong field in `more["field"]`."""
-
-    def environments(self) -> dict[str, Any]: ...
-
-    def environment(self, name: str) -> dict[str, Any]: ...
-
-    def form(self, subject: Subject) -> dict[str, Any]: ...
-
-    def check(self, subject: Subject, values: Mapping[str, Any]) -> dict[str, str]:
-        """Error messages by field."""
-        ...
-
-    def start(self, subject: Subject, values: Mapping[str, Any], name: str | None) -> Run: ...
-
-    def test(
-        self,
-        subject: Subject,
-        values: Mapping[str, Any],
-        models: Sequence[str] | None,
-        num_steps: int,
-        group_size: int,
-        progress: Callable[[float, float, str], None],
-        cancelled: threading.Event,
-    ) -> Mapping[str, Any]: ...
+Progress = Callable[[float, float, str], None]  # done, total, what is being done
 
 
 class _Body(BaseModel):
@@ -65,16 +31,18 @@ class _Body(BaseModel):
 
 
 class SubjectBody(_Body):
+    """A training: an environment by its name, or an agent file ("demo" is the demo), with changed settings."""
+
     environment: str | None = None
     agent_file: str | None = None
     values: dict[str, Any] = Field(default_factory=dict)
     name: str | None = Field(None, max_length=100)
 
-    @property
-    def subject(self) -> Subject:
-        if (self.environment is None) == (self.agent_file is None):
-            raise PalestraError("name an environment or an agent file, and not both")
-        return Subject(self.environment, self.agent_file)
+
+class TestBody(SubjectBody):
+    models: list[str] | None = None
+    num_steps: int = Field(2, ge=1)
+    group_size: int = Field(4, ge=2)
 
 
 class ResumeBody(_Body):
@@ -92,14 +60,26 @@ class RescoreBody(_Body):
     limit: int | None = Field(None, ge=1)
 
 
-class TestBody(SubjectBody):
-    models: list[str] | None = None
-    num_steps: int = Field(2, ge=1)
-    group_size: int = Field(4, ge=2)
-
-
 class NoBody(_Body):
     pass
+
+
+class Launcher(Protocol):
+    """Starts trainings and tests. Refusals raise PalestraError, with the wrong field in `more["field"]`."""
+
+    def environments(self) -> dict[str, Any]: ...
+
+    def environment(self, name: str) -> dict[str, Any]: ...
+
+    def form(self, body: SubjectBody) -> dict[str, Any]: ...
+
+    def check(self, body: SubjectBody) -> dict[str, str]:
+        """Error messages by field."""
+        ...
+
+    def start(self, body: SubjectBody) -> Run: ...
+
+    def test(self, body: TestBody, progress: Progress, cancelled: threading.Event) -> Mapping[str, Any]: ...
 
 
 class ActionRoutes:
@@ -142,13 +122,13 @@ class ActionRoutes:
     def form(self, request: Request) -> Response:
         asked = request.query_params
         body = SubjectBody(environment=asked.get("environment"), agent_file=asked.get("agent_file"))
-        return answer(self._launcher.form(body.subject))
+        return answer(self._launcher.form(body))
 
     def check(self, request: Request, body: SubjectBody) -> Response:
-        return answer({"errors": self._launcher.check(body.subject, body.values)})
+        return answer({"errors": self._launcher.check(body)})
 
     def start(self, request: Request, body: SubjectBody) -> Response:
-        run = self._launcher.start(body.subject, body.values, body.name)
+        run = self._launcher.start(body)
         return answer({"run": summary(self._catalog.get(run.run_id))}, 201)
 
     def stop(self, request: Request, body: NoBody) -> Response:
@@ -197,9 +177,7 @@ class ActionRoutes:
 
     def test(self, request: Request, body: TestBody) -> Response:
         def work(job: Job) -> Any:
-            return self._launcher.test(
-                body.subject, body.values, body.models, body.num_steps, body.group_size, job.advance, job.cancelled
-            )
+            return self._launcher.test(body, job.advance, job.cancelled)
 
         return answer({"job": self._jobs.start("test", str(body.environment), work).to_dict()}, 202)
 

@@ -97,13 +97,17 @@ def _flips(first: str, last: str, rows: Mapping[str, list[dict[str, Any]]]) -> d
 def compare(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
     """The answer to `GET api/compare`, for each run by its id."""
     settings = {run: settings_of(folder) for run, folder in folders.items()}
+    reports = {run: folder.report() or {} for run, folder in folders.items()}
     return {
         "settings": [
             {"key": key, "values": {run: found.get(key) for run, found in settings.items()}}
             for key in differing_keys([*settings.values()])
         ],
         "curves": {run: _curves(folder) for run, folder in folders.items()},
-        "evaluations": {run: _rates(folder) for run, folder in folders.items()},
+        "evaluations": {
+            run: {name: report[name]["pass_rate"] for name in ("before", "after") if report.get(name)}
+            for run, report in reports.items()
+        },
         "flips": _flips_between(folders),
     }
 
@@ -120,11 +124,6 @@ def _curves(folder: RunFolder) -> dict[str, Any]:
         "seconds": seconds,
         "series": {name: values for name, values in made["series"].items() if name in _CURVES},
     }
-
-
-def _rates(folder: RunFolder) -> dict[str, Any]:
-    report = folder.report() or {}
-    return {name: report[name]["pass_rate"] for name in ("before", "after") if report.get(name)}
 
 
 def _flips_between(folders: Mapping[str, RunFolder]) -> list[dict[str, Any]]:

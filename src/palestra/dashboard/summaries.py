@@ -96,7 +96,7 @@ def details(found: CatalogRun) -> dict[str, Any]:
         "logs": [part for part, path in found.run.logs.items() if path.is_file()],
         "evaluations": [str(name) for name in folder.eval_names()],
         "measures": measures(folder),
-        "sampling": _sampling(folder, settings),
+        "sampling": _sampling(folder, flatten(settings)),
         "report": {name: report[name] for name in ("before", "after", "changes", "seconds") if name in report} or None,
     }
 
@@ -138,10 +138,7 @@ def measures(folder: RunFolder) -> list[dict[str, Any]]:
 
 def _sampling(folder: RunFolder, settings: Mapping[str, Any]) -> dict[str, float] | None:
     """Rollouts of a step as set, and their mean so far: more where groups with equal rewards were replaced."""
-    problems, size = (
-        settings.get(section, {}).get(name)
-        for section, name in (("train", "problems_per_step"), ("rollout", "group_size"))
-    )
+    problems, size = settings.get("train.problems_per_step"), settings.get("rollout.group_size")
     counts = [row["rollouts"] for row in folder.metrics() if isinstance(row.get("rollouts"), int | float)]
     return {"planned": problems * size, "mean": fmean(counts)} if problems and size and counts else None
 

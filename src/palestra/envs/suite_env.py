@@ -37,9 +37,8 @@ class SuiteEpisode:
     program: ProgramResult | None = None  # of an agent that is a program, once it has ended
     user: SimulatedUser | None = None
     attempt: MeasureContext | None = None  # once it has ended
-    agents: Mapping[str, Sequence[Message]] = field(
-        default_factory=dict
-    )  # conversations of a program's labelled agents
+    # conversations of a program's labelled agents
+    agents: Mapping[str, Sequence[Message]] = field(default_factory=dict)
     roles: Sequence[str] = ()  # whom a measure may score by name
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -49,14 +48,9 @@ class SuiteEpisode:
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         """All measures that look at one attempt, at once."""
+        case, results = self.problem, tuple(tool_results)
         self.attempt = context = MeasureContext(
-            tuple(messages),
-            tuple(tool_results),
-            self.problem.expect,
-            self.problem,
-            self.environment,
-            self.program,
-            self.agents,
+            tuple(messages), results, case.expect, case, self.environment, self.program, self.agents
         )
         measures = [m for m in self.measures if not m.group]
         scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in measures))
@@ -165,12 +159,8 @@ def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
                 "EvalSuite.from_records(…, context_fn=lambda record: …)"
             )
         if names := shared_state(tool.fn):
-            log.warning(
-                "tool %s changes %s, which all attempts share, so they disturb each other. Keep the state of an "
-                "attempt in a context: docs/python.md",
-                tool.name,
-                ", ".join(names),
-            )
+            text = "tool %s changes %s, which all attempts share, so they disturb each other. Keep the state of an "
+            log.warning(text + "attempt in a context: docs/python.md", tool.name, ", ".join(names))
 
 
 def _weights(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:

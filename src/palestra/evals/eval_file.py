@@ -27,22 +27,19 @@ class EvalFile:
         self._about = dict(about)
         if path.exists() and not resume:
             raise PalestraError(f"{path} exists; add --resume to continue its evaluation, or choose another file")
-        if resume:
-            self._check()
-
-    def _check(self) -> None:
-        if not self._path.is_file():
-            raise PalestraError(f"there is no file {self._path} to resume from; leave out --resume to start")
-        first = next(read_jsonl(self._path), {}).get(_ABOUT)
+        if not resume:
+            return
+        if not path.is_file():
+            raise PalestraError(f"there is no file {path} to resume from; leave out --resume to start")
+        first = next(read_jsonl(path), {}).get(_ABOUT)
         if not isinstance(first, dict):
-            raise PalestraError(f"{self._path} is no file that `palestra eval --out` wrote; choose another")
-        changed = [key for key in {**first, **self._about} if first.get(key) != self._about.get(key)]
+            raise PalestraError(f"{path} is no file that `palestra eval --out` wrote; choose another")
+        changed = [key for key in {**first, **about} if first.get(key) != about.get(key)]
         if changed:
-            key = changed[0]
+            key, more = changed[0], f" ({len(changed)} differences)" if len(changed) > 1 else ""
             raise PalestraError(
-                f"{self._path} was made with {key} = {first.get(key)!r}, not {self._about.get(key)!r}"
-                f"{f' ({len(changed)} differences)' if len(changed) > 1 else ''}; resume with the same settings, "
-                "or write to another file"
+                f"{path} was made with {key} = {first.get(key)!r}, not {about.get(key)!r}{more}; resume with the same "
+                "settings, or write to another file"
             )
 
     def load(self, problems: Sequence[Problem], samples_per_case: int) -> dict[str, list[Rollout]]:

@@ -47,11 +47,7 @@ def run_findings(
     return [finding for rule in (*SIGNAL_RULES, *ROLLOUT_RULES, *TREND_RULES) for finding in rule(evidence)]
 
 
-def evaluation_findings(
-    rollouts: Sequence[Rollout],
-    facts: RunFacts = NO_FACTS,
-    source: str = "",
-) -> list[Finding]:
+def evaluation_findings(rollouts: Sequence[Rollout], facts: RunFacts = NO_FACTS, source: str = "") -> list[Finding]:
     """Findings of the rollouts of an evaluation; `source` is its name in the run folder, if it has one."""
     if not rollouts:
         return []

@@ -28,9 +28,8 @@ class MeasureContext:
     case: Problem = field(default_factory=lambda: Problem("", ""))
     context: Any = None  # what the suite's context_fn made for this attempt, as the tools left it
     program: ProgramResult | None = None  # where the agent is a program: its output, its result, its exit status
-    agents: Mapping[str, Sequence[Message]] = field(
-        default_factory=dict
-    )  # the last conversation of each labelled agent
+    # the last conversation of each labelled agent
+    agents: Mapping[str, Sequence[Message]] = field(default_factory=dict)
 
     @property
     def final_assistant_message(self) -> Message:
@@ -106,11 +105,8 @@ def measure(
 def get_measure(name: str) -> Measure:
     """The measure declared under this name."""
     if name not in _declared:
-        known = (
-            f"Declared are: {', '.join(sorted(_declared))}."
-            if _declared
-            else f"None is declared; write one:\n{_EXAMPLE}"
-        )
+        names = ", ".join(sorted(_declared))
+        known = f"Declared are: {names}." if names else f"None is declared; write one:\n{_EXAMPLE}"
         raise PalestraError(f"there is no measure {name!r}.{did_you_mean(name, _declared)} {known}")
     return _declared[name]
 

@@ -39,9 +39,7 @@ def _failures(e: Evidence) -> Iterator[Finding]:
         )
     if failed > _FAILURE_RATE * count:
         yield e.finding(
-            "rollout_failures",
-            f"{failed:.0f} of {count:.0f} rollouts {e.when} failed with an error",
-            example="failure",
+            "rollout_failures", f"{failed:.0f} of {count:.0f} rollouts {e.when} failed with an error", example="failure"
         )
 
 

@@ -201,12 +201,7 @@ class Index:
             return done
 
     def admit(
-        self,
-        run_id: str,
-        free_memory_gib: float,
-        machine_gpus: int,
-        default_runs: int,
-        devices: Sequence[str] = (),
+        self, run_id: str, free_memory_gib: float, machine_gpus: int, default_runs: int, devices: Sequence[str] = ()
     ) -> str | None:
         """Let a pending run start if it is next and there is room; else return what it waits for.
 

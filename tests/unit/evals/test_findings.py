@@ -149,10 +149,7 @@ LATER: dict[str, tuple[Changes, list[Changes]]] = {  # of the last five steps of
             {"tool_calls_mean": 0.07, "reinforced_without_tools": 6.0, "pass_rate": 0.7},
         ],
     ),
-    "tool_collapse": (
-        {"tool_calls_mean": 0.1},
-        [{"tool_calls_mean": 0.3}, {"tool_calls_mean": 0.1, "pass_rate": 0.8}],
-    ),
+    "tool_collapse": ({"tool_calls_mean": 0.1}, [{"tool_calls_mean": 0.3}, {"tool_calls_mean": 0.1, "pass_rate": 0.8}]),
     "short_answers": (
         {"completion_length_mean": 8.0},
         [{"completion_length_mean": 8.0, "pass_rate": 0.8}, {"completion_length_mean": 8.0, "reward_mean": 0.6}],

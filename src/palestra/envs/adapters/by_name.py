@@ -88,11 +88,7 @@ class NamedVerifiersEnv(Env):
             ) from error
 
 
-BY_NAME: dict[str, type[Env]] = {
-    "gymnasium": NamedGymEnv,
-    "openenv": NamedOpenEnv,
-    "verifiers": NamedVerifiersEnv,
-}
+BY_NAME: dict[str, type[Env]] = {"gymnasium": NamedGymEnv, "openenv": NamedOpenEnv, "verifiers": NamedVerifiersEnv}
 
 
 def _library(name: str, extra: str = "") -> Any:

@@ -34,11 +34,7 @@ class OpenEnv(Env):
     scores_are_bounded = False
 
     def __init__(
-        self,
-        base_url: str,
-        config: EnvConfig | None = None,
-        question: str = "Begin.",
-        max_sessions: int | None = None,
+        self, base_url: str, config: EnvConfig | None = None, question: str = "Begin.", max_sessions: int | None = None
     ) -> None:
         super().__init__(config)
         self._url = base_url.rstrip("/")
@@ -99,15 +95,8 @@ class OpenEnv(Env):
         if "tool_name" not in self._parameters["properties"]:
             return [Tool("act", self._about, self._parameters, self._act)]
         listed = _ask(self._socket, "step", {"type": "list_tools"}).get("observation", {})
-        return [
-            Tool(
-                tool["name"],
-                tool.get("description") or tool["name"],
-                tool["input_schema"],
-                partial(self._call, tool["name"]),
-            )
-            for tool in listed.get("tools", ())
-        ]
+        found = [(tool["name"], tool.get("description"), tool["input_schema"]) for tool in listed.get("tools", ())]
+        return [Tool(name, text or name, schema, partial(self._call, name)) for name, text, schema in found]
 
     def _act(self, **action: Any) -> str:
         return _OVER if self.done else self._observe(_ask(self._socket, "step", action))

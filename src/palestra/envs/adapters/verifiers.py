@@ -52,13 +52,11 @@ class VerifiersEnv(Env):
     def problems(self, split: Split) -> Sequence[Problem]:
         train = [self._problem(row) for row in self.theirs.get_dataset(self.config.train_size)]
         held_out = [self._problem(row) for row in self.theirs.get_eval_dataset(self.config.held_out_size)]
-        if {p.input for p in held_out} <= {
-            p.input for p in train
-        }:  # it has none of its own, and gave the training ones
+        inputs = {p.input for p in held_out}
+        if inputs <= {p.input for p in train}:  # it has none of its own, and gave the training ones
             share = self.config.held_out_share
             return [p for p in train if is_held_out(p, share) == (split == "held_out")]
-        held_out_inputs = {p.input for p in held_out}
-        return held_out if split == "held_out" else [p for p in train if p.input not in held_out_inputs]
+        return held_out if split == "held_out" else [p for p in train if p.input not in inputs]
 
     def _problem(self, row: Mapping[str, Any]) -> Problem:
         return Problem("", _messages(row["prompt"]), row.get("answer"), dict(row))
@@ -91,17 +89,11 @@ class VerifiersEnv(Env):
         await self._record()
         if _has_group_rewards(self.theirs.rubric):
             return {}
-        state = self.state
-        score = self.theirs.rubric.score_rollout
-        takes = inspect.signature(score).parameters
-        if "prompt" in takes:  # before 0.1.8
-            prompt, completion = state["prompt"], state["completion"]
-            found = await score(
-                prompt=prompt, completion=completion, answer=state["answer"], state=state, task=state["task"],
-                info=state["info"], example_id=state["example_id"],
-            )  # fmt: skip
-            return {"reward": float(found.reward)}
-        await (score(state, score_sem=nullcontext()) if "score_sem" in takes else score(state))
+        state, score = self.state, self.theirs.rubric.score_rollout
+        if "prompt" in inspect.signature(score).parameters:  # before 0.1.8
+            known = {name: state[name] for name in ("prompt", "completion", "answer", "task", "info", "example_id")}
+            return {"reward": float((await score(state=state, **known)).reward)}
+        await _scored(score, state)
         return {"reward": float(state["reward"])}
 
     async def score_group(self, attempts: Sequence[Any]) -> list[dict[str, float]] | None:
@@ -110,10 +102,7 @@ class VerifiersEnv(Env):
         if not _has_group_rewards(rubric):
             return None
         states = [attempt.state for attempt in attempts]
-        takes = inspect.signature(rubric.score_group).parameters
-        await (
-            rubric.score_group(states, score_sem=nullcontext()) if "score_sem" in takes else rubric.score_group(states)
-        )
+        await _scored(rubric.score_group, states)
         return [{"reward": float(state["reward"])} for state in states]
 
     async def _record(self) -> list[Any]:
@@ -137,6 +126,13 @@ class VerifiersEnv(Env):
         if conditions is not None:
             return any([await _awaited(condition(self.state)) for condition in conditions])
         return bool(await _awaited(self.theirs.is_completed(messages, self.state)))
+
+
+async def _scored(score: Any, state: Any) -> None:
+    """Some versions take a semaphore, too."""
+    await (
+        score(state, score_sem=nullcontext()) if "score_sem" in inspect.signature(score).parameters else score(state)
+    )
 
 
 def _has_group_rewards(rubric: Any) -> bool:

@@ -54,9 +54,20 @@ def _not_installed(name: str, package: str | None) -> PalestraError:
     )
 
 
-def _start(name: str, *arguments: Any) -> Tracker:
+def _start(
+    name: str, folder: RunFolder, track: TrackSection, settings: dict[str, Any], resume_after: int | None
+) -> Tracker:
+    run_name, resumed = track.run_name or folder.path.name, resume_after is not None
     try:
-        return _service(name, *arguments)
+        match name:
+            case "wandb":
+                return WandbService(folder, run_name, track, settings, resumed)
+            case "tensorboard":
+                return TensorBoardService(folder, settings, resume_after)
+            case "mlflow":
+                return MLflowService(folder, track.project, run_name, settings, resumed)
+            case "trackio":
+                return TrackioService(run_name, track, settings, resumed)
     except ModuleNotFoundError as error:
         raise _not_installed(name, error.name) from error
     except PalestraError:
@@ -65,20 +76,4 @@ def _start(name: str, *arguments: Any) -> Tracker:
         raise PalestraError(
             f"{name} could not be started ({type(error).__name__}: {error}); fix that, or leave it out of report_to"
         ) from error
-
-
-def _service(
-    name: str, folder: RunFolder, track: TrackSection, settings: dict[str, Any], resume_after: int | None
-) -> Tracker:
-    run_name = track.run_name or folder.path.name
-    resumed = resume_after is not None
-    match name:
-        case "wandb":
-            return WandbService(folder, run_name, track, settings, resumed)
-        case "tensorboard":
-            return TensorBoardService(folder, settings, resume_after)
-        case "mlflow":
-            return MLflowService(folder, track.project, run_name, settings, resumed)
-        case "trackio":
-            return TrackioService(run_name, track, settings, resumed)
     raise PalestraError(f"unknown tracker {name!r}; expected wandb, tensorboard, mlflow or trackio")
