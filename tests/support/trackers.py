@@ -1,6 +1,5 @@
 """Trackers that call nobody, and a few steps written to them."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Rollout, Score, ToolCall
 from palestra.runs.tracking.base import Trackers
 from palestra.runs.tracking.open import open_trackers
-
-Track = Callable[[Path, list[str], range, "int | None"], Trackers]
 
 
 def silence_services(patch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -9,8 +9,3 @@ import trackers
 @pytest.fixture(autouse=True)
 def quiet_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trackers.silence_services(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def track() -> trackers.Track:
-    return trackers.track

@@ -3,11 +3,11 @@
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+from trackers import track
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -16,7 +16,7 @@ from palestra.runs.tracking.base import MAX_CONSECUTIVE_FAILURES, GuardedTracker
 from palestra.runs.tracking.open import check_trackers, open_trackers
 
 
-def test_metrics_jsonl_is_always_written(track: Callable[..., Any], tmp_path: Path) -> None:
+def test_metrics_jsonl_is_always_written(tmp_path: Path) -> None:
     track(tmp_path / "run", [], range(1, 3), None)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == [0.5, 1.0]
@@ -52,9 +52,8 @@ class Flaky:
 
 def test_a_service_that_cannot_start_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.runs.tracking.open.find_spec", lambda name: None)
-    track = RunConfig.build({"track.report_to": ["mlflow"]}).track
     with pytest.raises(PalestraError, match=r"needs a package that is not installed .*palestra\[mlflow\]"):
-        check_trackers(track)
+        check_trackers(RunConfig.build({"track.report_to": ["mlflow"]}).track)
     check_trackers(RunConfig.build({}).track)
 
 

@@ -4,12 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from trackers import attempts
+from trackers import attempts, track
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -53,7 +51,7 @@ def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(
     assert not needs_wandb_key()
 
 
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(track: Callable[..., Any], tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -101,7 +99,7 @@ def test_wandb_has_a_table_of_transcripts_for_the_first_step_and_every_tenth(tmp
     assert first["transcript"] == "assistant: \n  calls add(a=1, b=2)\ntool: 3\nassistant: It is 3."
 
 
-def test_mlflow_has_a_run_and_its_resumption_as_one(track: Callable[..., Any], tmp_path: Path) -> None:
+def test_mlflow_has_a_run_and_its_resumption_as_one(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
