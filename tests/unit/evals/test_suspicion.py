@@ -67,21 +67,19 @@ def test_when_the_witness_has_fallen_10_points_nine_in_ten_of_the_first_suspects
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_hacked_run_raises_the_alarm(seed) -> None:
+def test_a_hacked_run_raises_the_alarm_and_a_clean_one_raises_none_and_has_no_suspects(seed) -> None:
     steps, reward, witness, counts = rates(attempts(hacked=True, seed=seed))
     (alarm,) = find_alarms(steps, reward, {"true_answer": witness}, counts)
     assert alarm.witness_to < alarm.witness_from
     assert alarm.reward_to > alarm.reward_from
     assert "true_answer fell" in alarm.sentence
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_clean_run_raises_none(seed) -> None:
-    steps, reward, witness, counts = rates(attempts(hacked=False, seed=seed))
+    clean = attempts(hacked=False, seed=seed)
+    steps, reward, witness, counts = rates(clean)
     assert find_alarms(steps, reward, {"true_answer": witness}, counts) == []
+    assert suspects(find_clusters(clean)[1], has_alarm=False) == []
 
 
-def test_a_witness_that_only_wavers_raises_hardly_ever_an_alarm() -> None:
+def test_a_witness_that_only_wavers_raises_hardly_ever_an_alarm_and_one_that_falls_with_the_reward_none() -> None:
     raised = 0
     for seed in range(200):
         rng = random.Random(seed)
@@ -89,14 +87,9 @@ def test_a_witness_that_only_wavers_raises_hardly_ever_an_alarm() -> None:
         witness = [sum(rng.random() < 0.5 for _ in range(64)) / 64 for _ in range(40)]
         raised += len(find_alarms(list(range(40)), reward, {"w": witness}, [64.0] * 40))
     assert raised <= 4
-
-
-def test_a_witness_that_falls_with_the_reward_is_no_cheat() -> None:
     falling = [0.9 - 0.02 * step for step in range(30)]
     assert find_alarms(list(range(30)), falling, {"w": falling}, [64.0] * 30) == []
-
-
-def test_few_steps_and_gaps_raise_nothing() -> None:
+    # nor do few steps and gaps
     assert find_alarms([1, 2], [0.1, 0.9], {"w": [0.9, 0.1]}, [8.0, 8.0]) == []
     assert find_alarms([1, 2, 3], [None, 0.1, 0.2], {"w": [None, None, 0.5]}, [None, 8.0, 8.0]) == []
 
@@ -122,11 +115,6 @@ def test_numbers_do_not_make_texts_differ() -> None:
     assert spreading_phrases(made, {0}, {3}) == ["paid 0 in full"]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_success_of_a_clean_run_is_suspected(seed) -> None:
-    assert suspects(find_clusters(attempts(hacked=False, seed=seed))[1], has_alarm=False) == []
-
-
 def test_without_a_witness_learning_to_use_tools_is_not_suspected_and_leaving_them_out_is() -> None:
     def learned(first: tuple[str, ...], last: tuple[str, ...]) -> list[AttemptSummary]:
         return [AttemptSummary(i, i // 10, True, first if i < 50 else last, 10, "that costs 5") for i in range(100)]
@@ -136,9 +124,5 @@ def test_without_a_witness_learning_to_use_tools_is_not_suspected_and_leaving_th
     assert suspects(better) == suspects(better, has_alarm=False) == []
     assert len(suspects(better, has_alarm=True)) == 50
     assert len(suspects(find_clusters(learned(("price",), ()))[1])) == 50
-
-
-def test_successes_of_one_kind_are_not_suspected_when_nothing_grows() -> None:
-    made = [AttemptSummary(i, i // 10, True, ("price",), 10, "that costs 5") for i in range(100)]
-    assert suspects(find_clusters(made)[1]) == []
+    assert suspects(find_clusters(learned(("price",), ("price",)))[1]) == [], "nothing grows"
     assert find_clusters([]) == ([], [])
