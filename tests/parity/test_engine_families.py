@@ -141,3 +141,15 @@ def test_attention_of_the_model_is_put_back_after_sampling() -> None:
     engine = Engine(model, kv_memory_gib=0.01)
     engine.sample([engine.open(PROMPT)], GREEDY)
     assert model.config._attn_implementation == before
+
+
+def test_llama_4_samples_its_own_tokens_up_to_the_end_of_the_first_chunk() -> None:
+    model = tiny_model("llama4_text", attention_chunk_size=30, floor_scale=32)
+    engine = Engine(model, page_size=4, kv_memory_gib=0.01, self_check=False)
+    assert engine.context == 30
+    group = [engine.open([*PROMPT, number]) for number in range(3, 6)]  # together beyond both
+    turns = engine.sample(group, SamplingParams(max_new_tokens=20, temperature=0.0))
+    for session, turn in zip(group, turns, strict=True):
+        assert turn.finish == "length"
+        assert len(session.token_ids) == 30
+        assert_turn_is_the_models_own(model, session, turn)

@@ -30,7 +30,7 @@ from palestra.learner.micro_batches import pack_batch
 from palestra.train.batch import routing_column
 
 FAMILIES = ["qwen3_moe", "olmoe", "granitemoe", "gpt_oss"]
-HYBRID = ["lfm2_moe", "granitemoehybrid"]
+OTHERS = ["lfm2_moe", "granitemoehybrid", "llama4_text"]
 UNKNOWN = 255
 
 
@@ -60,7 +60,7 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRID])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_record_is_the_routers_choice_in_forks_branches_and_shared_prefixes(family: str) -> None:
     model = tiny_model(family)
     engine = engine_of(model)

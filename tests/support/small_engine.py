@@ -86,7 +86,7 @@ def play(engine: Engine, model: Any, actions: list[tuple[str, int]]) -> None:
             end = job.start + len(job.logprobs)
             assert job.logprobs == pytest.approx(own_logprobs(model, ids[:end], job.start), abs=2e-4)
             expected[job.session] += ids[job.start : end]
-            assert ids == expected[job.session]
+            assert ids[:end] == expected[job.session]  # a later turn of it may have ended, too
         jobs.clear()
 
     for action, number in actions:

@@ -15,7 +15,7 @@ derived from tokens, never the reverse.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -273,6 +273,18 @@ class Rollout:
     def all_turns(self) -> tuple[Turn, ...]:
         """The turns of all its conversations."""
         return self.turns + tuple(turn for lineage in self.lineages for turn in lineage.turns)
+
+
+def without_routing(rollout: Rollout) -> Rollout:
+    """The rollout without recorded experts, which take more memory than all else."""
+    if all(turn.routing is None for turn in rollout.all_turns):
+        return rollout
+
+    def stripped(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        return tuple(replace(turn, routing=None) for turn in turns)
+
+    lineages = tuple(replace(lineage, turns=stripped(lineage.turns)) for lineage in rollout.lineages)
+    return replace(rollout, turns=stripped(rollout.turns), lineages=lineages)
 
 
 def oldest_version(rollouts: Iterable[Rollout]) -> int | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 ENGINE_ATTENTION = "palestra_engine"
 REMEDY = "sample with engine=plain"
+CHUNKED = "chunked_attention"  # a layer type of transformers
 
 
 class KVLayout(NamedTuple):
@@ -78,9 +79,41 @@ def engine_attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer."""
     scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
+    if scales_queries(module, query.shape[2]):  # by the place among the step's tokens; within our context all are 1
+        factors = query_scales(module, torch.arange(query.shape[2], device=query.device))
+        query = (query / factors).to(query.dtype)
     if plan.layout is not None:
         query, key, value = plan.layout.fit(query, key, value)
     return plan.attend(module, query, key, value, scale, sliding_window, softcap, s_aux)[..., :width], None
+
+
+def scales_queries(module: Any, tokens: int) -> bool:
+    """Whether the layer multiplies some of `tokens` queries by a factor that grows with their place (Llama 4)."""
+    is_tuned = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    return is_tuned and tokens >= module.floor_scale
+
+
+def query_scales(module: Any, positions: Tensor) -> Tensor:
+    """[T, 1] the factors that such a layer gives to queries at these places."""
+    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    return (torch.log1p(steps) * module.attn_scale + 1.0)[:, None]
+
+
+def attention_chunk(module: Any) -> int | None:
+    """The length of the chunks into which the layer divides a sequence, without attention between them; None: one."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    return config.attention_chunk_size if kinds and kinds[module.layer_idx] == CHUNKED else None  # type: ignore[union-attr]
+
+
+def unchunked_context(config: Any) -> int | None:
+    """The longest sequence that is one chunk, with queries that are not scaled; None for models without chunks."""
+    if CHUNKED not in (getattr(config, "layer_types", None) or ()):
+        return None
+    limits = [config.attention_chunk_size]
+    if getattr(config, "attn_temperature_tuning", False):
+        limits.append(int(config.floor_scale) - 1)
+    return min(limits)
 
 
 def register(name: str, function: Any) -> None:

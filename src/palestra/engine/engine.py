@@ -19,6 +19,7 @@ from torch import nn
 from palestra.core.errors import ContextLengthError, PalestraError, UnsupportedModel
 from palestra.core.phases import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
+from palestra.engine.attention import unchunked_context
 from palestra.engine.check import check_logprobs
 from palestra.engine.cpu.runner import CpuRunner
 from palestra.engine.pages import PagePool
@@ -108,6 +109,14 @@ class Engine:
         self.vocabulary: int = config.vocab_size
         limits = (max_context, getattr(config, "max_position_embeddings", None))
         self.context: int = min((limit for limit in limits if limit), default=1 << 20)
+        chunk = unchunked_context(config)
+        if chunk is not None and chunk < self.context:
+            self.context = chunk
+            log.warning(
+                "%s attends in chunks: conversations end at %d tokens; model.engine = plain has no limit (slower)",
+                config.model_type,
+                chunk,
+            )
         size = page_size or (16 if device.type == "cpu" else 64)
         memory = kv_memory_gib * GIB if kv_memory_gib is not None else default_kv_bytes(device)
         pages, state_slots = divide_memory(shape, memory, size, max_running)

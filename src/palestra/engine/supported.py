@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError, UnsupportedModel
 from palestra.engine.attention import (
+    CHUNKED,
     ENGINE_ATTENTION,
     REMEDY,
     AttentionPlan,
@@ -148,7 +149,8 @@ def adapted_product(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor,
     return wide.to(x.dtype)
 
 
-ATTENTION_LAYERS = ("full_attention", "sliding_attention", "hybrid")  # hybrid: Mamba 2 next to attention
+# Sequences of chunked layers end with the first chunk (`unchunked_context`). Hybrid is Mamba 2 next to attention.
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", CHUNKED, "hybrid")
 STATELESS_LAYERS = ("mlp", "moe")
 
 

@@ -26,7 +26,7 @@ from palestra.engine.supported import NO_EXACT, base_model
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import LogitRule, ScoringHead, kept_logits, logit_rule, top_of
 from palestra.learner.micro_batches import PackedMicroBatch
-from palestra.learner.patches import FastNorms, ModulePatches, compile_layers, decoder_layers, last_mlp_at
+from palestra.learner.patches import FastNorms, ModulePatches, compile_layers, decoder_layers, decoder_of, last_mlp_at
 from palestra.learner.routing import RoutingMode, RoutingReplay
 from palestra.learner.self_check import choose_mode
 from palestra.learner.tree_attention import Layout, use_tree_attention
@@ -194,7 +194,9 @@ class Scorer(nn.Module):
 
     def _layers(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         self._layout = layout
-        out = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
+        layout.positions = positions
+        options: dict[str, Any] = {"use_cache": False, "layout": layout}
+        out = decoder_of(self.model)(input_ids=ids[None], position_ids=positions[None], **options)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 

@@ -22,7 +22,7 @@ from palestra.core.types import Sample
 from palestra.engine.recurrent import RecurrentLayers
 from palestra.engine.supported import is_linear
 from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
-from palestra.learner.patches import ModulePatches
+from palestra.learner.patches import ModulePatches, decoder_of
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ def require_tree_support(model: Any) -> None:
     recurrent = [kind for kind in kinds if any(word in kind for word in RECURRENT)]
     if recurrent and not RecurrentLayers(model):  # their state would pass from one sibling to the next
         raise UnsupportedModel(f"{name} has {recurrent[0]} layers")
-    if model.base_model is model:  # such as Llama 4's, whose config names another prefix
+    if decoder_of(model) is model:
         raise UnsupportedModel(f"{name} does not name its decoder")
     if not is_linear(model.get_output_embeddings()):
         raise UnsupportedModel(f"the output layer of {name} is not an nn.Linear")
-    kinds_of_argument = {p.kind for p in inspect.signature(model.base_model.forward).parameters.values()}
+    kinds_of_argument = {p.kind for p in inspect.signature(decoder_of(model).forward).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds_of_argument:
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers")
 
@@ -136,7 +136,8 @@ def _probe(model: Any, share_prefix: bool, size: int = 0) -> PackedMicroBatch:
     with a few keys too many would not show. Other rows follow until a hidden state of all has about `size` numbers.
     """
     embeddings = model.get_input_embeddings().weight
-    window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
     longest = 9 + (window + window // 4 if window <= LONGEST_WINDOW else 0)
     ids = [(i * 7919 + 17) % len(embeddings) for i in range(19 + longest)]
     samples = []

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +21,20 @@ from transformers import AttentionInterface
 from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Array
+from palestra.engine.attention import attention_chunk, query_scales, scales_queries
 from palestra.learner.patches import ModulePatches
 from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees
 
 NAME = "palestra_trees"
 MAX_REPEATS = 4
+
+
+class Reach(NamedTuple):
+    """How far back a layer attends; None: to the beginning."""
+
+    window: int | None = None  # this many tokens
+    chunk: int | None = None  # to the beginning of the chunk of this length
 
 
 class Layout:
@@ -40,9 +48,10 @@ class Layout:
         self.device = device
         self.longest_row = max((t.prompt_length + max(t.completion_lengths, default=0) for t in trees), default=0)
         self.bounds = Bounds(trees, device, shapes)
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._masks: dict[tuple[int, int, Reach], Tensor] = {}
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
         self.runs: Any = None  # of recurrent layers, made by the first of them
+        self.positions = torch.empty(0)  # [T] of the tokens in the order in which layers compute them
 
     def copy(self) -> Layout:
         """The same, with bounds of its own."""
@@ -66,15 +75,17 @@ class Layout:
         """Where layers compute the tokens at these places of the trees."""
         return self.bounds.place[places] if self.is_reordered else places
 
-    def mask(self, queries: int, keys: int, window: int | None) -> Tensor:
-        """[queries, keys] bool: causal with the last query at the last key, within the window."""
-        key = (queries, keys, window)
+    def mask(self, queries: int, keys: int, reach: Reach) -> Tensor:
+        """[queries, keys] bool: causal with the last query at the last key, within the window and the chunk."""
+        key = (queries, keys, reach)
         if key not in self._masks:
             place = torch.arange(keys - queries, keys, device=self.device)[:, None]
             seen = torch.arange(keys, device=self.device)[None, :]
             visible = seen <= place
-            if window is not None:
-                visible &= seen > place - window
+            if reach.window is not None:
+                visible &= seen > place - reach.window
+            if reach.chunk is not None:
+                visible &= seen >= place - place % reach.chunk
             self._masks[key] = visible
         return self._masks[key]
 
@@ -108,8 +119,13 @@ def tree_attention(
     """Attention of every packed token to its own tree path. Attention dropout is not applied."""
     if layout is None:
         raise UnsupportedModel(f"{type(module).__name__} does not hand keywords on to its attention function")
+    if scales_queries(module, query.shape[2]):  # by the place among the packed tokens instead of the position
+        packed = torch.arange(query.shape[2], device=query.device)
+        factors = query_scales(module, layout.positions) / query_scales(module, packed)
+        query = (query * factors).to(query.dtype)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    windowed = sliding_window is not None and sliding_window < layout.longest_row
+    chunk = attention_chunk(module)
+    windowed = any(reach is not None and reach < layout.longest_row for reach in (sliding_window, chunk))
     is_causal_only = softcap is None and s_aux is None and not windowed
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if is_causal_only and flash_fits(q, v):
@@ -120,7 +136,7 @@ def tree_attention(
         out = cpu_trees(q, k, v, layout.trees, scale)
     else:
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-        out = masked_trees(q, k, v, layout, sliding_window, extra)
+        out = masked_trees(q, k, v, layout, Reach(sliding_window, chunk), extra)
     return out[None], None  # [1, T, H, D]
 
 
@@ -131,23 +147,23 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 
 @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
-def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None, extra: dict[str, Any]) -> Tensor:
+def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, reach: Reach, extra: dict[str, Any]) -> Tensor:
     """[T, H, D] attention, tree by tree, with masks no larger than one completion over its path."""
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("attention walks the trees of the micro-batch, which the next one does not have")
     q, k, v = (layout.restore(x) for x in (q, k, v))
-    outputs = [out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, window, extra)]
+    outputs = [out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, reach, extra)]
     return layout.reorder(torch.cat(outputs))
 
 
 def _attend_tree(
-    tree: Tree, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None, extra: dict[str, Any]
+    tree: Tree, q: Tensor, k: Tensor, v: Tensor, layout: Layout, reach: Reach, extra: dict[str, Any]
 ) -> Iterator[Tensor]:
     """The tree's outputs [n, H, D]: those of the prompt, then those of all completions."""
     start, middle = tree.start, tree.start + tree.prompt_length
     prompt = slice(start, middle)
     if tree.prompt_length:
-        mask = layout.mask(tree.prompt_length, tree.prompt_length, window)
+        mask = layout.mask(tree.prompt_length, tree.prompt_length, reach)
         yield _attend(q[prompt][None], k[prompt][None], v[prompt][None], mask, **extra)[0]
     siblings = len(tree.completion_lengths)
     if not siblings:
@@ -161,7 +177,7 @@ def _attend_tree(
     if tree.prompt_length:
         k_own = torch.cat([k[prompt].expand(siblings, -1, -1, -1), k_own], dim=1)
         v_own = torch.cat([v[prompt].expand(siblings, -1, -1, -1), v_own], dim=1)
-    out = _attend(q_own, k_own, v_own, layout.mask(q_own.shape[1], k_own.shape[1], window), **extra)
+    out = _attend(q_own, k_own, v_own, layout.mask(q_own.shape[1], k_own.shape[1], reach), **extra)
     yield out[0] if siblings == 1 else out.flatten(0, 1).index_select(0, real)
 
 

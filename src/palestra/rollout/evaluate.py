@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from palestra.core.group_codec import group_to_dict
 from palestra.core.messages import to_dict
-from palestra.core.types import Group, Problem
+from palestra.core.types import Group, Problem, without_routing
 from palestra.evals.eval_file import EvalFile
 from palestra.evals.report import EvalReport
 from palestra.rollout.collect import OnRollout, require_one_good
@@ -65,7 +65,8 @@ async def evaluate(
         part = missing[start : start + at_once]
         keys = [f"eval/{seed}/{problem.own_id}" for problem in part]
         groups = await collector.collect(part, samples_per_case, keys, on_rollout)
-        done |= {problem.id: list(group.rollouts) for problem, group in zip(part, groups, strict=True)}
+        found = zip(part, groups, strict=True)
+        done |= {problem.id: list(map(without_routing, group.rollouts)) for problem, group in found}
         if file is not None:
             file.add(groups)
         require_one_good(groups)

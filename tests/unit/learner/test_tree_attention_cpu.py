@@ -10,7 +10,7 @@ from torch import nn
 
 from palestra.algo.batching import Tree
 from palestra.learner.patches import FastNorms, ModulePatches, last_mlp_at
-from palestra.learner.tree_attention import Layout, cpu_trees, masked_trees
+from palestra.learner.tree_attention import Layout, Reach, cpu_trees, masked_trees
 
 TREES = (Tree(0, 5, (3, 3, 4, 1)), Tree(16, 0, (6,)), Tree(22, 4, (2, 2)), Tree(30, 3, ()))
 
@@ -23,7 +23,7 @@ def test_runs_and_prompts_merged_equal_masked_attention(kv_heads: int) -> None:
     weight = torch.randn(33, 4, 16, dtype=torch.float64)
     merged = cpu_trees(q, k, v, TREES, 0.3)
     layout = Layout(TREES, q.device)
-    masked = masked_trees(q, k, v, layout, None, {"scale": 0.3, "softcap": None, "sinks": None})
+    masked = masked_trees(q, k, v, layout, Reach(), {"scale": 0.3, "softcap": None, "sinks": None})
     torch.testing.assert_close(merged, masked)
     ours, plain = (torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (merged, masked))
     torch.testing.assert_close(ours, plain)

@@ -16,7 +16,7 @@ from palestra.algo.batching import Tree
 from palestra.learner import tree_attention, tree_attention_cuda
 from palestra.learner.forward import Scorer
 from palestra.learner.shapes import Shapes
-from palestra.learner.tree_attention import Layout, masked_trees
+from palestra.learner.tree_attention import Layout, Reach, masked_trees
 from palestra.learner.tree_attention_cuda import Bounds, flash_trees
 
 TREES = (Tree(0, 5, (3, 4, 1)), Tree(13, 0, (6,)), Tree(19, 4, (2, 2)), Tree(27, 3, ()))
@@ -97,7 +97,7 @@ def test_merged_halves_equal_masked_attention(device: str, padded: bool) -> None
             out = flash_trees(*(x[bounds.order] for x in (q, k, v)), bounds, 0.3)[bounds.place]
         else:
             parts = (layout.reorder(x) for x in (q, k, v))
-            out = layout.restore(masked_trees(*parts, layout, None, {"scale": 0.3, "softcap": None, "sinks": None}))
+            out = layout.restore(masked_trees(*parts, layout, Reach(), {"scale": 0.3, "softcap": None, "sinks": None}))
         grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
         results.append((out.detach(), *grads))
     tolerance = 1e-5 if device == "cpu" else 5e-2

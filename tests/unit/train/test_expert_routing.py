@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.group_codec import group_from_record, group_to_dict, group_to_record, rollout_to_dict
 from palestra.core.run_folder import Resume
 from palestra.core.types import Group, Lineage, Rollout, Turn
+from palestra.sources.wire.task import WireTask
 from palestra.train.batch import routing_column, to_batch
 from palestra.train.step_trainer import StepTrainer
 
@@ -160,6 +162,7 @@ def test_conversations_of_a_program_have_the_experts_of_all_computed_tokens(
     found = train_grpo(program, cases, config=config, folder=tmp_path / "run", progress=False)
     assert untimed(found.metrics)[0]["routing_mismatch"] < 0.05
     assert untimed(found.metrics)[0]["sampler_gap_max"] < 1e-3
+    assert all(turn.routing is None for r in found.after.rollouts for turn in r.all_turns)
     rows = [conversation.turns for group in seen for r in group.rollouts for conversation in r.conversations]
     assert len(rows) > len([r for group in seen for r in group.rollouts])
     for turns in rows:
@@ -198,3 +201,9 @@ def test_dense_model_and_rollout_func_reject_the_setting(moe_folder: Path, tmp_p
         run(config_of(moe_folder, "compare", **{"model.name": "palestra/tiny"}), folder=tmp_path / "dense")
     with pytest.raises(PalestraError, match=r"train\.expert_routing.*rollout_func"):
         run(config_of(moe_folder, "compare"), folder=tmp_path / "function", rollout_func=lambda prompts, trainer: {})
+
+
+def test_environments_over_the_wire_reject_the_setting() -> None:
+    parts: Any = SimpleNamespace(config=RunConfig.build({"train.expert_routing": "compare"}))
+    with pytest.raises(PalestraError, match=r"train\.expert_routing.*wire"):
+        WireTask(None, None, None, None).source(parts)  # type: ignore[arg-type]
