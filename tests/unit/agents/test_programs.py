@@ -64,14 +64,11 @@ open({str(note)!r}, "w").write(str(child.pid)); print("waiting", flush=True); ti
     assert has_ended(int(note.read_text()))
 
 
-def test_a_program_that_floods_its_output_is_ended_at_the_limit() -> None:
+def test_a_program_that_floods_its_output_or_is_killed_by_a_signal_has_failed() -> None:
     ended = ran("while True: print('x' * 1000)", ProgramLimits(timeout_s=20, max_output_bytes=50_000))
     assert ended.stopped == "output"
     assert len(ended.stdout) == 50_000
     assert "more than 50000 bytes" in ended.failure(20, 50_000)
-
-
-def test_a_program_killed_by_a_signal_has_failed() -> None:
     ended = ran("import os; os.kill(os.getpid(), 9)")
     assert ended.exit_code == -9
     assert "signal 9" in ended.failure(20, 1000)
