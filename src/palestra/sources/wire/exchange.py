@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from palestra.core.errors import PalestraError
 from palestra.sources.wire import journal
@@ -47,8 +47,7 @@ class RegisteredEnv:
     connected: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One batch: its number, and the groups as JSON."""
 
     number: int
@@ -188,16 +187,13 @@ class Exchange:
             )
 
     def _check_room(self, sequences: int, size: int) -> None:
+        full = None
         if self.waiting_sequences + self._writing + sequences > self.max_waiting:
-            raise QueueFull(
-                f"{self.waiting_sequences} sequences wait already and {self.max_waiting} may; "
-                "try again when the trainer has taken some"
-            )
-        if self.waiting_bytes + self._writing_bytes + size > self.max_bytes:
-            raise QueueFull(
-                f"{self.waiting_bytes // MIB} MiB wait already and {self.max_bytes // MIB} may; "
-                "try again when the trainer has taken some"
-            )
+            full = f"{self.waiting_sequences} sequences wait already and {self.max_waiting} may"
+        elif self.waiting_bytes + self._writing_bytes + size > self.max_bytes:
+            full = f"{self.waiting_bytes // MIB} MiB wait already and {self.max_bytes // MIB} may"
+        if full:
+            raise QueueFull(f"{full}; try again when the trainer has taken some")
 
     async def take(
         self, after: int | None = None, saved: int | None = None, step: int | None = None
@@ -317,9 +313,9 @@ class Exchange:
     def _free_of_others(self, env_id: int) -> int:
         """Sequences of other environments beyond what their own minimum will take."""
         batch_size = self.registration.batch_size if self.registration else 0
-        counts: dict[int | None, int] = {}
+        counts = Counter[int | None]()
         for group in self.waiting:
-            counts[group.env_id] = counts.get(group.env_id, 0) + group.sequences
+            counts[group.env_id] += group.sequences
         theirs = {e.id: int(batch_size * (e.min_batch_allocation or 0.0)) for e in self.envs if e.connected}
         return sum(max(0, n - (0 if e is None else theirs.get(e, 0))) for e, n in counts.items() if e != env_id)
 
@@ -339,8 +335,14 @@ def next_batch(
     and the others fill the rest.
     """
     oldest = _oldest_exactly(queue, batch_size)
-    required = _required_sequences(minimums or {}, batch_size)
-    if oldest is None or all(_count(oldest, env_id) >= least for env_id, least in required.items()):
+    # shares of more than the whole batch are scaled down together
+    scale = 1.0 / max(1.0, sum((minimums or {}).values()))
+    counts = {env_id: int(batch_size * share * scale + 1e-9) for env_id, share in (minimums or {}).items()}
+    required = {env_id: count for env_id, count in counts.items() if count}
+    present = Counter[int | None]()
+    for group in oldest or ():
+        present[group.env_id] += group.sequences
+    if oldest is None or all(present[env_id] >= least for env_id, least in required.items()):
         return oldest
     return _with_minimums(queue, batch_size, required)
 
@@ -388,14 +390,3 @@ def _choose(options: Sequence[Sequence[int]], total: int) -> list[int] | None:
         chosen.append(next(a for a in amounts if a <= total and rest >> (total - a) & 1))
         total -= chosen[-1]
     return chosen
-
-
-def _required_sequences(minimums: Mapping[int, float], batch_size: int) -> dict[int, int]:
-    """Shares as sequences; shares of more than the whole batch are scaled down together."""
-    scale = 1.0 / max(1.0, sum(minimums.values()))
-    counts = {env_id: int(batch_size * share * scale + 1e-9) for env_id, share in minimums.items()}
-    return {env_id: count for env_id, count in counts.items() if count}
-
-
-def _count(groups: Sequence[Queued], env_id: int) -> int:
-    return sum(group.sequences for group in groups if group.env_id == env_id)
