@@ -30,7 +30,8 @@ from palestra.envs.discover import in_file
 from palestra.runs.index import Index
 from palestra.runs.manager import RunManager
 from palestra.runs.processes import write_log
-from palestra.sources.wire.atropos import process_command, serve_command
+from palestra.sources.wire.atropos import command as atropos_command
+from palestra.sources.wire.atropos import serve_command
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc and namespaces are Linux's")
 NASTY = 'pä"ss\\wörd-42'
@@ -103,7 +104,7 @@ def test_a_file_written_for_atropos_is_started_as_an_isolated_child(tmp_path):
     python = Path("/venv/bin/python")
     for command in (
         serve_command(python, tmp_path / "a.py", {}, {}),
-        process_command(python, tmp_path / "a.py", python),
+        atropos_command(python, tmp_path / "a.py", "process"),
     ):
         assert command[:3] == children.isolated(python=python)
 
