@@ -24,7 +24,7 @@ from palestra.servers.gateway.agent_requests import AgentRequests, fit_template
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.request import Body, ChatRequest, Event
+from palestra.servers.gateway.request import ChatRequest, Event
 from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.http_errors import error_body, message_of
 from palestra.servers.openai.completer import Completer
@@ -36,6 +36,7 @@ _JSON_BYTES = 6  # of one character at most: \u0041
 _OBJECT = TypeAdapter(dict[str, Any])
 
 FindAttempt = Callable[[str | None, str | None], Attempt | ForwardedAgent]  # by the id in the URL, and by the key
+Body = ChatCompletionBody | ResponseBody | MessagesBody  # of one dialect
 T = TypeVar("T")
 
 

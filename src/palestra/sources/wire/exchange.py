@@ -8,7 +8,7 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +33,13 @@ class UnknownEnv(PalestraError):
     """An env_id that was never registered."""
 
 
-@dataclass(frozen=True, slots=True)
-class RegisteredEnv:
+class RegisteredEnv(EnvRegistration):
     """A registered environment."""
 
     id: int
     name: str
     desired_name: str
     weight: float
-    max_token_length: int
-    group_size: int
-    min_batch_allocation: float | None
     connected: bool = True
 
 
@@ -130,19 +126,17 @@ class Exchange:
         if len(self.envs) >= _MAX_ENVS:
             raise QueueFull(f"{_MAX_ENVS} environments have registered; reset the API, or give it another --folder")
         desired = request.desired_name or "env"
+        named = {"id": len(self.envs), "name": f"{desired}_{self._names[desired]}", "desired_name": desired}
         weight = 1.0 if request.weight is None else request.weight
-        env = RegisteredEnv(
-            len(self.envs), f"{desired}_{self._names[desired]}", desired, weight, request.max_token_length,
-            request.group_size, request.min_batch_allocation,
-        )  # fmt: skip
+        env = RegisteredEnv(**request.model_dump() | named | {"weight": weight})
         self._names[desired] += 1
         self.envs.append(env)
-        await self.journal.do(journal.save_env(asdict(env)))
+        await self.journal.do(journal.save_env(env.model_dump()))
         return env
 
     async def disconnect_env(self, env_id: int) -> None:
-        env = self.envs[env_id] = replace(self.env(env_id), connected=False)
-        await self.journal.do(journal.save_env(asdict(env)))
+        env = self.envs[env_id] = self.env(env_id).model_copy(update={"connected": False})
+        await self.journal.do(journal.save_env(env.model_dump()))
 
     def env(self, env_id: int) -> RegisteredEnv:
         if not 0 <= env_id < len(self.envs):
