@@ -116,7 +116,7 @@ def test_an_agent_keeps_a_bounded_number_of_checkpoints_unless_the_site_allows_m
     assert agent(site).rl_edit_config("checkpoint.keep_last", 500)["value"] == 500
 
 
-def test_only_a_few_environments_are_read_at_once(monkeypatch):
+def test_only_a_few_environments_are_read_at_once_and_one_that_waits_too_long_is_told_so(monkeypatch):
     reading, most = 0, 0
     lock = threading.Lock()
 
@@ -135,14 +135,11 @@ def test_only_a_few_environments_are_read_at_once(monkeypatch):
     with ThreadPoolExecutor(30) as pool:
         list(pool.map(lambda _: pending_run.describe(found), range(30)))
     assert most == 4
-
-
-def test_a_reader_that_waits_too_long_is_told_so(monkeypatch):
     monkeypatch.setattr(pending_run, "_DESCRIBED_AT_ONCE", threading.BoundedSemaphore(1))
     monkeypatch.setattr(pending_run, "_DESCRIBE_WAIT_S", 0.01)
     pending_run._DESCRIBED_AT_ONCE.acquire()
     with pytest.raises(PalestraError, match="ask again in a minute"):
-        pending_run.describe(in_file(LIBRARY / "calculator.py")[0])
+        pending_run.describe(found)
 
 
 def test_sessions_over_mcp_are_bounded(tmp_path, monkeypatch):

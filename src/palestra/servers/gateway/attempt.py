@@ -34,7 +34,7 @@ from palestra.servers.gateway.conversation_tree import Continuation, Conversatio
 from palestra.servers.gateway.request import ChatRequest, params_of
 from palestra.servers.gateway.responses import StoredResponses
 from palestra.servers.gateway.shared_prompts import SharedPrompts
-from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
+from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, progress
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
 
 
@@ -153,9 +153,9 @@ class Attempt:
         """
         prompt = await self._prompt(request)
         with self._turns(request, prompt) as turns:
-            tasks = {i: turn.start(self._sample) for i, turn in enumerate(turns)}
+            tasks = [turn.start(self._sample) for turn in turns]
             await asyncio.sleep(0)  # a refusal of the policy is immediate
-            for task in tasks.values():
+            for task in tasks:
                 if task.done():
                     task.result()
             yield -1, PromptSize(turns[0].prompt_tokens, turns[0].place.cached_tokens)
@@ -163,21 +163,20 @@ class Attempt:
             ends = [self.model.prompt_end(turn.prompt_end) for turn in turns]
             replies = [chat.stream(with_tools=with_tools, prompt_end=end) for end in ends]
             texts = [TextStream(self.model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
-            while tasks:
-                await asyncio.wait(tasks.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                for i, task in list(tasks.items()):
-                    turn, reply = turns[i], replies[i]
-                    if not task.done():
-                        if new := texts[i].push(turn.session.token_ids[turn.prompt_tokens :]):
-                            for delta in reply.push(new):
-                                yield i, delta
-                        continue
-                    answer = await self._record(request, turn, tasks.pop(i).result())
+            async for i, sampled in progress(tasks):
+                turn, reply = turns[i], replies[i]
+                if i < 0:
+                    yield -1, None
+                elif sampled is None:
+                    new = texts[i].push(turn.session.token_ids[turn.prompt_tokens :])
+                    for delta in reply.push(new) if new else ():
+                        yield i, delta
+                else:
+                    answer = await self._record(request, turn, sampled)
                     said = Reply(answer.thinking, answer.message.text)
                     for delta in reply.rest(said, answer.completion.text):
                         yield i, delta
                     yield i, answer
-                yield -1, None
 
     async def count_tokens(self, request: ChatRequest) -> int:
         return (await self._prompt(request)).token_count
@@ -322,9 +321,6 @@ class Attempt:
         if leaf.sampled.finish == "stop":
             return "answered"
         return "context_full" if leaf.token_count >= self.model.context_tokens else "truncated"
-
-
-_POLL_S = 0.01
 
 
 @dataclass(eq=False, slots=True)

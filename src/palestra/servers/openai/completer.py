@@ -262,19 +262,15 @@ class Completer:
         sessions = self._open(request)
         tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
         texts = [TextStream(self.tokenizer, request.params.stop, request.params.stop_token_ids) for _ in sessions]
-        start, open_choices = len(request.prompt_ids), set(range(len(tasks)))
+        start = len(request.prompt_ids)
         try:
-            while open_choices:
-                await asyncio.wait(
-                    {tasks[i] for i in open_choices}, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                for i in sorted(open_choices):
-                    if tasks[i].done():
-                        open_choices.discard(i)
-                        yield i, await self.scored(request, self.completion(tasks[i].result(), request.params))
-                    elif new := texts[i].push(sessions[i].token_ids[start:]):
-                        yield i, new
-                yield -1, None
+            async for i, turn in progress(tasks):
+                if turn is not None:
+                    yield i, await self.scored(request, self.completion(turn, request.params))
+                elif i < 0:
+                    yield -1, None
+                elif new := texts[i].push(sessions[i].token_ids[start:]):
+                    yield i, new
         finally:  # without waiting: a cancelled stream may have every wait in here cancelled, too
             for session, task in zip(sessions, tasks, strict=True):
                 task.cancel()
@@ -321,6 +317,16 @@ class TextStream:
         safe = certain(self._text, self._hold)
         new, self._sent = safe[self._sent :], max(self._sent, len(safe))
         return new
+
+
+async def progress(tasks: Sequence[asyncio.Future[Turn]]) -> AsyncGenerator[tuple[int, Turn | None], None]:
+    """Each turn when it has ended, (its number, None) at each look before that, and (-1, None) after each look."""
+    under_way = dict(enumerate(tasks))
+    while under_way:
+        await asyncio.wait(under_way.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        for i, task in list(under_way.items()):
+            yield i, under_way.pop(i).result() if task.done() else None
+        yield -1, None
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
