@@ -91,12 +91,16 @@ def test_eos_is_among_the_tokens_and_not_in_the_text(model, http):
     assert model.tokenizer.decode([last]) not in result["text"]
 
 
-def test_stop_string_ends_the_text_before_it(client):
-    free = client.completions.create(model="m", prompt="What is", max_tokens=12, seed=1, temperature=0)
-    stop = free.choices[0].text[3:5]
-    cut = client.completions.create(model="m", prompt="What is", max_tokens=12, seed=1, temperature=0, stop=[stop])
-    assert cut.choices[0].text == free.choices[0].text.partition(stop)[0]
-    assert cut.choices[0].finish_reason == "stop"
+def test_stop_string_ends_the_text_before_it_and_a_streamed_completion_is_the_whole_one(client):
+    asked = {"model": "m", "prompt": "What is", "max_tokens": 12, "seed": 1, "temperature": 0}
+    free = client.completions.create(**asked).choices[0]
+    stop = free.text[3:5]
+    cut = client.completions.create(**asked, stop=[stop]).choices[0]
+    assert (cut.text, cut.finish_reason) == (free.text.partition(stop)[0], "stop")
+    for whole, more in ((free, {}), (cut, {"stop": [stop]})):
+        pieces = [piece.choices[0] for piece in client.completions.create(**asked, **more, stream=True)]
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert pieces[-1].finish_reason == whole.finish_reason
 
 
 def test_streamed_text_is_the_whole_text_and_usage_agrees(client):
@@ -111,14 +115,6 @@ def test_streamed_text_is_the_whole_text_and_usage_agrees(client):
     assert texts == [choice.message.content for choice in whole.choices]
     assert finishes == [choice.finish_reason for choice in whole.choices]
     assert usage == whole.usage
-
-
-def test_streamed_completion_is_the_whole_completion(client):
-    asked = {"model": "m", "prompt": "What is", "max_tokens": 30, "seed": 3}
-    whole = client.completions.create(**asked)
-    pieces = list(client.completions.create(**asked, stream=True))
-    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
-    assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
 def test_same_seed_gives_the_same_and_length_is_said(client):
@@ -330,7 +326,7 @@ def test_client_that_goes_away_cancels_its_sampling(model, http, stream):
     assert http.get("/health").json()["status"] == "ok"
 
 
-def test_new_weights_are_served_at_once(serve):
+def test_new_weights_are_served_at_once_and_each_token_has_the_version_that_sampled_it(serve):
     model = load_completer("palestra/tiny")
     http = httpx.Client(base_url=serve(inference_app(model)), timeout=60)
     body = {"prompt": "What is", "max_tokens": 6, "temperature": 0}
@@ -347,10 +343,6 @@ def test_new_weights_are_served_at_once(serve):
     about = http.post("/generate", json=body).json()["meta_info"]
     assert (about["weight_version"], about["weight_versions"]) == ("1", [1, 1, 1])
 
-
-def test_each_token_has_the_version_that_sampled_it():
-    model = load_completer("palestra/tiny")
-
     async def main():
         params = SamplingParams(40, seed=1)  # without stop tokens it samples all 40
         running = asyncio.create_task(model.complete(SamplingRequest((5, 6, 7), 1, params)))
@@ -358,23 +350,20 @@ def test_each_token_has_the_version_that_sampled_it():
             await asyncio.sleep(0)
         for _ in range(10):
             await asyncio.sleep(0)
-        model.policy.update(Weights(1, dict, model.policy.engine.model))
+        model.policy.update(Weights(2, dict, model.policy.engine.model))
         return await running
 
     (completion,) = asyncio.run(main())
     assert len(completion.versions) == len(completion.token_ids) == 40
-    assert set(completion.versions) == {0, 1}
+    assert set(completion.versions) == {1, 2}
     assert completion.versions == sorted(completion.versions)
 
 
-def test_text_that_may_become_a_stop_or_a_call_is_held_back():
+def test_text_that_may_become_a_stop_or_a_call_and_half_a_character_are_held_back(tiny_tokenizer):
     assert certain("abc", ()) == "abc"
     assert certain("so <tool_ca", ("<tool_call>",)) == "so "
     assert certain("so <tool_call>{", ("<tool_call>",)) == "so "
     assert certain("a<b", ("<tool_call>",)) == "a<b"
-
-
-def test_half_a_character_is_not_sent(tiny_tokenizer):
     ids = tiny_tokenizer("naïve → 😀 done", add_special_tokens=False)["input_ids"]
     stream = TextStream(tiny_tokenizer, ())
     pieces = [stream.push(ids[: i + 1]) for i in range(len(ids))]

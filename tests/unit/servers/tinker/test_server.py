@@ -19,7 +19,7 @@ from palestra.servers.tinker.checkpoints import TinkerPath
 from palestra.servers.tinker.futures import Gone, TooBusy
 from palestra.servers.tinker.messages import Datum, Tensor
 from palestra.servers.tinker.requests import Sample
-from palestra.servers.tinker.service import Service, ServiceLimits
+from palestra.servers.tinker.service import ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -210,21 +210,8 @@ def test_a_version_that_is_not_kept_any_more_is_named(serve):
         assert isinstance(client.result(client.post("asample", {**asked, "sampling_session_id": pinned[1]})), bytes)
 
 
-def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(base, tmp_path, monkeypatch):
-    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    service = Service([base], tmp_path / "runs", ServiceLimits(session_idle_s=0.05))
-    session = service.create_session("silent", {})
-    service.create_model(session, 0, "palestra/tiny", AdapterSpec(2), 0, {}).future.result(30)
-    time.sleep(0.1)
-    service.end_idle()
-    assert service.sessions == {}
-    assert service.models == {}
-    service.close()
-
-
-def test_a_disconnected_client_makes_room_unless_it_has_work(base, tmp_path, monkeypatch):
-    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    service = Service([base], tmp_path / "runs", ServiceLimits(models=2, sessions=4))
+def test_a_disconnected_client_makes_room_unless_it_has_work_and_ends_with_its_models(service):
+    service.limits = ServiceLimits(models=2, sessions=4)
 
     def client(silent_s: float) -> str:
         session = service.create_session("client", {})
@@ -245,7 +232,10 @@ def test_a_disconnected_client_makes_room_unless_it_has_work(base, tmp_path, mon
     work.future.result(30)
     client(0.0)
     assert gone not in service.sessions
-    service.close()
+    service.limits = ServiceLimits(session_idle_s=0.05)
+    time.sleep(0.1)
+    service.end_idle()
+    assert (service.sessions, service.models) == ({}, {})
 
 
 @pytest.mark.parametrize(
