@@ -117,10 +117,9 @@ class ActorLost(Exception):
     """An actor has died, or its node has; why is its text."""
 
 
-Actor = (
-    Any  # RayActor, as the pool uses it: place, build, update, sample and end; other errors than ActorLost end the run
-)
-Cluster = Any  # RayCluster: launch, share, update_all, answers, failure, resources and close
+# RayActor and RayCluster of ray_cluster.py, or those of a test. An actor's errors other than ActorLost end the run.
+Actor = Any  # place, build, update, sample, end
+Cluster = Any  # launch, share, update_all, answers, failure, resources, close
 
 
 @dataclass(slots=True, eq=False)

@@ -120,9 +120,12 @@ class AdapterFolders:
         self._written.append(adapter)
         return adapter
 
-    def delete(self, *, all_of_them: bool = False, unload: Callable[[Adapter], bool] = lambda adapter: True) -> None:
-        """Delete those that no request can be under way for. Stop where `unload` finds that the server is gone."""
-        while len(self._written) > (0 if all_of_them else self._kept):
+    def delete(self, unload: Callable[[Adapter], bool] = lambda adapter: True, keep: int | None = None) -> None:
+        """Delete all but the last `keep`; by default, those that no request can be under way for.
+
+        `unload` is called before, and returns False if the server is gone.
+        """
+        while len(self._written) > (self._kept if keep is None else keep):
             adapter = self._written.popleft()
             if not unload(adapter):
                 return

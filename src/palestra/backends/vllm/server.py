@@ -123,11 +123,11 @@ class LoraAdapters:
                 f"{server.url} did not load the adapter: {error}. {remedy(error.reason, self._rank)}. Start it with "
                 f"{self.start}"
             ) from None
-        self._folders.delete(unload=self._unload)
+        self._folders.delete(self._unload)
         return adapter.name
 
     def release(self) -> None:
-        self._folders.delete(all_of_them=True, unload=self._unload)
+        self._folders.delete(self._unload, keep=0)
 
     def _unload(self, adapter: Adapter) -> bool:
         """Whether the server is there; if not, each further request would wait for it."""
