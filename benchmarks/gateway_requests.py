@@ -22,6 +22,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -214,7 +215,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     turns = 0
 
     async def group(number: int) -> None:
-        with gateway.shared_prompts(SIBLINGS) as prompts:
+        with closing(gateway.shared_prompts(SIBLINGS)) as prompts:
             await asyncio.gather(*(attempt(number, i, prompts) for i in range(SIBLINGS)))
 
     async def attempt(number: int, sibling: int, prompts: SharedPrompts) -> None:

@@ -234,7 +234,7 @@ def methods_of(client: type) -> list[str]:
 
 def outcome(call: Callable[[], Any]) -> str:
     """`works`, or the sentence with which it is refused."""
-    from palestra.backends.tinker.errors import refusal
+    from palestra.backends.tinker.model import refusal
 
     done: Future[Any] = Future()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import free_port
 
 ray = pytest.importorskip("ray", reason="Ray is not installed; make test-ray installs it in an environment of its own")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -143,13 +144,9 @@ def report(name: str, text: str) -> None:
 def test_an_actor_killed_in_mid_batch_and_one_that_joins_change_no_rollout(
     machines: Machines, reference: dict[int, list[Any]], cluster: Cluster
 ) -> None:
-    command = machines.command(
-        "lost-actor",
-        "slow_agent.py",
-        **{**RAY, "ray.address": cluster.address, "ray.actors": 3},
-    )
+    settings = {**RAY, "ray.address": cluster.address, "ray.actors": 3}
     began = time.monotonic()
-    process = machines.start(command)
+    process = machines.start(machines.command("lost-actor", "slow_agent.py", **settings))
     machines.until(lambda: machines.steps_done("lost-actor") == 1)
     first = machines.until(lambda: len(pids := actor_pids()) == 2 and pids)  # the third finds no room
     time.sleep(0.5)  # in the middle of the second step, whose tools take longer
@@ -210,9 +207,8 @@ def test_a_run_in_the_background_stops_and_resumes_and_has_logs(
     run_id, folder = started["run_id"], Path(started["folder"])
     name = str(folder.relative_to(machines.folder))
 
-    manager = RunManager(
-        machines.folder / "home"
-    )  # asking by commands would keep Ray's workers, of niceness 15, waiting
+    # asking by commands would keep Ray's workers, of niceness 15, waiting
+    manager = RunManager(machines.folder / "home")
     machines.until(lambda: machines.steps_done(name) >= 1)
     palestra("runs", "stop", run_id)
     assert manager.get(run_id).state == "stopped"
@@ -227,17 +223,10 @@ def test_a_run_in_the_background_stops_and_resumes_and_has_logs(
 
 
 def test_ray_client_gives_the_same_rollouts(machines: Machines, reference: dict[int, list[Any]]) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     cluster = machines.cluster(ray_client_server_port=port)
     try:
-        settings = {
-            "backend": "ray",
-            "ray.timeout_s": 300,
-            "ray.address": f"ray://127.0.0.1:{port}",
-            "train.max_steps": 2,
-        }
+        settings = {**RAY, "ray.address": f"ray://127.0.0.1:{port}", "train.max_steps": 2}
         machines.finish(machines.start(machines.command("client", "slow_agent.py", **settings)))
     finally:
         cluster.shutdown()
@@ -263,10 +252,8 @@ def test_the_demo_is_learned_on_two_nodes(machines: Machines, cluster: Cluster) 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_an_address_that_does_not_answer_is_told_with_its_remedy(machines: Machines, address: str) -> None:
     began = time.monotonic()
-    output = machines.finish(
-        machines.start(machines.command("nowhere", **{**RAY, "ray.address": address})),
-        code=2,
-    )
+    command = machines.command("nowhere", **{**RAY, "ray.address": address})
+    output = machines.finish(machines.start(command), code=2)
     assert not (machines.folder / "nowhere").exists()
     assert f"no Ray cluster answers at {address}" in output
     assert "ray start --head" in output

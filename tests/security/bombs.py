@@ -3,31 +3,32 @@
 All of them stop by themselves: a machine without limits is not harmed.
 """
 
-MOST_MIB = 1024
+from textwrap import indent
 
+MOST_MIB = 1024
 PREAMBLE = (
     f"MOST = {MOST_MIB}\n"
     + """
 import ctypes, os, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
-got = 0
+got, held = 0, []
 def said(value):
     print("GOT", value, flush=True)
 """
 )
 
-MEMFD = """
-held = []
-try:
-    while got < MOST:
-        held.append(os.memfd_create("x"))
-        os.write(held[-1], bytes(15 * 2**20))
-        got += 15
-except OSError:
-    pass
-said(got)
-"""
 
+def until_refused(step: str, *, before: str = "", most: str = "MOST", amount: int = 1) -> str:
+    """Repeat a step, which gets hold of `amount`, until the system refuses it."""
+    loop = f"{before}\nwhile got < {most}:\n{indent(step, '    ')}\n    got += {amount}"
+    return f"try:\n{indent(loop, '    ')}\nexcept OSError:\n    pass\nsaid(got)\n"
+
+
+def write_mib(name: str) -> str:
+    return f'with open(f"{name}", "wb", buffering=0) as file:\n    file.write(bytes(2**20))'
+
+
+MEMFD = until_refused('held.append(os.memfd_create("x"))\nos.write(held[-1], bytes(15 * 2**20))', amount=15)
 SYSV_SHM = """
 libc.shmat.restype = ctypes.c_void_p
 while got < MOST:
@@ -54,71 +55,20 @@ for flags in (0x10000000, 0x00020000, 0x20000000):        # the same by clone, w
 said(got)
 """
 
-UNLINKED_FILES = """
-try:
-    while got < MOST:
-        file = open("gone", "wb", buffering=0)
-        os.unlink("gone")
-        held = globals().setdefault("held", [])
-        held.append(file)
-        for _ in range(15):
-            file.write(bytes(2**20))
-            got += 1
-except OSError:
-    pass
-said(got)
-"""
-
-LONG_PATHS = """
-try:
-    for level in range(17):
-        os.mkdir("d" * 250)
-        os.chdir("d" * 250)
-    while got < MOST:
-        with open(f"f{got}", "wb", buffering=0) as file:
-            file.write(bytes(2**20))
-        got += 1
-except OSError:
-    pass
-said(got)
-"""
-
-CLOSED_FOLDER = """
-os.mkdir("closed")
-os.chmod("closed", 0o300)
-try:
-    while got < MOST:
-        with open(f"closed/f{got}", "wb", buffering=0) as file:
-            file.write(bytes(2**20))
-        got += 1
-except OSError:
-    pass
-said(got)
-"""
-
-DEEP_FOLDERS = """
-try:
-    while got < 5000:
-        os.mkdir("d")
-        os.chdir("d")
-        got += 1
-except OSError:
-    pass
-said(got)
-"""
-
-MANY_FILES = """
-try:
-    while got < 5000:
-        open(f"f{got}", "w").close()
-        got += 1
-except OSError:
-    pass
-said(got)
-"""
+UNLINKED_FILES = until_refused("""
+if got % 15 == 0:
+    held.append(open("gone", "wb", buffering=0))
+    os.unlink("gone")
+held[-1].write(bytes(2**20))
+""")
+LONG_PATHS = until_refused(
+    write_mib("f{got}"), before='for level in range(17):\n    os.mkdir("d" * 250)\n    os.chdir("d" * 250)'
+)
+CLOSED_FOLDER = until_refused(write_mib("closed/f{got}"), before='os.mkdir("closed")\nos.chmod("closed", 0o300)')
+DEEP_FOLDERS = until_refused('os.mkdir("d")\nos.chdir("d")', most="5000")
+MANY_FILES = until_refused('open(f"f{got}", "w").close()', most="5000")
 
 MANY_PROCESSES_WITH_MEMORY = """
-held = None
 for _ in range(10):
     if os.fork() == 0:
         held = bytearray(100 * 2**20)
@@ -135,15 +85,4 @@ HIDDEN_PROCESSES_WITH_MEMORY = MANY_PROCESSES_WITH_MEMORY.replace(
     "        held =", "        libc.prctl(4, 0, 0, 0, 0)\n        held ="
 )
 
-PROCESSES = """
-try:
-    while got < 300:
-        if os.fork() == 0:
-            os.setsid()
-            time.sleep(20)
-            os._exit(0)
-        got += 1
-except OSError:
-    pass
-said(got)
-"""
+PROCESSES = until_refused("if os.fork() == 0:\n    os.setsid()\n    time.sleep(20)\n    os._exit(0)", most="300")

@@ -1,24 +1,21 @@
 """What an agent sends to the gateway, writes or starts can fail its own attempt only."""
 
-import asyncio
 import json
 import sys
 import threading
 from pathlib import Path
 
 import httpx
+import program_groups
 import pytest
 
 from palestra import EvalSuite, demo
-from palestra.agents.programs import ProgramLimits, command_agent, function_agent
+from palestra.agents.programs import command_agent, function_agent
 from palestra.core.config import RunConfig
 from palestra.core.group_codec import rollout_to_dict
 from palestra.envs.suite_env import SuiteEnvironment
-from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.completer import MAX_INLINE_CHARS
 from palestra.servers.openai.loading import load_completer
-from palestra.sources.programs.collector import ProgramCollector
-from palestra.train.limits import attempt_limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers" / "gateway"))
 
@@ -35,21 +32,10 @@ def model():
     return load_completer("palestra/tiny")
 
 
-def collect(model, program, group_size=2):
+def collect(model, program):
     """One group of a program's attempts at one case of the demo."""
     environment = SuiteEnvironment(demo.agent, EvalSuite(demo.suite.cases[:1], demo.suite.measures))
-
-    async def run():
-        sampling = attempt_limits(CONFIG, training=True).sampling
-        gateway = Gateway(model, sampling)
-        limits = ProgramLimits(60.0)
-        collector = ProgramCollector(environment, program, gateway, sampling, limits, 4, asyncio.Semaphore(4))
-        try:
-            return (await collector.collect(environment.problems("train"), group_size, ["0/0"]))[0]
-        finally:
-            await gateway.close()
-
-    return asyncio.run(run())
+    return program_groups.collect(model, environment, program, CONFIG)[0]
 
 
 def forged(arguments):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from served import free_port
 
 from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import LoraSection
@@ -77,9 +77,7 @@ def lora_url(folder: Path) -> Iterator[str]:
 @contextmanager
 def served(folder: Path, *more: str) -> Iterator[str]:
     """`vllm serve` on the embedded model; without chunked prefill, see docs/scaling.md."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     options = ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     options += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
     command = [str(Path(PYTHON).with_name("vllm")), "serve", str(folder), *options, *more]
@@ -112,33 +110,33 @@ def train(python: str, folder: Path, *options: str) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     found = [row for row in rows if "sample_seconds" in row]
     for row in found:
-        print(
-            {
-                name: row[name]
-                for name in ("step", "sampler_gap_mean", "sampler_gap_max", "staleness_max")
-                if name in row
-            }
-        )
+        shown = ("step", "sampler_gap_mean", "sampler_gap_max", "staleness_max")
+        print({name: row[name] for name in shown if name in row})
+    assert len(found) == 3
+    assert all(row["rollout_failures"] == 0 for row in found)
     return found
+
+
+def check_gap(rows: list[dict[str, float]]) -> None:
+    assert max(row["sampler_gap_max"] for row in rows if "sampler_gap_max" in row) < MAX_GAP
+
+
+def train_with_server(url: str, folder: Path, staleness: int, *options: str) -> None:
+    rows = train(
+        sys.executable, folder, *options, "--vllm.mode", "server", "--vllm.url", url,
+        "--rollout.weights_folder", str(folder / "weights"), "--rollout.max_staleness", str(staleness),
+    )  # fmt: skip
+    assert all(row["staleness_max"] <= staleness for row in rows)
+    check_gap(rows if staleness == 0 else rows[:1])  # where older weights sampled, the gap is theirs
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_embedded_model_is_trained_with_a_running_vllm(url: str, tmp_path: Path, staleness: int) -> None:
-    rows = train(
-        sys.executable, tmp_path, "--vllm.mode", "server", "--vllm.url", url,
-        "--rollout.weights_folder", str(tmp_path / "weights"), "--rollout.max_staleness", str(staleness),
-    )  # fmt: skip
-    assert len(rows) == 3
-    assert all(row["rollout_failures"] == 0 and row["staleness_max"] <= staleness for row in rows)
-    current = rows if staleness == 0 else rows[:1]  # where older weights sampled, the gap is theirs
-    assert max(row["sampler_gap_max"] for row in current if "sampler_gap_max" in row) < MAX_GAP
+    train_with_server(url, tmp_path, staleness)
 
 
 def test_the_embedded_model_is_trained_with_vllm_in_the_process(tmp_path: Path) -> None:
-    rows = train(PYTHON, tmp_path, "--vllm.mode", "colocate", "--vllm.max_model_len", "1024")
-    assert len(rows) == 3
-    assert all(row["rollout_failures"] == 0 for row in rows)
-    assert max(row["sampler_gap_max"] for row in rows if "sampler_gap_max" in row) < MAX_GAP
+    check_gap(train(PYTHON, tmp_path, "--vllm.mode", "colocate", "--vllm.max_model_len", "1024"))
 
 
 def test_weights_of_another_model_are_refused_by_the_real_server(url: str, tiny: LoadedModel, tmp_path: Path) -> None:
@@ -150,14 +148,7 @@ def test_weights_of_another_model_are_refused_by_the_real_server(url: str, tiny:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_adapter_is_trained_with_a_running_vllm(lora_url: str, tmp_path: Path, staleness: int) -> None:
-    rows = train(
-        sys.executable, tmp_path, *LORA, "--vllm.mode", "server", "--vllm.url", lora_url,
-        "--rollout.weights_folder", str(tmp_path / "weights"), "--rollout.max_staleness", str(staleness),
-    )  # fmt: skip
-    assert len(rows) == 3
-    assert all(row["rollout_failures"] == 0 and row["staleness_max"] <= staleness for row in rows)
-    current = rows if staleness == 0 else rows[:1]
-    assert max(row["sampler_gap_max"] for row in current if "sampler_gap_max" in row) < MAX_GAP
+    train_with_server(lora_url, tmp_path, staleness, *LORA)
     assert len(httpx.get(f"{lora_url}/v1/models").json()["data"]) == 1  # no adapter is left there
     assert list((tmp_path / "weights").iterdir()) == []
 
@@ -165,10 +156,7 @@ def test_an_adapter_is_trained_with_a_running_vllm(lora_url: str, tmp_path: Path
 def test_an_adapter_is_trained_with_vllm_in_the_process(tmp_path: Path) -> None:
     if subprocess.run([PYTHON, "-c", "import peft"], capture_output=True).returncode:
         pytest.skip("peft is not in vLLM's environment")
-    rows = train(PYTHON, tmp_path, *LORA, "--vllm.mode", "colocate", "--vllm.max_model_len", "1024")
-    assert len(rows) == 3
-    assert all(row["rollout_failures"] == 0 for row in rows)
-    assert max(row["sampler_gap_max"] for row in rows if "sampler_gap_max" in row) < MAX_GAP
+    check_gap(train(PYTHON, tmp_path, *LORA, "--vllm.mode", "colocate", "--vllm.max_model_len", "1024"))
 
 
 def adapted(**options: Any) -> Any:
@@ -227,12 +215,8 @@ def test_what_the_real_server_does_not_load_is_told_with_the_remedy(
         with pytest.raises(PalestraError, match=words):
             lora_policy(where, tiny.tokenizer, tmp_path, rank).update(Weights(1, dict, module))
 
-    refused(
-        lora_url,
-        12,
-        r"rank 12 is greater than max_lora_rank 8.*--max-lora-rank must be.*--max-lora-rank 16",
-        adapted(r=12),
-    )
+    too_large = r"rank 12 is greater than max_lora_rank 8.*--max-lora-rank must be.*--max-lora-rank 16"
+    refused(lora_url, 12, too_large, adapted(r=12))
     refused(url, 4, "started without --enable-lora", adapted(r=4))
     other = adapted(r=4)
     with torch.no_grad():

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.core.errors import PalestraError
@@ -21,9 +22,7 @@ ENGINE_VARIABLES = (
     *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
     *("CONTAINER_HOST", "CONTAINER_SSHKEY", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "DBUS_SESSION_BUS_ADDRESS"),
 )
-_ENGINES = ("docker", "podman")
-_CHECK_S = 30.0
-_REMOVE_S = 30.0
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,8 @@ class Containers:
     def of_image(cls, image: str) -> Containers:
         """The image with the first engine that works; PalestraError with the reason where none does."""
         reasons = []
-        for engine in _ENGINES:
-            reason = _why_not(engine)
-            if reason is None:
+        for engine in ("docker", "podman"):
+            if not (reason := _why_not(engine)):
                 return cls(engine, image)
             reasons.append(reason)
         raise PalestraError(
@@ -56,7 +54,10 @@ class Containers:
         """
         options = []
         if is_loopback(urlsplit(base_url).hostname or ""):  # only the host's network reaches our loopback address
-            check_host_network()
+            if sys.platform != "linux":  # containers run in a virtual machine
+                raise PalestraError(
+                    "containers on this system cannot reach 127.0.0.1; set --agent-host 0.0.0.0 and PALESTRA_TOKEN"
+                )
             options.append("--network=host")
         if self.engine == "docker" or shutil.which("catatonit"):  # docker has its own init, podman needs a package
             options.append("--init")
@@ -70,43 +71,28 @@ class Containers:
 
     async def remove(self, name: str) -> None:
         """Remove a container that did not end by itself: ending the program that started it does not end it."""
+        null = subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
-            *(self.engine, "rm", "--force", name),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            self.engine, "rm", "--force", name, stdin=null, stdout=null, stderr=null
         )
         try:
-            await asyncio.wait_for(process.wait(), _REMOVE_S)
+            await asyncio.wait_for(process.wait(), _ANSWER_S)
         except TimeoutError:
             process.kill()
             await process.wait()
 
 
-def check_host_network() -> None:
-    """Refuse the loopback address where containers run in a virtual machine."""
-    if sys.platform != "linux":
-        raise PalestraError(
-            "containers on this system cannot reach 127.0.0.1; set --agent-host 0.0.0.0 and PALESTRA_TOKEN"
-        )
-
-
-def _why_not(engine: str) -> str | None:
-    """Reason why an engine cannot be used; None if it can."""
+def _why_not(engine: str) -> str:
+    """Reason why an engine cannot be used; empty if it can."""
     if shutil.which(engine) is None:
         return f"{engine} is not installed"
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "timeout": _ANSWER_S}
+    # not a pipe, which a service that the engine starts would hold open
     with tempfile.TemporaryFile() as errors:
         try:
-            done = subprocess.run(
-                [engine, "version"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                timeout=_CHECK_S,
-                check=False,
-            )
+            done = subprocess.run([engine, "version"], stderr=errors, check=False, **options)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"`{engine} version` failed ({error})"
         errors.seek(0)
         said = errors.read(10_000).decode("utf-8", "replace").strip().splitlines()
-    return f"`{engine} version` failed ({said[-1] if said else 'no output'})" if done.returncode else None
+    return f"`{engine} version` failed ({said[-1] if said else 'no output'})" if done.returncode else ""

@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,17 @@ from palestra.core.types import ProgramResult
 
 _SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 _END_S = 10.0  # for a supervisor to end what a program has started
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLimits:
+    """How long one attempt may take, how much it may write, and where it runs."""
+
+    timeout_s: float = 300.0
+    max_output_bytes: int = 4_000_000
+    fork_server: bool = False  # import a Python program's modules once, and fork for each attempt
+    # (command, the attempt's folder, working directory) -> the arguments that run the command in isolation
+    sandbox: Callable[[Sequence[str], Path, str | None], Sequence[str]] | None = None
 
 
 class _Running(asyncio.SubprocessProtocol):
@@ -55,13 +67,7 @@ def supervised(command: Sequence[str]) -> list[str]:
 
 
 async def run_process(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    stdin: Path,
-    cwd: str | Path | None,
-    timeout_s: float,
-    max_output_bytes: int,
+    command: Sequence[str], env: Mapping[str, str], stdin: Path, cwd: str | None, limits: ProgramLimits
 ) -> ProgramResult:
     """Run a supervised command to its end, or to the first limit that it meets.
 
@@ -69,32 +75,28 @@ async def run_process(
     """
     began = time.monotonic()
     with stdin.open("rb") as case:
-        transport, running = await asyncio.get_running_loop().subprocess_exec(
-            lambda: _Running(max_output_bytes), *command, env=dict(env), cwd=cwd, stdin=case, start_new_session=True
+        running = _Running(limits.max_output_bytes)
+        transport, _ = await asyncio.get_running_loop().subprocess_exec(
+            lambda: running, *command, env=dict(env), cwd=cwd, stdin=case, start_new_session=True
         )
     stopped: Literal["time", "output"] | None = None
     try:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(running.ended.wait(), timeout_s)
+            await asyncio.wait_for(running.ended.wait(), limits.timeout_s)
         if transport.get_returncode() is None:
             stopped = "output" if running.left < 0 else "time"
     finally:
-        await _end(transport, running)
+        if transport.get_returncode() is None:  # the supervisor ends what the program has started
+            transport.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(running.closed.wait(), _END_S)
+        except TimeoutError:
+            end_group(transport.get_pid())
+        transport.close()
     code = transport.get_returncode()
     if stopped or code is None:
         code = -signal.SIGKILL
     return ProgramResult(code, running.text(1), running.text(2), time.monotonic() - began, stopped)
-
-
-async def _end(transport: asyncio.SubprocessTransport, running: _Running) -> None:
-    """Let the supervisor end the program; kill it where it does not."""
-    if transport.get_returncode() is None:
-        transport.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.wait_for(running.closed.wait(), _END_S)
-    except TimeoutError:
-        end_group(transport.get_pid())
-    transport.close()
 
 
 class ForkServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -12,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from palestra.agents.agent import Agent
 from palestra.agents.containers import ENGINE_VARIABLES, FOLDER, Containers
-from palestra.agents.process import ForkServer, run_process, supervised
+from palestra.agents.process import ForkServer, ProgramLimits, run_process, supervised
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.children import split_command
 from palestra.core.errors import PalestraError, RolloutError
@@ -67,22 +68,6 @@ class Endpoint:
         }
 
 
-class CommandSandbox(Protocol):
-    """The arguments that run a command in isolation: it sees the attempt's folder, and little else."""
-
-    def command(self, command: Sequence[str], folder: Path, cwd: str | None) -> Sequence[str]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramLimits:
-    """How long one attempt may take, how much it may write, and where it runs."""
-
-    timeout_s: float = 300.0
-    max_output_bytes: int = 4_000_000
-    fork_server: bool = False  # import a Python program's modules once, and fork for each attempt
-    sandbox: CommandSandbox | None = None
-
-
 @dataclass
 class ProgramAgent(Agent):
     """An agent whose loop is a program: it gets a case and an endpoint, and does the rest itself."""
@@ -120,51 +105,37 @@ class CommandAgent(ProgramAgent):
         scratch = tempfile.TemporaryDirectory(
             prefix="palestra-attempt-", dir=scratch_root(), ignore_cleanup_errors=self.containers is not None
         )
-        with scratch as folder:
-            case_file, result_file = Path(folder, "case.json"), Path(folder, "result.json")
-            case_file.write_text(json.dumps(case, ensure_ascii=False), encoding="utf-8")
-            if self.containers is not None:
-                ended = await self._run_in_container(self.containers, endpoint, Path(folder), limits)
-                return _with_result(ended, result_file, limits.max_output_bytes)
-            own = {"PALESTRA_CASE_FILE": str(case_file), "PALESTRA_RESULT_FILE": str(result_file)}
-            env = {**clean_environment(), **self.env, **endpoint.variables(), **own}
-            self.check_exists(env)
-            if limits.fork_server:
-                command = await self._forked(limits.timeout_s)
-            else:
-                sandbox = limits.sandbox
-                command = supervised(sandbox.command(self.command, Path(folder), self.cwd) if sandbox else self.command)
-            ended = await run_process(
-                command,
-                env=env,
-                stdin=case_file,
-                cwd=self.cwd,
-                timeout_s=limits.timeout_s,
-                max_output_bytes=limits.max_output_bytes,
-            )
-            return _with_result(ended, result_file, limits.max_output_bytes)
+        with scratch as name:
+            folder = Path(name)
+            (folder / "case.json").write_text(json.dumps(case, ensure_ascii=False), encoding="utf-8")
+            run = self._run_here if self.containers is None else self._run_in_container
+            return _with_result(await run(endpoint, folder, limits), folder / "result.json", limits.max_output_bytes)
 
-    async def _run_in_container(
-        self, containers: Containers, endpoint: Endpoint, folder: Path, limits: ProgramLimits
-    ) -> ProgramResult:
-        own = {"PALESTRA_CASE_FILE": f"{FOLDER}/case.json", "PALESTRA_RESULT_FILE": f"{FOLDER}/result.json"}
+    async def _run_here(self, endpoint: Endpoint, folder: Path, limits: ProgramLimits) -> ProgramResult:
+        env = {**clean_environment(), **self.env, **endpoint.variables(), **_file_variables(folder)}
+        self.check_exists(env)
+        if limits.fork_server:
+            if self._server is None:
+                self._server = ForkServer(self.command, {**clean_environment(), **self.env}, self.cwd)
+            command = await self._server.command(limits.timeout_s)
+        else:
+            sandbox = limits.sandbox
+            command = supervised(sandbox(self.command, folder, self.cwd) if sandbox else self.command)
+        return await run_process(command, env, folder / "case.json", self.cwd, limits)
+
+    async def _run_in_container(self, endpoint: Endpoint, folder: Path, limits: ProgramLimits) -> ProgramResult:
+        assert self.containers is not None
         passed = {name: os.environ[name] for name in passed_on(os.environ) if name in os.environ}
-        variables = {**passed, **self.env, **endpoint.variables(), **own}
-        name, ended = folder.name, None
-        command = containers.command(self.command, name, folder, variables, endpoint.base_url)
+        variables = {**passed, **self.env, **endpoint.variables(), **_file_variables(FOLDER)}
+        command = self.containers.command(self.command, folder.name, folder, variables, endpoint.base_url)
+        env = {**clean_environment(ENGINE_VARIABLES), **variables}
+        ended = None
         try:
-            ended = await run_process(
-                supervised(command),
-                env={**clean_environment(ENGINE_VARIABLES), **variables},
-                stdin=folder / "case.json",
-                cwd=self.cwd,
-                timeout_s=limits.timeout_s,
-                max_output_bytes=limits.max_output_bytes,
-            )
+            ended = await run_process(supervised(command), env, folder / "case.json", self.cwd, limits)
             return ended
         finally:
             if ended is None or ended.stopped:
-                await containers.remove(name)
+                await self.containers.remove(folder.name)
 
     def check_exists(self, env: Mapping[str, str] | None = None) -> None:
         """RolloutError if there is no such program; in a container it is not looked for."""
@@ -174,11 +145,6 @@ class CommandAgent(ProgramAgent):
         program = str(Path(self.cwd or "", self.command[0])) if "/" in self.command[0] else self.command[0]
         if shutil.which(program, path=env.get("PATH")) is None:
             raise RolloutError(f"the agent's command {shlex.join(self.command)} could not be started: no such program")
-
-    async def _forked(self, start_timeout_s: float) -> Sequence[str]:
-        if self._server is None:
-            self._server = ForkServer(self.command, {**clean_environment(), **self.env}, self.cwd)
-        return await self._server.command(start_timeout_s)
 
     async def close(self) -> None:
         server, self._server = self._server, None
@@ -197,15 +163,13 @@ class FunctionAgent(ProgramAgent):
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
         began = time.monotonic()
+        named: dict[str, Any] = {}
+        with contextlib.suppress(TypeError, ValueError):  # a callable without a signature
+            if "agents" in signature(self.function).parameters:
+                named["agents"] = endpoint.agents
+        arguments = (dict(case), endpoint.base_url, endpoint.api_key)
         try:
-            result = await call_with_limit(
-                self.function,
-                dict(case),
-                endpoint.base_url,
-                endpoint.api_key,
-                timeout_s=limits.timeout_s,
-                **({"agents": endpoint.agents} if _takes_agents(self.function) else {}),
-            )
+            result = await call_with_limit(self.function, *arguments, timeout_s=limits.timeout_s, **named)
         except CallTimeout:
             return ProgramResult(stopped="time", seconds=time.monotonic() - began)
         except (Exception, SystemExit) as error:  # a function that gives up is scored, as a command is
@@ -238,8 +202,7 @@ def command_agent(
         )
     own_name = name or _name_of(words or [str(image).rpartition("/")[2].partition(":")[0]])
     folder = None if cwd is None else str(cwd)
-    agent = CommandAgent(own_name, model, command=tuple(words), env=dict(env or {}), cwd=folder)
-    return replace(agent, containers=containers)
+    return CommandAgent(own_name, model, command=tuple(words), env=dict(env or {}), cwd=folder, containers=containers)
 
 
 def function_agent(function: Callable[..., Any], model: str | None = "palestra/tiny") -> FunctionAgent:
@@ -247,11 +210,8 @@ def function_agent(function: Callable[..., Any], model: str | None = "palestra/t
     return FunctionAgent(getattr(function, "__name__", "agent").strip("<>"), model, function=function)
 
 
-def _takes_agents(function: Callable[..., Any]) -> bool:
-    try:
-        return "agents" in signature(function).parameters
-    except (TypeError, ValueError):
-        return False
+def _file_variables(folder: str | Path) -> dict[str, str]:
+    return {"PALESTRA_CASE_FILE": f"{folder}/case.json", "PALESTRA_RESULT_FILE": f"{folder}/result.json"}
 
 
 def _name_of(words: Sequence[str]) -> str:
@@ -271,9 +231,8 @@ def _with_result(ended: ProgramResult, file: Path, max_bytes: int) -> ProgramRes
     try:
         with file.open("rb") as opened:
             text = opened.read(max_bytes).decode("utf-8", "replace")
+        return replace(ended, result=read_json(text))
     except OSError:
         return ended
-    try:
-        return replace(ended, result=read_json(text))
     except ValueError:
         return replace(ended, result=text)

@@ -22,7 +22,11 @@ Texts = Mapping[str, str]  # component -> text
 
 def texts_of(agent: Agent) -> dict[str, str]:
     """The instructions, and of each tool its description with a line `name: text` for each parameter."""
-    return {INSTRUCTIONS: agent.fixed_instructions} | {f"{TOOL}{tool.name}": _tool_text(tool) for tool in agent.tools}
+    texts = {INSTRUCTIONS: agent.fixed_instructions}
+    for tool in agent.tools:
+        lines = [f"{name}: {p.get('description', '')}".rstrip() for name, p in _properties(tool).items()]
+        texts[f"{TOOL}{tool.name}"] = "\n".join([tool.description, *lines])
+    return texts
 
 
 def with_texts(agent: Agent, texts: Texts) -> Agent:
@@ -80,11 +84,6 @@ def edit_source(source: str, old: Texts, new: Texts) -> tuple[str, list[str]]:
 def source_diff(before: str, after: str, name: str) -> str:
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), f"a/{name}", f"b/{name}", lineterm="")
     return "\n".join(lines) + "\n"
-
-
-def _tool_text(tool: Tool) -> str:
-    lines = [f"{name}: {p.get('description', '')}".rstrip() for name, p in _properties(tool).items()]
-    return "\n".join([tool.description, *lines])
 
 
 def _properties(tool: Tool) -> dict[str, Any]:

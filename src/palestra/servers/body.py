@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -101,48 +101,24 @@ class WholeBody:
         await self._app(scope, replay, send)
 
 
-async def _in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _in_time(stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
     """The chunks of a body; 408 if the sender pauses or takes too long."""
     until = time.monotonic() + _BODY_S
     while time.monotonic() < until:
-        with _Seconds(_SILENCE_S) as silence:
-            chunk = await anext(stream, None)
-        if silence.are_over:
-            break
-        if chunk is None:
+        piece = asyncio.ensure_future(anext(stream, None))
+        try:
+            # seconds are counted one by one: a training step may block the event loop, which is not the sender's fault
+            for _ in range(_SILENCE_S):
+                if (await asyncio.wait({piece}, timeout=1.0))[0]:
+                    break
+            else:
+                break
+        finally:
+            piece.cancel()
+        if (chunk := piece.result()) is None:
             return
         yield chunk
     raise refuse(408, f"the body did not come within {_BODY_S:g} s, or there was none of it for {_SILENCE_S} s")
-
-
-class _Seconds:
-    """Cancels the awaited work after `left` seconds.
-
-    Seconds are counted one by one: a training step may block the event loop, which is not the sender's fault.
-    """
-
-    def __init__(self, left: int) -> None:
-        self._left = left
-        self.are_over = False
-
-    def __enter__(self) -> _Seconds:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self._timer = self._loop.call_later(1.0, self._tick)
-        return self
-
-    def _tick(self) -> None:
-        self._left -= 1
-        if self._left > 0:
-            self._timer = self._loop.call_later(1.0, self._tick)
-        elif self._task is not None:
-            self.are_over = True
-            self._task.cancel()
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
-        self._timer.cancel()
-        if not self.are_over or kind is not asyncio.CancelledError or self._task is None:
-            return False
-        return self._task.uncancel() == 0  # otherwise it was cancelled from elsewhere, too
 
 
 async def _drain(stream: Any) -> None:

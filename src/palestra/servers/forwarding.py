@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
-from starlette.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from palestra.core import http
+from palestra.servers.body import MIB, read_body
 from palestra.servers.http_errors import refuse
 
 SILENCE_S = 600.0  # a model may reason for long before its first token
@@ -15,6 +19,9 @@ HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
     "content-length accept-encoding".split()
 )
+_MAX_BODY = 64 * MIB
+_KEYS = ("Authorization", "X-Api-Key", "Api-Key")
+Tap = Callable[[http.StreamedReply, AsyncIterator[bytes]], AsyncIterator[bytes]]
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -23,9 +30,7 @@ def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return passed | {"Accept-Encoding": "identity"}
 
 
-async def forward(
-    request: http.Request, tap: Callable[[http.StreamedReply, AsyncIterator[bytes]], AsyncIterator[bytes]] | None = None
-) -> StreamingResponse:
+async def forward(request: http.Request, tap: Tap | None = None) -> StreamingResponse:
     """The other server's answer; 502 where it gives none. `tap` sees the pieces as they pass."""
     stream = request.stream()
     try:
@@ -33,16 +38,60 @@ async def forward(
     except http.HttpError as error:
         raise refuse(502, str(error)) from None
     headers = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_BY_HOP - {"content-length"}}
-    return StreamingResponse(_closing(answer, stream, tap), answer.status, headers)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in answer.chunks if tap is None else tap(answer, answer.chunks):
+                yield chunk
+        finally:
+            await stream.__aexit__(None, None, None)
+
+    return StreamingResponse(chunks(), answer.status, headers)
 
 
-async def _closing(
-    answer: http.StreamedReply,
-    stream: AbstractAsyncContextManager[http.StreamedReply],
-    tap: Callable[[http.StreamedReply, AsyncIterator[bytes]], AsyncIterator[bytes]] | None,
-) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in answer.chunks if tap is None else tap(answer, answer.chunks):
-            yield chunk
-    finally:
-        await stream.__aexit__(None, None, None)
+@dataclass(eq=False)
+class ForwardedAgent:
+    """An agent of an attempt whose model is elsewhere, with a key that it never sees. Nothing of it is recorded."""
+
+    gateway_url: str
+    upstream: str  # up to /v1
+    model: str | None = None  # replaces the name in the requests
+    key: str | None = field(default=None, repr=False)
+    on_end: Callable[[ForwardedAgent], None] = lambda agent: None
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(16), init=False)
+    api_key: str = field(default_factory=lambda: f"sk-palestra-{secrets.token_urlsafe(24)}", init=False, repr=False)
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.gateway_url}/attempt/{self.id}/v1"
+
+    async def forward(self, request: Request) -> Response:
+        """The upstream's answer to this request."""
+        _, found, path = request.url.path.partition("/v1/")
+        if not found:
+            raise refuse(404, "this agent's model is elsewhere; only requests below /v1 are passed on")
+        body = self._with_model(await read_body(request, _MAX_BODY))
+        url = f"{self.upstream.rstrip('/').removesuffix('/v1')}/v1/{path}"
+        asked = http.Request(
+            url, body or None, request.method, headers=self._headers(request.headers), timeout_s=SILENCE_S
+        )
+        return await forward(asked)
+
+    async def finish(self) -> None:
+        """Refuse its key from now on."""
+        self.on_end(self)
+
+    def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        passed = {name: value for name, value in passed_headers(headers).items() if name not in _KEYS}
+        if self.key is None:
+            return passed
+        return passed | {"Authorization": f"Bearer {self.key}", "X-Api-Key": self.key}
+
+    def _with_model(self, body: bytes) -> bytes:
+        if self.model is None or not body:
+            return body
+        try:
+            fields = json.loads(body)
+            return json.dumps({**fields, "model": self.model}).encode()
+        except (ValueError, TypeError):
+            raise refuse(400, "the body is not a JSON object") from None

@@ -7,9 +7,8 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from palestra.core.errors import ContextLengthError, PalestraError, text_of
+from palestra.core.errors import ContextLengthError, text_of
 
 _CODES = {
     401: "invalid_api_key",
@@ -30,13 +29,6 @@ def refuse(status: int, message: str, *, retry_after_s: int | None = None) -> HT
     """The error that becomes an OpenAI-style JSON answer."""
     headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return HTTPException(status, message, headers)
-
-
-def error_response(request: Request, error: Exception, error_form: ErrorForm) -> Response:
-    if isinstance(error, HTTPException):
-        return JSONResponse(error_form(request, error.status_code, error.detail), error.status_code, error.headers)
-    status = 400 if isinstance(error, PalestraError) else 500
-    return JSONResponse(error_form(request, status, error), status)
 
 
 def error_body(status: int, error: Exception | str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.http import is_loopback
 from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
 from palestra.servers.guard import Guard
-from palestra.servers.http_errors import ErrorForm, error_body, error_response, refuse
+from palestra.servers.http_errors import ErrorForm, error_body, refuse
 
 request_log = logging.getLogger("palestra.requests")  # one line per request at level INFO
 _GRACE_S = 5
@@ -50,7 +50,10 @@ def make_app(
     """
 
     async def handle(request: Request, error: Exception) -> Response:
-        return error_response(request, error, error_form)
+        if isinstance(error, HTTPException):
+            return JSONResponse(error_form(request, error.status_code, error.detail), error.status_code, error.headers)
+        status = 400 if isinstance(error, PalestraError) else 500
+        return JSONResponse(error_form(request, status, error), status)
 
     tally = Tally()
     app = Starlette(
@@ -168,20 +171,22 @@ def open_port(host: str, port: int, token: str | None) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
+    return _url(*sock.getsockname()[:2])
+
+
+def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def reachable_url(host: str, sock: socket.socket) -> str:
     """A URL that works from other machines: `host`, or this machine's own address where it stands for all of them."""
-    port = sock.getsockname()[1]
     if host in _WILDCARDS:
         with socket.socket(sock.family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((_ELSEWHERE[sock.family], 9))  # sends nothing; it selects the address for the default route
             host = probe.getsockname()[0]
     if host in _WILDCARDS:  # no network
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return _url(host, sock.getsockname()[1])
 
 
 class Server(uvicorn.Server):

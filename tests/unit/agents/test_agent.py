@@ -67,9 +67,9 @@ class TestExamples:
         assert third.messages == first.messages
         assert first.tool_names == ("price",)
         assert agent_examples(Agent("clerk", tools=[price], examples=str(file)))[0].messages == first.messages[1:]
-
-    def test_there_are_none_unless_given(self):
-        assert agent_examples(Agent("clerk", instructions=lambda c, a: "hi")) == []
+        assert agent_examples(Agent("clerk", instructions=lambda c, a: "hi")) == [], "none unless given"
+        program = replace(command_agent(["python", "shop.py"]), examples=[EXAMPLE])
+        assert len(agent_examples(program)) == 1, "programs have tools of their own"
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -87,10 +87,6 @@ class TestExamples:
         with pytest.raises(PalestraError, match=words):
             Agent("clerk", **options)
 
-    def test_programs_bring_their_own_tools(self):
-        agent = replace(command_agent(["python", "shop.py"]), examples=[EXAMPLE])
-        assert len(agent_examples(agent)) == 1
-
 
 class TestOpenAIAgents:
     @pytest.fixture
@@ -106,8 +102,6 @@ class TestOpenAIAgents:
         assert (bare.model, bare.fixed_instructions) == (None, "")
         disabled = sdk.Agent(name="clerk", tools=[sdk.function_tool(price, is_enabled=False)])
         assert as_agent(disabled).tools == ()
-
-    def test_the_name_is_taken_out_of_a_model_object(self, sdk):
         from openai import AsyncOpenAI
 
         model = sdk.OpenAIChatCompletionsModel("Qwen/Qwen3-8B", AsyncOpenAI(api_key="none"))
@@ -156,12 +150,10 @@ class TestOpenAIAgents:
         with pytest.raises(PalestraError, match=words):
             Agent("clerk", tools=[sdk.function_tool(price, **change)])
 
-    def test_an_agent_as_a_tool_needs_a_model_of_its_own(self, sdk):
+    def test_an_agent_runs_as_a_tool_with_a_model_object_of_its_own(self, sdk):
         inner = sdk.Agent(name="translator", model="gpt-5")
         with pytest.raises(PalestraError, match=r"'translate' is the agent 'translator' \(as_tool\)"):
             as_agent(sdk.Agent(name="clerk", tools=[inner.as_tool("translate", "Translate.")]))
-
-    def test_an_agent_with_a_model_object_runs_as_a_tool(self, sdk):
         sdk.set_tracing_disabled(True)
         inner = sdk.Agent(name="translator", model=speaking(sdk, "Bonjour"))
         (tool,) = as_agent(sdk.Agent(name="clerk", tools=[inner.as_tool("translate", "Translate.")])).tools

@@ -16,9 +16,24 @@ ENDPOINT = Endpoint("http://127.0.0.1:9/attempt/a1/v1", "key-of-a1")
 CASE = {"id": "c-0", "input": "2 + 2? 日本 \u2028"}
 
 
+def attempts(agent, limits: ProgramLimits, runs: int = 1):
+    async def some():
+        try:
+            return await asyncio.gather(*(agent.run(CASE, ENDPOINT, limits) for _ in range(runs)))
+        finally:
+            await agent.close()
+
+    return asyncio.run(some())
+
+
 def ran(code: str, limits: ProgramLimits | None = None, **options):
     agent = command_agent([sys.executable, "-IS", "-c", code], **options)
-    return asyncio.run(agent.run(CASE, ENDPOINT, limits or ProgramLimits(timeout_s=20)))
+    return attempts(agent, limits or ProgramLimits(timeout_s=20))[0]
+
+
+def write_pid(note: Path, seconds: int = 60) -> str:
+    """A program that writes its number down and then sleeps."""
+    return f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep({seconds})"
 
 
 def test_the_case_is_on_stdin_and_in_a_file_and_the_result_file_is_read() -> None:
@@ -64,14 +79,11 @@ open({str(note)!r}, "w").write(str(child.pid)); print("waiting", flush=True); ti
     assert has_ended(int(note.read_text()))
 
 
-def test_a_program_that_floods_its_output_is_ended_at_the_limit() -> None:
+def test_a_program_that_floods_its_output_or_is_killed_by_a_signal_has_failed() -> None:
     ended = ran("while True: print('x' * 1000)", ProgramLimits(timeout_s=20, max_output_bytes=50_000))
     assert ended.stopped == "output"
     assert len(ended.stdout) == 50_000
     assert "more than 50000 bytes" in ended.failure(20, 50_000)
-
-
-def test_a_program_killed_by_a_signal_has_failed() -> None:
     ended = ran("import os; os.kill(os.getpid(), 9)")
     assert ended.exit_code == -9
     assert "signal 9" in ended.failure(20, 1000)
@@ -87,8 +99,7 @@ def test_a_program_that_does_not_exist_is_told_by_its_command() -> None:
 
 def test_cancelling_an_attempt_ends_its_process(tmp_path) -> None:
     note = tmp_path / "pid"
-    code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    agent = command_agent([sys.executable, "-IS", "-c", code])
+    agent = command_agent([sys.executable, "-IS", "-c", write_pid(note)])
 
     async def cancelled() -> None:
         task = asyncio.create_task(agent.run(CASE, ENDPOINT, ProgramLimits()))
@@ -126,14 +137,7 @@ class TestForkServer:
     def run(self, file: Path, code: str, limits: ProgramLimits, runs: int = 1):
         file.write_text(code)
         agent = command_agent([sys.executable, str(file), "an argument"], cwd=file.parent, env={"GIVEN": "yes"})
-
-        async def some():
-            try:
-                return await asyncio.gather(*(agent.run(CASE, ENDPOINT, limits) for _ in range(runs)))
-            finally:
-                await agent.close()
-
-        return asyncio.run(some())
+        return attempts(agent, limits, runs)
 
     def test_it_runs_as_if_it_had_been_started(self, tmp_path) -> None:
         (tmp_path / "neighbour.py").write_text("import os\nWHERE = os.getpid()\n")
@@ -155,8 +159,7 @@ sys.exit(3)
 
     def test_one_that_hangs_or_raises_or_is_killed_ends_as_it_would_alone(self, tmp_path) -> None:
         note = tmp_path / "pid"
-        code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-        (hung,) = self.run(tmp_path / "hangs.py", code, ProgramLimits(timeout_s=1.0, fork_server=True))
+        (hung,) = self.run(tmp_path / "hangs.py", write_pid(note), ProgramLimits(timeout_s=1.0, fork_server=True))
         assert hung.stopped == "time"
         assert has_ended(int(note.read_text()))
         limits = ProgramLimits(timeout_s=20, fork_server=True)
@@ -211,15 +214,8 @@ def test_a_process_in_a_session_of_its_own_ends_with_its_attempt(tmp_path, kind,
     program, note = tmp_path / "agent.py", tmp_path / "pid"
     program.write_text(DAEMON)
     agent = command_agent([sys.executable, str(program), str(note), kind, hangs])
-
-    async def run():
-        try:
-            timeout_s = 2.0 if hangs == "hangs" else 60.0
-            return await agent.run(CASE, ENDPOINT, ProgramLimits(timeout_s=timeout_s, fork_server=fork_server))
-        finally:
-            await agent.close()
-
-    ended = asyncio.run(run())
+    timeout_s = 2.0 if hangs == "hangs" else 60.0
+    (ended,) = attempts(agent, ProgramLimits(timeout_s=timeout_s, fork_server=fork_server))
     assert (ended.stopped == "time") == (hangs == "hangs"), ended
     assert has_ended(int(note.read_text()))
 
@@ -227,11 +223,10 @@ def test_a_process_in_a_session_of_its_own_ends_with_its_attempt(tmp_path, kind,
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
 def test_an_attempt_ends_with_a_trainer_that_is_killed(tmp_path) -> None:
     note = tmp_path / "pid"
-    sleeps = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     trainer = f"""
 import asyncio, sys
 from palestra.agents.programs import Endpoint, ProgramLimits, command_agent
-agent = command_agent([sys.executable, "-IS", "-c", {sleeps!r}])
+agent = command_agent([sys.executable, "-IS", "-c", {write_pid(note, 600)!r}])
 asyncio.run(agent.run({{}}, Endpoint("http://127.0.0.1:9/v1", "key"), ProgramLimits()))
 """
     process = subprocess.Popen([sys.executable, "-c", trainer])

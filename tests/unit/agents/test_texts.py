@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra import Agent, function_tool
+from palestra import Agent
 from palestra.agents.texts import edit_source, read_texts, texts_of, with_texts, write_texts
 from palestra.core.errors import PalestraError
 
@@ -35,24 +35,12 @@ agent = Agent(
 def load(source: str) -> Agent:
     names: dict = {}
     exec(source, names)
-    found = names["agent"]
-    assert isinstance(found, Agent)
-    return found
+    return names["agent"]
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Agent:
-    @function_tool
-    def price(item: str, shop: str = "main") -> int:
-        """Look up a price.
-
-        Args:
-            item: The item's name.
-            shop: Which shop.
-        """
-        return 3
-
-    return Agent("clerk", "palestra/tiny", "Use the tools. Say «done».", [price])
+def agent() -> Agent:
+    return load(SOURCE)
 
 
 def test_the_texts_of_an_agent_come_back(agent: Agent) -> None:
@@ -77,9 +65,6 @@ def test_new_texts_reach_the_schema_and_the_old_agent_keeps_its_own(agent: Agent
     assert function["parameters"]["properties"]["shop"]["description"] == "Which shop."
     assert agent.tools[0].schema["function"]["description"] == "Look up a price."
     assert new.tools[0](item="x") == 3
-
-
-def test_an_unknown_component_is_rejected_with_the_closest_known_one(agent: Agent) -> None:
     with pytest.raises(PalestraError, match="tool price"):
         with_texts(agent, {"tool prize": "x"})
 

@@ -141,7 +141,8 @@ class McpConnection:
                 raise McpToolError(str(error)) from None
             live.stop.set()
             raise McpToolError(f"the MCP server {self.server} died during the call; it is restarted") from None
-        text = _text_of(result)
+        # what the model reads: the texts of the answer; other blocks are named
+        text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
         if result.is_error:
             raise McpToolError(text)
         return text
@@ -165,7 +166,8 @@ class _Live:
 
 async def _start(server: McpServer) -> _Live:
     """Connect and list the tools; the client lives in a task, which opens and closes it."""
-    _require_mcp()
+    with needs_extra("an MCP server", "mcp"):
+        import mcp  # noqa: F401
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
         task = asyncio.create_task(_live(server, ready, stop, complaints))
@@ -220,17 +222,6 @@ def _why(error: BaseException, server: McpServer, complaints: Any) -> str:
     complaints.seek(0)
     words = complaints.read()[-_LAST_WORDS:].strip().splitlines()
     return f"{error}" + (f"; its last line was: {words[-1]}" if words else "")
-
-
-def _text_of(result: Any) -> str:
-    """What the model reads: the texts of an answer; other blocks are named."""
-    parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
-    return "\n".join(parts)
-
-
-def _require_mcp() -> None:
-    with needs_extra("an MCP server", "mcp"):
-        import mcp  # noqa: F401
 
 
 @cache

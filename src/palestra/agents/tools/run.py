@@ -26,6 +26,9 @@ _BOUNDS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
 )
 
 
+_KINDS: dict[str, Any] = dict(string=str, integer=int, number=(int, float), array=list, object=dict, null=type(None))
+
+
 class ArgumentError(Exception):
     """Arguments that do not fit the tool; its text is for the model to read."""
 
@@ -57,7 +60,8 @@ def _read(tool: Tool, key: str, value: Any, properties: dict[str, Any]) -> Any:
         if problem:
             raise ArgumentError(f"argument {key!r} {problem}")
     elif tool.parameters.get("additionalProperties", False) is False:
-        raise ArgumentError(f"unknown argument {key!r}{_or_meant(key, properties)}")
+        guess = did_you_mean(key, properties)
+        raise ArgumentError(f"unknown argument {key!r}{f' ({guess.strip()})' if guess else ''}")
     return value
 
 
@@ -127,20 +131,7 @@ def _find_inside(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> st
 def _is_kind(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
-    kinds: dict[str, Any] = {
-        "string": str,
-        "integer": int,
-        "number": (int, float),
-        "array": list,
-        "object": dict,
-        "null": type(None),
-    }
-    return kind in kinds and isinstance(value, kinds[kind])
-
-
-def _or_meant(key: str, properties: dict[str, Any]) -> str:
-    guess = did_you_mean(key, properties)
-    return f" ({guess.strip()})" if guess else ""
+    return kind in _KINDS and isinstance(value, _KINDS[kind])
 
 
 def _signature(tool: Tool) -> str:
@@ -206,7 +197,10 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
     except (Exception, SystemExit) as error:  # a tool must not end the run; Ctrl-C and cancellation still do
         return failed(f"{call.name} raised {type(error).__name__}: {error}".removesuffix(": "), raised=True)
     try:
-        content = _as_text(value)
+        text = (
+            value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
+        )
+        content = encodable(text)
     except Exception as error:
         kind = f"{type(value).__name__}, which has no text form"
         return failed(f"{call.name} returned {kind} ({type(error).__name__}: {error})", raised=True)
@@ -233,9 +227,3 @@ def shorten(text: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     return f"{text[:max_chars]}\n[cut off: these are the first {max_chars} of {len(text)} characters]"
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, str):
-        return encodable(value)
-    return encodable(json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import typing
 from collections.abc import Callable
@@ -97,6 +98,8 @@ _OF_METHODS: WeakKeyDictionary[Any, FunctionSchema] = WeakKeyDictionary()
 
 
 def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
+    from pydantic_core import PydanticSerializationError, to_jsonable_python
+
     name = getattr(fn, "__name__", type(fn).__name__)
     docstring = inspect.getdoc(fn)
     if not docstring or not docstring.strip():
@@ -123,13 +126,15 @@ def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
             continue
         readers[key], schema = _reader(annotation, name, key)
         definitions |= schema.pop("$defs", {})
-        text = _annotated_text(annotation) or texts.get(key)
+        annotated = [extra for extra in getattr(annotation, "__metadata__", ()) if isinstance(extra, str)]
+        text = next(iter(annotated), None) or texts.get(key)  # of Annotated[int, "the text"], or of the docstring
         if text and "description" not in schema:
             schema["description"] = text
         if parameter.default is inspect.Parameter.empty:
             required.append(key)
         else:
-            _note_default(schema, parameter.default)
+            with contextlib.suppress(PydanticSerializationError):  # JSON cannot express every default
+                schema["default"] = to_jsonable_python(parameter.default)
         properties[key] = schema
     parameters: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
     if definitions:
@@ -162,13 +167,6 @@ def _annotation(parameter: inspect.Parameter, hints: dict[str, Any], name: str) 
     return hints[parameter.name]
 
 
-def _annotated_text(annotation: Any) -> str | None:
-    """The text of Annotated[int, "the text"]."""
-    if typing.get_origin(annotation) is not Annotated:
-        return None
-    return next((extra for extra in annotation.__metadata__ if isinstance(extra, str)), None)
-
-
 def _reader(annotation: Any, name: str, key: str) -> tuple[TypeAdapter[Any], dict[str, Any]]:
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticUserError
@@ -182,15 +180,6 @@ def _reader(annotation: Any, name: str, key: str) -> tuple[TypeAdapter[Any], dic
             f"parameter {key!r} of tool {name!r} has the type {annotation!r}, which has no JSON form ({reason}). "
             "Use str, int, float, bool, list, dict, Literal, an Enum, a dataclass or a pydantic model."
         ) from None
-
-
-def _note_default(schema: dict[str, Any], default: Any) -> None:
-    from pydantic_core import PydanticSerializationError, to_jsonable_python
-
-    try:
-        schema["default"] = to_jsonable_python(default)
-    except PydanticSerializationError:
-        return  # a default that JSON cannot express is left out
 
 
 def _without_titles(schema: Any, names: bool = False) -> Any:

@@ -9,11 +9,12 @@ and those that find no room in the cluster join when it has grown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -116,50 +117,9 @@ class ActorLost(Exception):
     """An actor has died, or its node has; why is its text."""
 
 
-class Actor(Protocol):
-    """A rollout actor, as the pool sees it. What it does may raise ActorLost; other errors end the run."""
-
-    async def place(self) -> None:
-        """Until there is room for it, and its process runs."""
-        ...
-
-    async def build(self) -> None:
-        """Until its model is loaded."""
-        ...
-
-    async def update(self, shared: Any) -> None: ...
-
-    async def sample(self, job: GroupJob) -> Group: ...
-
-    def end(self) -> None: ...
-
-
-class Cluster(Protocol):
-    """Where actors are started."""
-
-    def launch(self, recipe: Recipe) -> Actor: ...
-
-    def share(self, weights: PackedWeights) -> Any:
-        """Put the weights where all actors can get them."""
-        ...
-
-    def update_all(self, actors: Sequence[Actor], shared: Any, timeout_s: float) -> list[Actor]:
-        """Give the weights to all at once, and wait; returns those that did not take them. No event loop turns."""
-        ...
-
-    async def answers(self) -> bool:
-        """Whether it does now: while it does not, nothing else may be asked of it."""
-        ...
-
-    async def failure(self) -> str | None:
-        """Why the cluster is lost as a whole; None while it answers."""
-        ...
-
-    def resources(self) -> str:
-        """What the cluster has, for people."""
-        ...
-
-    def close(self) -> None: ...
+# RayActor and RayCluster of ray_cluster.py, or those of a test. An actor's errors other than ActorLost end the run.
+Actor = Any  # place, build, update, sample, end
+Cluster = Any  # launch, share, update_all, answers, failure, resources, close
 
 
 @dataclass(slots=True, eq=False)
@@ -247,10 +207,8 @@ class RolloutPool:
                     "ray.cpus_per_actor, ray.gpus_per_actor"
                 )
             self._changed.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), CHECK_S)
-            except TimeoutError:
-                continue
 
     def _has_gathered(self) -> bool:
         """The first actor that is ready does not take all groups: the others have a moment to join."""
@@ -279,8 +237,7 @@ class RolloutPool:
                 log.warning("a rollout actor was lost before it could sample: %s", error)
                 await asyncio.sleep(RELAUNCH_S)
             except Exception as error:  # the next one would fail in the same way
-                reason = text_of(error)
-                self._fail(PalestraError(f"a rollout actor cannot be built: {reason}"))
+                self._fail(f"a rollout actor cannot be built: {text_of(error)}")
                 return
             finally:
                 self._launched.remove(actor)
@@ -317,11 +274,11 @@ class RolloutPool:
                     self.size,
                     self._cluster.resources(),
                 )
-        self._fail(PalestraError(f"{failure}. Start a cluster again, and resume the run"))
+        self._fail(f"{failure}. Start a cluster again, and resume the run")
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, reason: str) -> None:
         if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
+            self._failed.set_exception(PalestraError(reason))
             self._failed.exception()  # mark as retrieved, in case no group is being sampled
 
     def _lose(self, member: Member, reason: str) -> None:
@@ -364,9 +321,8 @@ class PoolCollector:
             return group
 
         groups = asyncio.gather(*(sampled(problem, key) for problem, key in zip(problems, seed_keys, strict=True)))
-        groups.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # mark as retrieved, in case it is not awaited
+        # mark as retrieved, in case it is not awaited
+        groups.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await self.pool.or_failure(groups, self.recipe)
         finally:

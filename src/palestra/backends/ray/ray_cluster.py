@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from palestra.backends.ray.pool import Actor, ActorLost, GroupJob, GroupSampler, PackedWeights, Recipe, read_group
+from palestra.backends.ray.pool import ActorLost, GroupJob, PackedWeights, Recipe, read_group
 from palestra.backends.ray.rollout_actor import RolloutActor, dumps
 from palestra.core.config_sections import RaySection
 from palestra.core.errors import PalestraError, text_of
@@ -69,9 +69,11 @@ class RayActor:
         )
 
     async def place(self) -> None:
+        """Until there is room for it, and its process runs."""
         await self._answer(self._handle.place.remote())
 
     async def build(self) -> None:
+        """Until its model is loaded."""
         await self._answer(self._handle.build.remote(self._recipe))
 
     async def update(self, shared: Any) -> None:
@@ -117,7 +119,15 @@ class RayCluster:
 
     def launch(self, recipe: Recipe) -> RayActor:
         if self._recipe is None:
-            self._recipe = ray.put(_pickled(recipe))
+            try:
+                pickled = dumps(recipe)
+            except Exception as error:
+                raise PalestraError(
+                    f"the agent or environment cannot be sent to Ray's actors ({type(error).__name__}: {error}). Keep "
+                    "locks, connections and open files out of its attributes; open them in the tool, in context_fn or "
+                    "in Env.start"
+                ) from error
+            self._recipe = ray.put(pickled)
         return RayActor(self._options, self._recipe, self._head)
 
     def share(self, weights: PackedWeights) -> Any:
@@ -125,12 +135,13 @@ class RayCluster:
             raise PalestraError(self._lost())
         return ray.put(weights)
 
-    def update_all(self, actors: Sequence[Actor], shared: Any, timeout_s: float) -> list[Actor]:
+    def update_all(self, actors: Sequence[RayActor], shared: Any, timeout_s: float) -> list[RayActor]:
+        """Give the weights to all, and wait without an event loop; returns those that did not take them."""
         if not actors:
             return []
-        pending = {actor.begin_update(shared): actor for actor in actors if isinstance(actor, RayActor)}
+        pending = {actor.begin_update(shared): actor for actor in actors}
         done, late = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s)
-        lost: list[Actor] = [pending[reference] for reference in late]
+        lost = [pending[reference] for reference in late]
         for reference in done:
             try:
                 ray.get(reference)
@@ -141,6 +152,7 @@ class RayCluster:
         return lost
 
     async def answers(self) -> bool:
+        """Whether it does now: while it does not, nothing else may be asked of it."""
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(*self._head), _PROBE_S)
         except (OSError, TimeoutError):
@@ -150,6 +162,7 @@ class RayCluster:
         return True
 
     async def failure(self) -> str | None:
+        """Why the cluster is lost as a whole; None while it answers."""
         if await self.answers() or time.monotonic() - self._answered < HEAD_S:
             return None
         return self._lost()
@@ -219,16 +232,6 @@ def cause_of(error: exceptions.RayTaskError) -> PalestraError:
     if isinstance(cause, ModuleNotFoundError):
         text += "; every node of the cluster needs the packages that the agent uses, and Palestra of this version"
     return PalestraError(text)
-
-
-def _pickled(recipe: Callable[[], GroupSampler]) -> bytes:
-    try:
-        return dumps(recipe)
-    except Exception as error:
-        raise PalestraError(
-            f"the agent or environment cannot be sent to Ray's actors ({type(error).__name__}: {error}). Keep locks, "
-            "connections and open files out of its attributes; open them in the tool, in context_fn or in Env.start"
-        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,25 +37,18 @@ _ELSEWHERE = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[2]))  
 
 
 def dumps(value: Any) -> bytes:
-    with _by_value(_user_modules()):
+    """Pickle a value, with the modules of files that are not installed: the agent file and its neighbours."""
+    known = cloudpickle.list_registry_pickle_by_value()
+    own = {module.__name__: module for module in list(sys.modules.values()) if _is_of_user(module)}
+    with ExitStack() as added:
+        for name, module in own.items():
+            if name in sys.modules and name not in known:
+                cloudpickle.register_pickle_by_value(module)
+                added.callback(cloudpickle.unregister_pickle_by_value, module)
         return bytes(cloudpickle.dumps(value))
 
 
-def _user_modules() -> list[ModuleType]:
-    """The modules of files that are not installed: the agent file, the environment, their neighbours."""
-    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-    own = [name for name, file in files.items() if file and not file.startswith(_ELSEWHERE) and name != "__main__"]
-    return [sys.modules[name] for name in own if not any(place in str(files[name]) for place in _INSTALLED)]
-
-
-@contextmanager
-def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    known = cloudpickle.list_registry_pickle_by_value()
-    added = [module for module in modules if module.__name__ in sys.modules and module.__name__ not in known]
-    for module in added:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in added:
-            cloudpickle.unregister_pickle_by_value(module)
+def _is_of_user(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    is_file = file and not file.startswith(_ELSEWHERE) and module is not sys.modules.get("__main__")
+    return bool(is_file) and not any(place in str(file) for place in _INSTALLED)

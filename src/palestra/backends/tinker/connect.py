@@ -8,8 +8,7 @@ from typing import Any
 
 import tinker
 
-from palestra.backends.tinker.errors import refusal
-from palestra.backends.tinker.model import TinkerModel
+from palestra.backends.tinker.model import TinkerModel, refusal
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_LEARNING_RATE
 from palestra.core.errors import PalestraError, did_you_mean

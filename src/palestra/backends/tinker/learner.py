@@ -8,6 +8,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ class TinkerWeights(Weights):
     sampler: Sampler | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class TinkerOutputs:
     """The answers of one forward_backward; asking for them waits."""
 
@@ -55,25 +56,23 @@ class TinkerOutputs:
     answer: Callable[[ModelChange], Any]
     sent: list[int]  # which rows
     changes: list[ModelChange]  # the first has the logprobs of all
-    found: Array | None = None
-    computed: StepTerms | None = None
 
     def logprobs(self) -> Array:
-        if self.found is None:
-            answers = [self.answer(change) for change in self.changes]
-            rows = answers[0].loss_fn_outputs if answers else []
-            self.found = read_logprobs(rows, self.batch, self.sent, echo=self.loss.echo_tokens > 0)
-        return self.found
+        return self._logprobs
+
+    @cached_property
+    def _logprobs(self) -> Array:
+        answers = [self.answer(change) for change in self.changes]
+        rows = answers[0].loss_fn_outputs if answers else []
+        return read_logprobs(rows, self.batch, self.sent, echo=self.loss.echo_tokens > 0)
 
     def entropies(self) -> Array:
         """The service does not report them."""
         return np.full(len(self.batch.token_ids), np.nan, dtype=np.float32)
 
-    @property
+    @cached_property
     def terms(self) -> StepTerms:
-        if self.computed is None:
-            self.computed = step_terms(self.batch, self.loss, self.logprobs())
-        return self.computed
+        return step_terms(self.batch, self.loss, self.logprobs())
 
     def metrics(self) -> dict[str, float]:
         return self.terms.metrics | {"tokens_computed": float(self.batch.lengths[self.sent].sum())}
@@ -114,8 +113,11 @@ class TinkerLearner:
         try:
             if found.sent:
                 found.changes = [self._send(data, name, clip) for name, clip, data in self._passes(batch, loss, found)]
-        except BaseException:
-            self._forget()
+        except BaseException:  # no gradient is left behind, nor what had gathered before
+            changes = [change for outputs in self._pending for change in outputs.changes]
+            self._pending = []
+            if changes:
+                self.model.undo(changes)
             raise
         self._pending.append(found)
         return found
@@ -186,7 +188,7 @@ class TinkerLearner:
             assert batch.old_logprobs is not None
             advantages = _require_finite(weighted_advantages(loss, batch), batch)
             inputs = {"advantages": advantages, "logprobs": np.nan_to_num(batch.old_logprobs)}
-            passes: list[Any] = [(native.name, native.config, datums(batch, sent, inputs))]
+            passes: list[Any] = [(*native, datums(batch, sent, inputs))]
             if loss.echo_tokens:
                 passes.append(("cross_entropy", {}, datums(batch, sent, {"weights": -echo_gradient(loss, batch)})))
             return passes
@@ -199,13 +201,6 @@ class TinkerLearner:
 
     def _send(self, data: list[types.Datum], name: LossName, config: Mapping[str, float]) -> ModelChange:
         return self.model.change(lambda client: client.forward_backward(data, name, dict(config) or None))
-
-    def _forget(self) -> None:
-        """No gradient is left behind, nor what had gathered before."""
-        changes = [change for found in self._pending for change in found.changes]
-        self._pending = []
-        if changes:
-            self.model.undo(changes)
 
     def _reference_logprobs(self, batch: Batch) -> Array:
         """Under the base model, by its sampler: the adapter of the beginning changes nothing."""

@@ -7,7 +7,6 @@ beforehand. With old logprobs, the server's `ppo` and `cispo` compute it themsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,16 +35,8 @@ class StepTerms:
         return bool(np.isfinite(self.row_losses).all() and np.isfinite(self.gradient).all())
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLoss:
-    """A loss that the server computes from old logprobs and advantages."""
-
-    name: Literal["ppo", "cispo"]
-    config: Mapping[str, float]
-
-
-def server_loss(objective: Objective, batch: Batch) -> ServerLoss | None:
-    """The server's own form of an objective, where it has one and every old logprob is known."""
+def server_loss(objective: Objective, batch: Batch) -> tuple[Literal["ppo", "cispo"], dict[str, float]] | None:
+    """The server's own loss and its clipping for an objective, where it has one and every old logprob is known."""
     other_terms = objective.beta or objective.importance_correction != "none" or objective.sequence_ratio
     others = (objective.custom, objective.off_policy_mask_threshold, objective.delta)
     if other_terms or any(option is not None for option in others):
@@ -54,9 +45,9 @@ def server_loss(objective: Objective, batch: Batch) -> ServerLoss | None:
         return None
     if objective.loss in CLIPPED_LOSSES:
         clip = {"clip_low_threshold": 1.0 - objective.epsilon, "clip_high_threshold": objective.upper}
-        return ServerLoss("ppo", clip)
+        return "ppo", clip
     if objective.loss == "cispo":
-        return ServerLoss("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": objective.upper})
+        return "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": objective.upper}
     return None
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import tinker
+from tinker.types import RequestErrorCategory
 
-from palestra.backends.tinker.errors import is_lost, is_unknown, refusal
 from palestra.core.errors import PalestraError
 from palestra.core.http import HttpError, Request
 
@@ -34,6 +34,7 @@ _RECOVERIES = 3  # in a row, without an answer in between
 _POLL_S = 15.0
 _GIVE_UP_S = 600.0  # without any answer from the server
 _MAX_FILE_BYTES = 2**40
+_LOST_STATUSES = (404, 408, 409, 410, 429)  # unknown to the server, or still busy after all of the SDK's retries
 
 
 @dataclass(slots=True, eq=False)
@@ -81,16 +82,12 @@ class TinkerModel:
         self._steps = 0
         self._recovery_state: str | None = None
         self._answered = time.monotonic()
-        self._service: Any = None
+        self.service: Any = None
         self._client: Any = None
         try:
             self._open()
         except tinker.TinkerError as error:
             raise refusal(error) from error
-
-    @property
-    def service(self) -> Any:
-        return self._service
 
     def change(self, send: Callable[[Any], Any], *, is_step: bool = False) -> ModelChange:
         """Send a request that changes the model; `answer` waits for it."""
@@ -106,7 +103,9 @@ class TinkerModel:
         if change.is_step:
             self._steps += 1
             if self._steps >= STEPS_BETWEEN_STATES:
-                self._save_for_recovery()
+                older, self._recovery_state = self._recovery_state, self.save("recovery", RECOVERY_TTL_S)
+                if older is not None:
+                    self.delete(older)
         return found
 
     def undo(self, changes: Sequence[ModelChange]) -> None:
@@ -132,7 +131,7 @@ class TinkerModel:
         return self._reference
 
     def _make(self, sampler: Sampler) -> None:
-        sampler.client = self.call(lambda client: _in_thread(partial(sampler.make, self._service, client)))
+        sampler.client = self.call(lambda client: _in_thread(partial(sampler.make, self.service, client)))
 
     def save(self, name: str, ttl_s: int | None = None) -> str:
         """Save weights and optimizer at the server; gives the tinker:// path."""
@@ -140,7 +139,7 @@ class TinkerModel:
         path: str = self.call(lambda client: client.save_state(unique, ttl_s)).path
         with self._lock:
             self.state, self._steps = path, 0
-            last = max((i for i, change in enumerate(self._changes) if _is_step(change)), default=-1)
+            last = max((i for i, c in enumerate(self._changes) if isinstance(c, ModelChange) and c.is_step), default=-1)
             self._changes = [c for i, c in enumerate(self._changes) if i > last or isinstance(c, Sampler)]
         return path
 
@@ -184,10 +183,10 @@ class TinkerModel:
     def close(self, *, good: bool) -> None:
         """End the session; the saved states stay."""
         try:
-            self._service.close("success" if good else "errored").result(_POLL_S)
+            self.service.close("success" if good else "errored").result(_POLL_S)
         except Exception as error:  # or the SDK goes on sending heartbeats for the session
             log.warning("the Tinker server does not answer that its session is over: %s", refusal(error))
-            self._service.holder.close()
+            self.service.holder.close()
 
     def call(self, make: Callable[[Any], Any]) -> Any:
         """The result of a future that `make` gives, by another session if this one is lost."""
@@ -243,7 +242,7 @@ class TinkerModel:
 
     @property
     def _url(self) -> str | None:
-        return getattr(getattr(self._service, "holder", None), "_base_url", None)
+        return getattr(getattr(self.service, "holder", None), "_base_url", None)
 
     def _headers(self, url: str) -> dict[str, str]:
         """The key, for files on the server itself; signed URLs of other hosts need none, and must not see it."""
@@ -282,18 +281,18 @@ class TinkerModel:
             self._reopen()
 
     def _reopen(self) -> None:
-        old, self._generation, self._has_gap = self._service, self._generation + 1, False
+        old, self._generation, self._has_gap = self.service, self._generation + 1, False
         try:
             self._open()
             for change in [*self._changes, *([self._reference] if self._reference else [])]:
                 if isinstance(change, ModelChange):
                     change.future = change.send(self._client)
                 else:
-                    change.client = self._wait(_in_thread(partial(change.make, self._service, self._client)))
+                    change.client = self._wait(_in_thread(partial(change.make, self.service, self._client)))
         except tinker.TinkerError as error:
             raise self._lost(error) from error
         finally:
-            if old is not self._service:
+            if old is not self.service:
                 old.close("interrupted")
 
     def _open(self) -> None:
@@ -302,17 +301,12 @@ class TinkerModel:
             making = _in_thread(lambda: self._create(service))
         else:
             making = _in_thread(lambda: service.create_training_client_from_state_with_optimizer(state))
-        self._client, self._service = self._wait(making), service
+        self._client, self.service = self._wait(making), service
         self._answered = time.monotonic()
 
     def _lost(self, error: Exception) -> PalestraError:
         last = f"the last state that it saved is {self.state}" if self.state else "it has saved no state yet"
         return PalestraError(f"the Tinker session is lost, and could not be opened again ({refusal(error)}); {last}")
-
-    def _save_for_recovery(self) -> None:
-        older, self._recovery_state = self._recovery_state, self.save("recovery", RECOVERY_TTL_S)
-        if older is not None:
-            self.delete(older)
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:
@@ -329,5 +323,52 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _is_step(change: ModelChange | Sampler) -> bool:
-    return isinstance(change, ModelChange) and change.is_step
+def is_lost(error: Exception) -> bool:
+    """Whether the session or the server is at fault, rather than the request."""
+    status = _status_error(error)
+    if status is not None:
+        return status.status_code in _LOST_STATUSES or status.status_code >= 500
+    if isinstance(error, tinker.RequestFailedError):
+        return error.category is not RequestErrorCategory.User
+    # a promise that has expired; the class is not public
+    is_expired = type(error).__name__ == "RetryableException"
+    return is_expired or isinstance(error, tinker.APIConnectionError | asyncio.TimeoutError)
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether the server does not know what the request is about."""
+    status = _status_error(error)
+    return status is not None and status.status_code == 404
+
+
+def refusal(error: Exception) -> Exception:
+    """A sentence in place of an error of the SDK; any other error as it is."""
+    if isinstance(error, PalestraError):
+        return error
+    status = _status_error(error)
+    if isinstance(status, tinker.AuthenticationError | tinker.PermissionDeniedError):
+        return PalestraError(f"the Tinker server does not accept the key in TINKER_API_KEY: {_detail(status)}")
+    if status is not None:
+        return PalestraError(f"the Tinker server answers {status.status_code}: {_detail(status)}")
+    if isinstance(error, tinker.RequestFailedError):
+        text = error.message.removeprefix("Request failed: ").partition(" for self.request_id")[0]
+        return PalestraError(f"the Tinker server refuses a request: {text}")
+    if isinstance(error, tinker.TinkerError):
+        return PalestraError(f"Tinker: {error}")
+    return error
+
+
+def _status_error(error: Exception) -> tinker.APIStatusError | None:
+    """The HTTP status behind an error: futures raise ValueError from it."""
+    for found in (error, error.__cause__):
+        if isinstance(found, tinker.APIStatusError):
+            return found
+    return None
+
+
+def _detail(error: tinker.APIStatusError) -> str:
+    """The sentence in an answer's body: {"detail": …}, or {"error": {"message": …}}."""
+    found: Any = error.body
+    while isinstance(found, dict):
+        found = next((found[key] for key in ("detail", "error", "message") if key in found), str(found))
+    return str(found or error.message)

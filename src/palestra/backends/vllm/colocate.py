@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.base import BoundedSessions
 
-log = logging.getLogger("palestra")
 WORKER = "palestra.backends.vllm.worker.PalestraWorker"
 
 
@@ -83,7 +80,11 @@ class VllmColocatePolicy(BoundedSessions):
     async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
         version, request = self.version, f"palestra-{next(self._numbers)}"
         loop = asyncio.get_running_loop()
-        self._add(request, ids, params)
+        try:
+            prompt = {"prompt_token_ids": list(ids)}
+            self._engine.add_request(request, prompt, vllm_params(params), lora_request=self._adapter)
+        except ValueError as error:
+            raise RolloutError(f"vLLM refuses the request: {error}") from None
         waiter = self._waiters[request] = loop.create_future()
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             self._driver = loop.create_task(self._drive())
@@ -92,13 +93,6 @@ class VllmColocatePolicy(BoundedSessions):
         finally:
             if self._waiters.pop(request, None) is not None and not waiter.done():
                 self._engine.abort_request([request])
-
-    def _add(self, request: str, ids: Sequence[int], params: SamplingParams) -> None:
-        try:
-            prompt = {"prompt_token_ids": list(ids)}
-            self._engine.add_request(request, prompt, vllm_params(params), lora_request=self._adapter)
-        except ValueError as error:
-            raise RolloutError(f"vLLM refuses the request: {error}") from None
 
     async def _drive(self) -> None:
         """Step while callers wait; a failed step fails every turn in flight."""
@@ -119,20 +113,16 @@ class VllmColocatePolicy(BoundedSessions):
             await asyncio.sleep(0)
 
     def update(self, weights: Weights) -> None:
-        if self._folders is None:
-            self._load_whole(weights)
+        if self._folders is None:  # copied into vLLM's own; turns under way are computed again from their first token
+            self._llm.collective_rpc("palestra_load", args=(list(weights.tensors().items()),))
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         else:
             self._load_adapter(weights, self._folders)
         self.version = weights.version
         self._check(weights)
 
-    def _load_whole(self, weights: Weights) -> None:
-        """Copy the tensors into vLLM's own; turns under way are computed again with them, from their first token."""
-        self._llm.collective_rpc("palestra_load", args=(list(weights.tensors().items()),))
-        self._llm.reset_prefix_cache(reset_running_requests=True)
-
     def _load_adapter(self, weights: Weights, folders: AdapterFolders) -> None:
-        """Beside the earlier ones; turns under way go on with theirs."""
+        """In addition to the earlier ones; turns under way continue with theirs."""
         from vllm.lora.request import LoRARequest
 
         adapter = folders.write(weights)
@@ -144,8 +134,7 @@ class VllmColocatePolicy(BoundedSessions):
                 f"vLLM did not load the adapter: {error}. Name modules that it supports as lora.target_modules, or use "
                 "our own engine (vllm.mode = off)"
             ) from error
-        for outdated in folders.take_outdated():
-            outdated.delete()
+        folders.delete()
 
     def sleep(self) -> None:
         self._sleep_mode("sleep")
@@ -170,8 +159,7 @@ class VllmColocatePolicy(BoundedSessions):
         [output] = self._llm.generate([prompt], vllm_params(params), use_tqdm=False, lora_request=self._adapter)
         turn = read_output(output, self.version)
         remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
-        gap = check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process", remedy)
-        log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
+        check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process", remedy)
 
 
 def vllm_params(params: SamplingParams) -> Any:

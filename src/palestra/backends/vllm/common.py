@@ -8,11 +8,12 @@ tokens of a turn have one version.
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.module import token_logprobs
 
+log = logging.getLogger("palestra")
 PROBE_TEXT = 'What do 3 red lamps cost? Ask, look it up: {"name": "price"} — then compute 12 + 7.\n'
 PROBE_TOKENS = 16
 MAX_MEAN_GAP = 0.25  # nats; float32 agrees to 1e-5, bfloat16 to a few hundredths, other weights by whole nats
@@ -62,11 +64,11 @@ def turn_of(token_ids: Sequence[int], logprobs: Sequence[float], version: int, f
 
 def check_agreement(
     turn: Turn, prompt_ids: Sequence[int], weights: Weights, temperature: float, who: str, remedy: str
-) -> float:
-    """The mean gap between the sampler's logprobs of a turn and those of the learner's module; PalestraError where
-    they are not of the same model. 0 where the module is in another process: training measures it then."""
+) -> None:
+    """Compare the sampler's logprobs of a turn with those of the learner's module; PalestraError where they are not of
+    the same model. Where the module is in another process, training measures the gap."""
     if weights.module is None:
-        return 0.0
+        return
     ids = [*prompt_ids, *turn.token_ids.tolist()]
     pieces = token_logprobs(weights.module, ids, len(prompt_ids), temperature=temperature)
     own = [value for piece in pieces for value in piece.logprobs]
@@ -76,7 +78,7 @@ def check_agreement(
             f"{who} gives other log-probabilities than the learner: {gap:.3g} nats a token apart after version "
             f"{weights.version} of the weights was loaded, expected at most {MAX_MEAN_GAP}. {remedy}"
         )
-    return gap
+    log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
 
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as --max-lora-rank
@@ -87,9 +89,6 @@ class Adapter:
     name: str  # of no other adapter, in this run or in another
     number: int  # from 1 on
     folder: Path  # in PEFT's format
-
-    def delete(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class AdapterFolders:
@@ -121,12 +120,16 @@ class AdapterFolders:
         self._written.append(adapter)
         return adapter
 
-    def take_outdated(self) -> list[Adapter]:
-        """Those that no request can be under way for; the caller deletes them."""
-        return [self._written.popleft() for _ in range(len(self._written) - self._kept)]
+    def delete(self, unload: Callable[[Adapter], bool] = lambda adapter: True, keep: int | None = None) -> None:
+        """Delete all but the last `keep`; by default, those that no request can be under way for.
 
-    def take_all(self) -> list[Adapter]:
-        return [self._written.popleft() for _ in range(len(self._written))]
+        `unload` is called before, and returns False if the server is gone.
+        """
+        while len(self._written) > (self._kept if keep is None else keep):
+            adapter = self._written.popleft()
+            if not unload(adapter):
+                return
+            shutil.rmtree(adapter.folder, ignore_errors=True)
 
 
 def rank_limit(rank: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,21 +123,20 @@ class LoraAdapters:
                 f"{server.url} did not load the adapter: {error}. {remedy(error.reason, self._rank)}. Start it with "
                 f"{self.start}"
             ) from None
-        self._unload(self._folders.take_outdated())
+        self._folders.delete(self._unload)
         return adapter.name
 
     def release(self) -> None:
-        self._unload(self._folders.take_all())
+        self._folders.delete(self._unload, keep=0)
 
-    def _unload(self, adapters: Iterable[Adapter]) -> None:
-        for adapter in adapters:
-            try:
-                self._server.tell("/v1/unload_lora_adapter", {"lora_name": adapter.name})
-            except HttpError as error:
-                log.debug("%s was not unloaded: %s", adapter.name, error)
-                if error.status is None:  # it is gone, and each request would wait for it
-                    return
-            adapter.delete()
+    def _unload(self, adapter: Adapter) -> bool:
+        """Whether the server is there; if not, each further request would wait for it."""
+        try:
+            self._server.tell("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+        except HttpError as error:
+            log.debug("%s was not unloaded: %s", adapter.name, error)
+            return error.status is not None
+        return True
 
 
 def remedy(reason: str, rank: int) -> str:
@@ -230,17 +229,18 @@ class VllmServerPolicy(BoundedSessions):
 
     def sleep(self) -> None:
         """Free the KV cache's memory; the weights are offloaded to the host until `wake`."""
-        self._control("/sleep?level=1", "--enable-sleep-mode")
+        self._control("/sleep?level=1")
 
     def wake(self) -> None:
-        self._control("/wake_up", "--enable-sleep-mode")
+        self._control("/wake_up")
 
-    def _control(self, path: str, option: str) -> None:
+    def _control(self, path: str) -> None:
         try:
             self._server.tell(path)
         except HttpError as error:
             raise PalestraError(
-                f"{error}. model.sleep_mode needs a GPU and a vLLM that was started with {option}; or set it to false"
+                f"{error}. model.sleep_mode needs a GPU and a vLLM that was started with --enable-sleep-mode; or set "
+                "it to false"
             ) from None
 
     def _base_model(self) -> tuple[str, int]:
@@ -276,8 +276,7 @@ class VllmServerPolicy(BoundedSessions):
         body = self._completion(self._probe_ids, params)
         turn = read_completion(self._server.ask("/v1/completions", body), self.version)
         remedy = f"Let it serve the model that is trained: {self._sync.start}"
-        gap = check_agreement(turn, self._probe_ids, weights, self._temperature, f"vLLM at {self.url}", remedy)
-        log.info("vLLM samples version %d; mean gap of logprobs on the probe %.2g", weights.version, gap)
+        check_agreement(turn, self._probe_ids, weights, self._temperature, f"vLLM at {self.url}", remedy)
 
     def _completion(self, ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
         named = {"model": self.served_model, "prompt": ids, "return_token_ids": True}

@@ -51,14 +51,12 @@ class AgentRequests:
             if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
                 body["reasoning"] = {**reasoning, "effort": None}
                 left_out.append("reasoning.effort")
-        self._log([name for name in left_out if name not in NO_EFFECT])
-        return body
-
-    def _log(self, names: Sequence[str]) -> None:
-        new = [name for each in names if (name := ascii(each[:60])[1:-1]) not in self._logged]
+        names = [ascii(name[:60])[1:-1] for name in left_out if name not in NO_EFFECT]
+        new = [name for name in names if name not in self._logged]
         if new and len(self._logged) < _MAX_LOGGED:
             self._logged.update(new)
             log.warning("ignored in requests of agents: %s", ", ".join(dict.fromkeys(new)))
+        return body
 
 
 def fit_template(request: ChatRequest, chat: ChatFormat) -> ChatRequest:

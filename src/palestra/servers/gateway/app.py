@@ -1,10 +1,6 @@
-"""The gateway's HTTP: which attempt a request belongs to, and which dialect it speaks.
+"""The gateway's HTTP: which attempt a request belongs to, and which dialect of OpenAI or Anthropic it speaks.
 
-    POST /attempt/ID/v1/chat/completions, /attempt/ID/v1/responses          OpenAI's dialects
-    POST /attempt/ID/v1/messages, /attempt/ID/v1/messages/count_tokens      Anthropic's
-    GET  /attempt/ID/v1/models
-
-and the same without /attempt/ID for clients that can set only a key: each attempt has its own.
+Each path is below /attempt/ID, and also at the root for clients that can set only a key: each attempt has its own.
 """
 
 from __future__ import annotations
@@ -23,12 +19,12 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from palestra.core.errors import ContextLengthError, PalestraError
 from palestra.servers.body import MIB, parse, read_body
+from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.agent_requests import AgentRequests, fit_template
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.forwarded import ForwardedAgent
-from palestra.servers.gateway.request import Body, ChatRequest, Event
+from palestra.servers.gateway.request import ChatRequest, Event
 from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.http_errors import error_body, message_of
 from palestra.servers.openai.completer import Completer
@@ -40,6 +36,7 @@ _JSON_BYTES = 6  # of one character at most: \u0041
 _OBJECT = TypeAdapter(dict[str, Any])
 
 FindAttempt = Callable[[str | None, str | None], Attempt | ForwardedAgent]  # by the id in the URL, and by the key
+Body = ChatCompletionBody | ResponseBody | MessagesBody  # of one dialect
 T = TypeVar("T")
 
 
@@ -196,16 +193,12 @@ async def _lines(request: Request, events: AsyncIterator[Event]) -> AsyncIterato
             yield f"event: {event.name}\ndata: {data}\n\n" if event.name else f"data: {data}\n\n"
     except Exception as error:
         status = 400 if isinstance(error, PalestraError) else 500
-        name = "" if _path(request).endswith("/completions") else "event: error\n"
+        name = "" if request.scope["path"].endswith("/completions") else "event: error\n"
         yield f"{name}data: {json.dumps(error_form(request, status, error))}\n\n"
         if status == 500:
             raise
 
 
 def error_form(request: Request, status: int, error: Exception | str) -> dict[str, Any]:
-    is_anthropic = "/v1/messages" in _path(request)
+    is_anthropic = "/v1/messages" in request.scope["path"]
     return anthropic_error(status, message_of(error)) if is_anthropic else error_body(status, error)
-
-
-def _path(request: Request) -> str:
-    return str(request.scope["path"])

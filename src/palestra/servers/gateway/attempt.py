@@ -26,7 +26,6 @@ from palestra.core.types import (
     Turn,
 )
 from palestra.models.chat.reasoning import strip_reasoning
-from palestra.models.chat.streaming import StreamedReply
 from palestra.models.chat.template import PROMPT_END_TOKENS
 from palestra.models.chat.toolcalls import Reply
 from palestra.rollout.collect import seed_of
@@ -35,7 +34,7 @@ from palestra.servers.gateway.conversation_tree import Continuation, Conversatio
 from palestra.servers.gateway.request import ChatRequest, params_of
 from palestra.servers.gateway.responses import StoredResponses
 from palestra.servers.gateway.shared_prompts import SharedPrompts
-from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
+from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, progress
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
 
 
@@ -154,29 +153,30 @@ class Attempt:
         """
         prompt = await self._prompt(request)
         with self._turns(request, prompt) as turns:
-            tasks = {i: turn.start(self._sample) for i, turn in enumerate(turns)}
+            tasks = [turn.start(self._sample) for turn in turns]
             await asyncio.sleep(0)  # a refusal of the policy is immediate
-            for task in tasks.values():
+            for task in tasks:
                 if task.done():
                     task.result()
             yield -1, PromptSize(turns[0].prompt_tokens, turns[0].place.cached_tokens)
-            replies = [self._streamed(request, turn) for turn in turns]
+            chat, with_tools = self.model.chat, bool(request.tools and request.reads_calls)
+            ends = [self.model.prompt_end(turn.prompt_end) for turn in turns]
+            replies = [chat.stream(with_tools=with_tools, prompt_end=end) for end in ends]
             texts = [TextStream(self.model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
-            while tasks:
-                await asyncio.wait(tasks.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                for i, task in list(tasks.items()):
-                    turn, reply = turns[i], replies[i]
-                    if not task.done():
-                        if new := texts[i].push(turn.session.token_ids[turn.prompt_tokens :]):
-                            for delta in reply.push(new):
-                                yield i, delta
-                        continue
-                    answer = await self._record(request, turn, tasks.pop(i).result())
+            async for i, sampled in progress(tasks):
+                turn, reply = turns[i], replies[i]
+                if i < 0:
+                    yield -1, None
+                elif sampled is None:
+                    new = texts[i].push(turn.session.token_ids[turn.prompt_tokens :])
+                    for delta in reply.push(new) if new else ():
+                        yield i, delta
+                else:
+                    answer = await self._record(request, turn, sampled)
                     said = Reply(answer.thinking, answer.message.text)
                     for delta in reply.rest(said, answer.completion.text):
                         yield i, delta
                     yield i, answer
-                yield -1, None
 
     async def count_tokens(self, request: ChatRequest) -> int:
         return (await self._prompt(request)).token_count
@@ -197,7 +197,9 @@ class Attempt:
         place = self.tree.open(prompt)
         try:
             limit = self._room(place)
-            self._check_logprobs(request, limit)
+            if request.top_logprobs:
+                params = params_of(request, self._sampling, self._client_sampling, limit, 0)
+                self.model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
             sessions = [place.session]
             if request.fields.choices > 1:
                 self.model.check_total(len(place.session.token_ids) * request.fields.choices)
@@ -219,13 +221,12 @@ class Attempt:
 
     def _turn(self, request: ChatRequest, place: Continuation, session: Any, limit: int, index: int) -> _PendingTurn:
         number = self.tree.take_number(place.prompt.place)
-        seed = self._turn_seed(place, number)
+        if not self._records:
+            seed = random.getrandbits(62)
+        else:  # the attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds
+            seed = self._seed + place.depth if number == 0 else seed_of(f"{self._seed}/{place.depth}/{number}")
         params = params_of(request, self._sampling, self._client_sampling, limit, seed, index)
         return _PendingTurn(place, session, number, params, len(session.token_ids))
-
-    def _streamed(self, request: ChatRequest, turn: _PendingTurn) -> StreamedReply:
-        prompt_end = self.model.prompt_end(turn.prompt_end)
-        return self.model.chat.stream(with_tools=bool(request.tools and request.reads_calls), prompt_end=prompt_end)
 
     async def _sample(self, turn: _PendingTurn) -> Turn:
         """Sample a turn in the calling task; the end of the attempt cancels it."""
@@ -247,12 +248,6 @@ class Attempt:
             if not self._under_way:
                 self._nobody_samples.set()
 
-    def _turn_seed(self, place: Continuation, number: int) -> int:
-        """The attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds."""
-        if not self._records:
-            return random.getrandbits(62)
-        return self._seed + place.depth if number == 0 else seed_of(f"{self._seed}/{place.depth}/{number}")
-
     def _room(self, place: Continuation) -> int:
         """Number of tokens that may be sampled: the rest of the lineage's budget and of the context."""
         left = self._sampling.max_new_tokens - place.sampled_tokens
@@ -264,21 +259,7 @@ class Attempt:
                 "turns; raise rollout.max_new_tokens, or let the agent say less",
                 self.model.context_tokens,
             )
-        size, context = len(place.session.token_ids), self.model.context_tokens
-        if size >= context:
-            raise ContextLengthError(
-                f"the conversation has {size} tokens; the model's context holds {context}, a sampled one included; "
-                "shorten it",
-                context,
-                size,
-            )
-        return min(left, context - size)
-
-    def _check_logprobs(self, request: ChatRequest, limit: int) -> None:
-        if not request.top_logprobs:
-            return
-        params = params_of(request, self._sampling, self._client_sampling, limit, 0)
-        self.model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
+        return min(left, self.model.room_after(len(place.session.token_ids), "conversation"))
 
     async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:
         place, start = turn.place, turn.prompt_tokens
@@ -339,11 +320,7 @@ class Attempt:
             return "truncated"
         if leaf.sampled.finish == "stop":
             return "answered"
-        full = leaf.token_count >= self.model.context_tokens
-        return "context_full" if full else "truncated"
-
-
-_POLL_S = 0.01
+        return "context_full" if leaf.token_count >= self.model.context_tokens else "truncated"
 
 
 @dataclass(eq=False, slots=True)

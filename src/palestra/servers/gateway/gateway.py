@@ -11,10 +11,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.routing import BaseRoute
@@ -22,9 +21,9 @@ from starlette.routing import BaseRoute
 from palestra.core.files import scratch_root
 from palestra.core.types import Problem, SamplingParams
 from palestra.rollout.collect import seed_of
+from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.app import gateway_app
 from palestra.servers.gateway.attempt import Attempt
-from palestra.servers.gateway.forwarded import ForwardedAgent
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.http_errors import refuse
 from palestra.servers.openai.completer import Completer
@@ -134,14 +133,9 @@ class Gateway:
         self._by_id[agent.id] = self._by_key[agent.api_key] = agent
         return agent
 
-    @contextlib.contextmanager
-    def shared_prompts(self, siblings: int) -> Iterator[SharedPrompts]:
-        """The prompts shared by `siblings` attempts at one problem, until they end."""
-        shared = SharedPrompts(self._model.policy, siblings)
-        try:
-            yield shared
-        finally:
-            shared.close()
+    def shared_prompts(self, siblings: int) -> SharedPrompts:
+        """The prompts shared by `siblings` attempts at one problem; close them when the attempts have ended."""
+        return SharedPrompts(self._model.policy, siblings)
 
     def _forget(self, attempt: Attempt | ForwardedAgent) -> None:
         """Forget an attempt, except that it existed."""

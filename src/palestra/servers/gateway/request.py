@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import marshal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, SamplingParams
 from palestra.models.chat.grammars import GrammarText
 from palestra.servers.openai.completer import SEED_STRIDE, Completer
-from palestra.servers.openai.openai_forms import ChatAnswer, Piece, tool_schema
+from palestra.servers.openai.openai_forms import tool_schema
 from palestra.servers.openai.sampling_fields import SamplingFields, short
 
 _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
@@ -38,18 +38,6 @@ class Event:
 
     data: dict[str, Any] | str
     name: str | None = None
-
-
-class Body(Protocol):
-    """A validated request in one dialect: becomes a ChatRequest, and turns answers into JSON or events."""
-
-    stream: bool | None
-
-    def request(self, model: Completer) -> ChatRequest: ...
-
-    def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]: ...
-
-    def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]: ...
 
 
 def params_of(

@@ -80,27 +80,6 @@ class ResponseBody(BaseModel):
         return body
 
     def request(self, model: Completer) -> ChatRequest:
-        self._refuse_what_is_not_built()
-        before = () if self.previous_response_id is None else self._stored[self.previous_response_id]
-        self._history = (*before, *input_messages(self.input))
-        system = (Message("system", self.instructions),) if self.instructions else ()
-        tools = tuple(map(_tool, self.tools or ()))
-        choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
-        schema = json_schema((self.text or {}).get("format"), "text.format")
-        effort = (self.reasoning or {}).get("effort")
-        if not (system + self._history):
-            raise PalestraError("the input is empty; send a text or at least one item")
-        return ChatRequest(
-            (*system, *self._history),
-            SamplingFields(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
-            tools,
-            {} if effort is None else {"reasoning_effort": effort},
-            reads_calls=choice.mode != "none",
-            grammar=grammar_of(model, tools, choice, schema, {} if effort is None else {"reasoning_effort": effort}),
-            top_logprobs=self.top_logprobs or 0,
-        )
-
-    def _refuse_what_is_not_built(self) -> None:
         for name, value, allowed in (
             ("background", self.background, (None, False)),
             ("truncation", self.truncation, (None, "disabled", "auto")),
@@ -108,6 +87,25 @@ class ResponseBody(BaseModel):
         ):
             if value not in allowed:
                 raise PalestraError(f"{name}={short(value)} is not supported by this server; leave it out")
+        before = () if self.previous_response_id is None else self._stored[self.previous_response_id]
+        self._history = (*before, *input_messages(self.input))
+        system = (Message("system", self.instructions),) if self.instructions else ()
+        tools = tuple(map(_tool, self.tools or ()))
+        choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
+        schema = json_schema((self.text or {}).get("format"), "text.format")
+        effort = (self.reasoning or {}).get("effort")
+        variables = {} if effort is None else {"reasoning_effort": effort}
+        if not (system + self._history):
+            raise PalestraError("the input is empty; send a text or at least one item")
+        return ChatRequest(
+            (*system, *self._history),
+            SamplingFields(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
+            tools,
+            variables,
+            reads_calls=choice.mode != "none",
+            grammar=grammar_of(model, tools, choice, schema, variables),
+            top_logprobs=self.top_logprobs or 0,
+        )
 
     def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         (answer,) = answers

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from palestra.core.errors import ContextLengthError, PalestraError
 from palestra.core.messages import encodable, is_shallow
@@ -32,14 +32,7 @@ _MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
 
 T = TypeVar("T")
-
-
-class ScoresTokens(Protocol):
-    """`policy.token_logprobs.token_logprobs` of a model."""
-
-    def __call__(
-        self, token_ids: Sequence[int], start: int, *, top: int, temperature: float
-    ) -> Iterator[TokenLogprobs]: ...
+ScoresTokens = Callable[..., Iterator[TokenLogprobs]]  # `policy.module.token_logprobs` of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +146,12 @@ class Completer:
         for text in texts:
             for start in range(0, len(text), MAX_INLINE_CHARS):
                 chunk = encodable(text[start : start + MAX_INLINE_CHARS])
-                tokens += len(
-                    backend.encode_batch_fast([chunk], add_special_tokens=False)[0]
-                )  # without holding the GIL
+                # without holding the GIL
+                tokens += len(backend.encode_batch_fast([chunk], add_special_tokens=False)[0])
                 if tokens > self.context_tokens * _TOO_MANY:
+                    limit = self.context_tokens
                     raise ContextLengthError(
-                        f"the prompt has more than {self.context_tokens} tokens, all that the context holds; "
-                        "shorten it",
-                        self.context_tokens,
+                        f"the prompt has more than {limit} tokens, all that the context holds; shorten it", limit
                     )
 
     async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
@@ -173,8 +164,13 @@ class Completer:
         self.check_length(len(text))
         return tuple(self.tokenizer(text)["input_ids"])
 
-    def requests(self, prompts: Sequence[Any], fields: SamplingFields, new_tokens: int) -> list[SamplingRequest]:
-        """Sampling requests for prompts of text or token ids; limits are checked before anything is tokenised."""
+    def requests(
+        self, prompts: Sequence[Any], fields: SamplingFields, new_tokens: int, **scoring: Any
+    ) -> list[SamplingRequest]:
+        """Sampling requests for prompts of text or token ids; limits are checked before anything is tokenised.
+
+        `new_tokens` is the form's default; `scoring` are top_logprobs and scores_prompt.
+        """
         sequences = len(prompts) * fields.choices
         if sequences > _MAX_SEQUENCES:
             raise PalestraError(
@@ -183,31 +179,31 @@ class Completer:
             )
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         self.check_total(sum(map(len, ids)) * fields.choices)
-        return [self.request(prompt, fields, new_tokens) for prompt in ids]
+        requests = [replace(self._request(prompt, fields, new_tokens), **scoring) for prompt in ids]
+        for request in requests:
+            self.check_scoring(request)
+        return requests
 
     def check_total(self, tokens: int) -> None:
         """Refuse a request for too many choices of long prompts."""
         if tokens > _MAX_TOKENS:
             raise PalestraError(f"the prompts have {tokens} tokens x n together; up to {_MAX_TOKENS} are taken at once")
 
-    def request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
-        """The sampling request for a prompt; new tokens are limited by the rest of the context.
-
-        `new_tokens` is the form's default.
-        """
+    def _request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
+        """The sampling request for a prompt; new tokens are limited by the rest of the context."""
         if not prompt_ids:
             raise PalestraError("the prompt is empty; give at least one token to go on from")
         if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
             raise PalestraError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
-        room = self.context_tokens - len(prompt_ids)
-        if room < 1:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt_ids)} tokens; the context holds {self.context_tokens}, a sampled one "
-                "included; shorten it",
-                self.context_tokens,
-                len(prompt_ids),
-            )
-        return SamplingRequest(tuple(prompt_ids), fields.choices, fields.params(self.eos, room, new_tokens))
+        params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)
+        return SamplingRequest(tuple(prompt_ids), fields.choices, params)
+
+    def room_after(self, tokens: int, what: str) -> int:
+        """Number of tokens that the context has left after a prompt or a conversation, at least one."""
+        if tokens >= self.context_tokens:
+            text = f"the {what} has {tokens} tokens; the context holds {self.context_tokens}, a sampled one included"
+            raise ContextLengthError(f"{text}; shorten it", self.context_tokens, tokens)
+        return self.context_tokens - tokens
 
     def check_scoring(self, request: SamplingRequest) -> None:
         """Refuse logprobs that would not belong to the sampled distribution."""
@@ -238,9 +234,7 @@ class Completer:
     async def _sample(self, request: SamplingRequest) -> list[Turn]:
         sessions = self._open(request)
         try:
-            return await asyncio.gather(
-                *(self.policy.sample(s, _seeded(request, i)) for i, s in enumerate(sessions)),
-            )
+            return await asyncio.gather(*(self.policy.sample(s, _seeded(request, i)) for i, s in enumerate(sessions)))
         finally:
             for session in sessions:
                 self.policy.close(session)
@@ -268,19 +262,15 @@ class Completer:
         sessions = self._open(request)
         tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
         texts = [TextStream(self.tokenizer, request.params.stop, request.params.stop_token_ids) for _ in sessions]
-        start, open_choices = len(request.prompt_ids), set(range(len(tasks)))
+        start = len(request.prompt_ids)
         try:
-            while open_choices:
-                await asyncio.wait(
-                    {tasks[i] for i in open_choices}, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                for i in sorted(open_choices):
-                    if tasks[i].done():
-                        open_choices.discard(i)
-                        yield i, await self.scored(request, self.completion(tasks[i].result(), request.params))
-                    elif new := texts[i].push(sessions[i].token_ids[start:]):
-                        yield i, new
-                yield -1, None
+            async for i, turn in progress(tasks):
+                if turn is not None:
+                    yield i, await self.scored(request, self.completion(turn, request.params))
+                elif i < 0:
+                    yield -1, None
+                elif new := texts[i].push(sessions[i].token_ids[start:]):
+                    yield i, new
         finally:  # without waiting: a cancelled stream may have every wait in here cancelled, too
             for session, task in zip(sessions, tasks, strict=True):
                 task.cancel()
@@ -327,6 +317,16 @@ class TextStream:
         safe = certain(self._text, self._hold)
         new, self._sent = safe[self._sent :], max(self._sent, len(safe))
         return new
+
+
+async def progress(tasks: Sequence[asyncio.Future[Turn]]) -> AsyncGenerator[tuple[int, Turn | None], None]:
+    """Each turn when it has ended, (its number, None) at each look before that, and (-1, None) after each look."""
+    under_way = dict(enumerate(tasks))
+    while under_way:
+        await asyncio.wait(under_way.values(), timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        for i, task in list(under_way.items()):
+            yield i, under_way.pop(i).result() if task.done() else None
+        yield -1, None
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

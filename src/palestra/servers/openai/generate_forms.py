@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.core.errors import PalestraError
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest
-from palestra.servers.openai.sampling_fields import Prompts, SamplingFields, TokenIds, known_fields
+from palestra.servers.openai.sampling_fields import Prompts, SamplingFields, TokenIds, is_batch, known_fields
 
 _SGLANG_NEW_TOKENS, _VLLM_NEW_TOKENS = 128, 16
 
@@ -44,7 +43,7 @@ class SglangBody(BaseModel):
 
     @property
     def is_batch(self) -> bool:
-        return isinstance(self._input, list) and bool(self._input) and not isinstance(self._input[0], int)
+        return is_batch(self._input)
 
     @property
     def _input(self) -> Any:
@@ -53,12 +52,8 @@ class SglangBody(BaseModel):
     def requests(self, model: Completer) -> list[SamplingRequest]:
         if not self.return_logprob and (self.top_logprobs_num or self.logprob_start_len not in (None, -1)):
             raise PalestraError("logprob_start_len and top_logprobs_num need return_logprob=true")
-        top, scores_prompt = self.top_logprobs_num or 0, self.prompt_from is not None
-        requests = model.requests(self.prompts, self.sampling_params, _SGLANG_NEW_TOKENS)
-        requests = [replace(request, top_logprobs=top, scores_prompt=scores_prompt) for request in requests]
-        for request in requests:
-            model.check_scoring(request)
-        return requests
+        scoring = {"top_logprobs": self.top_logprobs_num or 0, "scores_prompt": self.prompt_from is not None}
+        return model.requests(self.prompts, self.sampling_params, _SGLANG_NEW_TOKENS, **scoring)
 
     def response(
         self, requests: Sequence[SamplingRequest], rows: Sequence[Sequence[Completion]], model: Completer
@@ -131,11 +126,8 @@ class VllmBody(SamplingFields):
     ) -> Any:
         (request,), (row,) = requests, rows
         prompt = self.prompt if isinstance(self.prompt, str) else model.tokenizer.decode(list(request.prompt_ids))
-        result: dict[str, Any] = {
-            "text": [c.text for c in row],
-            "prompt": prompt,
-            "finish_reasons": [c.finish for c in row],
-        }
+        finishes = [c.finish for c in row]
+        result: dict[str, Any] = {"text": [c.text for c in row], "prompt": prompt, "finish_reasons": finishes}
         if self.logprobs is not None:
             result["logprobs"] = [[[{str(i): p}] for i, p in zip(c.token_ids, c.logprobs, strict=True)] for c in row]
             result["prompt_token_ids"] = list(request.prompt_ids)

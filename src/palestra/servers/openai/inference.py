@@ -1,7 +1,4 @@
-"""The inference server: OpenAI's, SGLang's and vLLM's HTTP over any Policy.
-
-    POST /v1/completions, /generate, /update_weights_from_disk, GET /health
-    and the dialects of the gateway: POST /v1/chat/completions, /v1/responses, /v1/messages, GET /v1/models
+"""The inference server: OpenAI's, SGLang's and vLLM's HTTP over any Policy, with the dialects of the gateway.
 
 All requests share the policy's batches, and a client that disconnects cancels its sampling. A large body is parsed
 and tokenised in a thread, with a tokenizer of its own.
@@ -12,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
@@ -31,7 +27,7 @@ from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.request import Event
 from palestra.servers.openai import openai_forms as forms
 from palestra.servers.openai.completer import Completer, Completion, SamplingRequest
-from palestra.servers.openai.generate_forms import generate_body
+from palestra.servers.openai.generate_forms import SglangBody, VllmBody, generate_body
 from palestra.servers.openai.sampling_fields import known_fields
 from palestra.servers.web import make_app, while_connected
 
@@ -39,12 +35,7 @@ _MAX_BODY = 16 * MIB
 _OBJECT = TypeAdapter(dict[str, Any])
 
 
-class _Body(Protocol):
-    def requests(self, model: Completer) -> list[SamplingRequest]: ...
-
-
-Body = TypeVar("Body", bound=_Body)
-Form = TypeVar("Form", bound=BaseModel)
+Body = TypeVar("Body", forms.CompletionBody, SglangBody | VllmBody)
 
 
 class _WeightsFile(BaseModel):
@@ -80,7 +71,7 @@ class _Api:
         return JSONResponse({"status": "ok", "model": self._model.name, "policy_version": self._model.policy.version})
 
     async def completions(self, request: Request) -> Response:
-        body, to_sample = await self._read(request, partial(_form, forms.CompletionBody))
+        body, to_sample = await self._read(request, _completion_body)
         if body.stream:
             return event_stream(request, _text_events(request, body, to_sample[0], self._model))
         rows = await while_connected(request, self._all(to_sample))
@@ -124,8 +115,8 @@ class _Api:
         return list(await asyncio.gather(*(self._model.complete(each) for each in to_sample)))
 
 
-def _form(form: type[Form], raw: dict[str, Any]) -> Form:
-    return form.model_validate(known_fields(form, raw))
+def _completion_body(raw: dict[str, Any]) -> forms.CompletionBody:
+    return forms.CompletionBody.model_validate(known_fields(forms.CompletionBody, raw))
 
 
 async def _text_events(

@@ -1,10 +1,10 @@
-"""OpenAI's forms: completions and chat, whole and streamed."""
+"""OpenAI's form of completions, and what the chat dialects share with it."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -12,11 +12,10 @@ from typing import Any
 from pydantic import Field
 
 from palestra.core.errors import PalestraError
-from palestra.core.messages import call_to_dict, from_dict
 from palestra.core.types import Message
 from palestra.models.chat.streaming import Delta
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
-from palestra.servers.openai.sampling_fields import Prompts, SamplingFields, TokenIds, short
+from palestra.servers.openai.sampling_fields import Prompts, SamplingFields, TokenIds, is_batch
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
@@ -65,22 +64,15 @@ class CompletionBody(SamplingFields):
     def requests(self, model: Completer) -> list[SamplingRequest]:
         if self.max_tokens == 0 and not self.echo:
             raise PalestraError("max_tokens=0 samples nothing; use 1 or more, or echo=true")
-        if self.stream and (self.echo or self.is_batch):
+        several = is_batch(self.prompt)
+        if self.stream and (self.echo or several):
             raise PalestraError("streaming takes one prompt at a time, without echo; send the prompts apart")
-        prompts: list[Any] = self.prompt if self.is_batch else [self.prompt]  # type: ignore[assignment]
-        requests = [self._scored(request) for request in model.requests(prompts, self, _DEFAULT_COMPLETION_TOKENS)]
-        for request in requests:
-            model.check_scoring(request)
+        prompts: list[Any] = self.prompt if several else [self.prompt]  # type: ignore[assignment]
+        scoring = {"top_logprobs": self.logprobs or 0, "scores_prompt": bool(self.echo) and self.logprobs is not None}
+        requests = model.requests(prompts, self, _DEFAULT_COMPLETION_TOKENS, **scoring)
+        if self.max_tokens == 0:
+            return [replace(request, params=replace(request.params, max_new_tokens=0)) for request in requests]
         return requests
-
-    @property
-    def is_batch(self) -> bool:
-        return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-
-    def _scored(self, request: SamplingRequest) -> SamplingRequest:
-        params = replace(request.params, max_new_tokens=0) if self.max_tokens == 0 else request.params
-        scores_prompt = bool(self.echo) and self.logprobs is not None
-        return replace(request, params=params, top_logprobs=self.logprobs or 0, scores_prompt=scores_prompt)
 
     def choice(self, index: int, request: SamplingRequest, completion: Completion, model: Completer) -> dict[str, Any]:
         prompt_ids = request.prompt_ids if self.echo else ()
@@ -92,79 +84,6 @@ class CompletionBody(SamplingFields):
         return choice
 
 
-class ChatBody(SamplingFields):
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = Field(None, max_length=100)
-    return_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """Variables of the chat template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**(self.chat_template_kwargs or {}), **effort}
-
-    def check_logprobs(self) -> None:
-        if self.top_logprobs and not self.logprobs:
-            raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
-
-    def read_messages(self) -> list[Message]:
-        for i, message in enumerate(self.messages):
-            if message.get("content") is None and not message.get("tool_calls"):
-                raise PalestraError(f"messages.{i}: a message of {short(message.get('role'))} needs content")
-        try:
-            return [from_dict(message) for message in self.messages]
-        except (TypeError, AttributeError) as error:
-            raise PalestraError(f"messages: not in the form of a chat ({error})") from None
-
-    def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
-        choices = [self._choice(i, answer, model) for i, answer in enumerate(answers)]
-        size = PromptSize(answers[0].prompt_tokens, answers[0].cached_tokens)
-        ids = list(answers[0].context_ids[: size.tokens])
-        more = {"prompt_token_ids": ids} if self.return_token_ids else {}
-        return response("chat.completion", model)(choices, usage=_chat_usage(size, answers), **more)
-
-    async def chunks(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a streamed response."""
-        chunk, answers, size = response("chat.completion.chunk", model), list[ChatAnswer](), PromptSize(0, 0)
-        for i in range(self.choices):
-            yield chunk([_delta(i, {"role": "assistant", "content": ""})])
-        async for i, piece in pieces:
-            if isinstance(piece, PromptSize):
-                size = piece
-            elif isinstance(piece, Delta):
-                yield chunk([_delta(i, {"reasoning_content" if piece.is_thinking else "content": piece.text})])
-            elif isinstance(piece, ChatAnswer):
-                answers.append(piece)
-                choice = self._choice(i, piece, model)
-                for number, call in enumerate(choice.pop("message").get("tool_calls", ())):
-                    yield chunk([_delta(i, {"tool_calls": [{"index": number, **call}]})])
-                yield chunk([{**choice, "delta": {}}])
-        if (self.stream_options or {}).get("include_usage"):
-            yield chunk([], usage=_chat_usage(size, answers))
-
-    def _choice(self, index: int, answer: ChatAnswer, model: Completer) -> dict[str, Any]:
-        text, calls, completion = answer.message.text, answer.message.tool_calls, answer.completion
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if answer.thinking:
-            message["reasoning_content"] = answer.thinking
-        if calls:
-            message["tool_calls"] = [call_to_dict(call) for call in calls]
-        choice = {
-            "index": index,
-            "message": message,
-            "finish_reason": "tool_calls" if calls and completion.finish == "stop" else completion.finish,
-            "logprobs": chat_logprobs(completion, model) if self.logprobs else None,
-        }
-        return choice | ({"token_ids": completion.token_ids} if self.return_token_ids else {})
-
-
 def tool_schema(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as training prompts show it, without other keys of clients (`strict`)."""
     function = tool.get("function")
@@ -174,23 +93,14 @@ def tool_schema(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": fields}
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseFrame:
-    """The fields that every chunk of one response has in common."""
+def response(kind: str, model: Completer) -> Callable[..., dict[str, Any]]:
+    """A function that adds `choices` to the fields that all chunks of one response have in common.
 
-    kind: str  # chat.completion, chat.completion.chunk or text_completion
-    model: str
-    id: str
-    created: int
-
-    def __call__(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        about = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
-        return {**about, "choices": list(choices), **more}
-
-
-def response(kind: str, model: Completer) -> ResponseFrame:
-    prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
-    return ResponseFrame(kind, model.name, f"{prefix}-{secrets.token_hex(16)}", int(time.time()))
+    `kind` is chat.completion, chat.completion.chunk or text_completion.
+    """
+    response_id = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{secrets.token_hex(16)}"
+    about = {"id": response_id, "object": kind, "created": int(time.time()), "model": model.name}
+    return lambda choices, **more: {**about, "choices": list(choices), **more}
 
 
 def usage(requests: Sequence[SamplingRequest], completions: Sequence[Completion]) -> dict[str, int]:
@@ -233,17 +143,3 @@ def token_text(token: int, model: Completer) -> str:
     """The token's text, or its name in the vocabulary if it is only part of a character."""
     text = decode(model.tokenizer, [token])
     return text if "\ufffd" not in text else str(model.tokenizer.convert_ids_to_tokens(token))
-
-
-def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-
-
-def _chat_usage(size: PromptSize, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-    sampled = sum(len(answer.completion.token_ids) for answer in answers)
-    return {
-        "prompt_tokens": size.tokens,
-        "completion_tokens": sampled,
-        "total_tokens": size.tokens + sampled,
-        "prompt_tokens_details": {"cached_tokens": size.cached},
-    }

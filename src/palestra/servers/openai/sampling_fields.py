@@ -100,6 +100,11 @@ class SamplingFields(BaseModel):
         )
 
 
+def is_batch(prompt: Any) -> bool:
+    """Whether it is a list of prompts, rather than a text or token ids."""
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
 def known_fields(form: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
     """The known fields of a request; an unsupported field that would change the response is rejected."""
     known = {}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,9 +36,6 @@ class AdapterSpec:
             raise PalestraError(f"lora rank {self.rank} is outside 0..{MAX_RANK}; 0 trains all weights")
         if self.rank and not (self.train_attn or self.train_mlp or self.train_unembed):
             raise PalestraError("train_attn, train_mlp and train_unembed are all false, so nothing would be trained")
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class BaseModel:

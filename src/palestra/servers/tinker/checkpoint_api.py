@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 
 from palestra.servers.body import read_model
 from palestra.servers.http_errors import refuse
@@ -31,36 +31,33 @@ class CheckpointApi:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
-    async def weights_info(self, request: HttpRequest) -> Response:
+    async def weights_info(self, request: HttpRequest) -> dict[str, Any]:
         body = await read_model(request, bodies.WeightsInfo)
         found = await asyncio.to_thread(self._checkpoints.find, TinkerPath.parse(body.tinker_path))
-        spec = found.spec
-        return JSONResponse(
-            {"base_model": found.base_model, "is_lora": True,  # the SDK resumes from adapters alone; rank 0 is ours
-             "lora_rank": spec.rank, "train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp,
-             "train_attn": spec.train_attn}
-        )  # fmt: skip
+        trained = {name: getattr(found.spec, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+        # the SDK resumes from adapters alone; rank 0 is ours
+        return {"base_model": found.base_model, "is_lora": True, "lora_rank": found.spec.rank, **trained}
 
-    async def list_runs(self, request: HttpRequest) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._runs, *_page(request)))
+    async def list_runs(self, request: HttpRequest) -> dict[str, Any]:
+        return await asyncio.to_thread(self._runs, *_page(request))
 
-    async def get_run(self, request: HttpRequest) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._run, request.path_params["run_id"]))
+    async def get_run(self, request: HttpRequest) -> dict[str, Any]:
+        return await asyncio.to_thread(self._run, request.path_params["run_id"])
 
-    async def list_checkpoints(self, request: HttpRequest) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._checkpoints_of, [request.path_params["run_id"]]))
+    async def list_checkpoints(self, request: HttpRequest) -> dict[str, Any]:
+        return await asyncio.to_thread(self._checkpoints_of, [request.path_params["run_id"]])
 
-    async def list_all_checkpoints(self, request: HttpRequest) -> Response:
+    async def list_all_checkpoints(self, request: HttpRequest) -> dict[str, Any]:
         offset, limit = _page(request)
         answer = await asyncio.to_thread(lambda: self._checkpoints_of(self._checkpoints.run_ids()))
         found = sorted(answer["checkpoints"], key=lambda checkpoint: str(checkpoint["time"]), reverse=True)
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return JSONResponse({"checkpoints": found[offset : offset + limit], "cursor": cursor})
+        return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
-    async def set_ttl(self, request: HttpRequest) -> Response:
+    async def set_ttl(self, request: HttpRequest) -> dict[str, Any]:
         body = await read_model(request, bodies.SetTtl)
         await asyncio.to_thread(self._checkpoints.set_ttl, _path(request), body.ttl_seconds)
-        return JSONResponse({})
+        return {}
 
     async def delete_checkpoint(self, request: HttpRequest) -> Response:
         await asyncio.to_thread(self._checkpoints.delete, _path(request))
@@ -74,11 +71,11 @@ class CheckpointApi:
         end = BackgroundTask(packed.close)
         return FileResponse(packed.name, filename=name, media_type="application/x-tar", background=end)
 
-    async def file_urls(self, request: HttpRequest) -> Response:
+    async def file_urls(self, request: HttpRequest) -> dict[str, Any]:
         found = await asyncio.to_thread(self._checkpoints.find, _path(request), check=True)
         here = str(request.url).removesuffix("/external_weights_urls")
         urls = {file.name: f"{here}/files/{file.name}" for file in found.files}
-        return JSONResponse({"urls": urls, "expires": _time(time.time() + _URLS_S)})
+        return {"urls": urls, "expires": _time(time.time() + _URLS_S)}
 
     async def file(self, request: HttpRequest) -> Response:
         found = await asyncio.to_thread(self._checkpoints.find, _path(request))

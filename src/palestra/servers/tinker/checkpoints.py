@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class Checkpoints:
             raise PalestraError(f"{path} exists; give another name, or overwrite=True")
         now = time.time()
         about = {
-            "base_model": base_model, "spec": spec.to_dict(), "created": now,
+            "base_model": base_model, "spec": asdict(spec), "created": now,
             "user_metadata": dict(user_metadata) if user_metadata else None, "expires": now + ttl_s if ttl_s else None,
         }  # fmt: skip
 
@@ -161,16 +161,13 @@ class Checkpoints:
                     self.delete(checkpoint.path)
 
     def _paths(self, run_id: str) -> list[TinkerPath]:
-        manifests = self.run(run_id).tinker.glob(f"*/*/{MANIFEST}")
-        return [TinkerPath(run_id, m.parent.parent.name, m.parent.name) for m in manifests if _real(m)]
+        folders = [manifest.parent for manifest in self.run(run_id).tinker.glob(f"*/*/{MANIFEST}")]
+        # without those that are being written or replaced
+        real = [folder for folder in folders if folder.parent.name in KINDS and not folder.name.startswith(".")]
+        return [TinkerPath(run_id, folder.parent.name, folder.name) for folder in real]
 
     def _folder(self, path: TinkerPath) -> Path:
         return self.run(path.run_id).tinker / path.kind / path.name
-
-
-def _real(manifest: Path) -> bool:
-    """Not one that is being written or replaced."""
-    return manifest.parent.parent.name in KINDS and not manifest.parent.name.startswith(".")
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Any]:

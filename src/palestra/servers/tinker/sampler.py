@@ -1,11 +1,9 @@
-"""Samples one model's versions in a thread of its own, beside the thread that trains it.
+"""Samples one model's versions in a thread of its own, next to the thread that trains it.
 
-All requests of one version share the engine's batches. A request for another version waits until those before it have
-ended, then its weights are loaded: tensors of an adapter, a few megabytes.
-
-Requests come one by one over HTTP, many of them at once. An engine that begins with the first holds up the others, as
-the server's thread then waits for the interpreter. So a burst is gathered until a pause, and then begun as one batch.
-A prompt that several of them have (siblings, each of which comes as a request of its own) is computed once.
+All requests of one version share the engine's batches; one for another version waits until those before it have ended.
+Requests come one by one over HTTP, many in a burst. An engine that begins with the first holds up the others, as the
+server's thread then waits for the interpreter. So a burst is gathered until a pause, and then begun as one batch, in
+which a prompt that several of them have is computed once.
 """
 
 from __future__ import annotations
@@ -119,7 +117,10 @@ class Sampler:
                 if request is None:
                     return
                 try:
-                    self._load(request.weights)
+                    if request.weights is not self._loaded:
+                        self._loads += 1
+                        self._policy.update(Weights(self._loads, request.weights.read))
+                        self._loaded = request.weights
                     prompt = _prompt_of(request)
                     if prompt not in forks:
                         forks[prompt] = iter(self._policy.fork(self._policy.open(request.prompt), siblings[prompt]))
@@ -139,12 +140,6 @@ class Sampler:
             waiting = self._queue.qsize()
             await asyncio.sleep(PAUSE_S)
         return found + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
-
-    def _load(self, weights: PinnedWeights) -> None:
-        if weights is not self._loaded:
-            self._loads += 1
-            self._policy.update(Weights(self._loads, weights.read))
-            self._loaded = weights
 
     async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[SampleResponse]) -> None:
         try:

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -27,7 +28,6 @@ from palestra.servers.tinker.checkpoint_api import CheckpointApi
 from palestra.servers.tinker.futures import Gone, NotFound, Request, Result, TooBusy
 from palestra.servers.tinker.messages import read_forward_backward
 from palestra.servers.tinker.service import Service
-from palestra.servers.tinker.sessions import SamplingSession
 from palestra.servers.web import make_app
 
 log = logging.getLogger("palestra")
@@ -40,7 +40,8 @@ SWEEP_S = 30.0
 _STATUS = ((TooBusy, 429), (Gone, 410), (NotFound, 404))
 
 Body = TypeVar("Body", bound=BaseModel)
-Handler = Callable[[HttpRequest], Awaitable[Response]]
+Json = dict[str, Any]
+Handler = Callable[[HttpRequest], Awaitable[Json | Response]]
 
 
 def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float = LONG_POLL_S) -> Starlette:
@@ -65,11 +66,14 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         post("/unload_model", api.unload_model),
         post("/get_info", api.get_info),
         numbered("/forward_backward", api.forward_backward),
-        numbered("/optim_step", api.optim_step),
-        numbered("/save_weights", api.save_weights),
-        numbered("/save_weights_for_sampler", api.save_weights_for_sampler),
-        numbered("/save_weights_external", api.save_weights_external),
-        numbered("/load_weights", api.load_weights),
+        numbered("/optim_step", _promised(bodies.OptimStep, service.optim_step)),
+        numbered("/save_weights", _promised(bodies.SaveWeights, partial(service.save, "weights"))),
+        numbered("/save_weights_for_sampler", _promised(bodies.SaveWeightsForSampler, service.save_for_sampler)),
+        # the files of Hugging Face, which every checkpoint here has
+        numbered(
+            "/save_weights_external", _promised(bodies.SaveWeightsExternal, partial(service.save, "external_weights"))
+        ),
+        numbered("/load_weights", _promised(bodies.LoadWeights, service.load)),
         post("/weights_info", saved.weights_info),
         post("/create_sampling_session", api.create_sampling_session),
         get("/samplers/{sampling_id}", api.get_sampler),
@@ -93,7 +97,8 @@ def _route(
 ) -> Route:
     async def explained(request: HttpRequest) -> Response:
         try:
-            return await handler(request)
+            found = await handler(request)
+            return found if isinstance(found, Response) else JSONResponse(found)
         except PalestraError as error:
             if refused is not None and not isinstance(error, TooBusy):
                 refused(request, str(error))
@@ -108,6 +113,16 @@ def _route(
             raise refuse(400, f"the server failed: {type(error).__name__}: {error}") from None
 
     return Route(f"/api/v1{path}", explained, methods=[method])
+
+
+def _promised(form: type[bodies.ModelRequest], start: Callable[[Any], Request]) -> Handler:
+    """The handler that starts what a body of this form asks for."""
+
+    async def promise(request: HttpRequest) -> Json:
+        body = await _read(request, form)
+        return _promise(start(body), model_id=body.model_id)
+
+    return promise
 
 
 async def _not_served(request: HttpRequest) -> Response:
@@ -140,51 +155,50 @@ class _Api:
 
     # sessions
 
-    async def health(self, request: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"})
+    async def health(self, request: HttpRequest) -> Json:
+        return {"status": "ok"}
 
-    async def capabilities(self, request: HttpRequest) -> Response:
+    async def capabilities(self, request: HttpRequest) -> Json:
         models = [
             {"model_name": b.name, "max_context_length": b.context, "trainable": True, "sampleable": True}
             for b in self._service.bases.values()
         ]
-        return JSONResponse({"supported_models": models})
+        return {"supported_models": models}
 
-    async def client_config(self, request: HttpRequest) -> Response:
-        return JSONResponse({"proto_compress_fwdbwd": _can_unpack_zstd(), "use_pyqwest_transport": False})
+    async def client_config(self, request: HttpRequest) -> Json:
+        return {"proto_compress_fwdbwd": find_spec("zstandard") is not None, "use_pyqwest_transport": False}
 
-    async def telemetry(self, request: HttpRequest) -> Response:
+    async def telemetry(self, request: HttpRequest) -> Json:
         await read_body(request, MAX_BODY_MIB * MIB)
-        return JSONResponse({"status": "accepted"})
+        return {"status": "accepted"}
 
-    async def create_session(self, request: HttpRequest) -> Response:
+    async def create_session(self, request: HttpRequest) -> Json:
         body = await _read(request, bodies.CreateSession)
         metadata = {**(body.user_metadata or {}), **({"tags": body.tags} if body.tags else {})}
         session_id = self._service.create_session(body.display_name or "tinker", metadata)
-        return JSONResponse({"type": "create_session", "session_id": session_id})
+        return {"type": "create_session", "session_id": session_id}
 
-    async def heartbeat(self, request: HttpRequest) -> Response:
+    async def heartbeat(self, request: HttpRequest) -> Json:
         self._service.session((await _read(request, bodies.SessionRequest)).session_id)
-        return JSONResponse({"type": "session_heartbeat"})
+        return {"type": "session_heartbeat"}
 
-    async def finish(self, request: HttpRequest) -> Response:
+    async def finish(self, request: HttpRequest) -> Json | Response:
         await read_body(request, MIB)
         self._service.finish_session(request.path_params["session_id"])
         return Response(status_code=204)
 
-    async def get_session(self, request: HttpRequest) -> Response:
+    async def get_session(self, request: HttpRequest) -> Json:
         session = self._service.session(request.path_params["session_id"])
         models = [m.id for m in self._service.models.values() if m.session == session.id]
-        return JSONResponse(
-            {"training_run_ids": models, "sampler_ids": list(session.sampling.values()), "display_name": session.name}
-        )
+        samplers = list(session.sampling.values())
+        return {"training_run_ids": models, "sampler_ids": samplers, "display_name": session.name}
 
-    async def list_sessions(self, request: HttpRequest) -> Response:
-        return JSONResponse({"sessions": list(self._service.sessions)})
+    async def list_sessions(self, request: HttpRequest) -> Json:
+        return {"sessions": list(self._service.sessions)}
 
     # training
 
-    async def create_model(self, request: HttpRequest) -> Response:
+    async def create_model(self, request: HttpRequest) -> Json:
         body = await _read(request, bodies.CreateModel)
         lora = body.lora_config
         spec, seed = (AdapterSpec(), 0) if lora is None else (lora.spec, lora.seed or 0)
@@ -193,52 +207,23 @@ class _Api:
         )
         return _promise(found, model_id=f"{body.session_id}:train:{body.model_seq_id}")
 
-    async def unload_model(self, request: HttpRequest) -> Response:
+    async def unload_model(self, request: HttpRequest) -> Json:
         model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
         return _promise(self._service.unload(model.id))
 
-    async def get_info(self, request: HttpRequest) -> Response:
+    async def get_info(self, request: HttpRequest) -> Json:
         model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
         base, rank = model.base, model.spec.rank
         data = {"model_name": base.name, "tokenizer_id": base.path, "arch": base.architecture}
-        return JSONResponse(
-            {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": base.name,
-             "is_lora": rank > 0, "lora_rank": rank}
-        )  # fmt: skip
+        lora = {"is_lora": rank > 0, "lora_rank": rank}
+        return {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": base.name, **lora}
 
-    async def forward_backward(self, request: HttpRequest) -> Response:
+    async def forward_backward(self, request: HttpRequest) -> Json:
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise refuse(415, f"forward_backward takes {PROTOBUF}; use tinker 0.25 or newer")
         request.state.body = await read_body(request, MAX_BODY_MIB * MIB)
         found = read_forward_backward(request.state.body)
         return _promise(self._service.forward_backward(found), model_id=found.model_id)
-
-    async def optim_step(self, request: HttpRequest) -> Response:
-        body = await _read(request, bodies.OptimStep)
-        found = self._service.optim_step(body.model_id, body.seq_id, body.adam.params)
-        return _promise(found, model_id=body.model_id)
-
-    async def save_weights(self, request: HttpRequest) -> Response:
-        body = await _read(request, bodies.SaveWeights)
-        return self._save(body, "weights", overwrite=body.overwrite)
-
-    async def save_weights_for_sampler(self, request: HttpRequest) -> Response:
-        body = await _read(request, bodies.SaveWeightsForSampler)
-        if body.path is not None:
-            return self._save(body, "sampler_weights")
-        found = self._service.pin(body.model_id, body.seq_id, body.sampling_session_seq_id)
-        return _promise(found, model_id=body.model_id)
-
-    async def save_weights_external(self, request: HttpRequest) -> Response:
-        """Weights as the files of Hugging Face, which every checkpoint here has."""
-        return self._save(await _read(request, bodies.SaveWeightsExternal), "external_weights")
-
-    def _save(self, body: bodies.SavedWeights, kind: str, *, overwrite: bool = True) -> Response:
-        found = self._service.save(
-            body.model_id, body.seq_id, kind, body.path, overwrite=overwrite, ttl_s=body.ttl_seconds,
-            user_metadata=body.user_metadata,
-        )  # fmt: skip
-        return _promise(found, model_id=body.model_id)
 
     def count_refused(self, request: HttpRequest, reason: str) -> None:
         """The number of a request that is refused counts: the model's later ones must not wait for it."""
@@ -247,29 +232,27 @@ class _Api:
             with contextlib.suppress(PalestraError):
                 model.worker.refuse(seq_id, reason)
 
-    async def load_weights(self, request: HttpRequest) -> Response:
-        body = await _read(request, bodies.LoadWeights)
-        found = self._service.load(body.model_id, body.seq_id, body.path, optimizer=body.optimizer)
-        return _promise(found, model_id=body.model_id)
-
     # sampling
 
-    async def create_sampling_session(self, request: HttpRequest) -> Response:
+    async def create_sampling_session(self, request: HttpRequest) -> Json:
         body = await _read(request, bodies.CreateSamplingSession)
         sampling_id = self._service.create_sampling_session(
             body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
         )
-        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampling_id})
+        return {"type": "create_sampling_session", "sampling_session_id": sampling_id}
 
-    async def get_sampler(self, request: HttpRequest) -> Response:
+    async def get_sampler(self, request: HttpRequest) -> Json:
         found = self._service.sampling_session(request.path_params["sampling_id"])
         # a folder instead of a name, since the SDK loads the tokenizer from it; it cuts "/a/b" short, but not "/a/b/"
         base = found.base.path + "/" * (found.base.path.count("/") == 2)
-        return JSONResponse({"sampler_id": found.id, "base_model": base, "model_path": found.path})
+        return {"sampler_id": found.id, "base_model": base, "model_path": found.path}
 
-    async def sample(self, request: HttpRequest) -> Response:
+    async def sample(self, request: HttpRequest) -> Json:
         body = await _read(request, bodies.Sample, MAX_BODY_MIB)
-        target = self._target(body)
+        if body.sampling_session_id is not None:
+            target = self._service.sampling_session(body.sampling_session_id)
+        else:
+            target = self._service.unnamed_sampling_session(body.base_model, body.model_path)
         prompt, base = body.prompt.tokens, target.base
         if not 0 < len(prompt) < base.context:
             raise refuse(400, f"the prompt has {len(prompt)} tokens; the model takes 1 to {base.context - 1}")
@@ -289,29 +272,24 @@ class _Api:
         )
         return _promise(found, sample_sequence_ids=[f"{found.id}:{i}" for i in range(body.num_samples)])
 
-    def _target(self, body: bodies.Sample) -> SamplingSession:
-        if body.sampling_session_id is not None:
-            return self._service.sampling_session(body.sampling_session_id)
-        return self._service.unnamed_sampling_session(body.base_model, body.model_path)
-
     # answers
 
-    async def retrieve_future(self, request: HttpRequest) -> Response:
+    async def retrieve_future(self, request: HttpRequest) -> Json | Response:
         body = await _read(request, bodies.RetrieveFuture)
         found = self._service.requests.find(body.request_id)
         result = await _result(found.future, self._long_poll_s)
         if result is None:
-            return JSONResponse({"type": "try_again", "request_id": found.id, "queue_state": "active"})
+            return {"type": "try_again", "request_id": found.id, "queue_state": "active"}
         self._service.requests.fetched(found)
         if isinstance(result, Exception):
             ours = isinstance(result, PalestraError)
             message = str(result) if ours else f"{type(result).__name__}: {result}"
-            return JSONResponse({"error": message, "category": "user" if ours else "server"})
-        return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
+            return {"error": message, "category": "user" if ours else "server"}
+        return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else result
 
-    async def cancel_future(self, request: HttpRequest) -> Response:
+    async def cancel_future(self, request: HttpRequest) -> Json:
         await read_body(request, MIB)  # what was begun is finished; nobody asks for it
-        return JSONResponse({})
+        return {}
 
 
 async def _read(request: HttpRequest, model: type[Body], limit_mib: int = 1) -> Body:
@@ -329,13 +307,5 @@ async def _result(future: Future[Result], seconds: float) -> Result | Exception 
         return error
 
 
-def _promise(request: Request, **more: Any) -> Response:
-    return JSONResponse({"request_id": request.id, **more})
-
-
-def _can_unpack_zstd() -> bool:
-    try:
-        import zstandard  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def _promise(request: Request, **more: Any) -> Json:
+    return {"request_id": request.id, **more}

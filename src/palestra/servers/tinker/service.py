@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
 from palestra.servers.tinker.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
 from palestra.servers.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
+from palestra.servers.tinker.requests import LoadWeights, OptimStep, SavedWeights, SaveWeights, SaveWeightsForSampler
 from palestra.servers.tinker.sampler import PinnedWeights, Sampler, SampleRequest
-from palestra.servers.tinker.sessions import Model, SamplingSession, Session
-from palestra.servers.tinker.training_model import AdamParams, TrainingModel
+from palestra.servers.tinker.training_model import TrainingModel
 from palestra.servers.tinker.training_run import TrainingRun
 
 log = logging.getLogger("palestra")
@@ -35,6 +35,50 @@ _SAVED_BY = {
     "external_weights": "save_weights_external",
 }  # fmt: skip
 RESTARTED = "it has ended, or the server was restarted; continue from a saved tinker:// path"
+
+
+@dataclass(slots=True)
+class Session:
+    id: str
+    name: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    last_seen: float = field(default_factory=time.monotonic)
+    models: dict[int, Request] = field(default_factory=dict)  # by model_seq_id
+    sampling: dict[int, str] = field(default_factory=dict)  # by sampling_session_seq_id
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    """One training in progress."""
+
+    id: str
+    session: str
+    base: BaseModel
+    spec: AdapterSpec
+    bytes: int
+    worker: OrderedWorker
+    run: TrainingRun | None = None
+    training_model: TrainingModel | None = None
+    pinned: OrderedDict[int, PinnedWeights] = field(default_factory=OrderedDict)  # by version, oldest first
+
+    @property
+    def ready(self) -> tuple[TrainingModel, TrainingRun]:
+        if self.training_model is None or self.run is None:
+            raise NotFound(f"the model {self.id!r} could not be made; see what create_model answered")
+        return self.training_model, self.run
+
+
+@dataclass(slots=True)
+class SamplingSession:
+    id: str
+    session: str
+    base: BaseModel
+    spec: AdapterSpec | None
+    weights: PinnedWeights
+    sampler: str  # requests of one name share an engine
+    path: str | None = None
+    requests: dict[int, Request] = field(default_factory=dict)  # by seq_id
+    version: int | None = None  # of a model under training, where it was not saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +192,8 @@ class Service:
 
         def make() -> Result:
             try:
-                model.training_model = TrainingModel(base, spec, seed=seed, rows_per_pass=self._rows_per_pass(base))
+                rows = self.limits.rows_per_pass or (4 if base.device.type == "cpu" else 1 << 30)
+                model.training_model = TrainingModel(base, spec, seed=seed, rows_per_pass=rows)
                 model.run = TrainingRun(self._output_dir, base, spec, session.name, about)
             except BaseException:
                 self.models.pop(model_id, None)
@@ -175,9 +220,12 @@ class Service:
         found = self.models.get(model_id)
         if found is None:
             raise NotFound(f"the model {model_id!r} does not exist: {RESTARTED}")
-        if session := self.sessions.get(found.session):
-            session.last_seen = time.monotonic()
+        self._touch(found.session)
         return found
+
+    def _touch(self, session_id: str) -> None:
+        if session := self.sessions.get(session_id):
+            session.last_seen = time.monotonic()
 
     def unload(self, model_id: str, *, completed: bool = True) -> Request:
         """End a model's training; what was saved stays."""
@@ -210,8 +258,8 @@ class Service:
 
         return model.worker.submit(request.seq_id, "forward_backward", work)
 
-    def optim_step(self, model_id: str, seq_id: int, adam: AdamParams) -> Request:
-        model = self.model(model_id)
+    def optim_step(self, body: OptimStep) -> Request:
+        model, adam = self.model(body.model_id), body.adam.params
 
         def work() -> Result:
             training_model, run = model.ready
@@ -220,31 +268,28 @@ class Service:
             run.stepped(adam, norm, time.perf_counter() - began)
             return {"type": "optim_step", "metrics": {"grad_norm": norm, "learning_rate": adam.learning_rate}}
 
-        return model.worker.submit(seq_id, "optim_step", work)
+        return model.worker.submit(body.seq_id, "optim_step", work)
 
     # checkpoints
 
-    def save(
-        self, model_id: str, seq_id: int, kind: str, name: str | None, *, overwrite: bool,
-        ttl_s: int | None, user_metadata: dict[str, str] | None,
-    ) -> Request:  # fmt: skip
-        model = self.model(model_id)
-        what = _SAVED_BY[kind]
-        path = TinkerPath(model_id, kind, checkpoint_name(name or f"seq-{seq_id:06d}"))
+    def save(self, kind: str, body: SavedWeights) -> Request:
+        model, what = self.model(body.model_id), _SAVED_BY[kind]
+        path = TinkerPath(model.id, kind, checkpoint_name(body.path or f"seq-{body.seq_id:06d}"))
+        overwrite = body.overwrite if isinstance(body, SaveWeights) else True
 
         def work() -> Result:
             training_model, _ = model.ready
             write = partial(training_model.save, optimizer=kind == "weights")
             self.checkpoints.save(
                 path, model.base.name, model.spec, write,
-                overwrite=overwrite, ttl_s=ttl_s, user_metadata=user_metadata,
+                overwrite=overwrite, ttl_s=body.ttl_seconds, user_metadata=body.user_metadata,
             )  # fmt: skip
             return {"type": what, "path": str(path)}
 
-        return model.worker.submit(seq_id, what, work)
+        return model.worker.submit(body.seq_id, what, work)
 
-    def load(self, model_id: str, seq_id: int, path: str, *, optimizer: bool) -> Request:
-        model = self.model(model_id)
+    def load(self, body: LoadWeights) -> Request:
+        model, path = self.model(body.model_id), body.path
         parsed = TinkerPath.parse(path)
 
         def work() -> Result:
@@ -252,13 +297,13 @@ class Service:
             found = self._checkpoint(parsed, model.base)
             verify_folder(found.folder)
             if found.spec != model.spec:
-                raise NotFound(f"{path} has {found.spec}, and {model_id!r} was made with {model.spec}; they must agree")
-            if optimizer and parsed.kind != "weights":
+                raise NotFound(f"{path} has {found.spec}, and {model.id!r} was made with {model.spec}; they must agree")
+            if body.optimizer and parsed.kind != "weights":
                 raise NotFound(f"{path} was saved for sampling, without the optimizer; load the weights alone")
-            training_model.load(found.folder, optimizer=optimizer)
+            training_model.load(found.folder, optimizer=body.optimizer)
             return {"type": "load_weights", "path": path}
 
-        return model.worker.submit(seq_id, "load_weights", work)
+        return model.worker.submit(body.seq_id, "load_weights", work)
 
     def _checkpoint(self, path: TinkerPath, base: BaseModel) -> Checkpoint:
         found = self.checkpoints.find(path)
@@ -268,11 +313,14 @@ class Service:
 
     # sampling
 
-    def pin(self, model_id: str, seq_id: int, sampling_seq: int | None) -> Request:
-        """A sampling session at the version that the model has in its turn."""
-        model = self.model(model_id)
-        session = self.session(model.session)
-        number = sampling_seq if sampling_seq is not None else 1_000_000 + seq_id
+    def save_for_sampler(self, body: SaveWeightsForSampler) -> Request:
+        """A checkpoint or, without a path, a sampling session at the version that the model has in its turn."""
+        if body.path is not None:
+            return self.save("sampler_weights", body)
+        model = self.model(body.model_id)
+        session, number = self.session(model.session), body.sampling_session_seq_id
+        if number is None:
+            number = 1_000_000 + body.seq_id
         sampling_id = f"{session.id}:sample:{number}"
 
         def work() -> Result:
@@ -284,12 +332,12 @@ class Service:
             while len(model.pinned) > self.limits.versions:
                 model.pinned.popitem(last=False)
             self.sampling[sampling_id] = SamplingSession(
-                sampling_id, session.id, model.base, model.spec, model.pinned[version], model_id, version=version
+                sampling_id, session.id, model.base, model.spec, model.pinned[version], model.id, version=version
             )
             session.sampling[number] = sampling_id
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampling_id}
 
-        return model.worker.submit(seq_id, "save_weights_for_sampler", work)
+        return model.worker.submit(body.seq_id, "save_weights_for_sampler", work)
 
     def create_sampling_session(self, session_id: str, seq: int, base_model: str | None, path: str | None) -> str:
         session = self.session(session_id)
@@ -321,8 +369,7 @@ class Service:
         found = self.sampling.get(sampling_id)
         if found is None:
             raise NotFound(f"the sampling session {sampling_id!r} does not exist: {RESTARTED}")
-        if session := self.sessions.get(found.session):
-            session.last_seen = time.monotonic()
+        self._touch(found.session)
         model = self.models.get(found.sampler)
         if found.version is not None and model is not None and found.version not in model.pinned:
             raise Gone(
@@ -363,9 +410,6 @@ class Service:
             self._samplers[key] = Sampler(target.base, target.spec, memory)
         self._samplers.move_to_end(key)
         return self._samplers[key]
-
-    def _rows_per_pass(self, base: BaseModel) -> int:
-        return self.limits.rows_per_pass or (4 if base.device.type == "cpu" else 1 << 30)
 
 
 def _sampled(request: Request, found: Future[SampleResponse]) -> None:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class TrainingRun:
     ) -> None:
         settings = {"model": {"name": base.name}, "lora": {"r": spec.rank, "alpha": spec.alpha}}
         config = RunConfig(output_dir=str(output_dir)).with_settings(settings)
-        tinker = {**about, "base_model": base.name, "spec": spec.to_dict()}
+        tinker = {**about, "base_model": base.name, "spec": asdict(spec)}
         self.folder = RunFolder.create(output_dir, name, config, {"tinker": tinker})
         self._tokenizer = base.tokenizer
         self._listing = contextlib.ExitStack()

@@ -78,11 +78,9 @@ class ProgramCollector:
             rollouts = await scored_together(self.environment, episodes, [rollout for rollout, _, _ in done])
             group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
         group = with_call_metrics(group, calls)
-        metrics = {
-            **_metrics([agents for _, _, agents in done]),
-            **role_metrics(group, self.environment.reward_weights),
-        }
-        return replace(group, metrics={**group.metrics, **metrics})
+        attempts = _metrics([agents for _, _, agents in done])
+        roles = role_metrics(group, self.environment.reward_weights)
+        return replace(group, metrics={**group.metrics, **attempts, **roles})
 
     async def _one(
         self, problem: Problem, seed_key: str, models: GroupModels, on_rollout: OnRollout
@@ -107,11 +105,7 @@ class ProgramCollector:
         return rollout, episode, agents
 
     async def _scored(
-        self,
-        problem: Problem,
-        rollout: Rollout,
-        result: ProgramResult,
-        conversations: Mapping[str, Sequence[Message]],
+        self, problem: Problem, rollout: Rollout, result: ProgramResult, conversations: Mapping[str, Sequence[Message]]
     ) -> tuple[Rollout, SuiteEpisode | None]:
         """Add the scores of the measures and the posted reward. Errors are recorded."""
         episode, scores, error = None, dict[str, Score](), rollout.error
@@ -148,21 +142,20 @@ def hidden_columns(problems: Sequence[Problem]) -> frozenset[str]:
     names = frozenset(name for problem in problems for name in problem.row)
     if "expect" in names:
         return frozenset({"expect"})
-    return frozenset(name for name in names if all(_holds_answer(problem, name) for problem in problems)) | {"expect"}
 
+    def holds_answer(problem: Problem, name: str) -> bool:
+        value = problem.row.get(name)
+        return problem.expect is not None and type(value) is type(problem.expect) and bool(value == problem.expect)
 
-def _holds_answer(problem: Problem, name: str) -> bool:
-    value = problem.row.get(name)
-    return problem.expect is not None and type(value) is type(problem.expect) and bool(value == problem.expect)
+    return frozenset(name for name in names if all(holds_answer(problem, name) for problem in problems)) | {"expect"}
 
 
 def _metrics(attempts: Sequence[Agents]) -> dict[str, float]:
     """Statistics of the conversations of the agents that are trained, averaged over the attempts."""
-    counts = [[agent.counts for agent in agents.recorded] for agents in attempts]
+    metrics = {"lineages": "rows_per_attempt", "requests": "requests_per_attempt"}
     return {
-        "agent/rows_per_attempt": fmean(sum(c.lineages for c in row) for row in counts),
-        "agent/requests_per_attempt": fmean(sum(c.requests for c in row) for row in counts),
-        "agent/recomputed_tokens": fmean(sum(c.recomputed_tokens for c in row) for row in counts),
-        "agent/retokenised_turns": fmean(sum(c.retokenised_turns for c in row) for row in counts),
-        "agent/discarded_turns": fmean(sum(c.discarded_turns for c in row) for row in counts),
+        f"agent/{metrics.get(name, name)}": fmean(
+            sum(getattr(a.counts, name) for a in one.recorded) for one in attempts
+        )
+        for name in ("lineages", "requests", "recomputed_tokens", "retokenised_turns", "discarded_turns")
     }

@@ -1,23 +1,20 @@
 """Attempts by external agents: they take a case over HTTP, run wherever they like, and post a reward.
 
-POST /attempts                  → id, case, base_url, anthropic_base_url, api_key, timeout_s; 204: none now, ask again
-POST /attempts/<id>/reward      {"reward": 0.5, "result": …}, with the attempt's key as bearer token
-
-From other machines, the first needs the server's token as bearer token.
+POST /attempts (from other machines with the server's token) → id, case, URLs, api_key, timeout_s; 204: none now
+POST /attempts/<id>/reward {"reward": 0.5, "result": …}, with the attempt's key as bearer token
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -36,23 +33,15 @@ class RewardBody(BaseModel):
     """What an agent posts: `result` is for the measures; `error` marks the attempt as failed."""
 
     model_config = ConfigDict(extra="forbid")
-    reward: float | None = None
+    reward: float | None = Field(None, allow_inf_nan=False)
     result: Any = None
     error: str | None = None
-
-    @field_validator("reward")
-    @classmethod
-    def _finite(cls, value: float | None) -> float | None:
-        if value is not None and not math.isfinite(value):
-            raise ValueError("give a finite number")
-        return value
 
 
 @dataclass(eq=False, slots=True)
 class _Offer:
     """An attempt that waits to be taken, or was taken."""
 
-    id: str
     case: Mapping[str, Any]
     endpoint: Endpoint
     limits: ProgramLimits
@@ -70,7 +59,7 @@ class OutsideAgent(ProgramAgent):
     _news: asyncio.Condition = field(default_factory=asyncio.Condition, init=False, repr=False)
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
-        offer = _Offer(endpoint.attempt_id, case, endpoint, limits)
+        offer = _Offer(case, endpoint, limits)
         async with self._news:
             self._waiting.append(offer)
             self._news.notify()
@@ -90,15 +79,12 @@ class OutsideAgent(ProgramAgent):
                 reward=body.reward,
             )
         finally:
-            self._taken.pop(offer.id, None)
+            self._taken.pop(endpoint.attempt_id, None)
             if offer in self._waiting:
                 self._waiting.remove(offer)
 
     def routes(self) -> Sequence[Route]:
-        return [
-            Route("/attempts", self._take, methods=["POST"]),
-            Route("/attempts/{id}/reward", self._reward, methods=["POST"]),
-        ]
+        return attempt_routes(self._take, self._reward)
 
     async def _take(self, request: Request) -> Response:
         offer = await while_connected(request, self._next())
@@ -113,7 +99,7 @@ class OutsideAgent(ProgramAgent):
             async with asyncio.timeout(TAKE_WAIT_S), self._news:
                 await self._news.wait_for(lambda: bool(self._waiting))
                 offer = self._waiting.pop(0)
-                self._taken[offer.id] = offer
+                self._taken[offer.endpoint.attempt_id] = offer
                 return offer
         except TimeoutError:
             return None
@@ -124,6 +110,13 @@ class OutsideAgent(ProgramAgent):
         if offer is not None and not offer.posted.done():
             offer.posted.set_result(body)
         return JSONResponse({"id": request.path_params["id"]})
+
+
+def attempt_routes(take: Callable[..., Any], reward: Callable[..., Any]) -> list[Route]:
+    return [
+        Route("/attempts", take, methods=["POST"]),
+        Route("/attempts/{id}/reward", reward, methods=["POST"]),
+    ]
 
 
 def case_answer(request: Request, case: Mapping[str, Any], endpoint: Endpoint, **more: Any) -> Response:

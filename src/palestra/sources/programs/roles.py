@@ -13,8 +13,8 @@ from palestra.agents.programs import Endpoint
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Lineage, Message, Problem, Rollout, SamplingParams
 from palestra.rollout.rewards import MAIN_ROLE, role_score
+from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.attempt import Attempt
-from palestra.servers.gateway.forwarded import ForwardedAgent
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer
@@ -60,7 +60,8 @@ class Roles:
         """The models of a group's agents (by an empty label: the gateway's own), and the prompts they share."""
         self.load_models()
         with ExitStack() as stack:
-            own = stack.enter_context(gateway.shared_prompts(siblings))
+            own = gateway.shared_prompts(siblings)
+            stack.callback(own.close)
             models: GroupModels = {"": (own, None)}
             for label, model in self.models.items():
                 frozen = self._frozen.get(model)
@@ -71,12 +72,7 @@ class Roles:
             yield models
 
     def open(
-        self,
-        gateway: Gateway,
-        problem: Problem,
-        seed_key: str,
-        sampling: SamplingParams,
-        models: GroupModels,
+        self, gateway: Gateway, problem: Problem, seed_key: str, sampling: SamplingParams, models: GroupModels
     ) -> Agents:
         """An endpoint for each agent of an attempt."""
         main = gateway.open(problem, seed_key=seed_key, sampling=sampling, shared_prompts=models[""][0])
@@ -84,16 +80,13 @@ class Roles:
         for label, model in self.models.items():
             if _is_elsewhere(model):
                 url, _, name = model.partition("#")
-                key = os.environ.get(f"{KEY_VARIABLE}{label.upper()}")
-                others[label] = gateway.open_elsewhere(url, name or None, key)
+                api_key = os.environ.get(f"{KEY_VARIABLE}{label.upper()}")
+                others[label] = gateway.open_elsewhere(url, name or None, api_key)
             else:
                 prompts, frozen = models[label]
+                key = f"{seed_key}/{label}"
                 others[label] = gateway.open(
-                    problem,
-                    seed_key=f"{seed_key}/{label}",
-                    sampling=sampling,
-                    shared_prompts=prompts,
-                    model=frozen,
+                    problem, seed_key=key, sampling=sampling, shared_prompts=prompts, model=frozen
                 )
         trained = {label: a for label, a in others.items() if self.models[label] == TRAIN and isinstance(a, Attempt)}
         return Agents(main, others, trained)

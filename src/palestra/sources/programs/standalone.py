@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from palestra.agents.programs import Endpoint
 from palestra.core.files import append_jsonl
@@ -28,7 +27,7 @@ from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.http_errors import refuse
 from palestra.servers.openai.completer import Completer
 from palestra.sources.programs.collector import case_of, hidden_columns
-from palestra.sources.programs.outside import MAX_BODY, case_answer, read_reward
+from palestra.sources.programs.outside import MAX_BODY, attempt_routes, case_answer, read_reward
 
 
 class AttemptBody(BaseModel):
@@ -44,21 +43,11 @@ class StandaloneGateway:
     """Attempts that clients open and end. Requests decide temperature, top_p and seed."""
 
     def __init__(
-        self,
-        model: Completer,
-        file: Path,
-        *,
-        cases: Sequence[Problem] = (),
-        max_new_tokens: int = 1024,
-        **address: Any,
+        self, model: Completer, file: Path, *, cases: Sequence[Problem] = (), max_new_tokens: int = 1024, **address: Any
     ) -> None:
         """`address`: host, port and token of the gateway."""
-        routes = [
-            Route("/attempts", self._open, methods=["POST"]),
-            Route("/attempts/{id}/reward", self._reward, methods=["POST"]),
-        ]
-        sampling = SamplingParams(max_new_tokens)
-        self.gateway = Gateway(model, sampling, client_sampling=True, routes=routes, **address)
+        routes = attempt_routes(self._open, self._reward)
+        self.gateway = Gateway(model, SamplingParams(max_new_tokens), client_sampling=True, routes=routes, **address)
         self._file = file
         self._cases = iter(cases)
         self._hidden = hidden_columns(cases)

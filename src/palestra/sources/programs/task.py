@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
 from palestra.core.errors import PalestraError
@@ -65,12 +66,13 @@ class ProgramTask:
 
     def _collector(self, parts: Parts, *, training: bool) -> ProgramCollector:
         agent, gateway = parts.config.agent, self._gateway(parts)
+        sandbox = ProgramSandbox(gateway.port, gateway.socket_path).command if gateway.socket_path else None
         return ProgramCollector(
             self.environment,
             self.program,
             gateway,
             attempt_limits(parts.config, training=training).sampling,
-            ProgramLimits(agent.timeout_s, agent.max_output_bytes, agent.fork_server, self._sandbox(gateway)),
+            ProgramLimits(agent.timeout_s, agent.max_output_bytes, agent.fork_server, sandbox),
             agent.max_at_once,
             asyncio.Semaphore(agent.max_at_once),
             rewards_of(self.environment, self.reward_functions, parts),
@@ -95,9 +97,6 @@ class ProgramTask:
             self.roles.load_models()
         return self.roles
 
-    def _sandbox(self, gateway: Gateway) -> ProgramSandbox | None:
-        return ProgramSandbox(gateway.port, gateway.socket_path) if gateway.socket_path else None
-
     def _gateway(self, parts: Parts) -> Gateway:
         """One for training and evaluation. It serves in the runner's event loop, so it pauses during an update."""
         if self.gateway is None:
@@ -117,15 +116,8 @@ class ProgramTask:
                 check_sandbox()
             if isinstance(program, CommandAgent) and program.containers is not None:
                 parts.config.refuse(["agent.sandbox", "agent.fork_server"], "each attempt is a container")
-            self.gateway = Gateway(
-                model,
-                sampling,
-                host=program.host,
-                port=program.port,
-                token=program.token,
-                routes=program.routes(),
-                unix_socket=in_sandbox,
-            )
+            address: dict[str, Any] = {"host": program.host, "port": program.port, "token": program.token}
+            self.gateway = Gateway(model, sampling, **address, routes=program.routes(), unix_socket=in_sandbox)
             if program.posts_reward:
                 parts.watcher.note(f"agents take their cases with POST {self.gateway.url}/attempts")
         return self.gateway

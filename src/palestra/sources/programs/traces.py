@@ -50,9 +50,11 @@ class Traces:
                     for t in request.get("tools") or ()
                 ]
         about = {"model": answer.get("model") or request.get("model"), "dialect": dialect, "usage": answer.get("usage")}
+        # the messages before the model's first one, so that a trace is a case as well
+        first = next((i for i, m in enumerate(messages) if m.get("role") in ("assistant", "tool")), len(messages))
         return [
-            {"messages": [*messages, reply], "tools": tools, "input": _opening(messages), **about}
-            for reply in map(_without_nothing, replies)
+            {"messages": [*messages, _without_nothing(reply)], "tools": tools, "input": messages[:first], **about}
+            for reply in replies
         ]
 
     def _from_responses(self, request: Json, answer: Json) -> tuple[list[Json], list[Json], list[Json]]:
@@ -175,9 +177,3 @@ def _items_as_messages(items: Sequence[Json]) -> list[Json]:
 def _without_nothing(message: Json) -> Json:
     content = message.get("content") or ""
     return {"role": "assistant", "content": content} | {k: v for k, v in message.items() if v and k != "content"}
-
-
-def _opening(messages: Sequence[Json]) -> list[Json]:
-    """The messages before the model's first one, so that a trace is a case as well."""
-    first = next((i for i, m in enumerate(messages) if m.get("role") in ("assistant", "tool")), len(messages))
-    return list(messages[:first])

@@ -112,8 +112,7 @@ def _run(command: Sequence[str], progress: Callable[[str], None]) -> None:
     finally:
         children.end(process)
     if code:
-        last = "\n".join(lines)
-        raise PalestraError(f"`{' '.join(command[:5])} …` failed:\n{last}")
+        raise PalestraError("\n".join([f"`{' '.join(command[:5])} …` failed:", *lines]))
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> Path:
@@ -133,19 +132,15 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> Path:
 
 def serve_command(python: Path, file: Path, env: Mapping[str, Any], openai: Mapping[str, Any]) -> list[str]:
     """`FILE serve` with settings in the form that atroposlib's command line takes."""
-    command = _command(python, file, "serve")
+    words = command(python, file, "serve")
     for section, values in (("env", env), ("openai", openai)):
         for name, value in values.items():
-            command += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-    return command
+            words += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
 
 
-def process_command(python: Path, file: Path, config: Path) -> list[str]:
-    """`FILE process`, with all its settings in a YAML file: a token on a command line is seen by others."""
-    return _command(python, file, "process", "--config", config)
-
-
-def _command(python: Path, file: Path, *words: object) -> list[str]:
+def command(python: Path, file: Path, *words: object) -> list[str]:
+    """`FILE WORDS…` in the environment's own Python, as an isolated child."""
     package, roots = package_of(file)
     paths = os.pathsep.join(map(str, roots))
     return children.isolated("--path", file.resolve().parent, _CHILD, paths, package, file, *words, python=python)
@@ -188,8 +183,8 @@ class AtroposEnv:
             "base_url": TRAINER_URL,
             "health_check": False,  # it would ask the model every second
         }
-        command = serve_command(self.python(), self.file, {**env, **self.env}, {**server, **self.openai})
-        os.execve(command[0], command, env_process_environment(self.env))
+        words = serve_command(self.python(), self.file, {**env, **self.env}, {**server, **self.openai})
+        os.execve(words[0], words, env_process_environment(self.env))
 
     def process(self, config: RunConfig, groups: int, out: Path) -> NoReturn:
         """Replace this process by the environment, which attempts some problems with the model at openai.base_url."""
@@ -222,9 +217,10 @@ class AtroposEnv:
         settings.unlink(missing_ok=True)
         with open_private(settings) as written:
             written.write(yaml.safe_dump({"env": env, "openai": server}).encode())
-        command = process_command(python, self.file, settings.resolve())
+        # all its settings are in a file: a token on a command line is seen by others
+        words = command(python, self.file, "process", "--config", settings.resolve())
         # environments that use managed_server need the tokens only to train
-        os.execve(command[0], command, env_process_environment(env) | {"ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "1"})
+        os.execve(words[0], words, env_process_environment(env) | {"ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "1"})
 
 
 def cached_tokenizer(model: str) -> Path:

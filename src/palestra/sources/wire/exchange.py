@@ -8,9 +8,9 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from palestra.core.errors import PalestraError
 from palestra.sources.wire import journal
@@ -33,22 +33,17 @@ class UnknownEnv(PalestraError):
     """An env_id that was never registered."""
 
 
-@dataclass(frozen=True, slots=True)
-class RegisteredEnv:
+class RegisteredEnv(EnvRegistration):
     """A registered environment."""
 
     id: int
     name: str
     desired_name: str
     weight: float
-    max_token_length: int
-    group_size: int
-    min_batch_allocation: float | None
     connected: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One batch: its number, and the groups as JSON."""
 
     number: int
@@ -131,19 +126,17 @@ class Exchange:
         if len(self.envs) >= _MAX_ENVS:
             raise QueueFull(f"{_MAX_ENVS} environments have registered; reset the API, or give it another --folder")
         desired = request.desired_name or "env"
+        named = {"id": len(self.envs), "name": f"{desired}_{self._names[desired]}", "desired_name": desired}
         weight = 1.0 if request.weight is None else request.weight
-        env = RegisteredEnv(
-            len(self.envs), f"{desired}_{self._names[desired]}", desired, weight, request.max_token_length,
-            request.group_size, request.min_batch_allocation,
-        )  # fmt: skip
+        env = RegisteredEnv(**request.model_dump() | named | {"weight": weight})
         self._names[desired] += 1
         self.envs.append(env)
-        await self.journal.do(journal.save_env(asdict(env)))
+        await self.journal.do(journal.save_env(env.model_dump()))
         return env
 
     async def disconnect_env(self, env_id: int) -> None:
-        env = self.envs[env_id] = replace(self.env(env_id), connected=False)
-        await self.journal.do(journal.save_env(asdict(env)))
+        env = self.envs[env_id] = self.env(env_id).model_copy(update={"connected": False})
+        await self.journal.do(journal.save_env(env.model_dump()))
 
     def env(self, env_id: int) -> RegisteredEnv:
         if not 0 <= env_id < len(self.envs):
@@ -188,16 +181,13 @@ class Exchange:
             )
 
     def _check_room(self, sequences: int, size: int) -> None:
+        full = None
         if self.waiting_sequences + self._writing + sequences > self.max_waiting:
-            raise QueueFull(
-                f"{self.waiting_sequences} sequences wait already and {self.max_waiting} may; "
-                "try again when the trainer has taken some"
-            )
-        if self.waiting_bytes + self._writing_bytes + size > self.max_bytes:
-            raise QueueFull(
-                f"{self.waiting_bytes // MIB} MiB wait already and {self.max_bytes // MIB} may; "
-                "try again when the trainer has taken some"
-            )
+            full = f"{self.waiting_sequences} sequences wait already and {self.max_waiting} may"
+        elif self.waiting_bytes + self._writing_bytes + size > self.max_bytes:
+            full = f"{self.waiting_bytes // MIB} MiB wait already and {self.max_bytes // MIB} may"
+        if full:
+            raise QueueFull(f"{full}; try again when the trainer has taken some")
 
     async def take(
         self, after: int | None = None, saved: int | None = None, step: int | None = None
@@ -317,9 +307,9 @@ class Exchange:
     def _free_of_others(self, env_id: int) -> int:
         """Sequences of other environments beyond what their own minimum will take."""
         batch_size = self.registration.batch_size if self.registration else 0
-        counts: dict[int | None, int] = {}
+        counts = Counter[int | None]()
         for group in self.waiting:
-            counts[group.env_id] = counts.get(group.env_id, 0) + group.sequences
+            counts[group.env_id] += group.sequences
         theirs = {e.id: int(batch_size * (e.min_batch_allocation or 0.0)) for e in self.envs if e.connected}
         return sum(max(0, n - (0 if e is None else theirs.get(e, 0))) for e, n in counts.items() if e != env_id)
 
@@ -339,8 +329,14 @@ def next_batch(
     and the others fill the rest.
     """
     oldest = _oldest_exactly(queue, batch_size)
-    required = _required_sequences(minimums or {}, batch_size)
-    if oldest is None or all(_count(oldest, env_id) >= least for env_id, least in required.items()):
+    # shares of more than the whole batch are scaled down together
+    scale = 1.0 / max(1.0, sum((minimums or {}).values()))
+    counts = {env_id: int(batch_size * share * scale + 1e-9) for env_id, share in (minimums or {}).items()}
+    required = {env_id: count for env_id, count in counts.items() if count}
+    present = Counter[int | None]()
+    for group in oldest or ():
+        present[group.env_id] += group.sequences
+    if oldest is None or all(present[env_id] >= least for env_id, least in required.items()):
         return oldest
     return _with_minimums(queue, batch_size, required)
 
@@ -388,14 +384,3 @@ def _choose(options: Sequence[Sequence[int]], total: int) -> list[int] | None:
         chosen.append(next(a for a in amounts if a <= total and rest >> (total - a) & 1))
         total -= chosen[-1]
     return chosen
-
-
-def _required_sequences(minimums: Mapping[int, float], batch_size: int) -> dict[int, int]:
-    """Shares as sequences; shares of more than the whole batch are scaled down together."""
-    scale = 1.0 / max(1.0, sum(minimums.values()))
-    counts = {env_id: int(batch_size * share * scale + 1e-9) for env_id, share in minimums.items()}
-    return {env_id: count for env_id, count in counts.items() if count}
-
-
-def _count(groups: Sequence[Queued], env_id: int) -> int:
-    return sum(group.sequences for group in groups if group.env_id == env_id)

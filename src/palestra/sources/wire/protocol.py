@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -161,7 +161,10 @@ class ScoredGroup(Body):
         if 0 in lengths:
             raise ValueError(f"tokens: sequence {lengths.index(0)} is empty")
         for name in (*_PER_SEQUENCE, *_PER_TOKEN):
-            _agree(name, len(lengths), getattr(self, name))
+            if (rows := getattr(self, name)) is not None and len(rows) != len(lengths):
+                raise ValueError(
+                    f"{name} has {len(rows)} entries; expected one for each of the {len(lengths)} sequences"
+                )
         for name in _PER_TOKEN:
             for i, row in enumerate(getattr(self, name) or ()):
                 if len(row) != lengths[i]:
@@ -188,11 +191,6 @@ _PER_TOKEN = (
 )  # fmt: skip
 
 
-def _agree(name: str, sequences: int, rows: Sequence[Any] | None) -> None:
-    if rows is not None and len(rows) != sequences:
-        raise ValueError(f"{name} has {len(rows)} entries; expected one for each of the {sequences} sequences")
-
-
 _UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images", "generation_params", "group_overrides")
 
 
@@ -206,13 +204,19 @@ class ModelLimits:
 
 def read_group(columns: Mapping[str, Any], name: str, limits: ModelLimits, policy_version: int) -> Group:
     """The group of columns that were posted; PalestraError where the model cannot take them."""
-    _check_values("scores", columns["scores"])
-    for row in columns.get("advantages") or ():
-        _check_values("advantages", row)
+    for name, row in (("scores", columns["scores"]), *(("advantages", row) for row in columns.get("advantages") or ())):
+        if (wrong := next((value for value in row if not abs(value) <= MAX_VALUE), None)) is not None:  # also for NaN
+            raise PalestraError(
+                f"{name} has {wrong}; expected numbers up to {MAX_VALUE:g}, as float32 can compute with"
+            )
     group = group_from_dict(columns, name, version=policy_version)
     for rollout in group.rollouts:
         for conversation in rollout.conversations:
-            _check([token for turn in conversation.turns for token in turn.token_ids.tolist()], limits)
+            tokens = [token for turn in conversation.turns for token in turn.token_ids.tolist()]
+            if len(tokens) > limits.context_tokens:
+                raise PalestraError(f"a sequence has {len(tokens)} tokens; the model holds {limits.context_tokens}")
+            if (largest := max(tokens, default=0)) >= limits.vocabulary:
+                raise PalestraError(f"token id {largest} is outside of the vocabulary of {limits.vocabulary}")
     return group
 
 
@@ -234,30 +238,10 @@ def write_group(group: Group, env_id: int, mask_truncated: bool) -> dict[str, An
     return columns | {"env_id": env_id}
 
 
-def _check(tokens: Sequence[int], limits: ModelLimits) -> None:
-    if len(tokens) > limits.context_tokens:
-        raise PalestraError(f"a sequence has {len(tokens)} tokens; the model holds {limits.context_tokens}")
-    if (largest := max(tokens, default=0)) >= limits.vocabulary:
-        raise PalestraError(f"token id {largest} is outside of the vocabulary of {limits.vocabulary}")
-
-
-def _check_values(name: str, values: Sequence[float]) -> None:
-    wrong = next((value for value in values if not abs(value) <= MAX_VALUE), None)  # also for NaN
-    if wrong is not None:
-        raise PalestraError(f"{name} has {wrong}; expected numbers up to {MAX_VALUE:g}, which float32 can compute with")
-
-
 _GIVE_UP_S = 600.0
 _SLOW_S = 30.0  # after which a request without an answer is logged
 _MAX_BATCH_BYTES = 4 * 2**30
 _NOT_THIS_API = (200, 404, 405, 501)  # a page instead of JSON, or nothing at that path
-
-
-@dataclass(frozen=True, slots=True)
-class NoBatch:
-    """There is none now; `reason` where the API knows what keeps it from making one."""
-
-    reason: str = ""
 
 
 class ApiUnreachable(PalestraError):
@@ -294,8 +278,8 @@ class WireClient:
 
     async def batch(
         self, after: int, saved: int | None = None, step: int | None = None
-    ) -> tuple[int, list[dict[str, Any]]] | NoBatch:
-        """The number and the groups of the batch that follows number `after`.
+    ) -> tuple[int, list[dict[str, Any]]] | str:
+        """The number and the groups of the batch that follows `after`; if there is none, the reason if one is known.
 
         The API keeps the batches that follow `saved` (default: `after`), so that a killed trainer gets them again.
         `step` is the trainer's, which environments end by.
@@ -311,21 +295,16 @@ class WireClient:
         if answer.get("status") == "error":
             raise PalestraError(f"{self.url}/batch: {answer.get('message')}. Was it reset during the run?")
         groups = answer.get("batch")
-        return (int(answer.get("number", after + 1)), groups) if groups else NoBatch(answer.get("message") or "")
+        return (int(answer.get("number", after + 1)), groups) if groups else answer.get("message") or ""
 
     async def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, method: str | None = None, key: str | None = None
     ) -> dict[str, Any]:
         """The response; a post with a `key` counts once, however often it is repeated."""
         gone_s = self.give_up_s if self.gone_s is None else self.gone_s
-        request = Request(
-            f"{self.url.rstrip('/')}{path}",
-            body,
-            method or "",
-            self.token,
-            {"Idempotency-Key": key} if key else {},
-            max_bytes=_MAX_BATCH_BYTES,
-        )
+        headers = {"Idempotency-Key": key} if key else {}
+        url = f"{self.url.rstrip('/')}{path}"
+        request = Request(url, body, method or "", self.token, headers, max_bytes=_MAX_BATCH_BYTES)
         retries = Retries(busy_s=self.give_up_s, unreachable_s=gone_s)
         asking = asyncio.ensure_future(ask_async(request, retries))
         try:

@@ -1,17 +1,8 @@
 """The trajectory API: environments post scored groups, a trainer takes batches. The HTTP around an Exchange.
 
-    GET  /                                          POST /register          a trainer
-    POST /register-env, /disconnect-env             GET  /status-env        an environment
-    POST /scored_data, /scored_data_list            groups in
-    POST /batch                                     a batch out: exactly batch_size sequences, or null
-    POST /reset_data                                forget everything
-    GET  /status, /info, /wandb_info, /latest_example
-
-The protocol's own clients ask for /batch and /reset_data by GET, which stays; the guard refuses it from web pages.
 Beyond the protocol, for delivery exactly once: a post may carry an `Idempotency-Key`, and is then accepted once
 however often it is repeated; `/batch?after=N&saved=M&step=S` names the last batch that the trainer has, the last one
-in a checkpoint and the trainer's step, so that a lost response can be repeated and a killed trainer gets its batches
-again. `/status` also says how many groups have arrived, how many posts were refused, and why.
+in a checkpoint and the trainer's step, so that a lost response can be repeated and a killed trainer gets its batches.
 """
 
 from __future__ import annotations
@@ -23,6 +14,7 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 from starlette.applications import Starlette
@@ -46,7 +38,7 @@ _LARGE = 4 * MIB
 _LARGE_AT_ONCE = 4
 _GROUPS = TypeAdapter(list[ScoredGroup])
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[dict[str, Any] | Response]]
 
 
 def trajectory_app(
@@ -66,6 +58,7 @@ def trajectory_app(
         yield
         exchange.close()
 
+    # the protocol's own clients change by GET, too; the guard refuses that from web pages
     post, get, both = ["POST"], ["GET"], ["GET", "POST"]
     routes: list[tuple[str, Handler, list[str]]] = [
         ("/", api.root, get),
@@ -82,29 +75,26 @@ def trajectory_app(
         ("/latest_example", api.latest_example, get),
         ("/reset_data", api.reset_data, both),
     ]
-    app = make_app(
-        [Route(path, _answered(handler), methods=methods) for path, handler, methods in routes],
-        token=token,
-        lifespan=lifespan,
-    )
+    answered = [Route(path, _answered(handler), methods=methods) for path, handler, methods in routes]
+    app = make_app(answered, token=token, lifespan=lifespan)
     app.state.exchange = exchange
     return app
 
 
-def _answered(handler: Handler) -> Handler:
+def _answered(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     """The exchange's refusals as HTTP statuses. A client of the protocol repeats a 5xx and drops what got a 4xx."""
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(request)
+            found = await handler(request)
+            return found if isinstance(found, Response) else JSONResponse(found)
         except QueueFull as full:
             raise refuse(503, str(full), retry_after_s=1) from None
         except UnknownEnv as unknown:
             raise refuse(404, str(unknown)) from None
         except sqlite3.Error as error:
-            raise refuse(
-                503, f"the journal cannot be written ({error}); nothing was accepted", retry_after_s=5
-            ) from None
+            reason = f"the journal cannot be written ({error}); nothing was accepted"
+            raise refuse(503, reason, retry_after_s=5) from None
 
     return answer
 
@@ -123,89 +113,83 @@ class _Api:
         self._exchange = exchange
         self._posts = PostReader(max_body)
 
-    async def root(self, request: Request) -> Response:
-        return JSONResponse({"message": "Palestra trajectory API"})
+    async def root(self, request: Request) -> dict[str, Any]:
+        return {"message": "Palestra trajectory API"}
 
-    async def register(self, request: Request) -> Response:
-        return JSONResponse({"uuid": await self._exchange.register(await read_model(request, Registration))})
+    async def register(self, request: Request) -> dict[str, Any]:
+        return {"uuid": await self._exchange.register(await read_model(request, Registration))}
 
-    async def register_env(self, request: Request) -> Response:
+    async def register_env(self, request: Request) -> dict[str, Any]:
         env = await self._exchange.register_env(await read_model(request, EnvRegistration))
         if env is None:
-            return JSONResponse({"status": "wait for trainer to start"})
+            return {"status": "wait for trainer to start"}
         settings = self._exchange.registration
         assert settings is not None
-        return JSONResponse(
-            {
-                "status": "success",
-                "env_id": env.id,
-                "wandb_name": env.name,
-                "checkpoint_dir": settings.checkpoint_dir,
-                "starting_step": self._exchange.step,
-                "checkpoint_interval": settings.save_checkpoint_interval,
-                "num_steps": settings.num_steps,
-            }
-        )
+        return {
+            "status": "success",
+            "env_id": env.id,
+            "wandb_name": env.name,
+            "checkpoint_dir": settings.checkpoint_dir,
+            "starting_step": self._exchange.step,
+            "checkpoint_interval": settings.save_checkpoint_interval,
+            "num_steps": settings.num_steps,
+        }
 
-    async def disconnect_env(self, request: Request) -> Response:
+    async def disconnect_env(self, request: Request) -> dict[str, Any]:
         await self._exchange.disconnect_env((await read_model(request, EnvIdentifier)).env_id)
-        return JSONResponse({"status": "success"})
+        return {"status": "success"}
 
-    async def wandb_info(self, request: Request) -> Response:
+    async def wandb_info(self, request: Request) -> dict[str, Any]:
         settings = self._exchange.registration
         group, project = (settings.wandb_group, settings.wandb_project) if settings else (None, None)
-        return JSONResponse({"group": group, "project": project})
+        return {"group": group, "project": project}
 
-    async def info(self, request: Request) -> Response:
+    async def info(self, request: Request) -> dict[str, Any]:
         settings = self._exchange.registration
         batch_size, max_token_len = (settings.batch_size, settings.max_token_len) if settings else (-1, -1)
-        return JSONResponse({"batch_size": batch_size, "max_token_len": max_token_len})
+        return {"batch_size": batch_size, "max_token_len": max_token_len}
 
-    async def scored_data(self, request: Request) -> Response:
-        return JSONResponse({"status": await self._accept(request, await self._posts.read(request))})
+    async def scored_data(self, request: Request) -> dict[str, Any]:
+        return {"status": await self._accept(request, await self._posts.read(request))}
 
-    async def scored_data_list(self, request: Request) -> Response:
+    async def scored_data_list(self, request: Request) -> dict[str, Any]:
         groups = await self._posts.read(request, is_list=True)
-        return JSONResponse({"status": await self._accept(request, groups), "groups_processed": len(groups)})
+        return {"status": await self._accept(request, groups), "groups_processed": len(groups)}
 
     async def _accept(self, request: Request, groups: list[PostedGroup]) -> str:
         key = request.headers.get("idempotency-key")
         if key is not None and len(key) > _MAX_KEY:
             raise refuse(400, f"the Idempotency-Key has {len(key)} characters; up to {_MAX_KEY} are kept")
-        new = await self._exchange.add(groups, key)
-        return "received" if new else "received before"
+        return "received" if await self._exchange.add(groups, key) else "received before"
 
-    async def batch(self, request: Request) -> Response:
+    async def batch(self, request: Request) -> dict[str, Any] | Response:
         after, saved, step = (_batch_number(request, name) for name in ("after", "saved", "step"))
         if self._exchange.registration is None:
-            message = "no trainer is registered; call POST /register first"
-            return JSONResponse({"batch": None, "status": "error", "message": message})
+            return {"batch": None, "status": "error", "message": "no trainer is registered; call POST /register first"}
         delivery = await self._exchange.take(after, saved, step)
         if delivery is None:
             reason = self._exchange.why_no_batch()
-            return JSONResponse({"batch": None} | ({"message": reason} if reason else {}))
+            return {"batch": None, **({"message": reason} if reason else {})}
         body = b'{"number": %d, "batch": [%s]}' % (delivery.number, b", ".join(delivery.groups))
         return Response(body, media_type="application/json")
 
-    async def status(self, request: Request) -> Response:
+    async def status(self, request: Request) -> dict[str, Any]:
         tally: Tally = request.app.state.tally
-        return JSONResponse(
-            {
-                "current_step": self._exchange.step,
-                "queue_size": len(self._exchange.waiting),
-                "environments": sum(env.connected for env in self._exchange.envs),
-                "groups_accepted": self._exchange.accepted,
-                "posts_refused": tally.refused,
-                "last_refusal": tally.reason,
-            }
-        )
+        return {
+            "current_step": self._exchange.step,
+            "queue_size": len(self._exchange.waiting),
+            "environments": sum(env.connected for env in self._exchange.envs),
+            "groups_accepted": self._exchange.accepted,
+            "posts_refused": tally.refused,
+            "last_refusal": tally.reason,
+        }
 
-    async def status_env(self, request: Request) -> Response:
-        return JSONResponse(self._exchange.env_status((await read_model(request, EnvIdentifier)).env_id))
+    async def status_env(self, request: Request) -> dict[str, Any]:
+        return self._exchange.env_status((await read_model(request, EnvIdentifier)).env_id)
 
-    async def latest_example(self, request: Request) -> Response:
+    async def latest_example(self, request: Request) -> dict[str, Any] | Response:
         if self._exchange.latest is None:
-            return JSONResponse({name: [] for name in _ABSENT})
+            return {name: [] for name in _ABSENT}
         return Response(self._exchange.latest, media_type="application/json")
 
     async def reset_data(self, request: Request) -> Response:
@@ -227,8 +211,7 @@ class PostReader:
 
     async def read(self, request: Request, *, is_list: bool = False) -> list[PostedGroup]:
         size = request.headers.get("content-length", "")
-        is_small = size.isdecimal() and int(size[:12]) <= _LARGE and "content-encoding" not in request.headers
-        if is_small:
+        if size.isdecimal() and int(size[:12]) <= _LARGE and "content-encoding" not in request.headers:
             return _parse(await read_body(request, self._max_body), is_list)
         async with self._reading:
             body = await read_body(request, self._max_body)
@@ -245,13 +228,9 @@ def _parse(body: bytes, is_list: bool) -> list[PostedGroup]:
 
 async def _parse_apart(body: bytes, is_list: bool) -> list[PostedGroup]:
     command = [sys.executable, "-P", "-m", "palestra.sources.wire.server", "list" if is_list else "one"]
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=clean_environment(),
-        start_new_session=True,
+        *command, stdin=pipe, stdout=pipe, stderr=null, env=clean_environment(), start_new_session=True
     )
     try:
         output, _ = await process.communicate(body)

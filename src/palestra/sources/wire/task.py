@@ -25,7 +25,7 @@ from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import completer_of
 from palestra.servers.web import Server, Tally, open_port, url_of
-from palestra.sources.wire.protocol import ModelLimits, NoBatch, WireClient, read_group, unused_columns
+from palestra.sources.wire.protocol import ModelLimits, WireClient, read_group, unused_columns
 from palestra.train.evaluation import Evaluator
 from palestra.train.tasks import OWN_LOOP, EnvironmentTask, Parts
 
@@ -117,7 +117,9 @@ class StallWatch:
         posts = int(status.get("posts_refused", 0)) - self._refused_posts
         refused = self.inference.refused - self._before.refused
         answered = self.inference.answered - self._before.answered
-        repeats, line = repeated_trouble(_read_from(self.log, self._log_start))
+        # the text since the last group, of a long one the end; all of it where the file was shortened since
+        text = read_from(self.log, self._log_start)[0][-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
+        repeats, line = repeated_trouble(text)
         is_idle = not (answered or refused or posts or self.inference.running)
         parts = [f"{answered} requests to the model were answered"]
         if is_idle and _NO_CONNECTION.search(line):
@@ -176,11 +178,6 @@ def shorten_log(path: Path) -> None:
             file.seek(0)
             file.write(b"(earlier lines were left out)\n" + tail)
             file.truncate()
-
-
-def _read_from(path: Path, start: int) -> str:
-    """The text since byte `start`, of a long one the end; all of it where the file was shortened since."""
-    return read_from(path, start)[0][-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +317,9 @@ class WireSource:
         self.stalls.begin()
         while True:
             delivery = await self.client.batch(self.batch, self.saved if self.keeps_batches else None, self.step)
-            if not isinstance(delivery, NoBatch):
+            if not isinstance(delivery, str):
                 return delivery
-            self._note_once("no batch", delivery.reason)
+            self._note_once("no batch", delivery)
             self.check()
             await self.stalls.check()
             await asyncio.sleep(_POLL_S)

@@ -109,8 +109,10 @@ class EnvironmentWorker:
         try:
             while not (status := await self._trainer_status()).is_over:
                 if status.step != noted_step:
-                    noted_step = status.step
-                    self._note_progress(status)
+                    noted_step, recent = status.step, self.recent_scores
+                    mean = f", recent mean score {sum(recent) / len(recent):.2f}" if recent else ""
+                    steps = f"step {status.step}/{status.num_steps}"
+                    self.watcher.note(f"{steps}: {self.posted_groups} groups posted{mean}")
                 most = max(1, self.config.rollout.max_open_episodes // self.config.rollout.group_size)
                 for _ in range(min(status.room_groups, most) - len(running)):
                     running.add(asyncio.create_task(self._one_group(source)))
@@ -124,11 +126,6 @@ class EnvironmentWorker:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-    def _note_progress(self, status: TrainerStatus) -> None:
-        recent = self.recent_scores
-        mean = f", recent mean score {sum(recent) / len(recent):.2f}" if recent else ""
-        self.watcher.note(f"step {status.step}/{status.num_steps}: {self.posted_groups} groups posted{mean}")
 
     def _source(self, collector: CollectsGroups) -> ProblemSource:
         """The first environment draws problems and seeds as the trainer's own process would, the next ones others."""

@@ -81,20 +81,14 @@ def test_each_attempt_has_a_server_of_its_own_unless_it_is_shared(command):
             assert has_ended(int(pid))
 
 
-def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path):
-    file = tmp_path / "broken.py"
-    file.write_text("raise SystemExit('no database here')")
+def test_a_server_that_does_not_start_is_told_with_its_last_words():
     with pytest.raises(PalestraError, match=r"did not start.*no database here"):
-        McpConnection(McpServer([sys.executable, str(file)]))
+        McpConnection(McpServer([sys.executable, "-c", "raise SystemExit('no database here')"]))
     with pytest.raises(PalestraError, match="did not start"):
         McpConnection(McpServer("/no/such/program"))
-
-
-def test_a_server_that_says_nothing_is_given_up_after_its_time(tmp_path):
-    file = tmp_path / "mute.py"
-    file.write_text("import time; time.sleep(60)")
+    mute = [sys.executable, "-IS", "-c", "import time; time.sleep(60)"]
     with pytest.raises(PalestraError, match=r"no answer within 0\.3 s"):
-        McpConnection(McpServer([sys.executable, "-IS", str(file)], start_timeout_s=0.3))
+        McpConnection(McpServer(mute, start_timeout_s=0.3))
 
 
 def test_two_tools_of_one_name_are_refused(command):

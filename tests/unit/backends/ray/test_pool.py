@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,30 @@ class Room:
             while not condition():
                 await asyncio.sleep(0.001)
 
+    def collect_with(self, *steps: tuple[Any, Any]) -> list[Group]:
+        """Collect; each action is done as soon as its condition holds."""
+
+        async def scenario() -> list[Group]:
+            work = asyncio.create_task(self.collect())
+            for condition, act in steps:
+                await self.until(condition)
+                act()
+            return await work
+
+        return self.runner.run(scenario())
+
+    def is_busy(self) -> bool:
+        return self.pool.actors == 2 and all(member.groups == 3 for member in self.pool._members)
+
+    def lose_head(self) -> None:
+        self.cluster.lost = "the head does not answer"
+
+
+def seconds_later(seconds: float) -> Any:
+    """A condition that holds from then on."""
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() > until
+
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Runner]:
@@ -103,25 +128,23 @@ def tokens(groups: list[Group]) -> list[int]:
     return [int(g.rollouts[0].turns[0].token_ids[0]) for g in groups]
 
 
-def test_groups_come_in_the_order_of_their_problems_and_are_shared_out_evenly(runner: asyncio.Runner) -> None:
+def test_groups_come_in_the_order_of_their_problems_evenly_from_actors_that_a_closed_pool_ends(
+    runner: asyncio.Runner,
+) -> None:
     room = Room(runner)
     room.pace.set()
     assert tokens(runner.run(room.collect())) == [0, 1, 2, 3, 4, 5]
     assert sorted(len(actor.sampled) for actor in room.cluster.launched) == [3, 3]
+    room.pool.close()
+    assert room.cluster.closed
+    assert all(actor.ended for actor in room.cluster.launched)
 
 
 def test_every_group_comes_once_though_an_actor_is_killed_with_three_of_them(runner: asyncio.Runner) -> None:
     room = Room(runner)
-
-    async def scenario() -> list[Group]:
-        work = asyncio.create_task(room.collect())
-        await room.until(lambda: room.pool.actors == 2 and all(m.groups == 3 for m in room.pool._members))
-        room.cluster.launched[0].kill()
-        await room.until(lambda: room.pool.lost_groups == 3)
-        room.pace.set()
-        return await work
-
-    assert tokens(runner.run(scenario())) == [0, 1, 2, 3, 4, 5]
+    kill = (room.is_busy, lambda: room.cluster.launched[0].kill())
+    groups = room.collect_with(kill, (lambda: room.pool.lost_groups == 3, room.pace.set))
+    assert tokens(groups) == [0, 1, 2, 3, 4, 5]
     assert Counter(key for actor in room.cluster.launched for key in actor.sampled) == dict.fromkeys(KEYS, 1)
     assert room.cluster.launched[0].ended
     runner.run(room.until(lambda: room.pool.actors == 2))  # its place is filled again
@@ -144,19 +167,11 @@ def test_weights_that_come_while_an_actor_is_built_reach_it_before_its_first_gro
     room = Room(runner, room=0)
     room.pace.set()
 
-    async def begin() -> asyncio.Task[list[Group]]:
-        work = asyncio.create_task(room.collect())
-        await asyncio.sleep(0.01)
-        return work
+    def update() -> None:
+        room.pool.update(PackedWeights(7, {}))  # no actor has joined yet
+        room.cluster.room = 2
 
-    work = runner.run(begin())
-    room.pool.update(PackedWeights(7, {}))  # nobody has joined yet
-    room.cluster.room = 2
-
-    async def end() -> list[Group]:
-        return await work
-
-    assert room.versions(runner.run(end())) == {7}
+    assert room.versions(room.collect_with((lambda: room.cluster.launched, update))) == {7}
 
 
 def test_an_actor_that_does_not_take_new_weights_is_replaced(runner: asyncio.Runner) -> None:
@@ -167,7 +182,7 @@ def test_an_actor_that_does_not_take_new_weights_is_replaced(runner: asyncio.Run
     room.cluster.refuses_weights = lambda actor: actor is stuck
     room.pool.update(PackedWeights(2, {}))
     assert room.versions(runner.run(room.collect())) == {2}
-    assert stuck.ended
+    runner.run(room.until(lambda: stuck.ended))
 
 
 def test_a_group_that_takes_one_actor_after_the_other_with_it_ends_the_run(runner: asyncio.Runner) -> None:
@@ -195,27 +210,13 @@ def test_a_model_that_takes_long_to_load_is_no_lack_of_room(runner: asyncio.Runn
     room = Room(runner, timeout_s=0.05)
     room.pace.set()
     room.cluster.loading.clear()
-
-    async def scenario() -> list[Group]:
-        work = asyncio.create_task(room.collect())
-        await asyncio.sleep(0.15)
-        room.cluster.loading.set()
-        return await work
-
-    assert tokens(runner.run(scenario())) == [0, 1, 2, 3, 4, 5]
+    assert tokens(room.collect_with((seconds_later(0.15), room.cluster.loading.set))) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_lost_head_ends_what_is_under_way_with_the_reason(runner: asyncio.Runner) -> None:
     room = Room(runner)
-
-    async def scenario() -> None:
-        work = asyncio.create_task(room.collect())
-        await room.until(lambda: room.pool.actors == 2)
-        room.cluster.lost = "the head does not answer"
-        await work
-
     with pytest.raises(PalestraError, match=r"the head does not answer\. Start a cluster again, and resume the run"):
-        runner.run(scenario())
+        room.collect_with((lambda: room.pool.actors == 2, room.lose_head))
     with pytest.raises(PalestraError, match="the head does not answer"):
         runner.run(room.collect())
 
@@ -223,18 +224,14 @@ def test_a_lost_head_ends_what_is_under_way_with_the_reason(runner: asyncio.Runn
 def test_a_head_that_dies_with_one_of_its_actors_is_not_asked_what_it_has(runner: asyncio.Runner) -> None:
     room = Room(runner)
 
-    async def scenario() -> None:
-        work = asyncio.create_task(room.collect())
-        await room.until(lambda: room.pool.actors == 2 and all(m.groups == 3 for m in room.pool._members))
+    def die() -> None:
         room.cluster.dying = True
         room.cluster.launched[0].kill()
-        await room.until(lambda: room.pool.actors == 1)
-        await asyncio.sleep(0.15)  # longer than the others are waited for
-        room.cluster.lost = "the head does not answer"
-        await work
 
+    gone: list[Any] = []  # longer than the others are waited for
+    one_left = (lambda: room.pool.actors == 1, lambda: gone.append(seconds_later(0.15)))
     with pytest.raises(PalestraError, match="the head does not answer"):
-        runner.run(scenario())
+        room.collect_with((room.is_busy, die), one_left, (lambda: gone[0](), room.lose_head))
     assert not room.cluster.asked_while_dying
 
 
@@ -256,27 +253,15 @@ def test_an_actor_that_cannot_be_built_ends_the_run_instead_of_being_tried_for_e
         runner.run(PoolCollector(room.pool, recipe, True, lambda size: 4).collect(PROBLEMS, 2, KEYS))
 
 
-def test_a_closed_pool_ends_its_actors(runner: asyncio.Runner) -> None:
-    room = Room(runner)
-    room.pace.set()
-    runner.run(room.collect())
-    room.pool.close()
-    assert room.cluster.closed
-    assert all(actor.ended for actor in room.cluster.launched)
-
-
 def test_an_actor_has_no_more_groups_than_it_may_have_open(runner: asyncio.Runner) -> None:
-    room = Room(runner, size=1, room=1)
+    room, most = Room(runner, size=1, room=1), list[int]()
 
-    async def scenario() -> list[Group]:
-        work = asyncio.create_task(room.collect())
-        await room.until(lambda: room.pool.actors == 1 and room.pool._members[0].groups == 4)
-        await asyncio.sleep(0.03)
-        assert room.pool._members[0].groups == 4
-        room.pace.set()
-        return await work
+    def full() -> bool:
+        most.append(max((member.groups for member in room.pool._members), default=0))
+        return most.count(4) > 30  # for a while
 
-    assert tokens(runner.run(scenario())) == [0, 1, 2, 3, 4, 5]
+    assert tokens(room.collect_with((full, room.pace.set))) == [0, 1, 2, 3, 4, 5]
+    assert max(most) == 4
     assert room.collector.groups_at_once(2) == 4
 
 

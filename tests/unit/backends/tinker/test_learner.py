@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_tinker import VOCABULARY, FakeServer, scored
 
 from palestra.algo.batch import Batch
-from palestra.algo.losses import Objective, policy_loss, token_weights
-from palestra.algo.step_loss import StepLoss, world_model_loss
+from palestra.algo.losses import Objective
+from palestra.algo.step_loss import LossTokens, StepLoss
 from palestra.backends.tinker.learner import TinkerLearner, gradient_norm
 from palestra.backends.tinker.model import TinkerModel
 from palestra.core.config import RunConfig
@@ -56,56 +56,14 @@ def old_of(samples: list[Sample], known: float = 1.0) -> list[Array]:
 def expected_gradient(batch: Batch, loss: StepLoss) -> torch.Tensor:
     """Of the bigram table at 0, by our own loss over all tokens at once."""
     table = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64, requires_grad=True)
-    samples = list(batch.samples())
-    row_logprobs = [scored(table, s.token_ids[:-1].tolist(), torch.tensor(s.token_ids[1:]).long()) for s in samples]
-
-    def flat(values: Any, mask: str) -> torch.Tensor:
-        pairs = zip(values, samples, strict=True)
-        return torch.cat([torch.tensor(np.asarray(v))[1:][getattr(s, mask)[1:].copy()] for v, s in pairs]).double()
-
-    def picked(mask: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        masks = [torch.from_numpy(getattr(s, mask)[1:].copy()) for s in samples]
-        own = torch.cat([lp[m] for lp, m in zip(row_logprobs, masks, strict=True)])
-        lengths = torch.tensor([int(m.sum()) for m in masks])
-        return own, torch.repeat_interleave(torch.arange(len(samples)), lengths), lengths
-
-    own, row, lengths = picked("policy_mask")
-
-    def known(values: Any) -> torch.Tensor:
-        found = flat(values, "policy_mask")
-        return torch.where(found.isnan(), own.detach(), found)
-
-    token_loss, _ = policy_loss(
-        loss.objective,
-        own,
-        None if batch.old_logprobs is None else known(batch.split(batch.old_logprobs)),
-        row,
-        flat([s.advantages for s in samples], "policy_mask"),
-        rows=len(samples),
-        sampler_logprobs=known([s.logprobs for s in samples]),
-        ref_logprobs=None if batch.ref_logprobs is None else known(batch.split(batch.ref_logprobs)),
-    )
-    weights = token_weights(
-        loss.objective.loss,
-        row,
-        lengths,
-        rows_total=loss.rows,
-        tokens_total=loss.tokens_total,
-        max_completion_length=16,
-    )
-    total = (token_loss * weights).sum()
-    if loss.echo_tokens:
-        own, row, lengths = picked("echo_mask")
-        total = total + loss.echo_coefficient * world_model_loss(
-            own,
-            row,
-            lengths,
-            normalization=loss.echo_normalization,
-            tokens_total=loss.echo_tokens,
-            rows_total=loss.echo_rows,
-            max_sequence_length=loss.longest_row,
-        )
-    total.backward()
+    tokens, at = LossTokens.whole(batch, echo=loss.echo_tokens > 0)
+    first = torch.zeros(1, dtype=torch.float64)  # nothing predicts a row's first token
+    own = [
+        torch.cat([first, scored(table, ids[:-1].tolist(), torch.tensor(ids[1:]).long())])
+        for ids in batch.split(batch.token_ids)
+    ]
+    terms = loss(tokens, torch.cat(own)[torch.from_numpy(at)], None).terms
+    (terms * torch.tensor(loss.weights, dtype=torch.float64)).sum().backward()
     assert table.grad is not None
     return table.grad
 
@@ -197,7 +155,7 @@ def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(where: str) -> Non
             learner.forward_backward(Batch.of([bad]), terms)
     else:
         found = learner.forward_backward(Batch.of(samples[2:]), terms)
-        found.computed = replace(found.terms, row_losses=np.array([1.0, np.nan]))
+        found.terms = replace(found.terms, row_losses=np.array([1.0, np.nan]))
         with pytest.raises(PalestraError, match="group 1: the loss is nan"):
             learner.optim_step(0.1, max_grad_norm=1.0)
     assert learner.optim_step(0.1, max_grad_norm=1.0) == 0.0  # nothing is left of it

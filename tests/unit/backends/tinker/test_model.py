@@ -133,11 +133,9 @@ def test_a_state_that_is_gone_is_told(server, learner):
         learner.forward(Batch.of(rows()))
 
 
-def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_given_up(monkeypatch, server, learner):
     monkeypatch.setattr(model_module, "_POLL_S", 0.01)
     monkeypatch.setattr(model_module, "_GIVE_UP_S", 0.02)
-    server = FakeServer()
-    learner = learner_on(server)
     server.sessions[-1].holder = SimpleNamespace(_base_url="http://127.0.0.1:9")  # nobody listens there
     never: Future[None] = Future()
     with pytest.raises(PalestraError, match=r"session is lost.*127\.0\.0\.1:9.*it has saved no state yet"):
@@ -162,12 +160,9 @@ def test_after_a_refusal_the_next_request_has_a_client_without_a_gap_in_its_numb
     assert server.log == ["session", "create", "cross_entropy", "optim_step", "close interrupted"]
 
 
-def test_a_key_that_is_not_accepted_is_named() -> None:
+def test_a_key_that_is_not_accepted_is_named(server, learner):
     answer = httpx.Response(401, request=httpx.Request("POST", "http://fake"))
-    error = tinker.AuthenticationError("no", response=answer, body={"detail": "unknown key"})
-    server = FakeServer(fails=[])
-    learner = learner_on(server)
-    server.fails = [error]
+    server.fails = [tinker.AuthenticationError("no", response=answer, body={"detail": "unknown key"})]
     with pytest.raises(PalestraError, match="does not accept the key in TINKER_API_KEY: unknown key"):
         learner.forward(Batch.of(rows()))
 
@@ -198,17 +193,13 @@ def test_a_policy_stays_at_its_version_until_it_is_given_the_next(server, learne
     assert sampled(policy).versions.tolist() == [7] * 6
 
 
-def test_a_turn_ends_where_the_context_does(learner):
+def test_a_turn_ends_where_the_context_does_and_weights_from_elsewhere_are_refused(learner):
     policy = TinkerPolicy(learner.model, 8)
     session = policy.open([1, 2, 3])
     turn = asyncio.run(policy.sample(session, SamplingParams(20, seed=1)))
     assert (len(turn.token_ids), turn.finish) == (5, "length")
     empty = asyncio.run(policy.sample(session, SamplingParams(20, seed=1)))
     assert (len(empty.token_ids), empty.finish) == (0, "length")
-
-
-def test_weights_from_elsewhere_are_refused(learner):
-    policy = TinkerPolicy(learner.model, 64)
     with pytest.raises(PalestraError, match="samples the weights that it has trained itself"):
         policy.update(Weights(1, dict))
 

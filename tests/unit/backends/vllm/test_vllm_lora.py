@@ -80,9 +80,13 @@ def test_a_turn_that_a_newer_adapter_overtakes_is_of_its_own_version(fake, conne
 def test_the_end_of_a_run_leaves_nothing_at_the_server_and_on_disk(fake, connect, tmp_path):
     sampler = connect(lora_rank=RANK)
     sampler.update(weights_of(adapted(0), 0))
-    sampler.release()
+    other = connect(lora_rank=RANK)
+    other.update(weights_of(adapted(0), 0))
+    assert sampler.served_model != other.served_model, "two runs at one server never share a name"
+    for each in (sampler, other):
+        each.release()
     assert fake.adapters == {}
-    del sampler
+    del sampler, other, each
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,13 +96,6 @@ def test_the_server_of_another_user_can_read_what_the_umask_allows(tmp_path):
     written = list(folders.write(weights_of(adapted(0), 0)).folder.glob("adapter*"))
     written.append(Weights(0, lambda: {"w": torch.zeros(1)}).save(tmp_path / "whole.safetensors"))
     assert [path.stat().st_mode for path in written] == [(tmp_path / "other").stat().st_mode] * 3
-
-
-def test_two_runs_at_one_server_never_share_a_name(connect):
-    one, other = (connect(lora_rank=RANK) for _ in range(2))
-    for sampler in (one, other):
-        sampler.update(weights_of(adapted(0), 0))
-    assert one.served_model != other.served_model
 
 
 def test_another_base_model_is_found_out_though_its_adapter_is_loaded(connect):
@@ -123,12 +120,10 @@ def test_a_server_that_loads_no_adapters_is_refused_with_what_it_lacks(fake, con
 
 
 def test_a_folder_that_the_server_cannot_read_is_told(connect, tmp_path, monkeypatch):
-    model = adapted(0)
-    monkeypatch.setattr(
-        "palestra.backends.vllm.server.AdapterFolders.write", lambda *_: Adapter("a", 1, tmp_path / "away")
-    )
+    away = Adapter("a", 1, tmp_path / "away")
+    monkeypatch.setattr("palestra.backends.vllm.server.AdapterFolders.write", lambda *_: away)
     with pytest.raises(PalestraError, match=r"No adapter found.*rollout\.weights_folder must be a folder that"):
-        connect(lora_rank=RANK).update(weights_of(model, 0))
+        connect(lora_rank=RANK).update(weights_of(adapted(0), 0))
 
 
 @pytest.mark.parametrize("rank", [0, RANK])

@@ -94,50 +94,35 @@ def test_a_conversation_that_fills_the_context_ends_there(connect):
     assert (len(full.token_ids), full.finish) == (0, "length")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [{}, {"choices": []}, {"choices": [{"token_ids": [1], "logprobs": None, "finish_reason": "stop"}]}],
-)
-def test_an_answer_without_logprobs_fails_its_rollout(answer):
-    with pytest.raises(RolloutError, match="gave no token ids with logprobs"):
-        read_completion(answer, 0)
+ABORTED = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "abort"}
 
 
-def test_an_aborted_turn_fails_its_rollout():
-    choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "abort"}
-    with pytest.raises(RolloutError, match="ended a turn with 'abort'"):
-        read_completion({"choices": [choice]}, 0)
+@pytest.mark.parametrize("choices", [None, [], [ABORTED | {"logprobs": None}], [ABORTED]])
+def test_an_answer_without_logprobs_and_an_aborted_turn_fail_their_rollout(choices):
+    words = "ended a turn with 'abort'" if choices == [ABORTED] else "gave no token ids with logprobs"
+    with pytest.raises(RolloutError, match=words):
+        read_completion({} if choices is None else {"choices": choices}, 0)
 
 
 @pytest.mark.parametrize(
-    ("layer", "complaint"),
+    ("key", "value"),
     [
-        ({"lora.load_in_4bit": True}, "lora.load_in_4bit"),
-        ({"model.engine": "paged"}, "model.engine"),
-        ({"rollout.constrain_tool_calls": True}, "rollout.constrain_tool_calls"),
-        ({"rollout.policy_url": "http://x"}, "rollout.policy_url"),
+        ("lora.load_in_4bit", True), ("model.engine", "paged"), ("rollout.constrain_tool_calls", True),
+        ("rollout.policy_url", "http://x"),
     ],
-)
-def test_settings_that_vllm_cannot_heed_are_refused_by_name(layer, complaint):
-    config = RunConfig.build({"vllm.mode": "server"}, layer)
-    with pytest.raises(PalestraError, match=complaint):
+)  # fmt: skip
+def test_settings_that_vllm_cannot_heed_are_refused_by_name(key, value):
+    config = RunConfig.build({"vllm.mode": "server"}, {key: value})
+    assert config.importance_correction == "token_truncate", "by default with vLLM"
+    with pytest.raises(PalestraError, match=key):
         policy_for(None, None, config)
 
 
-@pytest.mark.parametrize(
-    ("layer", "complaint"),
-    [
-        ({"vllm.url": "http://x"}, "vllm.url is for vllm.mode = server, and that is off"),
-        ({"vllm.mode": "server", "vllm.max_model_len": 9}, "vllm.max_model_len is for vllm.mode = colocate"),
-    ],
-)
-def test_settings_of_another_mode_are_refused(layer, complaint):
-    with pytest.raises(PalestraError, match=complaint):
-        RunConfig.build(layer)
-
-
-def test_importance_correction_is_on_by_default_with_vllm():
-    assert RunConfig.build({"vllm.mode": "server"}).importance_correction == "token_truncate"
+def test_settings_of_another_mode_are_refused():
+    with pytest.raises(PalestraError, match=r"vllm\.url is for vllm\.mode = server, and that is off"):
+        RunConfig.build({"vllm.url": "http://x"})
+    with pytest.raises(PalestraError, match=r"vllm\.max_model_len is for vllm\.mode = colocate"):
+        RunConfig.build({"vllm.mode": "server", "vllm.max_model_len": 9})
 
 
 def test_colocated_vllm_that_is_not_installed_is_told_with_its_remedy(tiny_tokenizer, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_program_in_the_sandbox_reaches_the_model_and_neither_our_files_nor_an
 
     async def run(gateway):
         attempt = open_attempt(gateway)
-        limits = ProgramLimits(timeout_s=30, sandbox=ProgramSandbox(gateway.port, gateway.socket_path))
+        limits = ProgramLimits(timeout_s=30, sandbox=ProgramSandbox(gateway.port, gateway.socket_path).command)
         agent = command_agent([sys.executable, str(script)])
         ended = await agent.run(case, Endpoint(attempt.base_url, attempt.api_key), limits)
         return ended, await attempt.finish()
@@ -74,7 +74,7 @@ def test_a_program_that_hangs_in_the_sandbox_ends_with_all_that_it_has_started(t
     (tmp_path / "agent").mkdir()
     script = tmp_path / "agent" / "hangs.sh"
     script.write_text("sleep 987654 & sleep 987654")
-    limits = ProgramLimits(timeout_s=2.0, sandbox=ProgramSandbox(9, str(tmp_path / "socket")))
+    limits = ProgramLimits(timeout_s=2.0, sandbox=ProgramSandbox(9, str(tmp_path / "socket")).command)
     ended = asyncio.run(command_agent(["sh", str(script)]).run({}, Endpoint("http://127.0.0.1:9/v1", "key"), limits))
     assert ended.stopped == "time"
     assert not [each for each in _command_lines() if "987654" in each]

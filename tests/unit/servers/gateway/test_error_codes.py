@@ -1,4 +1,4 @@
-"""A full context and a used-up token budget are reported in the words by which clients recognise them."""
+"""Errors have the form of their dialect; a full context and a used-up token budget, the words that clients look for."""
 
 import re
 
@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 from real_gateway import open_attempt, with_attempt, with_gateway
-from scripted_model import END, QUESTION, completer
+from scripted_model import END, QUESTION, TOOL, completer
 
 from palestra.core.types import SamplingParams
 
@@ -69,16 +69,82 @@ def test_a_used_up_token_budget_is_recognised_like_a_full_context(tiny_tokenizer
     assert rollout.stop == "truncated"
 
 
-def test_error_codes_are_texts(model):
-    async def ask(gateway):
-        async with httpx.AsyncClient(base_url=open_attempt(gateway).base_url, trust_env=False) as client:
-            answers = [
-                await client.post("/chat/completions", json={"messages": []}),
-                await client.post(f"{gateway.url}/attempt/x/v1/chat/completions", json={}),
-                await client.post("/nothing"),
-                await client.get("/chat/completions"),
-            ]
-        return [answer.json()["error"]["code"] for answer in answers]
+ADD = {"name": "add", "description": "Add.", "input_schema": TOOL["function"]["parameters"]}
+FIELDS = {"model": "any", "max_tokens": 100}
+MESSAGES = {**FIELDS, "messages": [QUESTION]}
+CHAT = {"model": "any", "messages": [QUESTION]}
+RESPONSE = {"model": "any", "input": "hi"}
+NO_SCHEMA = {"type": "json_schema", "json_schema": "x"}
+BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}
 
-    codes = with_gateway(model, ask)
-    assert codes == ["invalid_request", "invalid_api_key", "not_found", "method_not_allowed"]
+MALFORMED = [
+    ("chat/completions", {"model": "any"}, "messages"),
+    ("chat/completions", {**CHAT, "messages": []}, "messages"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "king", "content": "x"}]}, "king"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+    ("chat/completions", {**CHAT, "temprature": 1}, "Did you mean 'temperature'"),
+    ("chat/completions", {**CHAT, "temperature": -1}, "temperature"),
+    ("chat/completions", {**CHAT, "logit_bias": {"1": 2}}, "logit_bias"),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, "no tools"),
+    ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": 3}}, "form"),
+    ("chat/completions", {**CHAT, "response_format": NO_SCHEMA}, "form"),
+    ("chat/completions", {**CHAT, "response_format": BAD_SCHEMA}, "schema"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x " * 9000}]}, "context"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "name"),
+    ("responses", {"model": "any"}, "input"),
+    ("responses", {**RESPONSE, "input": [{"type": "computer_call"}]}, "computer_call"),
+    ("responses", {**RESPONSE, "input": []}, "empty"),
+    ("responses", {**RESPONSE, "background": True}, "background"),
+    ("responses", {**RESPONSE, "include": ["file_search_call.results"]}, "include"),
+    ("messages", {"model": "any", "messages": [QUESTION]}, "max_tokens"),
+    ("messages", {**FIELDS, "messages": []}, "messages"),
+    ("messages", {**FIELDS, "messages": [{"role": "tool", "content": "x"}]}, "tool"),
+    ("messages", {**FIELDS, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+    ("messages", {**FIELDS, "messages": [{"role": "user", "content": 3}]}, "content"),
+    ("messages", {**FIELDS, "messages": [QUESTION, {"role": "assistant", "content": "It"}]}, "prefilled"),
+    ("messages", {**MESSAGES, "temprature": 1}, "Did you mean 'temperature'"),
+    ("messages", {**MESSAGES, "tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "sub"),
+    (
+        "messages",
+        {**FIELDS, "messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, QUESTION]},
+        "tool_use",
+    ),
+]
+RUBBISH = (b"", b"{", b"[]", b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff")
+
+
+def test_a_malformed_request_is_refused_in_the_form_of_its_dialect(model):
+    async def ask(gateway):
+        attempt = open_attempt(gateway)
+        async with httpx.AsyncClient(base_url=f"{gateway.url}/attempt/{attempt.id}/v1", trust_env=False) as client:
+            for path, body, says in MALFORMED:
+                for stream in ({}, {"stream": True}):
+                    answer = await client.post(f"/{path}", json={**body, **stream})
+                    error = answer.json()
+                    assert answer.status_code == 400, (path, body, error)
+                    assert error["error"]["type"] == "invalid_request_error"
+                    assert says in error["error"]["message"], (path, body, error)
+                    assert error.get("type") == ("error" if path == "messages" else None)
+                    assert path == "messages" or error["error"]["code"] in (
+                        "invalid_request",
+                        "context_length_exceeded",
+                    )
+            for content in RUBBISH:
+                assert (await client.post("/chat/completions", content=content)).status_code == 400, content
+            assert (await client.post("/chat/completions?beta=1", json={**CHAT, "max_tokens": 2})).status_code == 200
+            for method, path, status, code in (
+                ("POST", f"{gateway.url}/attempt/x/v1/messages", 401, None),  # Anthropic's errors have no code
+                ("POST", f"{gateway.url}/attempt/x/v1/chat/completions", 401, "invalid_api_key"),
+                ("POST", f"{gateway.url}/v1/nothing", 404, "not_found"),
+                ("POST", f"{gateway.url}/attempt//v1/messages", 404, None),
+                ("POST", f"{gateway.url}/attempt/a/b/v1/messages", 404, None),
+                ("POST", "/nothing", 404, "not_found"),
+                ("GET", "/messages", 405, None),
+                ("GET", "/chat/completions", 405, "method_not_allowed"),
+            ):
+                answer = await client.request(method, path)
+                assert answer.status_code == status, path
+                assert answer.json()["error"]["message"]
+                assert answer.json()["error"].get("code") == code, path
+
+    with_gateway(model, ask)

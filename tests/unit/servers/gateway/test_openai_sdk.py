@@ -110,7 +110,7 @@ def test_stop_sequences_limits_and_choices(model, tiny_tokenizer, with_server):
     with_server(completer(tiny_tokenizer, ["One two"] * 2), stops)
 
 
-def test_answers_keep_to_a_json_schema_in_both_dialects(model, with_server):
+def test_answers_keep_to_a_json_schema_or_a_named_tool_and_the_models_can_be_asked_for(model, with_server):
     async def agent(attempt):
         client = client_of(attempt)
         schema = {"name": "number", "schema": SCHEMA, "strict": True}
@@ -127,16 +127,12 @@ def test_answers_keep_to_a_json_schema_in_both_dialects(model, with_server):
             messages=[QUESTION], response_format={"type": "json_object"}, model="any", max_tokens=5
         )
         assert any_object.choices[0].message.content.lstrip().startswith("{")
-
-    with_server(model, agent)
-
-
-def test_a_named_tool_is_called_once(model, with_server):
-    async def agent(attempt):
+        assert [m.id async for m in client.models.list()] == ["palestra/tiny"]
+        assert (await client.models.retrieve("gpt-5")).id == "gpt-5"
         chosen = {"tool_choice": {"type": "function", "function": {"name": "add"}}, "parallel_tool_calls": False}
         fields = {"model": "any", "messages": [QUESTION], "tools": [TOOL], "temperature": 0, **chosen}
-        answer = await client_of(attempt).chat.completions.create(**fields)
-        assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["add"]
+        answer = await client.chat.completions.create(**fields)
+        assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["add"], "once"
 
     with_server(model, agent)
 
@@ -215,15 +211,6 @@ def test_a_streamed_response_has_all_events_of_its_items(tiny_tokenizer, with_se
     assert final.status == "completed"
     assert final.output_text == "Let me see."
     assert {e.type for e in events} >= {"response.created", "response.output_item.added", "response.completed"}
-
-
-def test_the_models_can_be_asked_for(model, with_server):
-    async def agent(attempt):
-        client = client_of(attempt)
-        assert [m.id async for m in client.models.list()] == ["palestra/tiny"]
-        assert (await client.models.retrieve("gpt-5")).id == "gpt-5"
-
-    with_server(model, agent)
 
 
 def test_an_attempt_that_ends_in_mid_turn_ends_the_requests_of_its_agent(model):

@@ -20,11 +20,6 @@ QUESTION = Message("user", "What is 3 + 4?")
 
 
 @pytest.fixture(scope="module")
-def model():
-    return load_completer("palestra/tiny")
-
-
-@pytest.fixture(scope="module")
 def url(model, serve):
     return serve(inference_app(model))
 
@@ -66,6 +61,10 @@ def test_sglang_form_gives_the_engines_own_ids_and_logprobs(model, http):
     rows = results[0]["meta_info"]["output_token_logprobs"]
     assert [row[1] for row in rows] == first.token_ids.tolist()[: len(rows)]
     assert [row[0] for row in rows] == pytest.approx(first.logprobs.tolist()[: len(rows)], abs=1e-5)
+    single = http.post("/generate", json={"text": "What", "sampling_params": {"max_new_tokens": 2}}).json()
+    assert "output_token_logprobs" not in single["meta_info"], "one object for one completion"
+    several = http.post("/generate", json={"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2}}).json()
+    assert len(several) == 2
 
 
 def test_vllm_form_is_told_apart_by_its_fields(model, http):
@@ -75,16 +74,8 @@ def test_vllm_form_is_told_apart_by_its_fields(model, http):
     assert len(result["text"]) == len(result["finish_reasons"]) == len(result["logprobs"]) == 2
     first = direct(model, ids, max_new_tokens=5, seed=5)
     assert [int(next(iter(entry[0]))) for entry in result["logprobs"][0]] == first.token_ids.tolist()
-    assert [next(iter(entry[0].values())) for entry in result["logprobs"][0]] == pytest.approx(
-        first.logprobs.tolist(), abs=1e-5
-    )
-
-
-def test_single_sglang_request_is_answered_by_one_object(http):
-    result = http.post("/generate", json={"text": "What", "sampling_params": {"max_new_tokens": 2}}).json()
-    assert "output_token_logprobs" not in result["meta_info"]
-    several = http.post("/generate", json={"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2}}).json()
-    assert len(several) == 2
+    logprobs = [next(iter(entry[0].values())) for entry in result["logprobs"][0]]
+    assert logprobs == pytest.approx(first.logprobs.tolist(), abs=1e-5)
 
 
 def test_eos_is_among_the_tokens_and_not_in_the_text(model, http):
@@ -100,12 +91,16 @@ def test_eos_is_among_the_tokens_and_not_in_the_text(model, http):
     assert model.tokenizer.decode([last]) not in result["text"]
 
 
-def test_stop_string_ends_the_text_before_it(client):
-    free = client.completions.create(model="m", prompt="What is", max_tokens=12, seed=1, temperature=0)
-    stop = free.choices[0].text[3:5]
-    cut = client.completions.create(model="m", prompt="What is", max_tokens=12, seed=1, temperature=0, stop=[stop])
-    assert cut.choices[0].text == free.choices[0].text.partition(stop)[0]
-    assert cut.choices[0].finish_reason == "stop"
+def test_stop_string_ends_the_text_before_it_and_a_streamed_completion_is_the_whole_one(client):
+    asked = {"model": "m", "prompt": "What is", "max_tokens": 12, "seed": 1, "temperature": 0}
+    free = client.completions.create(**asked).choices[0]
+    stop = free.text[3:5]
+    cut = client.completions.create(**asked, stop=[stop]).choices[0]
+    assert (cut.text, cut.finish_reason) == (free.text.partition(stop)[0], "stop")
+    for whole, more in ((free, {}), (cut, {"stop": [stop]})):
+        pieces = [piece.choices[0] for piece in client.completions.create(**asked, **more, stream=True)]
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert pieces[-1].finish_reason == whole.finish_reason
 
 
 def test_streamed_text_is_the_whole_text_and_usage_agrees(client):
@@ -122,14 +117,6 @@ def test_streamed_text_is_the_whole_text_and_usage_agrees(client):
     assert usage == whole.usage
 
 
-def test_streamed_completion_is_the_whole_completion(client):
-    asked = {"model": "m", "prompt": "What is", "max_tokens": 30, "seed": 3}
-    whole = client.completions.create(**asked)
-    pieces = list(client.completions.create(**asked, stream=True))
-    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
-    assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-
-
 def test_same_seed_gives_the_same_and_length_is_said(client):
     asked = {"model": "m", "prompt": ["What is", "Who is"], "max_tokens": 4, "n": 8, "seed": 11, "logprobs": 1}
     first, second = client.completions.create(**asked), client.completions.create(**asked)
@@ -142,6 +129,7 @@ def test_same_seed_gives_the_same_and_length_is_said(client):
     assert first.usage.completion_tokens == sum(len(c.logprobs.token_logprobs) for c in first.choices)
 
 
+ECHOED = {"logprobs": 1, "echo": True}
 BAD = {
     "no messages": ("/v1/chat/completions", {"messages": []}),
     "a role that is none": ("/v1/chat/completions", {"messages": [{"role": "judge", "content": "x"}]}),
@@ -157,22 +145,18 @@ BAD = {
     "top logprobs without logprobs": ("/v1/chat/completions", {"messages": ASK, "top_logprobs": 5}),
     "100 top logprobs": ("/v1/chat/completions", {"messages": ASK, "logprobs": True, "top_logprobs": 100}),
     "top logprobs of a part": ("/v1/completions", {"prompt": "a", "logprobs": 1, "top_p": 0.5}),
-    "prompt logprobs at a temperature": (
-        "/v1/completions",
-        {"prompt": "a", "logprobs": 1, "echo": True, "temperature": 0.5},
-    ),
+    "prompt logprobs at a temperature": ("/v1/completions", {"prompt": "a", **ECHOED, "temperature": 0.5}),
     "a user who says nothing": ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
     "an assistant who says nothing": ("/v1/chat/completions", {"messages": [*ASK, {"role": "assistant"}]}),
     "an unknown field": ("/v1/chat/completions", {"messages": ASK, "temprature": 1}),
     "an unknown field of sampling_params": ("/generate", {"input_ids": [5], "sampling_params": {"temprature": 1}}),
-    "a template without such a variable": (
-        "/v1/chat/completions",
-        {"messages": ASK, "chat_template_kwargs": {"enable_thinking": False}},
-    ),
-    "a variable that is an argument": (
-        "/v1/chat/completions",
-        {"messages": ASK, "chat_template_kwargs": {"tokenize": True}},
-    ),
+    **{
+        f"the template's variable {name}": (
+            "/v1/chat/completions",
+            {"messages": ASK, "chat_template_kwargs": {name: True}},
+        )
+        for name in ("enable_thinking", "tokenize")
+    },
     "effort": ("/v1/chat/completions", {"messages": ASK, "reasoning_effort": "low"}),
     "a message to go on with": ("/v1/chat/completions", {"messages": ASK, "continue_final_message": True}),
     "no generation prompt": ("/v1/chat/completions", {"messages": ASK, "add_generation_prompt": False}),
@@ -209,9 +193,8 @@ def test_a_bad_request_is_refused_in_openais_form(http):
             assert http.post(path, content=content).status_code == 400, content[:20]
     message = http.post("/v1/completions", json={"prompt": "a", "temprature": 1}).json()["error"]["message"]
     assert "Did you mean 'temperature'?" in message
-
-
-def test_fields_that_say_who_asks_are_taken(http):
+    weights = http.post("/update_weights_from_disk", json={"model_path": "/etc/passwd"})
+    assert (weights.status_code, "takes no weights" in weights.text) == (400, True), "unless it was started so"
     about = {"model": "m", "user": "me", "metadata": {}, "store": False, "n": None, "stream": None, "echo": None}
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **about}).status_code == 200
 
@@ -233,9 +216,8 @@ def test_echo_gives_the_prompts_own_logprobs_and_the_true_top(model, http):
     expected = reference(model, [*ids, 0])
     for place, token in enumerate(ids[1:]):
         assert logprobs["token_logprobs"][place + 1] == pytest.approx(expected[place, token].item(), abs=1e-4)
-        assert max(logprobs["top_logprobs"][place + 1].values()) == pytest.approx(
-            expected[place].max().item(), abs=1e-4
-        )
+        top = max(logprobs["top_logprobs"][place + 1].values())
+        assert top == pytest.approx(expected[place].max().item(), abs=1e-4)
     assert second["logprobs"] == logprobs
     alone = http.post("/v1/completions", json={**body, "prompt": list(ids), "max_tokens": 0}).json()["choices"][0]
     assert alone["text"] == "What is 3 + 4?"
@@ -287,10 +269,8 @@ def test_token_ids_are_returned_on_request(model, http):
     chat = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 3, "return_token_ids": True}).json()
     assert chat["prompt_token_ids"] == model.chat.prompt([QUESTION]).token_ids.tolist()
     assert len(chat["choices"][0]["token_ids"]) == chat["usage"]["completion_tokens"]
-    (text,) = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "return_token_ids": True}).json()[
-        "choices"
-    ]
-    assert text["prompt_token_ids"] == list(model.encode("a"))
+    text = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "return_token_ids": True}).json()
+    assert text["choices"][0]["prompt_token_ids"] == list(model.encode("a"))
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model, http, monkeypatch):
@@ -314,17 +294,12 @@ def test_the_tokens_of_all_prompts_times_n_are_bounded(http, monkeypatch):
     assert (answer.status_code, "16 tokens x n together" in answer.text) == (400, True)
 
 
-def test_a_server_that_was_not_asked_to_takes_no_weights(http):
-    answer = http.post("/update_weights_from_disk", json={"model_path": "/etc/passwd"})
-    assert (answer.status_code, "takes no weights" in answer.text) == (400, True)
-
-
 def test_a_large_body_is_prepared_in_a_thread_with_the_same_result(http, monkeypatch):
     threads, prepare = [], Completer.requests
 
-    def noted(self, *args):
+    def noted(self, *args, **scoring):
         threads.append(threading.current_thread().name)
-        return prepare(self, *args)
+        return prepare(self, *args, **scoring)
 
     monkeypatch.setattr(Completer, "requests", noted)
     body = {"prompt": "What is 3 + 4?", "max_tokens": 4, "temperature": 0}
@@ -351,7 +326,7 @@ def test_client_that_goes_away_cancels_its_sampling(model, http, stream):
     assert http.get("/health").json()["status"] == "ok"
 
 
-def test_new_weights_are_served_at_once(serve):
+def test_new_weights_are_served_at_once_and_each_token_has_the_version_that_sampled_it(serve):
     model = load_completer("palestra/tiny")
     http = httpx.Client(base_url=serve(inference_app(model)), timeout=60)
     body = {"prompt": "What is", "max_tokens": 6, "temperature": 0}
@@ -368,10 +343,6 @@ def test_new_weights_are_served_at_once(serve):
     about = http.post("/generate", json=body).json()["meta_info"]
     assert (about["weight_version"], about["weight_versions"]) == ("1", [1, 1, 1])
 
-
-def test_each_token_has_the_version_that_sampled_it():
-    model = load_completer("palestra/tiny")
-
     async def main():
         params = SamplingParams(40, seed=1)  # without stop tokens it samples all 40
         running = asyncio.create_task(model.complete(SamplingRequest((5, 6, 7), 1, params)))
@@ -379,23 +350,20 @@ def test_each_token_has_the_version_that_sampled_it():
             await asyncio.sleep(0)
         for _ in range(10):
             await asyncio.sleep(0)
-        model.policy.update(Weights(1, dict, model.policy.engine.model))
+        model.policy.update(Weights(2, dict, model.policy.engine.model))
         return await running
 
     (completion,) = asyncio.run(main())
     assert len(completion.versions) == len(completion.token_ids) == 40
-    assert set(completion.versions) == {0, 1}
+    assert set(completion.versions) == {1, 2}
     assert completion.versions == sorted(completion.versions)
 
 
-def test_text_that_may_become_a_stop_or_a_call_is_held_back():
+def test_text_that_may_become_a_stop_or_a_call_and_half_a_character_are_held_back(tiny_tokenizer):
     assert certain("abc", ()) == "abc"
     assert certain("so <tool_ca", ("<tool_call>",)) == "so "
     assert certain("so <tool_call>{", ("<tool_call>",)) == "so "
     assert certain("a<b", ("<tool_call>",)) == "a<b"
-
-
-def test_half_a_character_is_not_sent(tiny_tokenizer):
     ids = tiny_tokenizer("naïve → 😀 done", add_special_tokens=False)["input_ids"]
     stream = TextStream(tiny_tokenizer, ())
     pieces = [stream.push(ids[: i + 1]) for i in range(len(ids))]

@@ -110,10 +110,8 @@ def test_what_a_client_trains_is_a_run_with_metrics_and_rollouts(sdk: Any, runni
     assert [row["step"] for row in folder.metrics()] == [1]
     assert folder.metrics()[0]["tokens"] == 3
     [rollout] = folder.rollouts()
-    assert [(turn["maker"], turn["token_ids"]) for turn in rollout["turns"]] == [
-        ("template", [5, 9]),
-        ("model", [200, 31]),
-    ]
+    turns = [(turn["maker"], turn["token_ids"]) for turn in rollout["turns"]]
+    assert turns == [("template", [5, 9]), ("model", [200, 31])]
     assert folder.config.model.name == "palestra/tiny"
 
 
@@ -126,8 +124,10 @@ def test_the_number_of_a_refused_request_counts(sdk: Any) -> None:
         client.save_state("not/a/name"),
         client.save_weights_external("x", age_encryption_recipients=["age1"]),
     ]
-    for request in refused:
-        with pytest.raises((tinker.TinkerError, ValueError)):
+    for request, says in zip(
+        refused, ("forward_backward_custom", "adamw", "name a checkpoint", "encrypt"), strict=True
+    ):
+        with pytest.raises((tinker.TinkerError, ValueError), match=says):
             request.result(20)
     train(client, [datum(words)])  # none of these is waited for
 

@@ -19,7 +19,7 @@ from palestra.servers.tinker.checkpoints import TinkerPath
 from palestra.servers.tinker.futures import Gone, TooBusy
 from palestra.servers.tinker.messages import Datum, Tensor
 from palestra.servers.tinker.requests import Sample
-from palestra.servers.tinker.service import Service, ServiceLimits
+from palestra.servers.tinker.service import ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -104,9 +104,11 @@ def test_chunks_in_any_order_and_sent_twice_give_the_same_gradient(running: Any)
     assert norms[0] == norms[1]
 
 
-def test_an_answer_that_takes_long_is_asked_for_again(serve):
-    with serve(long_poll_s=0.05) as server:
-        client = Client(server.url)
+def test_a_key_is_asked_for_where_one_is_set_and_an_answer_that_takes_long_again(serve):
+    with serve(token="tml-right", long_poll_s=0.05) as server:
+        for key, status in (({}, 401), ({"X-API-Key": "tml-wrong"}, 401), ({"X-API-Key": "tml-right"}, 200)):
+            client = Client(server.url, **key)
+            assert client.http.get("healthz").status_code == status
         client.create()
         early = client.step(2)
         answer = client.post("retrieve_future", {"request_id": early["request_id"]})
@@ -149,14 +151,6 @@ def test_what_cannot_be_done_is_refused_at_once_with_a_sentence(refused_client, 
     assert words_ in refused_client.post(path, {**given, **body}, status)
 
 
-def test_a_loss_that_is_not_served_is_refused_and_the_next_request_is_served(client: Client) -> None:
-    body = forward_backward_body(client.model, 1, [words(0)], "stable_reinforce")
-    answer = client.http.post("forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
-    assert answer.status_code == 400
-    assert "forward_backward_custom" in answer.text
-    client.result(client.forward_backward(2, [words(0)]))
-
-
 def test_rows_that_cannot_be_computed_are_the_answer_of_their_request(client: Client) -> None:
     wrong = words(0)
     wrong.inputs["target_tokens"].values[0] = 5000
@@ -176,13 +170,6 @@ def test_bodies_may_be_zstd_and_not_bombs(client: Client) -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(200 << 20))
     assert client.http.post("forward_backward", content=bomb, headers=headers).status_code == 413
     assert client.http.post("forward_backward", content=b"no", headers=headers).status_code == 400
-
-
-def test_a_key_is_asked_for_where_one_is_set(serve):
-    with serve(token="tml-right") as server:
-        assert Client(server.url).http.get("healthz").status_code == 401
-        assert Client(server.url, **{"X-API-Key": "tml-wrong"}).http.get("healthz").status_code == 401
-        assert Client(server.url, **{"X-API-Key": "tml-right"}).http.get("healthz").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -223,21 +210,8 @@ def test_a_version_that_is_not_kept_any_more_is_named(serve):
         assert isinstance(client.result(client.post("asample", {**asked, "sampling_session_id": pinned[1]})), bytes)
 
 
-def test_a_session_that_ends_ends_its_models_and_one_that_is_silent_is_ended(base, tmp_path, monkeypatch):
-    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    service = Service([base], tmp_path / "runs", ServiceLimits(session_idle_s=0.05))
-    session = service.create_session("silent", {})
-    service.create_model(session, 0, "palestra/tiny", AdapterSpec(2), 0, {}).future.result(30)
-    time.sleep(0.1)
-    service.end_idle()
-    assert service.sessions == {}
-    assert service.models == {}
-    service.close()
-
-
-def test_a_disconnected_client_makes_room_unless_it_has_work(base, tmp_path, monkeypatch):
-    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
-    service = Service([base], tmp_path / "runs", ServiceLimits(models=2, sessions=4))
+def test_a_disconnected_client_makes_room_unless_it_has_work_and_ends_with_its_models(service):
+    service.limits = ServiceLimits(models=2, sessions=4)
 
     def client(silent_s: float) -> str:
         session = service.create_session("client", {})
@@ -258,7 +232,10 @@ def test_a_disconnected_client_makes_room_unless_it_has_work(base, tmp_path, mon
     work.future.result(30)
     client(0.0)
     assert gone not in service.sessions
-    service.close()
+    service.limits = ServiceLimits(session_idle_s=0.05)
+    time.sleep(0.1)
+    service.end_idle()
+    assert (service.sessions, service.models) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -328,14 +305,11 @@ def test_a_time_to_live_is_changed_without_writing_the_weights_again(client: Cli
     assert {file.name: file.stat().st_ino for file in found.files} == before
 
 
-def test_of_many_checkpoints_a_message_names_a_few(client: Client) -> None:
+def test_of_many_checkpoints_a_message_names_a_few_and_a_damaged_one_is_not_loaded(client, running):
     for number in range(12):
         client.next("save_weights_for_sampler", path=f"n{number}")
     missing = f"tinker://{client.model}/weights/none"
     assert client.post("weights_info", {"tinker_path": missing}, 404).endswith("and 2 more")
-
-
-def test_a_damaged_checkpoint_is_not_loaded(client: Client, running: Any) -> None:
     path = client.next("save_weights", path="hurt")["path"]
     folder = running.service.checkpoints.run(client.model).tinker / "weights" / "hurt"
     (folder / "learner.pt").write_bytes(b"x")

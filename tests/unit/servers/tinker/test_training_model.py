@@ -61,17 +61,12 @@ def test_a_local_step_has_the_gradient_of_the_server_to_the_bit(base, spec, sibl
     def answer(column: np.ndarray) -> Tensor:
         return Tensor(column[9:], (16, 1), np.arange(8, 16))
 
-    data = [
-        Datum(
-            s.token_ids[:-1],
-            {
-                "target_tokens": answer(s.token_ids),
-                "logprobs": answer(s.logprobs),
-                "advantages": answer(s.advantages / np.float32(64.0)),  # exact: a power of two
-            },
-        )
-        for s in samples
-    ]
+    def row(s: Sample) -> Datum:
+        advantages = answer(s.advantages / np.float32(64.0))  # exact: a power of two
+        inputs = {"target_tokens": answer(s.token_ids), "logprobs": answer(s.logprobs), "advantages": advantages}
+        return Datum(s.token_ids[:-1], inputs)
+
+    data = [row(sample) for sample in samples]
     training_model = TrainingModel(base, spec, seed=1, rows_per_pass=len(data))
     outputs = training_model.forward_backward(data, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28})
     model = base.module(spec, 1)
@@ -145,25 +140,12 @@ def test_several_targets_a_position_add_up_like_rows_of_their_own(base: BaseMode
         assert found[name][0].loss == pytest.approx(found["columns"][0].loss, rel=1e-5)
         for key, gradient in found["columns"][1].items():
             assert torch.allclose(found[name][1][key], gradient, atol=1e-4, rtol=1e-3)
-
-
-def test_cells_that_a_sparse_target_leaves_out_are_0(base: BaseModel, make_row: Row) -> None:
-    row = make_row(3, 3)
-    cells = np.array([0, 3])
-    inputs = {
-        "target_tokens": Tensor(np.array([7, 8]), (3, 2), cells),
-        "weights": Tensor(np.array([1.0, 1.0], np.float32), (3, 2), cells),
-    }
-    found = TrainingModel(base, SPEC).forward_backward([Datum(row.token_ids, inputs)], "cross_entropy", {}).logprobs[0]
-    assert (found != 0).reshape(-1).tolist() == [True, False, False, True, False, False]
-
-
-def test_looking_only_adds_no_gradient(base: BaseModel, make_row: Row) -> None:
-    training_model = TrainingModel(base, SPEC)
-    training_model.forward_backward([make_row(5)], "importance_sampling", {}, backward=False)
-    assert training_model.gradient() == {}
-    assert training_model.optim_step(ADAM) == 0.0
-    assert training_model.version == 0
+    few = with_targets(np.array([7, 8]), np.ones(2, np.float32), np.array([0, 3]))
+    looking = TrainingModel(base, SPEC)
+    logprobs = looking.forward_backward([few], "cross_entropy", {}, backward=False).logprobs[0]
+    assert np.flatnonzero(logprobs).tolist() == [0, 3], "0 in cells that a sparse target leaves out"
+    assert looking.gradient() == {}, "and no gradient from looking only"
+    assert (looking.optim_step(ADAM), looking.version) == (0.0, 0)
 
 
 def test_two_adapters_on_one_base_do_not_touch_each_other_or_the_base(base: BaseModel, make_row: Row) -> None:

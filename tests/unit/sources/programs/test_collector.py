@@ -2,33 +2,26 @@
 
 import asyncio
 import json
+from itertools import chain
 
 import httpx
-import pytest
+from program_groups import collect
 
 from palestra import EvalSuite, demo
-from palestra.agents.programs import ProgramLimits, function_agent
+from palestra.agents.programs import function_agent
 from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import tools_by_name
 from palestra.core.config import RunConfig
 from palestra.core.types import Message, Problem, ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.rollout.rewards import RewardFunctions
-from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.openai.loading import load_completer
-from palestra.sources.programs.collector import ProgramCollector, case_of, hidden_columns
+from palestra.sources.programs.collector import case_of, hidden_columns
 from palestra.sources.programs.outside import OutsideAgent
-from palestra.train.limits import attempt_limits
 from palestra.train.tasks import agent_collector
 
 CONFIG = RunConfig.build({"rollout.temperature": 1.0, "rollout.max_new_tokens": 120, "rollout.group_size": 2})
 TOOLS = tools_by_name(demo.agent.tools)
 SCHEMAS = [tool.schema for tool in demo.agent.tools]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_completer("palestra/tiny")
 
 
 async def shop_assistant(case, base_url, api_key):
@@ -57,35 +50,21 @@ async def ask(case, base_url, api_key, role=None, max_tokens=2):
         (await client.post(f"{base_url}/chat/completions", json=body)).raise_for_status()
 
 
-def collected(
-    model, program, cases=2, suite=demo.suite, group_size=2, measures=None, beside=None, timeout_s=30.0, rewards=()
-):
-    """The groups of a program; `beside(gateway)` runs meanwhile."""
-    environment = SuiteEnvironment(
-        demo.agent, suite, None, measures, measures_required=not (program.posts_reward or rewards)
-    )
-
-    async def run():
-        sampling = attempt_limits(CONFIG, training=True).sampling
-        gateway = Gateway(model, sampling, routes=program.routes())
-        limits = ProgramLimits(timeout_s)
-        collector = ProgramCollector(
-            environment, program, gateway, sampling, limits, 8, asyncio.Semaphore(8), RewardFunctions(rewards)
-        )
-        keys = [f"0/{i}" for i in range(cases)]
-        work = [collector.collect(environment.problems("train")[:cases], group_size, keys)]
-        await gateway.start()
-        try:
-            async with asyncio.timeout(200):
-                return (await asyncio.gather(*work, *([beside(gateway)] if beside else [])))[0]
-        finally:
-            await gateway.close()
-
-    return asyncio.run(run())
+def collected(model, program, cases=1, suite=demo.suite, measures=None, rewards=(), **options):
+    """The groups of a program; those of one case without the list around it."""
+    needs_measures = not (program.posts_reward or rewards)
+    environment = SuiteEnvironment(demo.agent, suite, None, measures, measures_required=needs_measures)
+    groups = collect(model, environment, program, CONFIG, cases=cases, rewards=RewardFunctions(rewards), **options)
+    return groups if cases > 1 else groups[0]
 
 
-def tokens(group):
-    return [[(turn.maker, turn.token_ids.tolist()) for turn in r.turns if len(turn.token_ids)] for r in group.rollouts]
+async def post_reward(client, taken, key=None, **body):
+    headers = {"Authorization": f"Bearer {key or taken['api_key']}"}
+    return (await client.post(f"/attempts/{taken['id']}/reward", headers=headers, **body)).status_code
+
+
+def tokens(rollout, maker=None):
+    return [turn.token_ids.tolist() for turn in rollout.turns if maker in (None, turn.maker)]
 
 
 def test_a_program_gives_the_very_rollouts_of_our_own_loop(model):
@@ -93,22 +72,13 @@ def test_a_program_gives_the_very_rollouts_of_our_own_loop(model):
     collector = agent_collector(environment, model.policy, model.chat, CONFIG, training=True)
     native = asyncio.run(collector.collect(environment.problems("train")[:4], 2, [f"0/{i}" for i in range(4)]))
     groups = collected(model, function_agent(shop_assistant), cases=4)
-    pairs = [
-        (a, b)
-        for mine, other in zip(groups, native, strict=True)
-        for a, b in zip(tokens(mine), tokens(other), strict=True)
-    ]
-    same = [
-        [ids for maker, ids in a if maker == "model"] == [ids for maker, ids in b if maker == "model"] for a, b in pairs
-    ]
+    mine, other = ([rollout for group in found for rollout in group.rollouts] for found in (groups, native))
+    same = [tokens(a, "model") == tokens(b, "model") for a, b in zip(mine, other, strict=True)]
     assert sum(same) >= 7  # a malformed call is told to the model by our loop; a client sees it as text
-    for mine, other in zip(groups, native, strict=True):
-        for a, b in zip(mine.rollouts, other.rollouts, strict=True):
-            if not any(call.error for message in b.messages for call in message.tool_calls):
-                assert [i for turn in a.turns for i in turn.token_ids] == [
-                    i for turn in b.turns for i in turn.token_ids
-                ]
-                assert a.reward == b.reward
+    for a, b in zip(mine, other, strict=True):
+        if not any(call.error for message in b.messages for call in message.tool_calls):
+            assert [*chain(*tokens(a))] == [*chain(*tokens(b))]
+            assert a.reward == b.reward
     assert all(group.metrics["agent/rows_per_attempt"] == 1.0 for group in groups)
     assert all(group.metrics["agent/retokenised_turns"] == 0.0 for group in groups)
 
@@ -118,7 +88,7 @@ def test_each_conversation_of_a_subagent_is_a_row_and_the_answer_is_that_of_the_
         for role in ("helper", "manager"):
             await ask(case, base_url, api_key, role)
 
-    (group,) = collected(model, function_agent(with_helper), cases=1)
+    group = collected(model, function_agent(with_helper))
     assert group.metrics["agent/rows_per_attempt"] == 2.0
     for rollout in group.rollouts:
         assert rollout.messages[0].text == "manager"
@@ -134,7 +104,7 @@ def test_measures_see_what_the_program_returned_and_how_it_ended(model):
     def right(ctx):
         return ctx.program.result == {"answer": ctx.case.input} and ctx.program.exit_code == 0
 
-    (group,) = collected(model, function_agent(says), cases=1, measures=[right])
+    group = collected(model, function_agent(says), measures=[right])
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
 
 
@@ -143,7 +113,7 @@ def test_a_program_that_gives_up_after_the_model_spoke_is_scored_and_its_words_a
         await ask(case, base_url, api_key)
         raise RuntimeError("what the model said is no JSON")
 
-    (group,) = collected(model, function_agent(gives_up), cases=1)
+    group = collected(model, function_agent(gives_up))
     for rollout in group.rollouts:
         assert rollout.error is None
         assert rollout.reward == 0.0
@@ -158,23 +128,16 @@ def test_an_agent_elsewhere_takes_cases_and_posts_rewards(model):
             for number in range(4):
                 taken = (await client.post("/attempts")).json()
                 seen[taken["id"]] = taken
-                key = {"Authorization": f"Bearer {taken['api_key']}"}
                 if number == 0:  # takes a case, posts without asking the model
-                    posted = await client.post(f"/attempts/{taken['id']}/reward", json={"reward": 1}, headers=key)
-                    assert posted.status_code == 200
+                    assert await post_reward(client, taken, json={"reward": 1}) == 200
                     continue
                 other = next(iter(seen.values()))["api_key"]
-                wrong = await client.post(
-                    f"/attempts/{taken['id']}/reward", json={"reward": 1}, headers={"Authorization": f"Bearer {other}"}
-                )
-                assert wrong.status_code == 401
+                assert await post_reward(client, taken, other, json={"reward": 1}) == 401
                 await ask(taken["case"], taken["base_url"], taken["api_key"])
-                bad = await client.post(f"/attempts/{taken['id']}/reward", content="{nonsense", headers=key)
-                assert bad.status_code == 400
-                reward = {"reward": number / 4}
-                await client.post(f"/attempts/{taken['id']}/reward", json=reward, headers=key)
+                assert await post_reward(client, taken, content="{nonsense") == 400
+                await post_reward(client, taken, json={"reward": number / 4})
 
-    groups = collected(model, OutsideAgent("elsewhere", "palestra/tiny"), measures=(), beside=worker)
+    groups = collected(model, OutsideAgent("elsewhere", "palestra/tiny"), 2, measures=(), during=worker)
     rewards = sorted(r.reward for group in groups for r in group.rollouts)
     assert rewards == [0.0, 0.25, 0.5, 0.75]
     silent = [r for group in groups for r in group.rollouts if r.error]
@@ -188,9 +151,8 @@ def test_a_case_that_was_taken_and_never_rewarded_fails_after_its_time(model):
             for _ in range(2):
                 await client.post("/attempts")
 
-    (group,) = collected(
-        model, OutsideAgent("elsewhere", "palestra/tiny"), cases=1, measures=(), beside=forgetful, timeout_s=0.2
-    )
+    outside = OutsideAgent("elsewhere", "palestra/tiny")
+    group = collected(model, outside, measures=(), during=forgetful, timeout_s=0.2)
     assert all("longer than 0.2 s" in rollout.error for rollout in group.rollouts)
 
 
@@ -209,12 +171,10 @@ def test_a_context_that_cannot_be_made_fails_its_attempts_and_reward_functions_m
         raise KeyError("no database")
 
     suite = EvalSuite(demo.suite.cases[:1], demo.suite.measures, context_fn=broken)
-    (group,) = collected(model, function_agent(shop_assistant), cases=1, suite=suite)
+    group = collected(model, function_agent(shop_assistant), suite=suite)
     assert all("no database" in rollout.error for rollout in group.rollouts)
     bare = EvalSuite(demo.suite.cases[:1])
-    (group,) = collected(
-        model, function_agent(shop_assistant), cases=1, suite=bare, rewards=[lambda completions: [0.5] * 2]
-    )
+    group = collected(model, function_agent(shop_assistant), suite=bare, rewards=[lambda completions: [0.5] * 2])
     assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5]
 
 
@@ -236,11 +196,10 @@ def test_a_posted_error_fails_the_attempt(model):
         async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
             for body in ({"error": "db down"}, {"reward": 0.5}):
                 taken = (await client.post("/attempts")).json()
-                headers = {"Authorization": f"Bearer {taken['api_key']}"}
                 await ask(taken["case"], taken["base_url"], taken["api_key"])
-                await client.post(f"/attempts/{taken['id']}/reward", json=body, headers=headers)
+                await post_reward(client, taken, json=body)
 
-    (group,) = collected(model, OutsideAgent("elsewhere", "palestra/tiny"), cases=1, beside=agent)
+    group = collected(model, OutsideAgent("elsewhere", "palestra/tiny"), during=agent)
     errors = [rollout.error for rollout in group.rollouts]
     assert sorted(error is None for error in errors) == [False, True]
     assert any(error and "db down" in error for error in errors)

@@ -5,13 +5,11 @@ import json
 
 import httpx
 import pytest
-from starlette.applications import Starlette
+from served import json_app, served
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
 
 from palestra import EvalSuite
-from palestra.servers.web import Server, open_port, url_of
 from palestra.sources.programs.record import Recorder
 
 KEY = "sk-live-very-secret-0123456789"
@@ -84,9 +82,9 @@ class StandIn:
 
             return StreamingResponse(pieces(), media_type="text/event-stream")
         if request.url.path == "/v1/responses":
-            return JSONResponse(RESPONSE)
+            return RESPONSE
         message = {"role": "assistant", "content": "It is 3."}
-        return JSONResponse({"id": "x", "model": "m-1", "choices": [{"message": message}], "usage": {}})
+        return {"id": "x", "model": "m-1", "choices": [{"message": message}], "usage": {}}
 
 
 @pytest.fixture
@@ -95,24 +93,12 @@ def recorded(tmp_path):
 
     def send(*requests):
         stand_in, file = StandIn(), tmp_path / "traces.jsonl"
-
-        async def run():
-            api = Starlette(routes=[Route("/{path:path}", stand_in.answer, methods=["GET", "POST"])])
-            sockets = [open_port("127.0.0.1", 0, None) for _ in range(2)]
-            recorder = Recorder(file, f"{url_of(sockets[0])}/v1")
-            servers = [Server(app) for app in (api, recorder.app())]
-            pairs = zip(servers, sockets, strict=True)
-            tasks = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in pairs]
-            while not all(server.started for server in servers):
-                await asyncio.sleep(0.005)
-            async with httpx.AsyncClient(base_url=url_of(sockets[1]), timeout=30) as client:
-                answers = [await client.request(method, path, **more) for method, path, more in requests]
-            for server in servers:
-                server.should_exit = True
-            await asyncio.gather(*tasks)
-            return answers
-
-        answers = asyncio.run(run())
+        with (
+            served(json_app(stand_in.answer)) as api,
+            served(Recorder(file, f"{api}/v1").app()) as url,
+            httpx.Client(base_url=url, timeout=30) as client,
+        ):
+            answers = [client.request(method, path, **more) for method, path, more in requests]
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return answers, stand_in.seen, lines, file
 

@@ -14,7 +14,6 @@ from palestra.agents import containers
 from palestra.agents.programs import Endpoint, ProgramLimits, command_agent
 from palestra.core.errors import PalestraError
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.openai.loading import load_completer
 from palestra.servers.web import reachable_url
 from palestra.sources.programs.standalone import StandaloneGateway
 
@@ -35,9 +34,12 @@ if words[0] == "run":
 """
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load_completer("palestra/tiny")
+REPORT = """
+import json, os, sys
+case = json.load(open(os.environ["PALESTRA_CASE_FILE"]))
+assert json.load(sys.stdin) == case
+json.dump([case["input"], dict(os.environ)], open(os.environ["PALESTRA_RESULT_FILE"], "w"))
+"""
 
 
 @pytest.fixture
@@ -105,13 +107,7 @@ def test_an_attempt_in_a_container_gets_its_case_and_endpoint_and_returns_its_re
     monkeypatch.setenv("PALESTRA_PASS_ENV", "DATA")
     monkeypatch.setenv("DATA", "passed-on")
     monkeypatch.setenv("MY_API_KEY", "not-yours")
-    text = (
-        "import json, os, sys\n"
-        "case = json.load(open(os.environ['PALESTRA_CASE_FILE']))\n"
-        "assert json.load(sys.stdin) == case\n"
-        "json.dump([case['input'], dict(os.environ)], open(os.environ['PALESTRA_RESULT_FILE'], 'w'))"
-    )
-    ended = run_in_container(text, env={"MORE": "1"})
+    ended = run_in_container(REPORT, env={"MORE": "1"})
     assert ended.exit_code == 0, ended.stderr
     said, variables = ended.result
     assert said == "hi"
@@ -122,11 +118,8 @@ def test_an_attempt_in_a_container_gets_its_case_and_endpoint_and_returns_its_re
     assert version == ["version"]
     assert "--network=host" in run  # from which a container reaches our loopback address
     assert not any("sk-own" in word or "passed-on" in word for word in run)
-
-
-def test_a_container_reaches_another_address_than_loopback_by_its_own_network(docker):
     run_in_container("pass", "http://10.0.0.5:9/attempt/a/v1")
-    assert "--network=host" not in calls(docker)[-1]
+    assert "--network=host" not in calls(docker)[-1], "another address than loopback is reached by its own network"
 
 
 def test_a_container_that_takes_too_long_is_removed(docker):

@@ -1,6 +1,5 @@
 """Several agents in one program: what is trained, whose reward it is, and where frozen agents are."""
 
-import asyncio
 import json
 import os
 import sys
@@ -9,30 +8,23 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from program_groups import collect
 from tests.support.judge_server import stub_model
 
 from palestra import EvalSuite, command_agent, measure, train_grpo
-from palestra.agents.programs import Endpoint, ProgramLimits, function_agent
+from palestra.agents.programs import Endpoint, function_agent
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import read_jsonl
 from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.envs.suite_env import SuiteEnvironment
-from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.openai.loading import load_completer
-from palestra.sources.programs.collector import ProgramCollector
 from palestra.sources.programs.roles import Roles
 from palestra.train.batch import group_advantages, to_batch
-from palestra.train.limits import attempt_limits
 from palestra.train.roles import with_role_advantages
 
 CONFIG = RunConfig.build({"rollout.temperature": 1.0, "rollout.max_new_tokens": 40, "rollout.group_size": 4})
 SUITE = EvalSuite.from_records([{"input": f"Question {i}"} for i in range(4)])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_completer("palestra/tiny")
 
 
 async def chat(endpoint: Endpoint, text: str) -> str:
@@ -52,28 +44,9 @@ async def debate(case, base_url, api_key, agents):
 
 
 def collected(model, roles, measures, program=debate, load=load_completer):
-    environment = SuiteEnvironment(function_agent(program), SUITE, None, measures)
-
-    async def run():
-        sampling = attempt_limits(CONFIG, training=True).sampling
-        gateway = Gateway(model, sampling)
-        collector = ProgramCollector(
-            environment,
-            function_agent(program),
-            gateway,
-            sampling,
-            ProgramLimits(60.0),
-            8,
-            asyncio.Semaphore(8),
-            roles=Roles(roles, load),
-        )
-        await gateway.start()
-        try:
-            return await collector.collect(environment.problems("train")[:2], 4, ["0/0", "0/1"])
-        finally:
-            await gateway.close()
-
-    return asyncio.run(run())
+    agent = function_agent(program)
+    environment = SuiteEnvironment(agent, SUITE, None, measures)
+    return collect(model, environment, agent, CONFIG, cases=2, roles=Roles(roles, load))
 
 
 def batch_of(groups):

@@ -7,13 +7,11 @@ import httpx
 
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.types import Problem
-from palestra.servers.openai.loading import load_completer
 from palestra.sources.programs.standalone import StandaloneGateway
 
 
-def test_an_attempt_is_opened_ended_and_written_down_with_its_very_tokens(tmp_path):
+def test_an_attempt_is_opened_ended_and_written_down_with_its_very_tokens(model, tmp_path):
     file = tmp_path / "rollouts.jsonl"
-    model = load_completer("palestra/tiny")
 
     async def run():
         lone = StandaloneGateway(model, file, cases=[Problem("case-0", "What does a red lamp cost?")])
@@ -43,11 +41,11 @@ def test_an_attempt_is_opened_ended_and_written_down_with_its_very_tokens(tmp_pa
     assert rollout.sampled_tokens == 4
 
 
-def test_of_two_rewards_posted_at_once_the_second_is_refused(tmp_path):
+def test_of_two_rewards_posted_at_once_the_second_is_refused(model, tmp_path):
     file = tmp_path / "rollouts.jsonl"
 
     async def run():
-        lone = StandaloneGateway(load_completer("palestra/tiny"), file)
+        lone = StandaloneGateway(model, file)
         await lone.gateway.start()
         begun, first_is_there = asyncio.Event(), asyncio.Event()
 

@@ -1,16 +1,22 @@
-"""The exchange between environments and a trainer, without HTTP."""
+"""The exchange between environments and a trainer, without HTTP; batches are exact, whole, and oldest first."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from palestra.core.errors import PalestraError
 from palestra.sources.wire import journal
 from palestra.sources.wire.exchange import Exchange as RealExchange
-from palestra.sources.wire.exchange import PostedGroup, QueueFull, UnknownEnv
+from palestra.sources.wire.exchange import PostedGroup, QueueFull, UnknownEnv, next_batch
+from palestra.sources.wire.journal import Queued
 from palestra.sources.wire.protocol import EnvRegistration, Registration, ScoredGroup
+
+ENV = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
 
 
 def group(size: int = 2, first: int = 0, env_id: int | None = None) -> PostedGroup:
@@ -28,24 +34,24 @@ def trainer(batch_size: int = 4, step: int = 0, run: str = "a") -> Registration:
     )
 
 
-OPEN: list[Exchange] = []
+OPEN: dict[Exchange, None] = {}
 
 
 class Exchange(RealExchange):
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
-        OPEN.append(self)
+        OPEN[self] = None
 
     def close(self) -> None:
-        OPEN.remove(self)
-        super().close()
+        if OPEN.pop(self, self) is None:
+            super().close()
 
 
 @pytest.fixture(autouse=True)
 def _close_all():
     yield
-    while OPEN:
-        OPEN[0].close()
+    for exchange in list(OPEN):
+        exchange.close()
 
 
 async def started(folder, batch_size: int = 4, **options) -> Exchange:
@@ -68,7 +74,7 @@ async def test_groups_come_out_oldest_first_and_once(tmp_path):
 
 async def test_everything_is_there_after_a_restart(tmp_path):
     exchange = await started(tmp_path)
-    env = await exchange.register_env(EnvRegistration(max_token_length=8, desired_name="e", group_size=2))
+    env = await exchange.register_env(ENV)
     await exchange.add([group(first=i, env_id=env.id) for i in range(3)])
     await exchange.take()
     exchange.close()
@@ -176,11 +182,7 @@ async def test_unknown_environments_too_large_groups_and_a_second_server_are_ref
 async def test_status_of_an_environment_counts_in_its_own_groups(tmp_path):
     exchange = await started(tmp_path, batch_size=8)
     for weight, least in ((1.0, None), (3.0, 0.25)):
-        await exchange.register_env(
-            EnvRegistration(
-                max_token_length=8, desired_name="e", weight=weight, group_size=2, min_batch_allocation=least
-            )
-        )
+        await exchange.register_env(ENV.model_copy(update={"weight": weight, "min_batch_allocation": least}))
     await exchange.add([group(env_id=0), group(env_id=1), group(env_id=1)])
     status = exchange.env_status(0)
     # its own 2 sequences, and of the other's 4 those beyond its minimum of 2
@@ -211,8 +213,7 @@ async def test_groups_that_never_make_a_batch_are_told(tmp_path):
     await exchange.add([group(4)])
     assert await exchange.take() is None
     assert "8 sequences wait in groups of 4, which never add up to a batch of 6" in exchange.why_no_batch()
-    env = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
-    await exchange.register_env(env)
+    await exchange.register_env(ENV)
     assert exchange.why_no_batch() is None, "an environment with groups of 2 may fill it"
     exchange.max_waiting = 9
     assert "the queue is full" in exchange.why_no_batch()
@@ -220,12 +221,11 @@ async def test_groups_that_never_make_a_batch_are_told(tmp_path):
 
 async def test_registrations_are_bounded_one_row_each_and_survive(tmp_path, monkeypatch):
     monkeypatch.setattr("palestra.sources.wire.exchange._MAX_ENVS", 3)
-    request = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
     exchange = await started(tmp_path)
-    envs = [await exchange.register_env(request) for _ in range(3)]
+    envs = [await exchange.register_env(ENV) for _ in range(3)]
     assert [env.name for env in envs] == ["e_0", "e_1", "e_2"]
     with pytest.raises(QueueFull, match="3 environments have registered"):
-        await exchange.register_env(request)
+        await exchange.register_env(ENV)
     await exchange.disconnect_env(1)
     assert "envs" not in exchange.journal.read(journal.facts), "not all of them anew each time"
     exchange.close()
@@ -309,3 +309,53 @@ async def test_a_batch_that_was_never_made_cannot_be_acknowledged(tmp_path):
     assert await exchange.take(after=0) == first, "and nothing is forgotten"
     await exchange.register(trainer(2, step=50, run="b"))
     assert (await exchange.take(after=50)).number == 51, "a run that was made at an API with another journal"
+
+
+def queue(*groups: tuple[int, int]) -> list[Queued]:
+    return [Queued(i, env, size) for i, (env, size) in enumerate(groups, 1)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "batch_size", "minimums", "expected"),
+    [
+        ([(0, 2)] * 3, 4, {}, [1, 2]),
+        ([(0, 3), (0, 4), (0, 4)], 8, {}, [2, 3]),
+        ([(0, 3), (0, 2), (0, 2)], 4, {}, [2, 3]),
+        ([(0, 4)], 8, {}, None),
+        ([], 8, {}, None),
+        ([(0, 2)] * 10 + [(1, 2)] * 2, 8, {1: 0.5}, [1, 2, 11, 12]),
+        ([(0, 2)] * 10, 8, {1: 0.25}, None),
+        ([(0, 1)] * 5 + [(1, 3)], 8, {1: 0.25}, [1, 2, 3, 4, 5, 6]),
+        ([(0, 1)] * 8 + [(1, 1)] * 8, 8, {0: 1.0, 1: 1.0}, [1, 2, 3, 4, 9, 10, 11, 12]),
+    ],
+    ids=[
+        "exact and oldest first", "one that does not fit waits", "where greedy fails", "too few", "none",
+        "a minimum though others came first", "waits for a minimum", "a minimum is exceeded",
+        "minimums are scaled down",
+    ],
+)  # fmt: skip
+def test_the_next_batch(groups, batch_size, minimums, expected):
+    batch = next_batch(queue(*groups), batch_size, minimums)
+    assert (batch and [group.id for group in batch]) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), max_size=9),
+    st.integers(1, 12),
+    st.dictionaries(st.integers(0, 2), st.sampled_from([0.25, 0.5]), max_size=2),
+)
+def test_a_batch_is_made_exactly_when_one_exists(groups, batch_size, minimums):
+    waiting = queue(*groups)
+    least = {env: int(batch_size * share) for env, share in minimums.items()}
+
+    def fits(part: tuple[Queued, ...]) -> bool:
+        shares = all(sum(g.sequences for g in part if g.env_id == env) >= n for env, n in least.items())
+        return sum(g.sequences for g in part) == batch_size and shares
+
+    possible = any(fits(part) for n in range(len(waiting) + 1) for part in itertools.combinations(waiting, n))
+    batch = next_batch(waiting, batch_size, minimums)
+    assert (batch is not None) == possible
+    if batch is not None:
+        assert fits(tuple(batch))
+        assert [g.id for g in batch] == sorted({g.id for g in batch})

@@ -53,14 +53,6 @@ STATUS = {
 }  # fmt: skip
 
 
-def test_status_says_how_many_posts_were_refused_and_why(trained):
-    trained.post("/scored_data", json=group(masks=[[-100, 2], [-100, 2, 3]]))
-    trained.post("/scored_data", json=group(env_id=7))
-    status = trained.get("/status").json()
-    assert (status["posts_refused"], status["groups_accepted"]) == (2, 0)
-    assert status["last_refusal"].startswith("/scored_data: env_id=7 is not registered")
-
-
 @pytest.fixture
 def trained(api):
     """A registered trainer that has asked, and one environment."""
@@ -166,11 +158,15 @@ def test_malformed_group_is_refused_with_the_reason(trained, case):
     assert trained.get("/status").json()["queue_size"] == 0
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf])
-def test_scores_that_are_no_numbers_are_refused(trained, score):
-    verdict = {"value": score, "passed": False}
-    for changes in ({"scores": [1.0, score]}, {"verdicts": [{"right": verdict}, {}]}, {"seconds": [score, 1.0]}):
-        assert trained.post("/scored_data", content=json.dumps(group(**changes))).status_code == 422
+def test_numbers_that_are_none_are_refused_and_the_status_says_how_many_posts_were_and_why(trained):
+    for score in (math.nan, math.inf):
+        verdict = {"value": score, "passed": False}
+        for changes in ({"scores": [1.0, score]}, {"verdicts": [{"right": verdict}, {}]}, {"seconds": [score, 1.0]}):
+            assert trained.post("/scored_data", content=json.dumps(group(**changes))).status_code == 422
+    trained.post("/scored_data", json=group(env_id=7))
+    status = trained.get("/status").json()
+    assert (status["posts_refused"], status["groups_accepted"]) == (7, 0)
+    assert status["last_refusal"].startswith("/scored_data: env_id=7 is not registered")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"null", b'{"a": 1}', b"\xff\xfe", b"[" * 100_000])

@@ -18,12 +18,10 @@ SAME = "WARNING:atroposlib.envs.base:Scores are the same in a group, skipping...
 class Wait:
     """A wait of which a test decides what happens meanwhile."""
 
-    def __init__(self, log: Path, limit_s: float = 60.0) -> None:
+    def __init__(self, log: Path, limit_s: float = 60.0, environments: int = 1) -> None:
         self.now, self.log, self.notes = 0.0, log, list[str]()
-        self.api: dict[str, Any] = {"environments": 1, "groups_accepted": 0, "posts_refused": 0, "last_refusal": ""}
-        self.inference = Tally()
-        self.requests = SimpleNamespace(groups=0)
-        note = self.notes.append
+        self.api: dict[str, Any] = {"environments": environments, "groups_accepted": 0, "posts_refused": 0}
+        self.inference, self.requests, note = Tally(), SimpleNamespace(groups=0), self.notes.append
         self.watch = StallWatch(self._status, self.inference, self.requests, log, note, limit_s, lambda: self.now)
         self.watch.begin()
         self.look_at(0.0)
@@ -117,13 +115,7 @@ def test_an_environment_that_asks_for_nothing_ends_the_run_after_five_limits_unl
 
 
 def test_the_wait_begins_when_an_environment_has_registered(tmp_path):
-    wait = Wait(tmp_path / "env.log")
-    wait.watch = StallWatch(
-        wait._status, wait.inference, wait.requests, wait.log, wait.notes.append, 60.0, lambda: wait.now
-    )
-    wait.api |= {"environments": 0}
-    wait.watch.begin()
-    wait.look_at(0)
+    wait = Wait(tmp_path / "env.log", environments=0)
     wait.look_at(1000)
     wait.api |= {"environments": 1}
     wait.look_at(1010)

@@ -1,21 +1,23 @@
-"""The trainer's side of the wire: batches in order, again after a kill, and bad ones left out."""
+"""The trainer's side of the wire: its client; batches in order, again after a kill, and bad ones left out."""
 
 import asyncio
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 import pytest
 
+from palestra.core import http
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.core.http import Reply
 from palestra.core.run_folder import RunFolder
 from palestra.envs.load import load_env
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
-from palestra.sources.wire.protocol import ModelLimits, NoBatch, WireClient
+from palestra.sources.wire.protocol import ModelLimits, WireClient
 from palestra.sources.wire.server import trajectory_app
 from palestra.sources.wire.task import Address, WireSource, WireTask
 from palestra.train.tasks import EnvironmentTask, Parts
@@ -33,12 +35,12 @@ class Batches:
 
     async def batch(
         self, after: int, saved: int | None = None, step: int | None = None
-    ) -> tuple[int, list[dict[str, Any]]] | NoBatch:
+    ) -> tuple[int, list[dict[str, Any]]] | str:
         self.asked.append((after, saved))
         self.steps.append(step)
         groups = self.batches.pop(0)
-        if groups is None or isinstance(groups, NoBatch):
-            return groups or NoBatch()
+        if groups is None or isinstance(groups, str):
+            return groups or ""
         self.number = max(self.number, after) + 1
         return self.number, groups
 
@@ -97,12 +99,12 @@ def test_while_there_is_no_batch_the_reason_is_told_once_and_a_dead_environment_
         if (error := next(checks)) is not None:
             raise error
 
-    stuck = NoBatch("groups of 4 never add up to a batch of 6")
+    stuck = "groups of 4 never add up to a batch of 6"
     source, client, notes = source_of(stuck, stuck, None, check=check)
     with pytest.raises(PalestraError, match="status 1"):
         take(source)
     assert len(client.asked) == 3
-    assert notes == [stuck.reason]
+    assert notes == [stuck]
 
 
 def test_what_cannot_be_trained_is_left_out_with_a_note():
@@ -213,13 +215,8 @@ def test_the_model_is_served_once_its_weights_can_be_loaded_and_no_longer_than_i
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client, urls = RegistersAndLooks(api, f"http://127.0.0.1:{port}"), []
-    task, config = task_of(
-        api,
-        tmp_path,
-        client=client,
-        address=Address(port=port),
-        served=lambda url, tokenizer: urls.append(url),
-    )
+    served = {"client": client, "address": Address(port=port), "served": lambda url, tokenizer: urls.append(url)}
+    task, config = task_of(api, tmp_path, **served)
     with asyncio.Runner() as runner:
         policy = LocalPolicy(task.loaded.model, task.loaded.tokenizer, kv_memory_gib=0.05, self_check=False)
         source = task.source(Parts(config, policy, task.loaded.tokenizer, runner, Watcher()))
@@ -243,15 +240,10 @@ def test_an_environment_of_ours_scores_the_model_and_weighs_its_measures(api, tm
         assert source.reward_weights == environment.reward_weights
         assert len(evaluator.problems) == 3
         source.close()
+        naive = NaivePolicy(task.loaded.model, task.loaded.tokenizer)
+        with pytest.raises(PalestraError, match=r"model\.engine"):  # it cannot be served
+            task.source(replace(parts, policy=naive))
     assert task_of(api, tmp_path)[0].evaluator(parts) is None, "nothing is made up where nothing can be scored"
-
-
-def test_a_sampler_that_cannot_be_served_is_refused_with_the_remedy(api, tmp_path):
-    task, config = task_of(api, tmp_path)
-    with asyncio.Runner() as runner:
-        policy = NaivePolicy(task.loaded.model, task.loaded.tokenizer)
-        with pytest.raises(PalestraError, match=r"model\.engine"):
-            task.source(Parts(config, policy, task.loaded.tokenizer, runner, Watcher()))
 
 
 @pytest.mark.parametrize(("every", "told"), [(5, ["eval.every = 5 has no effect: these environments"]), (0, [])])
@@ -263,3 +255,48 @@ def test_it_is_told_that_foreign_environments_do_their_own_evaluations(every: in
     task = WireTask(None, Address(), None, RunFolder(tmp_path))  # type: ignore[arg-type]
     assert task.evaluator(parts) is None
     assert [note[: len(told[0])] for note in notes] == told
+
+
+NOWHERE = WireClient("http://127.0.0.1:9", give_up_s=0)
+
+
+@pytest.fixture
+def replies(monkeypatch):
+    """What the API answers, one after the other; the methods that it was asked by."""
+    answers, methods = [], []
+
+    async def send(request: http.Request) -> Reply:
+        methods.append(request.method or "GET")
+        status, body = answers.pop(0)
+        return Reply(status, body, {})
+
+    monkeypatch.setattr(http.Request, "send_async", send)
+    return answers, methods
+
+
+def test_a_server_that_gives_batches_by_get_alone_is_asked_so_and_one_that_is_not_there_is_told(monkeypatch, replies):
+    answers, methods = replies
+    answers += [(405, b"Method Not Allowed"), (200, b'{"batch": [{"tokens": []}]}')]
+    assert asyncio.run(NOWHERE.batch(3)) == (4, [{"tokens": []}])
+    assert methods == ["POST", "GET"]
+    monkeypatch.undo()
+    with pytest.raises(PalestraError, match="palestra trajectory"):
+        asyncio.run(NOWHERE.batch(0))
+
+
+def test_an_api_that_forgot_its_trainer_ends_the_run_instead_of_an_endless_wait(replies):
+    answers, _ = replies
+    answers += [(200, b'{"batch": null, "status": "error", "message": "no trainer is registered"}')]
+    with pytest.raises(PalestraError, match="no trainer is registered"):
+        asyncio.run(NOWHERE.batch(3))
+    answers += [(200, b'{"batch": null, "message": "groups of 4 never add up"}')]
+    assert asyncio.run(NOWHERE.batch(3)) == "groups of 4 never add up"
+
+
+@pytest.mark.parametrize("answer", [(404, b"Not Found"), (501, b"Unsupported method"), (200, b"<html>")])
+def test_a_server_that_is_no_trajectory_api_is_told_at_once(replies, answer, tmp_path):
+    answers, _ = replies
+    answers += [answer]
+    folder = RunFolder.create(tmp_path, "clerk", RunConfig().with_step_size(), {})
+    with pytest.raises(PalestraError, match="no trajectory API; `palestra trajectory` starts one"):
+        asyncio.run(NOWHERE.register(folder.config, 0, 512, folder))

@@ -14,7 +14,6 @@ from palestra.models.chat.template import ChatFormat
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
 from palestra.servers.openai.inference import inference_app
-from palestra.servers.openai.loading import load_completer
 from palestra.sources.wire.protocol import WireClient
 from palestra.sources.wire.server import trajectory_app
 from palestra.sources.wire.worker import EnvironmentWorker
@@ -31,11 +30,6 @@ class Notes(Watcher):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_completer("palestra/tiny")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,10 @@
+"""The embedded model behind a completer."""
+
+import pytest
+
+from palestra.servers.openai.loading import load_completer
+
+
+@pytest.fixture(scope="session")
+def model():
+    return load_completer("palestra/tiny")
