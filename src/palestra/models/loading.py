@@ -85,7 +85,8 @@ def load_model(
     _set_tokenizer_defaults(tokenizer)
     _set_model_defaults(model, tokenizer)
     use_softcaps(model)
-    model.name_or_path = _portable_name(source)  # becomes base_model_name_or_path of adapters trained on it
+    path = Path(source).expanduser()  # becomes base_model_name_or_path of adapters: paths must work from everywhere
+    model.name_or_path = str(path.resolve()) if path.exists() else source
     choose_threads(model, threads)
     return LoadedModel(model, tokenizer, name, str(folder or source))
 
@@ -226,12 +227,6 @@ def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any])
                 raise not_in_cache(name, reason) from None
     with _explain_errors(name):
         return load(local_files_only=folder is not None, **where)
-
-
-def _portable_name(source: str) -> str:
-    """A name that works from every working directory: paths become absolute, palestra/ names and hub ids stay."""
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.exists() else source
 
 
 def _has_tokenizer(folder: Path) -> bool:

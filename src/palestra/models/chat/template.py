@@ -18,11 +18,11 @@ from palestra.core.types import Message, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of
 from palestra.models.chat.calls_tokens import find_harmony
 from palestra.models.chat.encode import (
+    ForgedTexts,
     Piece,
     PieceTokenizer,
     ReplyTemplate,
     SegmentTokenizer,
-    at_marks,
     cached,
     cut_into_pieces,
     mark,
@@ -100,7 +100,7 @@ class ChatFormat:
         self._shows_tools = False  # not known yet
         tokens = [str(token.content) for token in added.values()]
         self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
-        self.renderer = TemplateRenderer(tokenizer, self.call_format)
+        self.render = TemplateRenderer(tokenizer, self.call_format).render
         # transformers' own parser, for a format that is not known here
         ships = getattr(tokenizer, "response_template", None) is not None
         self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
@@ -153,19 +153,11 @@ class ChatFormat:
                     "the chat template does not show tools to the model. Use a model whose template does "
                     "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
                 )
-        forged = list[str]()  # texts with that of a special token, no others: an empty one may be written otherwise
-
-        def marked(written: str) -> str:
-            if not self.pieces.has_special(written):
-                return written
-            forged.append(written)
-            return mark(len(forged) - 1)
-
-        blank = [with_texts(message, marked) for message in messages]
-        if not forged:
+        forged = ForgedTexts(self.pieces.has_special)
+        blank = [with_texts(message, forged.marked) for message in messages]
+        if not forged.texts:
             return [Piece(text, False)]
-        scaffold, order = at_marks(self.render(blank, tools, add_generation_prompt=True, **variables))
-        return cut_into_pieces(text, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
+        return forged.cut(text, self.render(blank, tools, add_generation_prompt=True, **variables))
 
     def continuation(
         self,
@@ -418,13 +410,3 @@ class ChatFormat:
             if not self.has_variable(name):
                 raise PalestraError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
         return variables
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str:
-        """The conversation as the template writes it."""
-        return self.renderer.render(messages, tools, add_generation_prompt, **variables)
