@@ -68,7 +68,7 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
 
 def prompt_sees_the_future(patch: pytest.MonkeyPatch) -> None:
     right = plan.attend_part
-    patch.setattr(plan, "attend_part", lambda *args: right(*args[:6]))  # without `causal`
+    patch.setattr(plan, "attend_part", lambda *args: right(*args[:5]))  # without `causal`
 
 
 def appended_tokens_see_one_token_of_the_future(patch: pytest.MonkeyPatch) -> None:
