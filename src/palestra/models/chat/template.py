@@ -40,20 +40,11 @@ _CALL_ID = re.compile(r"tool_call_id|\.id\b|\[['\"]id['\"]\]")  # in the source 
 _BEGINS_RESULT = ("<|observation|>", "<|tool_response>", "<start_function_response>")
 _HARMONY_END = "<|end|>"  # gpt-oss ends a finished conversation with <|return|>, earlier messages with this
 _MAY_DIFFER = (*_BEGINS_RESULT, _HARMONY_END)
-_END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<|end|>",
-    "<|call|>",
-    "<|return|>",
-    "<|eot|>",
-    "<|eom|>",
-    *_BEGINS_RESULT,
-    "<|endoftext|>",
-    "<|end_of_text|>",
+_ENDS = (
+    "<|im_end|> <|eot_id|> <|eom_id|> <end_of_turn> <|end|> <|call|> <|return|> <|eot|> <|eom|> <|endoftext|> "
+    "<|end_of_text|>"
 )
+_END_OF_TURN = (*_ENDS.split(), *_BEGINS_RESULT)
 MAX_CACHED_CHARS = 4096
 MAX_OPENINGS = 8
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning

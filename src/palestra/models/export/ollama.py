@@ -33,12 +33,9 @@ STOPS = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
 }
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repeat_penalty",
+# transformers' name of a setting -> Ollama's
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p")} | {
+    "repetition_penalty": "repeat_penalty"
 }
 
 
