@@ -91,6 +91,7 @@ def shared_rows(tables: Any, lens: Any, page: int, generator: Any) -> Any:
 @torch.inference_mode()
 def kernels() -> None:
     """Triton against the reference on random ragged shapes, bf16."""
+    from palestra.engine.attention import ScoreRule
     from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 
     generator = torch.Generator().manual_seed(int(time.time()))
@@ -99,6 +100,7 @@ def kernels() -> None:
         rows = int(torch.randint(1, 40, (1,), generator=generator))
         kv, group, dim = [(8, 2, 128), (2, 4, 64), (4, 1, 80), (1, 8, 256), (3, 3, 64)][trial % 5]
         page, window, softcap = 64, [0, 0, 100][trial % 3], [0.0, 30.0][trial % 2]
+        rule = ScoreRule(dim**-0.5, window or None, softcap or None)
         lens = torch.randint(1, 1500, (rows,), generator=generator)
         counts = [int(torch.randint(1, int(n) + 1, (1,), generator=generator)) for n in lens]
         width = -(-int(lens.max()) // page)
@@ -114,13 +116,13 @@ def kernels() -> None:
 
         q, k, v = fresh(rows, kv * group), fresh(rows, kv), fresh(rows, kv)
         plan = DecodePlan(*layers, tables.int(), lens.int().cuda())
-        out = plan.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
+        out = plan.attend(module, q, k, v, rule)[0]  # type: ignore[arg-type]
         for r in range(rows):
             want = reference(q[0, :, r][None], *stores, tables[r], int(lens[r]), window, softcap)
             worst["decode"] = max(worst["decode"], (out[r].float() - want[0]).abs().max().item())
         shared_tables, plan.shared = shared_rows(tables, lens, page, generator)
         plan.tables = shared_tables.int()
-        out = plan.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
+        out = plan.attend(module, q, k, v, rule)[0]  # type: ignore[arg-type]
         for r in range(rows):
             want = reference(q[0, :, r][None], *stores, shared_tables[r], int(lens[r]), window, softcap)
             worst["shared"] = max(worst["shared"], (out[r].float() - want[0]).abs().max().item())
@@ -139,7 +141,7 @@ def kernels() -> None:
             ragged([r for r, _ in blocks]), ragged([s for _, s in blocks]),
             ragged(firsts), ragged(counts), ragged(lens.tolist()), 64,
         )  # fmt: skip
-        out = prefill.attend(module, q, k, v, dim**-0.5, window or None, softcap or None)[0]  # type: ignore[arg-type]
+        out = prefill.attend(module, q, k, v, rule)[0]  # type: ignore[arg-type]
         for r in range(rows):
             mine = slice(firsts[r], firsts[r] + counts[r])
             want = reference(q[0, :, mine].transpose(0, 1), *stores, tables[r], int(lens[r]), window, softcap)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
-from engine_families import RECURRENT, tiny_model
+from engine_families import FAMILIES, RECURRENT, tiny_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.algo.batch import Batch
 from palestra.algo.batching import pack
@@ -16,49 +16,20 @@ from palestra.core.types import Sample
 from palestra.learner.forward import Scorer
 from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
 
-VOCABULARY = 96
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-WINDOW = {"head_dim": 16, "sliding_window": 5}
-FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "qwen3_moe": {"head_dim": 16, **EXPERTS},
-    "mistral": {"sliding_window": 5},
-    "gemma2": {**WINDOW, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0},
-    "gemma3_text": WINDOW,
-    "phi3": {},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 5},
-    "smollm3": {},
+VOCABULARY = 128
+WINDOW = {"sliding_window": 5}
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {**WINDOW, "final_logit_softcapping": 3.0},
     "granite": {"logits_scaling": 3.0},
-    "cohere2": {"sliding_window": 5},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "gpt_oss": {**WINDOW, "num_local_experts": 4},
+    "llama4_text": {"attention_chunk_size": 8, "floor_scale": 6},  # rows reach beyond both
+    **dict.fromkeys(("mistral", "gemma3_text", "olmo3", "cohere2", "gpt_oss"), WINDOW),
 }
-
-
-def build(family: str, **extra: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES.get(family, {}), **extra})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():  # larger weights than the initial ones, so that attention is not almost uniform
-        for weight in model.parameters():
-            if weight.dim() >= 2:
-                weight.mul_(4.0)
-    return model.eval()
+CASES = [
+    *((family, 1000, False) for family in {**FAMILIES, **CHANGES}),
+    *((family, 24, False) for family in {**FAMILIES, **CHANGES} if family not in RECURRENT),
+    *((family, 1000, True) for family in ("lfm2", "nemotron_h")),
+]
 
 
 def groups() -> list[Sample]:
@@ -106,23 +77,23 @@ def gradients(model: torch.nn.Module, logprobs: Tensor, entropies: Tensor) -> li
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("max_tokens", [1000, 24])
-def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tokens: int) -> None:
-    model, samples = build(family), groups()
+@pytest.mark.parametrize(("family", "max_tokens", "checkpointing"), CASES)
+def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tokens: int, checkpointing: bool) -> None:
+    model, samples = tiny_model(family, **CHANGES.get(family, {})), groups()
     expected = plain(model, samples, 0.7)
+    theirs = gradients(model, *expected)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
     scorer = Scorer(model, temperature=0.7)
     assert scorer.mode == "trees"
-    batches = packed(samples, max_tokens)
     with scorer.session():
-        parts = [scorer(batch, entropy_gradient=True) for batch in batches]
+        parts = [scorer(batch, entropy_gradient=True) for batch in packed(samples, max_tokens)]
         got = tuple(torch.cat(x) for x in zip(*parts, strict=True))
-        torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         ours = gradients(model, *got)
-    for mine, theirs in zip(ours, gradients(model, *expected), strict=True):
-        scale = float(theirs.abs().max()) + 1e-8
-        torch.testing.assert_close(mine / scale, theirs / scale, rtol=1e-5, atol=1e-5)
+    for mine, own in zip(ours, theirs, strict=True):
+        assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
 
 
 def test_the_shared_prompt_is_computed_once() -> None:
@@ -131,34 +102,6 @@ def test_the_shared_prompt_is_computed_once() -> None:
     apart = pack(Batch.of(samples), max_tokens=1000, share_prefix=False)
     assert len(shared.token_ids) == 11 + (6 + 0 + 11)
     assert sum(len(b.token_ids) for b in apart) == 3 * 11 + (6 + 0 + 11)
-
-
-OTHERS = [*RECURRENT, "olmoe", "granitemoe", "gemma3n_text", "gemma4_text", "llama4_text"]
-SHORT_CHUNKS = {"attention_chunk_size": 8, "floor_scale": 6}  # rows reach beyond both
-
-
-@pytest.mark.parametrize(
-    ("family", "checkpointing"), [*((family, False) for family in OTHERS), ("lfm2", True), ("nemotron_h", True)]
-)
-def test_other_families_give_the_plain_logprobs_and_gradients(family: str, checkpointing: bool) -> None:
-    changes = SHORT_CHUNKS if family == "llama4_text" else {}
-    model, samples = tiny_model(family, vocab_size=128, **changes), groups()
-    expected = plain(model, samples, 1.0)
-    theirs = gradients(model, *expected)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
-    scorer = Scorer(model)
-    assert scorer.mode == "trees"
-    parts = []
-    for batch in packed(samples, 1000):
-        with scorer.session():
-            parts.append(scorer(batch, entropy_gradient=True))
-            got = tuple(torch.cat(x) for x in zip(*parts, strict=True))
-            torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-4)
-            ours = gradients(model, *got)
-    for mine, own in zip(ours, theirs, strict=True):
-        assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
 
 
 def test_a_model_of_an_unknown_recurrence_is_computed_in_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +116,7 @@ def test_a_model_of_an_unknown_recurrence_is_computed_in_padded_rows(monkeypatch
 
 
 def test_an_unknown_change_to_the_logits_is_noticed_and_computed_whole() -> None:
-    model = build("qwen3")
+    model = tiny_model("qwen3")
 
     class Odd(type(model)):  # type: ignore[misc]
         def forward(self, *args: object, **kwargs: object) -> object:
@@ -189,8 +132,8 @@ def test_an_unknown_change_to_the_logits_is_noticed_and_computed_whole() -> None
 
 
 def test_the_model_attends_as_before_after_a_session() -> None:
-    model = build("qwen3")
-    scorer = Scorer(model)
-    with scorer.session():
-        pass
-    assert model.config._attn_implementation == "eager"
+    model = tiny_model("qwen3")
+    before = model.config._attn_implementation
+    with Scorer(model).session():
+        assert model.config._attn_implementation != before
+    assert model.config._attn_implementation == before

@@ -37,6 +37,15 @@ class KVLayout(NamedTuple):
         return q, k, F.pad(v, (0, self.value_dim - v.shape[-1]))
 
 
+class ScoreRule(NamedTuple):
+    """How a layer of attention scores keys, and which of them a token sees."""
+
+    scale: float
+    window: int | None = None  # how many of the newest keys; None: all
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H] the scores of a key without a value, which every token sees
+
+
 class AttentionPlan:
     """Where a step's KV goes and comes from. `layout` is None if all layers of the model attend alike."""
 
@@ -46,21 +55,8 @@ class AttentionPlan:
         layer: int = module.layer_idx  # type: ignore[assignment]
         return layer if self.layout is None else self.layout.layers[layer]
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q [1, H, N, D], k and v [1, KV, N, D] of the step's N tokens -> [1, N, H, D].
-
-        `sinks` [H] are scores of a key without a value, which every token sees.
-        """
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        """q [1, H, N, D], k and v [1, KV, N, D] of the step's N tokens -> [1, N, H, D]."""
         raise NotImplementedError
 
 
@@ -82,9 +78,10 @@ def engine_attention(
     if scales_queries(module, query.shape[2]):  # by the place among the step's tokens; within our context all are 1
         factors = query_scales(module, torch.arange(query.shape[2], device=query.device))
         query = (query / factors).to(query.dtype)
+    rule = ScoreRule(scale, sliding_window, softcap, s_aux)
     if plan.layout is not None:
         query, key, value = plan.layout.fit(query, key, value)
-    return plan.attend(module, query, key, value, scale, sliding_window, softcap, s_aux)[..., :width], None
+    return plan.attend(module, query, key, value, rule)[..., :width], None
 
 
 def scales_queries(module: Any, tokens: int) -> bool:
@@ -170,21 +167,20 @@ def attend_part(
     k: Tensor,  # [B, H, L, D]
     v: Tensor,
     bias: Tensor | None,  # added to the scores, [B or 1, 1, Q or 1, L]
-    scale: float,
-    softcap: float | None,
+    rule: ScoreRule,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a part of the keys [B, H, Q, D], and its log-sum-exp [B, H, Q], by which parts are merged.
 
     `causal` is for as many queries as keys, without `bias`.
     """
-    if softcap is None and k.shape[-1] == v.shape[-1]:
+    if rule.softcap is None and k.shape[-1] == v.shape[-1]:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+            q, k, v, 0.0, causal, attn_mask=bias, scale=rule.scale
         )
-    scores = torch.matmul(q * scale, k.transpose(-1, -2))
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = torch.matmul(q * rule.scale, k.transpose(-1, -2))
+    if rule.softcap is not None:
+        scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
     if causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1), masked_score(scores.dtype))
     elif bias is not None:

@@ -186,7 +186,7 @@ class StateStore:
     """The states of many sessions on one device. All parts of one dtype lie side by side, so a copy is one or two
     kernels. Slot 0 belongs to no session: the padding rows of a step use it."""
 
-    def __init__(self, shape: StateShape, slots: int, zeros: Callable[[tuple[int, int], torch.dtype], Tensor]) -> None:
+    def __init__(self, shape: StateShape, slots: int, zeros: Callable[..., Tensor]) -> None:
         self._zeros, self._shape = zeros, shape
         self.reserve(slots)
 
@@ -197,7 +197,7 @@ class StateStore:
             for part, s in parts.items():
                 places.append((layer, part, s, sizes.get(s.dtype, 0)))
                 sizes[s.dtype] = places[-1][3] + torch.Size(s.shape).numel()
-        self._flat = {dtype: self._zeros((slots, size), dtype) for dtype, size in sizes.items()}
+        self._flat = {dtype: self._zeros((slots, size), dtype=dtype) for dtype, size in sizes.items()}
         self._views: dict[int, dict[Part, Tensor]] = {layer: {} for layer in self._shape}
         for layer, part, s, first in places:
             columns = self._flat[s.dtype][:, first : first + torch.Size(s.shape).numel()]

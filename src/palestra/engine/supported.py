@@ -20,6 +20,7 @@ from palestra.engine.attention import (
     AttentionPlan,
     AttentionSwitch,
     KVLayout,
+    ScoreRule,
     engine_attention,
     register,
 )
@@ -160,20 +161,12 @@ class ShapeProbe(AttentionPlan):
 
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]
         self.layers[layer] = (k.shape[1], k.shape[3], v.shape[3])
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=True).transpose(
+            1, 2
+        )
 
 
 def text_config(model: nn.Module) -> Any:

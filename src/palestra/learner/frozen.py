@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,13 @@ from palestra.engine.supported import base_model
 from palestra.learner.forward import Scorer
 from palestra.learner.micro_batches import (
     MicroBatchLimit,
+    PackedBatch,
     PackedMicroBatch,
     micro_batch_tokens,
     pack_batch,
+    rows_of,
+    score_all,
     tokens_to_column,
-    unless_out_of_memory,
 )
 
 
@@ -46,28 +47,19 @@ class FrozenModel:
     @torch.no_grad()
     def forward(self, batch: Batch) -> Array:
         """[T] log-probabilities of the batch's tokens, or [M] of its targets."""
-        parts: list[tuple[PackedMicroBatch, Tensor]] = []
-        waiting = self._pack(batch)
-        with self._scorer.session(training=False):
-            while waiting:
-                micro = waiting.popleft()
-                scored = unless_out_of_memory(partial(self._scorer, micro))
-                if scored is not None:
-                    each = micro.batch.each
-                    parts.append((micro, scored[0] if each is None else scored[0].index_select(0, each)))
-                    continue
-                self._limit.halve(len(micro.batch.token_ids), len(set(micro.batch.row.tolist())))
-                waiting = self._pack(batch, {row for m in (micro, *waiting) for row in m.batch.row.tolist()})
+
+        def pack(rows: set[int] | None = None) -> PackedBatch:
+            options: dict[str, Any] = {"max_tokens": self._limit.tokens, "share_prefix": self._scorer.shares_prefix}
+            return pack_batch(batch, echo=False, device=self._device, rows=rows, **options)
+
+        def smaller(micros: Sequence[PackedMicroBatch]) -> PackedBatch:
+            self._limit.halve(micros[0])
+            return pack(rows_of(micros))
+
+        def score(micro: PackedMicroBatch) -> Tensor:
+            logprobs, each = self._scorer(micro)[0], micro.batch.each
+            return logprobs if each is None else logprobs.index_select(0, each)
+
+        parts = score_all(self._scorer, score, pack(), smaller)
         self._limit.log_reduction()
         return tokens_to_column(parts, batch)
-
-    def _pack(self, batch: Batch, rows: set[int] | None = None) -> deque[PackedMicroBatch]:
-        packed = pack_batch(
-            batch,
-            max_tokens=self._limit.tokens,
-            share_prefix=self._scorer.shares_prefix,
-            echo=False,
-            device=self._device,
-            rows=rows,
-        )
-        return deque(packed.micro_batches)

@@ -49,30 +49,8 @@ def score_tokens(
     return logprobs, entropy
 
 
-@torch.no_grad()
-def top_tokens(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    bias: Tensor | None,  # [V]
-    rule: LogitRule,
-    k: int,
-    adapter: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """([N, k] ids of the most likely tokens, most likely first, [N, k] their log-probabilities in float32)."""
-    low, up = adapter if adapter is not None else (None, None)
-    size = _chunk_tokens(weight, len(hidden))
-    parts = [top_of(hidden.new_empty(0, len(weight)), k)]
-    for first in range(0, len(hidden), size):
-        part = slice(first, first + size)
-        logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up)
-        parts.append(top_of(_final(logits, rule), k))
-        del logits  # before the next ones are made
-    ids, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
-    return ids, logprobs
-
-
 def top_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same from [n, V] logits as they are sampled from."""
+    """([n, k] ids of the most likely tokens, [n, k] log-probabilities) by [n, V] logits as they are sampled from."""
     values, ids = logits.float().topk(min(k, logits.shape[-1]), dim=-1)
     return ids, values - logits.float().logsumexp(-1, keepdim=True)
 
@@ -98,35 +76,34 @@ class ScoringHead(nn.Module):
 
         With target [N, k] the log-probabilities are [N, k].
         """
-        linear = base_linear(self.output)
-        bias = getattr(linear, "bias", None)
-        rule = rule or self.rule
-        adapter = self._adapter(hidden) if linear is not self.output else None
-        return score_tokens(
-            hidden,
-            linear.weight,
-            bias,
-            target,
-            rule,
-            entropy_gradient=entropy_gradient,
-            adapter=adapter,
-            loss_gradient=loss_gradient,
-        )
+        weight, bias, adapter = self._weights(hidden)
+        options: dict[str, Any] = {"entropy_gradient": entropy_gradient, "loss_gradient": loss_gradient}
+        return score_tokens(hidden, weight, bias, target, rule or self.rule, adapter=adapter, **options)
 
+    @torch.no_grad()
     def top(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """hidden [N, H] -> ([N, k] ids of the most likely tokens, [N, k] log-probabilities)."""
-        linear = base_linear(self.output)
-        adapter = self._adapter(hidden) if linear is not self.output else None
-        return top_tokens(hidden, linear.weight, getattr(linear, "bias", None), self.rule, k, adapter)
+        """([N, k] ids of the most likely tokens, most likely first, [N, k] their log-probabilities in float32)."""
+        weight, bias, adapter = self._weights(hidden)
+        low, up = adapter if adapter is not None else (None, None)
+        size = _chunk_tokens(weight, len(hidden))
+        parts = [top_of(hidden.new_empty(0, len(weight)), k)]
+        for first in range(0, len(hidden), size):
+            part = slice(first, first + size)
+            logits = _logits(hidden[part], weight, bias, low if low is None else low[part], up)
+            parts.append(top_of(_final(logits, self.rule), k))
+            del logits  # before the next ones are made
+        ids, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+        return ids, logprobs
 
-    def _adapter(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What peft's adapter of the output layer makes of the hidden states, unless it is switched off."""
-        if self.output.disable_adapters:
-            return None
-        found = adapter_of(self.output)
-        assert found is not None
-        low = F.linear(hidden.to(found.down.dtype), found.down) * found.scaling
-        return low.to(hidden.dtype), found.up.to(hidden.dtype)
+    def _weights(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """The output layer's weight and bias, and what its adapter, if switched on, makes of the hidden states."""
+        linear, adapter = base_linear(self.output), None
+        if linear is not self.output and not self.output.disable_adapters:
+            found = adapter_of(self.output)
+            assert found is not None
+            low = F.linear(hidden.to(found.down.dtype), found.down) * found.scaling
+            adapter = low.to(hidden.dtype), found.up.to(hidden.dtype)
+        return linear.weight, getattr(linear, "bias", None), adapter
 
 
 class _Score(torch.autograd.Function):

@@ -6,8 +6,8 @@ import copy
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ from palestra.learner.micro_batches import (
     explain_not_finite,
     micro_batch_tokens,
     pack_batch,
+    rows_of,
+    score_all,
     tokens_to_column,
     unless_out_of_memory,
 )
@@ -149,7 +151,7 @@ class LocalLearner:
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
         scorer = self._reference if reference and self._reference is not None else self._scorer
-        with self._adapter_off(reference and self._has_adapter):
+        with self.model.disable_adapter() if reference and self._has_adapter else nullcontext():
             # The reference is another policy, which chooses its experts itself.
             score = (lambda micro: scorer(_without_routing(micro))) if reference else scorer
             parts = [(micro, _of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, score)]
@@ -175,16 +177,7 @@ class LocalLearner:
         self, scorer: Scorer, batch: Batch, score: Callable[[PackedMicroBatch], tuple[Tensor, Tensor]]
     ) -> list[tuple[PackedMicroBatch, tuple[Tensor, Tensor]]]:
         """What `score` gives for each micro-batch; those that do not fit in memory are made smaller."""
-        parts: list[tuple[PackedMicroBatch, tuple[Tensor, Tensor]]] = []
-        waiting = deque(self._pack(batch, echo=False).micro_batches)
-        with scorer.session(training=False):
-            while waiting:
-                micro = waiting.popleft()
-                scored = unless_out_of_memory(partial(score, micro))
-                if scored is None:
-                    waiting = self._smaller(batch, [micro, *waiting], echo=False)
-                else:
-                    parts.append((micro, scored))
+        parts = score_all(scorer, score, self._pack(batch, echo=False), partial(self._smaller, batch, echo=False))
         self._limit.log_reduction()
         return parts
 
@@ -225,7 +218,7 @@ class LocalLearner:
                     raise torch.OutOfMemoryError("CUDA out of memory in the backward pass of a step's later batch")
                 self.optimizer.clear()
                 outputs, left = LocalOutputs.empty(batch, loss, self.device), packed.micro_batches
-            waiting = self._smaller(batch, left, echo=echo)
+            waiting = deque(self._smaller(batch, left, echo=echo).micro_batches)
         return outputs
 
     def _accumulate_side_by_side(
@@ -252,16 +245,15 @@ class LocalLearner:
         # What holds on to a graph of autograd keeps the next pass from being captured.
         return replace(found, loss=replace(found.loss, terms=found.loss.terms.detach()))
 
-    def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> deque[PackedMicroBatch]:
+    def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> PackedBatch:
         """Repack the rows of these micro-batches, of which the first did not fit, into smaller ones."""
-        failed, graphs = micros[0], self._scorer.graphs
+        graphs = self._scorer.graphs
         if graphs is not None and graphs.captured:
             graphs.forget()  # its memory may be enough
         else:
-            self._limit.halve(len(failed.batch.token_ids), len(set(failed.batch.row.tolist())))
+            self._limit.halve(micros[0])
         self._packings.pop(batch, None)  # the next pass packs it by the new limit
-        rows = {row for micro in micros for row in micro.batch.row.tolist()}
-        return deque(self._packed(batch, echo=echo, rows=rows).micro_batches)
+        return self._packed(batch, echo=echo, rows=rows_of(micros))
 
     def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
         pending, self._pending = self._pending, []
@@ -392,14 +384,6 @@ class LocalLearner:
             stats = TokenStats(sums={"routing_mismatch": found[0]}, counts={"routing_mismatch": found[1]})
             terms = replace(terms, stats=terms.stats + stats)
         return MicroOutputs(terms, logprobs.detach(), entropy.detach())
-
-    @contextmanager
-    def _adapter_off(self, off: bool) -> Iterator[None]:
-        if not off:
-            yield
-            return
-        with self.model.disable_adapter():
-            yield
 
 
 def _without_routing(micro: PackedMicroBatch) -> PackedMicroBatch:

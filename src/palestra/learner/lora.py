@@ -39,7 +39,8 @@ def _targets_in(model: nn.Module, names: list[str]) -> dict[str, Any]:
     """What peft must be told of this model's modules besides the names in the config."""
     found: dict[str, Any] = {}
     if EXPERTS in names:
-        stacked = {f"{EXPERTS}.{name.rpartition('.')[2]}" for name in _expert_weights(model)}
+        weights = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3]  # [experts, ...]
+        stacked = {f"{EXPERTS}.{name[-1]}" for name in weights if name[-2] == EXPERTS}
         if not stacked:
             raise PalestraError(f"lora.target_modules names {EXPERTS!r}, and the model has no experts; leave it out")
         linear = [name for name in names if name not in (EXPERTS, ALL_LINEAR)]
@@ -62,11 +63,6 @@ def _not_adapted(model: nn.Module) -> list[str]:
     }
     has_mamba = any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules())
     return sorted(routers | ({"out_proj"} if has_mamba else set()))
-
-
-def _expert_weights(model: nn.Module) -> list[str]:
-    """Names of parameters [experts, ...] of modules called `experts`."""
-    return [name for name, p in model.named_parameters() if p.dim() == 3 and name.split(".")[-2] == EXPERTS]
 
 
 def add_lora(model: Any, lora: LoraSection, *, in_model_dtype: bool | None = None) -> nn.Module:
@@ -156,9 +152,5 @@ def quantization_config(lora: LoraSection, dtype: torch.dtype = torch.bfloat16) 
         raise PalestraError("lora.load_in_4bit needs bitsandbytes; pip install 'palestra[qlora]'")
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -171,6 +173,28 @@ def unless_out_of_memory(work: Callable[[], T]) -> T | None:
     return None
 
 
+def score_all(
+    scorer: Any, score: Callable[[PackedMicroBatch], T], packed: PackedBatch, smaller: Callable[..., PackedBatch]
+) -> list[tuple[PackedMicroBatch, T]]:
+    """What `score` gives for each micro-batch. Those from one on that does not fit in memory are given to `smaller`."""
+    parts: list[tuple[PackedMicroBatch, T]] = []
+    waiting = deque(packed.micro_batches)
+    with scorer.session(training=False):
+        while waiting:
+            micro = waiting.popleft()
+            scored = unless_out_of_memory(partial(score, micro))
+            if scored is None:
+                waiting = deque(smaller([micro, *waiting]).micro_batches)
+            else:
+                parts.append((micro, scored))
+    return parts
+
+
+def rows_of(micros: Iterable[PackedMicroBatch]) -> set[int]:
+    """The rows of the batch that these micro-batches hold."""
+    return {row for micro in micros for row in micro.batch.row.tolist()}
+
+
 class MicroBatchLimit:
     """The tokens of a micro-batch, halved when they do not fit; said once."""
 
@@ -179,9 +203,10 @@ class MicroBatchLimit:
         self._lowered_from: int | None = None
         self._warned = False
 
-    def halve(self, tokens: int, rows: int) -> None:
-        """Halve the limit, since a micro-batch of `tokens` tokens and `rows` rows did not fit."""
-        if rows < 2:
+    def halve(self, failed: PackedMicroBatch) -> None:
+        """Halve the limit, since this micro-batch did not fit."""
+        tokens = len(failed.batch.token_ids)
+        if len(rows_of([failed])) < 2:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory: one row of {tokens} tokens does not fit, and cannot be divided"
             )

@@ -9,14 +9,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from palestra.algo.batch import Batch
-from palestra.algo.batching import MicroBatch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
 from palestra.engine.recurrent import RecurrentLayers
@@ -36,22 +34,8 @@ LONGEST_WINDOW = 1024  # sliding windows up to here are checked with rows that r
 TYPICAL_SIZE = 2**22
 
 
-class CheckedScorer(Protocol):
-    """What is checked: `learner.forward.Scorer`."""
-
-    model: Any
-    mode: Any
-    compiled: bool
-
-    def __call__(self, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]: ...
-
-    def from_logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]: ...
-
-    def session(self) -> AbstractContextManager[None]: ...
-
-
-def choose_mode(scorer: CheckedScorer) -> None:
-    """Set the scorer's mode to the first that gives the model's own numbers; say so when it is not the fast one."""
+def choose_mode(scorer: Any) -> None:
+    """Set a `Scorer`'s mode to the first that gives the model's own numbers; say so when it is not the fast one."""
     model = scorer.model
     with ModulePatches() as patches:
         # As the learner will call it, so that programs compiled here are used there; a model without trainable weights
@@ -97,7 +81,7 @@ def require_tree_support(model: Any) -> None:
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers")
 
 
-def _mismatch(scorer: CheckedScorer, micro: PackedMicroBatch, expected: list[Tensor]) -> str | None:
+def _mismatch(scorer: Any, micro: PackedMicroBatch, expected: list[Tensor]) -> str | None:
     """Why the scorer as it is set cannot be used, or None."""
     model = scorer.model
     name = type(model).__name__
@@ -140,11 +124,10 @@ def _probe(model: Any, share_prefix: bool, size: int = 0) -> PackedMicroBatch:
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
     longest = 9 + (window + window // 4 if window <= LONGEST_WINDOW else 0)
     ids = [(i * 7919 + 17) % len(embeddings) for i in range(19 + longest)]
-    samples = []
-    for first, last in ((9, 15), (15, 15 + longest), (15 + longest, 19 + longest)):
-        samples.append(_row(ids[:9] + ids[first:last], last - first, group=0, prompt_length=9))
-    for group in range(1, 1 + min(4096, size // embeddings.shape[1]) // 128):
-        samples.append(_row((ids * 10)[:129], 1, group=group, prompt_length=0))
+    completions = ((9, 15), (15, 15 + longest), (15 + longest, 19 + longest))
+    samples = [_row(ids[:9] + ids[first:last], last - first, group=0, prompt_length=9) for first, last in completions]
+    others = range(1, 1 + min(4096, size // embeddings.shape[1]) // 128)
+    samples += [_row((ids * 10)[:129], 1, group=group, prompt_length=0) for group in others]
     batch, device = Batch.of(samples), embeddings.device
     packed = pack_batch(batch, max_tokens=8192, share_prefix=share_prefix, echo=False, device=device)
     return packed.micro_batches[0]

@@ -132,7 +132,7 @@ def tree_attention(
         # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out = flash_trees(q, k, v, layout.bounds, scale)
-    elif is_causal_only and cpu_fits(q, v):
+    elif is_causal_only and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:  # as the fused kernel needs it
         out = cpu_trees(q, k, v, layout.trees, scale)
     else:
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
@@ -219,11 +219,6 @@ MAX_PADDING = 1.1  # times the length of the shortest run of a batch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def cpu_fits(query: Tensor, value: Tensor) -> bool:
-    """Whether the CPU's fused kernel takes these heads."""
-    return query.device.type == "cpu" and value.shape[-1] == query.shape[-1]
 
 
 @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next

@@ -114,10 +114,10 @@ def flash_trees(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float) -
 def _forward(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """([T, H, D] output, [H, T] log-sum-exp) over both halves."""
     bounds = _alive[int(handle)]
-    out, lse = _half(q, k, v, *bounds.own, scale)
+    out, lse = _half(q, k, v, bounds.own, scale)
     if bounds.has_shared:
         completions, prompts = bounds.completions, bounds.prompts
-        half, half_lse = _half(q[completions], k[prompts], v[prompts], *bounds.shared, scale)
+        half, half_lse = _half(q[completions], k[prompts], v[prompts], bounds.shared, scale)
         _merge(q.device.type)(out[completions], lse[:, completions], half, half_lse)
     return out, lse
 
@@ -129,35 +129,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Te
 
 @torch.library.custom_op("palestra::tree_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    handle: Tensor,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds = _alive[int(handle)]
-    dq, dk, dv = _half_backward(grad, q, k, v, out, lse, *bounds.own, scale)
+    dq, dk, dv = _half_backward(grad, q, k, v, out, lse, bounds.own, scale)
     if bounds.has_shared:
         c, p = bounds.completions, bounds.prompts
-        more = _half_backward(grad[c], q[c], k[p], v[p], out[c], lse[:, c].contiguous(), *bounds.shared, scale)
+        more = _half_backward(grad[c], q[c], k[p], v[p], out[c], lse[:, c].contiguous(), bounds.shared, scale)
         torch._foreach_add_([dq[c], dk[p], dv[p]], more)
     return dq, dk, dv
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    handle: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -175,42 +159,21 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 _forward.register_autograd(_differentiate, setup_context=_remember)
 
 
-def _half(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_bounds: Tensor,
-    k_bounds: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _half(q: Tensor, k: Tensor, v: Tensor, half: Half, scale: float) -> tuple[Tensor, Tensor]:
     """([n, H, D] output, [H, n] log-sum-exp) of segments of queries over segments of keys."""
-    found = torch.ops.aten._flash_attention_forward(
-        q, k, v, q_bounds, k_bounds, max_q, max_k, 0.0, causal, False, scale=scale
-    )
+    *bounds, causal = half
+    found = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False, scale=scale)
     return found[0].contiguous(), found[1]
 
 
 def _half_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_bounds: Tensor,
-    k_bounds: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, half: Half, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    *bounds, causal = half
     random = _no_dropout(q.device)
     with in_one_order(q):
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, 0.0, causal, random, random, scale=scale
+            grad, q, k, v, out, lse, *bounds, 0.0, causal, random, random, scale=scale
         )
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 

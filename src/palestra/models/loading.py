@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,12 @@ def load_model(
         tokenizer = _read_tokenizer(name, folder, source) if _has_tokenizer(folder) else base.tokenizer
     else:
         tokenizer = _read_tokenizer(name, folder, source)
-        model = _read(name, folder, source, lambda **where: _model(torch_dtype, torch_device, quantization, **where))
+        model = _read(name, folder, source, partial(_model, torch_dtype, torch_device, quantization))
     _set_tokenizer_defaults(tokenizer)
     _set_model_defaults(model, tokenizer)
     use_softcaps(model)
-    model.name_or_path = _portable_name(source)  # becomes base_model_name_or_path of adapters trained on it
+    path = Path(source).expanduser()  # becomes base_model_name_or_path of adapters: paths must work from everywhere
+    model.name_or_path = str(path.resolve()) if path.exists() else source
     choose_threads(model, threads)
     return LoadedModel(model, tokenizer, name, str(folder or source))
 
@@ -139,13 +141,7 @@ def load_config(name: str) -> Any:
     folder = _folder_of(source)
     if folder is not None and adapters.is_adapter(folder):
         return load_config(adapters.base_of(folder))
-
-    def read(**where: Any) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(trust_remote_code=False, **where)
-
-    return _read(name, folder, source, read)
+    return _read(name, folder, source, partial(_pretrained, "AutoConfig"))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -177,7 +173,7 @@ def idle_processors() -> int:
 
 def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:
     if folder is None or _has_tokenizer(folder):
-        return _read(name, folder, source, _tokenizer)
+        return _read(name, folder, source, partial(_pretrained, "AutoTokenizer"))
     run = RunFolder.around(folder)
     if run is None:
         raise PalestraError(
@@ -187,29 +183,27 @@ def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:
     return load_tokenizer(run.config.model.name)  # of 0.1, whose checkpoints have none: the run began with this one
 
 
-def _tokenizer(**where: Any) -> Any:
-    from transformers import AutoTokenizer
+def _pretrained(kind: str, **options: Any) -> Any:
+    """What a class of transformers loads, without code of the model."""
+    import transformers
 
-    return AutoTokenizer.from_pretrained(trust_remote_code=False, **where)
+    return getattr(transformers, kind).from_pretrained(trust_remote_code=False, **options)
 
 
 def _model(dtype: torch.dtype, device: torch.device, quantization: Any | None, **where: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    if quantization is None:
-        options = _dequantized(**where)
-        model = AutoModelForCausalLM.from_pretrained(dtype=dtype, trust_remote_code=False, **options, **where)
-        return model.to(device=device, dtype=dtype) if options else model.to(device)  # bfloat16, whatever is asked for
-    return AutoModelForCausalLM.from_pretrained(
-        dtype=dtype, quantization_config=quantization, device_map={"": device}, trust_remote_code=False, **where
-    )
+    load = partial(_pretrained, "AutoModelForCausalLM", dtype=dtype, **where)
+    if quantization is not None:
+        return load(quantization_config=quantization, device_map={"": device})
+    options = _dequantized(**where)
+    model = load(**options)
+    return model.to(device=device, dtype=dtype) if options else model.to(device)  # bfloat16, whatever is asked for
 
 
 def _dequantized(**where: Any) -> dict[str, Any]:
     """Options that load mxfp4 weights (gpt-oss) in the model's dtype: 4-bit experts cannot be trained or adapted."""
-    from transformers import AutoConfig, Mxfp4Config
+    from transformers import Mxfp4Config
 
-    config = AutoConfig.from_pretrained(trust_remote_code=False, **where)
+    config = _pretrained("AutoConfig", **where)
     stored = getattr(config, "quantization_config", None) or {}
     is_mxfp4 = (stored if isinstance(stored, dict) else vars(stored)).get("quant_method") == "mxfp4"
     return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
@@ -226,12 +220,6 @@ def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any])
                 raise not_in_cache(name, reason) from None
     with _explain_errors(name):
         return load(local_files_only=folder is not None, **where)
-
-
-def _portable_name(source: str) -> str:
-    """A name that works from every working directory: paths become absolute, palestra/ names and hub ids stay."""
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.exists() else source
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -46,6 +46,10 @@ class _Request:
         tokens = self.session.token_ids + self.ids
         return SamplingRow(self.params, len(tokens), tokens, self.matching if self.finish is None else None)
 
+    @property
+    def turn(self) -> Turn:
+        return Turn("model", self.ids, self.logprobs, self.versions, self.finish)  # type: ignore[arg-type]
+
 
 class _KV(NamedTuple):
     """The cache of a batch, and what is computed next."""
@@ -119,12 +123,18 @@ class NaivePolicy(Policy[NaiveSession]):
             for _ in range(3):  # let callers that are ready now join the batch
                 await asyncio.sleep(0)
             batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+            failure: Exception | None = None
             try:
                 await asyncio.to_thread(self._run, batch)
             except Exception as error:
-                _resolve(batch, error)
-            else:
-                _resolve(batch)
+                failure = error
+            for request in batch:
+                if request.done.done():  # cancelled
+                    continue
+                if failure is not None:
+                    request.done.set_exception(failure)
+                else:
+                    request.done.set_result(request.turn)
 
     @torch.inference_mode()
     def _run(self, batch: list[_Request]) -> None:
@@ -182,18 +192,6 @@ class NaivePolicy(Policy[NaiveSession]):
 def _check_open(session: NaiveSession) -> None:
     if session.closed:
         raise PalestraError("the session is closed (fork closes the session that it copies); open a new one")
-
-
-def _resolve(batch: list[_Request], error: Exception | None = None) -> None:
-    for request in batch:
-        if request.done.done():
-            continue
-        if error is not None:
-            request.done.set_exception(error)
-        else:
-            finish = request.finish or "length"
-            turn = Turn("model", request.ids, request.logprobs, request.versions, finish)  # type: ignore[arg-type]
-            request.done.set_result(turn)
 
 
 def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

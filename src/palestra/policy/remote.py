@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +49,8 @@ class RemotePolicy(TokenSessions):
         return str(answer["data"][0]["id"])
 
     async def sample(self, session: TokenSession, params: SamplingParams) -> Turn:
-        body = {"input_ids": session.token_ids, "sampling_params": _sampling_fields(params), "return_logprob": True}
+        fields = asdict(params) | {"top_k": params.top_k or -1}  # SGLang's word for "all"
+        body = {"input_ids": session.token_ids, "sampling_params": fields, "return_logprob": True}
         sampled = read_sampled(await self._ask("/generate", body))
         self.version = int(sampled.versions[-1])
         session.token_ids += sampled.token_ids.tolist()
@@ -100,18 +102,3 @@ def read_sampled(answer: Any) -> Turn:
     last = str(about.get("weight_version", ""))
     versions = about.get("weight_versions") or (int(last) if last.isdecimal() else 0)
     return Turn("model", ids, logprobs, versions, cast(Finish, finish))  # type: ignore[arg-type]
-
-
-def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    return {
-        "max_new_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,  # SGLang's word for "all"
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "stop_token_ids": list(params.stop_token_ids),
-        "stop": list(params.stop),
-        "seed": params.seed,
-        "grammar": params.grammar,
-    }

@@ -68,7 +68,7 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
 
 def prompt_sees_the_future(patch: pytest.MonkeyPatch) -> None:
     right = plan.attend_part
-    patch.setattr(plan, "attend_part", lambda *args: right(*args[:6]))  # without `causal`
+    patch.setattr(plan, "attend_part", lambda *args: right(*args[:5]))  # without `causal`
 
 
 def appended_tokens_see_one_token_of_the_future(patch: pytest.MonkeyPatch) -> None:
@@ -189,6 +189,7 @@ def test_a_fault_of_the_fast_decoder_alone_falls_back_to_the_module(
     engine = Engine(model, kv_memory_gib=0.01)
     assert engine.runner.fast_decoder is None  # type: ignore[attr-defined]
     assert "falling back to the module's own layers" in caplog.text
+    assert engine.pool.free == engine.pool.pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -232,13 +233,17 @@ def test_prompt_of_the_check_passes_page_and_window(
     assert prompt_length(model, page_size, capacity) == length
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ValueError("a bug"), MemoryError()])
-def test_other_errors_are_raised_as_they_are(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "fast"),
+    [(torch.OutOfMemoryError("no memory"), False), (ValueError("a bug"), False), (MemoryError(), False),
+     (RuntimeError("out of resources"), True)],
+)  # fmt: skip
+def test_other_errors_are_raised_as_they_are(error: Exception, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("qwen3")
 
     def broken(*args: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(model.model.layers[1].mlp, "forward", broken)
+    monkeypatch.setattr(*((CpuFastDecoder, "__call__") if fast else (model.model.layers[1].mlp, "forward")), broken)
     with pytest.raises(type(error)):
         Engine(model, kv_memory_gib=0.01)

@@ -92,14 +92,6 @@ def test_text_is_the_same_when_memory_is_scarce(model: Any) -> None:
     assert scarce == plenty
 
 
-def test_rollout_longer_than_memory_is_truncated(model: Any) -> None:
-    engine = engine_with(model, 32)
-    turn = engine.sample([engine.open(PROMPT)], SamplingParams(100))[0]
-    assert turn.finish == "length"
-    assert 0 < len(turn.token_ids) < 100
-    assert engine.sample([engine.open(PROMPT)], SamplingParams(3))[0].finish == "length"
-
-
 def test_rollout_longer_than_the_context_is_truncated(model: Any) -> None:
     engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     session = engine.open(PROMPT)
@@ -241,11 +233,14 @@ def test_rollouts_with_delays_and_cancellations_lose_nothing(model: Any) -> None
     assert growth < 1_000_000
 
 
-def test_memory_that_cuts_turns_off_is_warned_of_once(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_rollout_longer_than_memory_is_truncated_and_warned_of_once(model: Any, caplog: Any) -> None:
     engine = engine_with(model, 32)
     assert not caplog.messages
     for _ in range(2):
-        assert engine.sample([engine.open(PROMPT)], SamplingParams(100))[0].finish == "length"
+        [turn] = engine.sample([engine.open(PROMPT)], SamplingParams(100))
+        assert turn.finish == "length"
+        assert 0 < len(turn.token_ids) < 100
+    assert engine.sample([engine.open(PROMPT)], SamplingParams(3))[0].finish == "length"
     [message] = caplog.messages
     assert "model.kv_memory_gib" in message
     assert "32 tokens" in message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -58,6 +58,11 @@ def assert_right(model: Any, session: Session, sampled: list[float]) -> None:
     assert sampled == pytest.approx(own_logprobs(model, session.token_ids, start), abs=1e-4)
 
 
+def assert_turns_right(model: Any, engine: Engine, sessions: Sequence[Session], lengths: Sequence[int]) -> None:
+    for session, sampled in zip(sessions, turns(engine, sessions, lengths), strict=True):
+        assert_right(model, session, sampled)
+
+
 def count_calls(patch: pytest.MonkeyPatch, *names: str) -> list[str]:
     """The names of the methods of Pages that are called from here on."""
     calls: list[str] = []
@@ -77,8 +82,7 @@ def test_kv_stays_in_its_slot_between_turns(model: Any, monkeypatch: pytest.Monk
     calls, counts = count_calls(monkeypatch, "read", "write"), computed_tokens(engine)
     for session in sessions:
         engine.append(session, [1, 2])
-    for session, sampled in zip(sessions, turns(engine, sessions, (4, 1, 6, 2)), strict=True):
-        assert_right(model, session, sampled)
+    assert_turns_right(model, engine, sessions, (4, 1, 6, 2))
     assert counts[0] == 4 * 3
     for session in sessions:
         engine.close(session)
@@ -123,8 +127,7 @@ def test_the_buffer_does_not_grow_for_idle_sessions(model: Any) -> None:
     assert [session.slot < 0 for session in early] == [True] * 3 + [False] * 5, "who was idle for the longest time"
     assert slots_of(engine).own.rows == ROWS
     counts = computed_tokens(engine)
-    for session, sampled in zip(early, turns(engine, early, [4] * ROWS), strict=True):
-        assert_right(model, session, sampled)
+    assert_turns_right(model, engine, early, [4] * ROWS)
     assert counts[0] == ROWS, "nothing was computed again"
 
 
@@ -137,8 +140,7 @@ def test_a_branch_of_an_idle_session_shares_what_only_its_slot_held(model: Any) 
         branch = engine.branch(session, length)
         assert branch.kv_len == length - 1
         assert session.slot >= 0
-        for each, sampled in zip((session, branch), turns(engine, (session, branch), (5, 3)), strict=True):
-            assert_right(model, each, sampled)
+        assert_turns_right(model, engine, (session, branch), (5, 3))
 
 
 def test_forks_of_an_idle_session_share_what_only_its_slot_held(model: Any) -> None:
@@ -147,8 +149,7 @@ def test_forks_of_an_idle_session_share_what_only_its_slot_held(model: Any) -> N
     turns(engine, sessions, [7])
     counts = computed_tokens(engine)
     forks = engine.fork(session, 3)
-    for fork, sampled in zip(forks, turns(engine, forks, (2, 4, 3)), strict=True):
-        assert_right(model, fork, sampled)
+    assert_turns_right(model, engine, forks, (2, 4, 3))
     assert counts[0] == 3
     for fork in forks:
         engine.close(fork)
@@ -190,8 +191,7 @@ def test_new_weights_empty_the_slots_of_idle_sessions(model: Any) -> None:
     engine.weights_changed(1)
     assert occupied(engine) == []
     counts = computed_tokens(engine)
-    for session, sampled in zip(sessions, turns(engine, sessions, (4, 1, 6, 2)), strict=True):
-        assert_right(model, session, sampled)
+    assert_turns_right(model, engine, sessions, (4, 1, 6, 2))
     assert counts[0] > 4
 
 

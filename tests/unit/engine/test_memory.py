@@ -33,28 +33,6 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def two_turns(engine: Engine, between: Any) -> list[list[int]]:
-    """A forked group and a session of its own, two turns each with a tool result and `between` in the middle."""
-    group = [*engine.fork(engine.open([5, 9, 33, 21, 60] * 8), 2), engine.open([7, 3])]
-    params = [SamplingParams(20, seed=i) for i in range(3)]
-    first = engine.sample(group, params)
-    between(engine)
-    for session in group:
-        engine.append(session, [1, 2, 3])
-    second = engine.sample(group, params)
-    for session in group:
-        engine.close(session)
-    assert engine.pool.free == engine.pool.pages
-    return [turn.token_ids.tolist() for turn in (*first, *second)]
-
-
-def nap(engine: Engine) -> None:
-    engine.sleep()
-    engine.sleep()
-    engine.wake()
-    engine.wake()
-
-
 def test_a_turn_under_way_goes_on_after_a_sleep(model: Any) -> None:
     def turn(sleeps: bool) -> tuple[list[int], list[int]]:
         engine = Engine(model, kv_memory_gib=0.1, self_check=False)
@@ -62,7 +40,8 @@ def test_a_turn_under_way_goes_on_after_a_sleep(model: Any) -> None:
         while len(job.logprobs) < 5:
             engine.step()
         if sleeps:
-            nap(engine)
+            for change in (engine.sleep, engine.sleep, engine.wake, engine.wake):
+                change()
         while job.finish is None:
             engine.step()
         return job.result().token_ids.tolist(), job.result().versions.tolist()

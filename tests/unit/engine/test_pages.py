@@ -22,26 +22,15 @@ def test_fork_shares_full_pages_and_copies_the_partial_one() -> None:
     assert pool.free == 8 - 3  # the fork still holds all three of its own
     pool.release(fork.table)
     assert pool.free == 8
+    assert pool.fork(pool.take(2), length=8).copy is None  # ends with a page
+    assert pool.free == 6
 
 
-def test_fork_at_a_page_boundary_copies_nothing() -> None:
-    pool = PagePool(pages=4, page_size=4)
-    table = pool.take(2)
-    fork = pool.fork(table, length=8)
-    assert fork.copy is None
-    assert pool.free == 2
-
-
-def test_more_pages_than_free_are_refused() -> None:
+def test_more_pages_than_free_and_a_page_released_twice_are_errors() -> None:
     pool = PagePool(pages=2, page_size=4)
-    pool.take(2)
+    table = pool.take(2)
     with pytest.raises(MemoryError, match="1 pages asked for"):
         pool.take(1)
-
-
-def test_page_released_twice_is_an_error() -> None:
-    pool = PagePool(pages=2, page_size=4)
-    table = pool.take(1)
     pool.release(table)
     with pytest.raises(RuntimeError, match="released more often"):
         pool.release(table)
@@ -102,11 +91,12 @@ def test_what_saves_too_little_is_read_by_each_row() -> None:
     assert SharedArrays.of(siblings(PagePool(200, 16), 4, 15), 16, min_tokens=0) is None  # not one whole page
 
 
-def test_drafts_that_are_mostly_right_go_on() -> None:
+@pytest.mark.parametrize(("tokens", "steps"), [(200, 100), (4, 4)], ids=["mostly right", "too few to say"])
+def test_drafts_that_may_be_right_go_on(tokens: int, steps: int) -> None:
     speculation = Speculation()
-    for _ in range(100):
+    for _ in range(10):
         assert speculation.is_worth_it()
-        speculation.note(tokens=200, steps=100)
+        speculation.note(tokens, steps)
 
 
 def test_drafts_that_are_mostly_wrong_pause_and_are_tried_again() -> None:
@@ -114,10 +104,4 @@ def test_drafts_that_are_mostly_wrong_pause_and_are_tried_again() -> None:
     speculation.note(tokens=NOTED_STEPS + 1, steps=NOTED_STEPS)
     assert [speculation.is_worth_it() for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
     speculation.note(tokens=2 * NOTED_STEPS, steps=NOTED_STEPS)
-    assert speculation.is_worth_it()
-
-
-def test_a_few_steps_say_nothing_about_drafts() -> None:
-    speculation = Speculation()
-    speculation.note(tokens=4, steps=4)
     assert speculation.is_worth_it()

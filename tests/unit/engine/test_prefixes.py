@@ -22,8 +22,9 @@ def model() -> Qwen3ForCausalLM:
     return sharp_model(VOCABULARY, 256)
 
 
-def engine_of(model: Any, tokens: int = 10_000) -> Engine:
-    return Engine(model, page_size=PAGE, kv_memory_gib=tokens * BYTES_PER_TOKEN / (1 << 30), self_check=False)
+def engine_of(model: Any, tokens: int = 10_000, **options: Any) -> Engine:
+    memory = tokens * BYTES_PER_TOKEN / (1 << 30)
+    return Engine(model, page_size=PAGE, kv_memory_gib=memory, self_check=False, **options)
 
 
 def groups_of(engine: Engine, prompts: list[list[int]]) -> list[Session]:
@@ -119,13 +120,8 @@ def turn_of(engine: Engine, prompt: list[int], new: int = 6) -> Turn:
     return turn
 
 
-def keeping(model: Any, tokens: int = 10_000) -> Engine:
-    memory = tokens * BYTES_PER_TOKEN / (1 << 30)
-    return Engine(model, page_size=PAGE, kv_memory_gib=memory, keep_closed=True, self_check=False)
-
-
 def test_the_next_turn_of_a_closed_conversation_computes_what_is_new(model: Any) -> None:
-    engine = keeping(model)
+    engine = engine_of(model, keep_closed=True)
     first = turn_of(engine, INSTRUCTIONS)
     history = [*INSTRUCTIONS, *first.token_ids.tolist(), 9, 8, 7]
     counts = computed_tokens(engine)
@@ -136,7 +132,7 @@ def test_the_next_turn_of_a_closed_conversation_computes_what_is_new(model: Any)
 
 
 def test_what_closed_conversations_left_makes_room_for_new_ones(model: Any) -> None:
-    engine = keeping(model, tokens=8 * PAGE)
+    engine = engine_of(model, 8 * PAGE, keep_closed=True)
     for start in range(20):
         prompt = [(start + 5 * i) % VOCABULARY for i in range(5 * PAGE)]
         assert_same([turn_of(engine, prompt)], [turn_of(engine_of(model), prompt)])
@@ -144,7 +140,7 @@ def test_what_closed_conversations_left_makes_room_for_new_ones(model: Any) -> N
 
 
 def test_new_weights_forget_what_closed_conversations_left(model: Any) -> None:
-    engine = keeping(model)
+    engine = engine_of(model, keep_closed=True)
     turn_of(engine, INSTRUCTIONS)
     assert engine.pool.free < engine.pool.pages
     engine.weights_changed(1)
@@ -155,7 +151,7 @@ def test_new_weights_forget_what_closed_conversations_left(model: Any) -> None:
 
 
 def test_the_same_request_again_and_again_is_kept_once(model: Any) -> None:
-    engine = keeping(model)
+    engine = engine_of(model, keep_closed=True)
     for _ in range(5):
         turn_of(engine, INSTRUCTIONS)
     assert engine.pool.pages - engine.pool.free == (len(INSTRUCTIONS) + 5) // PAGE
@@ -164,14 +160,14 @@ def test_the_same_request_again_and_again_is_kept_once(model: Any) -> None:
 
 def test_no_more_closed_conversations_are_kept_than_allowed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.engine.scheduler.MAX_KEPT", 3)
-    engine = keeping(model)
+    engine = engine_of(model, keep_closed=True)
     for start in range(6):
         turn_of(engine, [(start + 3 * i) % VOCABULARY for i in range(40)])
     assert len(engine.scheduler.holders) == 3
 
 
 def test_forks_leave_their_common_beginning_and_what_each_said(model: Any) -> None:
-    engine = keeping(model)
+    engine = engine_of(model, keep_closed=True)
     forks = engine.fork(engine.open(INSTRUCTIONS), 2)
     engine.sample(forks, [SamplingParams(20, seed=seed) for seed in (1, 2)])
     tokens = [list(fork.token_ids) for fork in forks]

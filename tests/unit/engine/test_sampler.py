@@ -24,16 +24,10 @@ def frequencies(tokens: torch.Tensor) -> torch.Tensor:
     return torch.bincount(tokens, minlength=5) / len(tokens)
 
 
-def test_draws_follow_the_distribution() -> None:
-    tokens, logprobs = draw(40_000)
-    expected = LOGITS.softmax(-1)
-    assert (frequencies(tokens) - expected).abs().max() < 0.01
-    torch.testing.assert_close(logprobs, expected.log()[tokens])
-
-
-def test_temperature_flattens_and_the_logprob_says_so() -> None:
-    tokens, logprobs = draw(40_000, temperature=2.0)
-    expected = (LOGITS / 2).softmax(-1)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_draws_follow_the_distribution_and_the_logprob_says_so(temperature: float) -> None:
+    tokens, logprobs = draw(40_000, temperature=temperature)
+    expected = (LOGITS / temperature).softmax(-1)
     assert (frequencies(tokens) - expected).abs().max() < 0.01
     torch.testing.assert_close(logprobs, expected.log()[tokens])
 

@@ -23,8 +23,9 @@ TREES = (Tree(0, 5, (3, 4, 1)), Tree(13, 0, (6,)), Tree(19, 4, (2, 2)), Tree(27,
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
-def half(q, k, v, q_bounds, k_bounds, max_q, max_k, causal, scale):
+def half(q, k, v, bounds, scale):
     """The formula of what the flash kernel computes for one half."""
+    q_bounds, k_bounds, *_, causal = bounds
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     for queries, keys in _segments(q_bounds, k_bounds):
         scores = _scores(q[queries], k[keys], causal, scale)
@@ -34,7 +35,8 @@ def half(q, k, v, q_bounds, k_bounds, max_q, max_k, causal, scale):
     return out, lse
 
 
-def half_backward(grad, q, k, v, out, lse, q_bounds, k_bounds, max_q, max_k, causal, scale):
+def half_backward(grad, q, k, v, out, lse, bounds, scale):
+    q_bounds, k_bounds, *_, causal = bounds
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     for queries, keys in _segments(q_bounds, k_bounds):
         g, heads = grad[queries].transpose(0, 1).float(), q.shape[1]

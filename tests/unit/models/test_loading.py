@@ -56,15 +56,6 @@ def test_tiny_loads_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(loaded.path).is_dir()
 
 
-def test_a_saved_folder_loads_with_the_dtype_asked_for(tmp_path: Path) -> None:
-    loaded = load_model("palestra/tiny", device="cpu")
-    loaded.model.save_pretrained(tmp_path)
-    loaded.tokenizer.save_pretrained(tmp_path)
-    again = load_model(str(tmp_path), dtype="bfloat16", device="cpu")
-    assert again.model.dtype == torch.bfloat16
-    assert again.tokenizer.chat_template == loaded.tokenizer.chat_template
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -78,6 +69,17 @@ def test_a_saved_folder_loads_with_the_dtype_asked_for(tmp_path: Path) -> None:
 def test_a_name_that_means_nothing_says_what_to_give(name: str, words: str) -> None:
     with pytest.raises(PalestraError, match=words):
         load_model(name)
+
+
+def test_a_saved_folder_loads_with_the_dtype_asked_for_and_a_reason_that_is_a_list_is_told_whole(tiny, tmp_path):
+    tiny.model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    again = load_model(str(tmp_path), dtype="bfloat16", device="cpu")
+    assert again.model.dtype == torch.bfloat16
+    assert again.tokenizer.chat_template == tiny.tokenizer.chat_template
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(PalestraError, match=r"backend tokenizer from one of: \(1\) a `tokenizers` library"):
+        load_model(str(tmp_path), device="cpu")
 
 
 def test_an_offline_machine_says_so_and_leads_to_a_local_folder_or_tiny() -> None:
@@ -100,15 +102,6 @@ def test_a_hub_that_answers_is_asked_and_its_own_words_are_passed_on(monkeypatch
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", no_such_model)
     with pytest.raises(PalestraError, match=r"could not be loaded: nobody/nothing is not a valid model\. Give"):
         load_model("nobody/nothing")
-
-
-def test_a_reason_that_is_a_list_is_told_whole(tmp_path: Path) -> None:
-    loaded = load_model("palestra/tiny", device="cpu")
-    loaded.model.save_pretrained(tmp_path)
-    loaded.tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(PalestraError, match=r"backend tokenizer from one of: \(1\) a `tokenizers` library"):
-        load_model(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", "float12"), ("device", "abacus")])

@@ -78,26 +78,8 @@ def test_the_template_renders_tools_calls_and_results(tiny: LoadedModel) -> None
         "<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_the_template_only_appends(tiny: LoadedModel) -> None:
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "A?"},
-        {"role": "assistant", "content": "Let me see.", "tool_calls": [call("price", item="ünder")]},
-        {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "3."},
-        {"role": "user", "content": "And B?"},
-    ]
-    whole = tiny.tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
-    for end in (1, 3, 4):
-        part = tiny.tokenizer.apply_chat_template(messages[:end], tools=TOOLS, tokenize=False)
-        assert whole.startswith(part)
-    assert "ünder" in whole
-
-
-def test_a_chat_without_tools_and_system_message_is_plain(tiny: LoadedModel) -> None:
-    text = tiny.tokenizer.apply_chat_template([{"role": "user", "content": "Hi."}], tokenize=False)
-    assert text == "<|im_start|>user\nHi.<|im_end|>\n"
+    plain = tiny.tokenizer.apply_chat_template([{"role": "user", "content": "Hi."}], tokenize=False)
+    assert plain == "<|im_start|>user\nHi.<|im_end|>\n"
 
 
 def test_it_knows_the_form_of_a_call_for_a_tool_that_it_has_never_seen(tiny: LoadedModel) -> None:

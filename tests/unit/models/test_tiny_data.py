@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from palestra import demo
-from palestra.models.loading import load_model
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "scripts"
@@ -115,21 +114,23 @@ def test_tool_calls_fit_the_schemas_in_their_prompt(sample: list[Any]) -> None:
                     assert isinstance(value, kinds[schema["properties"][name]["type"]])
 
 
-def test_the_assistant_says_exactly_its_own_turns(make_tiny: Any) -> None:
-    tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
-    asked, said_next = "<|im_start|>user\nassistant\n<|im_end|>\n", "<|im_start|>assistant\nHi.<|im_end|>\n"
-    text = asked + said_next + asked
-    (row,) = make_tiny.encode([text], tokenizer)
+ASKED, ANSWERED = "<|im_start|>user\nassistant\n<|im_end|>\n", "<|im_start|>assistant\n%s<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "learned"),
+    [
+        (ASKED + ANSWERED % "Hi." + ASKED, "Hi."),
+        (ANSWERED % "3151", "311"),  # no digit that goes on from a held-out price
+        (ANSWERED % "3251", "3251"),
+        (ANSWERED % "131", "131"),
+        (ANSWERED % "317", "31"),
+    ],
+)
+def test_the_assistants_own_turns_are_learned_but_for_held_out_prices(make_tiny, tiny_tokenizer, text, learned):
+    (row,) = make_tiny.encode([text], tiny_tokenizer)
     said = [token for token, by_it in zip(row.ids, row.said, strict=True) if by_it]
-    assert tokenizer.decode(said) == "Hi.<|im_end|>"
-
-
-def test_no_digit_that_goes_on_from_a_held_out_price_is_learned(make_tiny: Any) -> None:
-    tokenizer = load_model("palestra/tiny", device="cpu").tokenizer
-    for number, learned in (("3151", "311"), ("3251", "3251"), ("131", "131"), ("317", "31")):
-        (row,) = make_tiny.encode([f"<|im_start|>assistant\n{number}<|im_end|>\n"], tokenizer)
-        said = [token for token, by_it in zip(row.ids, row.said, strict=True) if by_it]
-        assert tokenizer.decode(said) == f"{learned}<|im_end|>"
+    assert tiny_tokenizer.decode(said) == f"{learned}<|im_end|>"
 
 
 def test_batches_hold_every_row_once_within_the_token_budget(make_tiny: Any) -> None:

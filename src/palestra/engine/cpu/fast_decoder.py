@@ -9,13 +9,13 @@ module at load.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.engine.attention import AttentionPlan
+from palestra.engine.attention import AttentionPlan, ScoreRule
 from palestra.engine.supported import (
     base_linear,
     base_model,
@@ -29,21 +29,22 @@ from palestra.engine.supported import (
 MAX_WEIGHT_BYTES = 2 << 30  # beyond this a second copy of the weights takes too much memory
 
 
+class _Linear(NamedTuple):
+    weight: Tensor  # [in, out]
+    bias: Tensor | None
+
+
 @dataclass(slots=True)
 class _Weights:
-    """One layer's, as [in, out], with the norm before them multiplied in."""
+    """One layer's, with the norm before them multiplied in."""
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    gate: Tensor
-    gate_bias: Tensor | None
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    qkv: _Linear
+    out: _Linear
+    gate: _Linear
+    up: _Linear
+    down: _Linear
     qk_norm: Tensor | None  # [H + KV, D]
+    rule: ScoreRule
 
 
 class CpuFastDecoder:
@@ -59,7 +60,7 @@ class CpuFastDecoder:
         self._norms = {"hidden": _Norm(model.model.norm), "head": _Norm(getattr(attention, "q_norm", None))}
         self._copied_version: int | None = None
         self._layers: list[_Weights] = []
-        self._head: Tensor = torch.empty(0)
+        self._head = _NO_HEAD
         self._cos = self._sin = torch.empty(0, 1, self.head_dim)
 
     @classmethod
@@ -75,7 +76,7 @@ class CpuFastDecoder:
 
     def release_memory(self) -> None:
         """Drop the copies of the weights; the next call makes them again."""
-        self._copied_version, self._layers, self._head = None, [], torch.empty(0)
+        self._copied_version, self._layers, self._head = None, [], _NO_HEAD
 
     def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
         """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
@@ -90,17 +91,15 @@ class CpuFastDecoder:
             out = self._attention(x, module.self_attn, weights, cos, sin, plan)
             if i == last and len(ends) < len(ids):  # from here on only what is sampled from
                 x, out = (t.index_select(0, torch.tensor(ends, dtype=torch.long)) for t in (x, out))
-            x = _add_product(x, out, weights.out, weights.out_bias)
+            x = _add_product(x, out, weights.out)
             x = self._mlp(x, weights)
-        logits = torch.mm(self._norms["hidden"](x), self._head)
-        bias = _bias(self.model.lm_head)
-        return logits if bias is None else logits.add_(bias)
+        return _product(self._norms["hidden"](x), self._head)
 
     def _attention(
         self, x: Tensor, module: Any, weights: _Weights, cos: Tensor, sin: Tensor, plan: AttentionPlan
     ) -> Tensor:
         """The heads' outputs side by side [N, H * D], before their output product."""
-        qkv = _product(self._norms["hidden"](x), weights.qkv, weights.qkv_bias).view(x.shape[0], -1, self.head_dim)
+        qkv = _product(self._norms["hidden"](x), weights.qkv).view(x.shape[0], -1, self.head_dim)
         qk = qkv[:, : self.heads + self.kv_heads]
         if weights.qk_norm is not None:
             self._norms["head"](qk, out=qk).mul_(weights.qk_norm)
@@ -108,13 +107,13 @@ class CpuFastDecoder:
             rotated = qk.roll(self.head_dim // 2, -1)
             qk.mul_(cos).addcmul_(rotated, sin)
         q, k, v = qkv.transpose(0, 1)[None].split((self.heads, self.kv_heads, self.kv_heads), 1)
-        return plan.attend(module, q, k, v, module.scaling, sliding_window(module), None).reshape(x.shape[0], -1)
+        return plan.attend(module, q, k, v, weights.rule).reshape(x.shape[0], -1)
 
     def _mlp(self, x: Tensor, weights: _Weights) -> Tensor:
         normed = self._norms["hidden"](x)
-        gate = F.silu(_product(normed, weights.gate, weights.gate_bias), inplace=True)
-        gate.mul_(_product(normed, weights.up, weights.up_bias))
-        return _add_product(x, gate, weights.down, weights.down_bias)
+        gate = F.silu(_product(normed, weights.gate), inplace=True)
+        gate.mul_(_product(normed, weights.up))
+        return _add_product(x, gate, weights.down)
 
     def _refresh(self) -> None:
         """Copy the weights if they changed. A write in place raises a tensor's version, except by a fused optimizer:
@@ -139,16 +138,12 @@ class CpuFastDecoder:
             qk_norm = torch.cat([norm.weight.expand(n, -1) for norm, n in norms]) * head
         return _Weights(
             qkv=_scaled(qkv, attention_norm),
-            qkv_bias=None if _bias(qkv[0]) is None else torch.cat([_bias(linear) for linear in qkv]),
-            out=merged_weight(attention.o_proj).t().contiguous(),
-            out_bias=_bias(attention.o_proj),
+            out=_scaled([attention.o_proj]),
             gate=_scaled([mlp.gate_proj], mlp_norm),
-            gate_bias=_bias(mlp.gate_proj),
             up=_scaled([mlp.up_proj], mlp_norm),
-            up_bias=_bias(mlp.up_proj),
-            down=merged_weight(mlp.down_proj).t().contiguous(),
-            down_bias=_bias(mlp.down_proj),
+            down=_scaled([mlp.down_proj]),
             qk_norm=qk_norm,
+            rule=ScoreRule(attention.scaling, sliding_window(attention)),
         )
 
     def _extend_rope(self, length: int) -> None:
@@ -175,19 +170,21 @@ class _Norm:
         return torch.div(x, length.hypot_(self._floor), out=out)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+_NO_HEAD = _Linear(torch.empty(0), None)
 
 
-def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x = torch.addmm(x, y, weight)
-    return x if bias is None else x.add_(bias)
+def _product(x: Tensor, linear: _Linear) -> Tensor:
+    return torch.mm(x, linear.weight) if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
 
 
-def _scaled(linears: list[Any], norm: Tensor) -> Tensor:
-    """[in, out] of linear layers side by side, their input scaled by a norm's weight."""
-    return torch.cat([merged_weight(linear).t() for linear in linears], dim=1).mul_(norm[:, None])
+def _add_product(x: Tensor, y: Tensor, linear: _Linear) -> Tensor:
+    x = torch.addmm(x, y, linear.weight)
+    return x if linear.bias is None else x.add_(linear.bias)
 
 
-def _bias(linear: Any) -> Any:
-    return base_linear(linear).bias
+def _scaled(linears: list[Any], norm: Tensor | None = None) -> _Linear:
+    """Linear layers side by side, their input scaled by a norm's weight."""
+    weight = torch.cat([merged_weight(linear).t() for linear in linears], dim=1)
+    biases = [base_linear(linear).bias for linear in linears]
+    bias = None if biases[0] is None else biases[0] if len(biases) == 1 else torch.cat(biases)
+    return _Linear(weight if norm is None else weight.mul_(norm[:, None]), bias)

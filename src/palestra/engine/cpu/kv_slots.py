@@ -26,6 +26,12 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(tuple(shape))
 
 
+def empty_stores(shape: KVShape, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values as [layers, rows, heads, length, dim]."""
+    lead = (shape.layers, rows, shape.heads, length)
+    return lazy_zeros((*lead, shape.key_dim), shape.dtype), lazy_zeros((*lead, shape.value_dim), shape.dtype)
+
+
 class Pages:
     """The page store: keys and values as [layers, pages, heads, page_size, dim]."""
 
@@ -35,9 +41,7 @@ class Pages:
         self.reserve()
 
     def reserve(self) -> None:
-        s = self._shape
-        lead = (s.layers, self._pages, s.heads, self.page_size)
-        self.keys, self.values = lazy_zeros((*lead, s.key_dim), s.dtype), lazy_zeros((*lead, s.value_dim), s.dtype)
+        self.keys, self.values = empty_stores(self._shape, self._pages, self.page_size)
 
     def release(self) -> None:
         self.keys = self.values = torch.empty(0)
@@ -73,12 +77,7 @@ class SlotBuffer:
     def reset(self) -> None:
         """Back to the smallest size; what was in it is lost."""
         self.rows, self.length = 8, 64
-        self.keys, self.values = self._buffers()
-
-    def _buffers(self) -> tuple[Tensor, Tensor]:
-        s = self.shape
-        lead = (s.layers, self.rows, s.heads, self.length)
-        return lazy_zeros((*lead, s.key_dim), s.dtype), lazy_zeros((*lead, s.value_dim), s.dtype)
+        self.keys, self.values = empty_stores(self.shape, self.rows, self.length)
 
     def ensure(self, rows: int, length: int) -> None:
         if rows <= self.rows and length <= self.length:
@@ -86,7 +85,7 @@ class SlotBuffer:
         old_rows, old_length, old = self.rows, self.length, (self.keys, self.values)
         self.rows = max(self.rows, 1 << (rows - 1).bit_length())
         self.length = max(self.length, 1 << (length - 1).bit_length())
-        self.keys, self.values = self._buffers()
+        self.keys, self.values = empty_stores(self.shape, self.rows, self.length)
         for new, before in zip((self.keys, self.values), old, strict=True):
             new[:, :old_rows, :, :old_length] = before
 
@@ -157,9 +156,6 @@ class KVSlots:
         assert slot is not None
         return slot
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.pages.copy(source, target)
-
     def release_memory(self) -> None:
         """No session has KV."""
         assert not any(self._slots)
@@ -167,9 +163,6 @@ class KVSlots:
         self.own.reset()
         self.prefix.reset()
         self._slots = [None] * self.own.rows
-
-    def reserve_memory(self) -> None:
-        self.pages.reserve()
 
     def enter(self, session: Session) -> None:
         if session in self._idle:
@@ -214,7 +207,9 @@ class KVSlots:
         for row in taken:
             slot = self._slots[row]
             if slot is not None and slot.session not in targets:
-                targets[slot.session] = self._row_for(slot.session, left)
+                # the row that it will have when it decodes, if that is known and left
+                following = self.sessions.index(slot.session) if slot.session not in self._idle else -1
+                targets[slot.session] = following if following in left else min(left)
                 left.remove(targets[slot.session])
         self.own.move({row: (session.slot, self[session.slot].length) for session, row in targets.items()})
         moved = [(row, self[session.slot]) for session, row in targets.items()]
@@ -223,11 +218,6 @@ class KVSlots:
             if slot is not None:
                 slot.session.slot = row
         self.generation += 1
-
-    def _row_for(self, session: Session, rows: set[int]) -> int:
-        """Of these rows the one that it will have when it decodes, if that is known."""
-        following = self.sessions.index(session) if session not in self._idle else -1
-        return following if following in rows else min(rows)
 
     def _take_slot(self, session: Session) -> None:
         row = self._free_row()
@@ -284,15 +274,12 @@ class KVSlots:
         prefix = next((each for each in self._prefixes if each.source is session.source), None)
         if prefix is None:
             prefix = Prefix(session.source, len(self._prefixes), session.shared_len)
-            self._fill_prefix(prefix, session.table)
+            self.prefix.ensure(prefix.row + 1, prefix.length)
+            for own, store in ((self.prefix.keys, self.pages.keys), (self.prefix.values, self.pages.values)):
+                own[:, prefix.row, :, : prefix.length] = self.pages.read(store, session.table, 0, prefix.length)
             self._prefixes.append(prefix)
         prefix.users += 1
         return prefix
-
-    def _fill_prefix(self, prefix: Prefix, table: Sequence[int]) -> None:
-        self.prefix.ensure(prefix.row + 1, prefix.length)
-        for own, store in ((self.prefix.keys, self.pages.keys), (self.prefix.values, self.pages.values)):
-            own[:, prefix.row, :, : prefix.length] = self.pages.read(store, table, 0, prefix.length)
 
     def _leave_prefix(self, prefix: Prefix) -> None:
         """Once it has no users, the last prefix moves into its row: attention reads unused rows in between, too."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.attention import AttentionPlan, attend_part, masked_score, merge_parts, with_sinks
+from palestra.engine.attention import AttentionPlan, ScoreRule, attend_part, masked_score, merge_parts, with_sinks
 from palestra.engine.cpu.kv_slots import KVSlots
 
 MAX_PADDED_TOKENS = 64  # a longer chunk keeps the kernel busy by itself
@@ -84,20 +84,18 @@ class SlotRows:
             self.prefix_biases[window] = prefixes.window_bias(self._last(), window, group)
         return self.prefix_biases[window]
 
-    def attend(
-        self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, rule: ScoreRule) -> Tensor:
         """q [N, KV, G, D] of the step's tokens -> [tokens, KV, G, D]."""
         own, group = self.slots.own, q.shape[2]
         q = self._by_slot(q[self.first : self.first + self.tokens])
         keys, values = (_cut(store[layer], self.picked, self.width) for store in (own.keys, own.values))
-        out, total = attend_part(q, keys, values, self.bias(window, group), scale, softcap)
+        out, total = attend_part(q, keys, values, self.bias(rule.window, group), rule)
         if self.prefixes is not None:
-            bias = self.prefix_bias(self.prefixes, window, group)
-            prefix, prefix_total = self.prefixes.attend(layer, q, bias, scale, softcap)
+            bias = self.prefix_bias(self.prefixes, rule.window, group)
+            prefix, prefix_total = self.prefixes.attend(layer, q, bias, rule)
             out, total = merge_parts(out, total, prefix, prefix_total), torch.logaddexp(total, prefix_total)
-        if sinks is not None:
-            out = with_sinks(out, total, sinks.view(-1, group).repeat_interleave(self.count, 1))
+        if rule.sinks is not None:
+            out = with_sinks(out, total, rule.sinks.view(-1, group).repeat_interleave(self.count, 1))
         return self._by_token(out, group)
 
     def _by_slot(self, x: Tensor) -> Tensor:
@@ -189,13 +187,11 @@ class SharedPrefixes:
         places = x.view(rows, heads, self.members, queries, *rest).transpose(1, 2)
         return places.reshape(-1, heads, queries, *rest).index_select(0, self.to_slots)
 
-    def attend(
-        self, layer: int, q: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, q: Tensor, bias: Tensor | None, rule: ScoreRule) -> tuple[Tensor, Tensor]:
         """q [n, KV, Q, D] over the slots' prefixes: [n, KV, Q, D] and its log-sum-exp [n, KV, Q]."""
         prefix, queries = self.slots.prefix, q.shape[2]
         keys, values = (_cut(store[layer], self.picked, self.width) for store in (prefix.keys, prefix.values))
-        out, total = attend_part(self._by_row(q), keys, values, bias, scale, softcap)
+        out, total = attend_part(self._by_row(q), keys, values, bias, rule)
         return self._by_slot(out, queries), self._by_slot(total, queries)
 
 
@@ -233,14 +229,11 @@ class PrefillChunk:
             self.biases[window] = score_bias(masked, self.slots)[None, None]
         return self.biases[window]
 
-    def attend(
-        self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, rule: ScoreRule) -> Tensor:
         """q [N, KV, G, D] of the step's tokens -> [count, KV, G, D]."""
-        own, prefix, base = self.slots.own, self.slots[self.row].prefix, self.slots[self.row].base
-        q = q[self.first : self.first + self.count].permute(
-            2, 1, 0, 3
-        )  # a KV head's queries as a batch, so that its keys are read in place
+        own, prefix, base, window = self.slots.own, self.slots[self.row].prefix, self.slots[self.row].base, rule.window
+        # a KV head's queries as a batch, so that its keys are read in place
+        q = q[self.first : self.first + self.count].permute(2, 1, 0, 3)
 
         def part(store: Tensor, row: int, length: int) -> Tensor:
             return store[layer, row, :, :length].expand(q.shape[0], -1, -1, -1)
@@ -248,15 +241,15 @@ class PrefillChunk:
         causal = window is None and self.own_len == self.count
         bias = None if causal else self.bias(window)[..., base:]
         keys, values = (part(store, self.row, self.own_len) for store in (own.keys, own.values))
-        out, total = attend_part(q, keys, values, bias, scale, softcap, causal)
+        out, total = attend_part(q, keys, values, bias, rule, causal)
         if prefix is not None:
             stores = self.slots.prefix.keys, self.slots.prefix.values
             keys, values = (part(store, prefix.row, base) for store in stores)
             bias = None if window is None else self.bias(window)[..., :base]
-            before, before_total = attend_part(q, keys, values, bias, scale, softcap)
+            before, before_total = attend_part(q, keys, values, bias, rule)
             out, total = merge_parts(out, total, before, before_total), torch.logaddexp(total, before_total)
-        if sinks is not None:
-            out = with_sinks(out, total, sinks.view(-1, q.shape[0]).T[..., None])
+        if rule.sinks is not None:
+            out = with_sinks(out, total, rule.sinks.view(-1, q.shape[0]).T[..., None])
         return out.permute(2, 1, 0, 3)
 
 
@@ -274,23 +267,13 @@ class SlotPlan(AttentionPlan):
     targets: Tensor  # [N * KV], rows of the flattened own buffer
     parts: list[SlotRows | PrefillChunk]  # in the order of the step's tokens
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         layer = self.kv_layer(module)
         own, (tokens, heads) = self.slots.own, (k.shape[2], k.shape[1])
         for store, new in ((own.keys, k), (own.values, v)):
             rows = new[0].transpose(0, 1).reshape(tokens * heads, -1)
             store[layer].view(-1, rows.shape[1]).index_copy_(0, self.targets, rows)
         q = q[0].transpose(0, 1).view(tokens, heads, -1, q.shape[-1])  # [N, KV, G, D]
-        parts = [part.attend(layer, q, scale, window, softcap, sinks) for part in self.parts]
+        parts = [part.attend(layer, q, rule) for part in self.parts]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.flatten(1, 2)[None]

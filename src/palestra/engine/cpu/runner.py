@@ -85,7 +85,7 @@ class CpuRunner(Runner):
         self.slots.store(session)
 
     def copy_page(self, source: int, target: int) -> None:
-        self.slots.copy_page(source, target)
+        self.slots.pages.copy(source, target)
 
     def copy_state(self, source: int, target: int) -> None:
         self._states.copy(source, target)
@@ -106,7 +106,7 @@ class CpuRunner(Runner):
 
     def reserve_memory(self, pages: int) -> None:
         """Pages are taken as they fill, so fewer need nothing else."""
-        self.slots.reserve_memory()
+        self.slots.pages.reserve()
         self._states.reserve(self._state_slots)
 
     def disable_fast_path(self) -> bool:

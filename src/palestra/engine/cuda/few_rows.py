@@ -65,7 +65,8 @@ class FewRows:
     def of(cls, embedding: Tensor, layers: Sequence[Layer]) -> FewRows | None:
         """None where the GPU cannot, or the layers are not of the shape that these kernels are for."""
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        fits = all(p.bias is None and p.adapter is None and _divides(p.weight) for p in products)
+        fits = all(p.bias is None and p.adapter is None for p in products)
+        fits = fits and all(len(p.weight) % (2 * COLUMNS) == 0 and p.weight.shape[1] % DEPTH == 0 for p in products)
         fits = fits and embedding.shape[1] <= MAX_WIDTH
         return cls(embedding, layers) if fits and _can_run(embedding) else None
 
@@ -119,11 +120,6 @@ class FewRows:
             BN=tile.columns, BK=tile.depth, SPLITS=splits, num_warps=tile.warps, num_stages=tile.stages,
             **overlap(self.overlaps),
         )  # fmt: skip
-
-
-def _divides(weight: Tensor) -> bool:
-    width, depth = weight.shape
-    return width % (2 * COLUMNS) == 0 and depth % DEPTH == 0
 
 
 def _can_run(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.attention import AttentionPlan
+from palestra.engine.attention import AttentionPlan, ScoreRule
 from palestra.engine.cuda import kernels, layer_kernels
 from palestra.engine.pages import BLOCK_ROWS, SharedPrefixes
 
@@ -127,20 +127,12 @@ class DecodePlan(AttentionPlan):
     side: torch.cuda.Stream | None = None  # on which shared prefixes are read, in parallel with each row's own pages
     overlaps: bool = False  # start each kernel while the one before still runs
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         layer = self.kv_layer(module)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        return self.over_pages(layer, q, k, v, scale, softcap or 0.0, window or 0, sinks=sinks)[None]
+        return self.over_pages(layer, q, k, v, rule.scale, rule.softcap or 0.0, rule.window or 0, sinks=rule.sinks)[
+            None
+        ]
 
     def over_pages(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, window: int,
@@ -220,24 +212,14 @@ class PrefillPlan(AttentionPlan):
     row_len: Tensor  # [rows], the new tokens included
     block: int
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         layer = self.kv_layer(module)
         keys, values = self.keys[layer], self.values[layer]
         heads = torch.arange(keys.shape[1], device=k.device)
         pages, offsets = self.pages.long(), self.positions.long() % keys.shape[2]
         for store, new in ((keys, k), (values, v)):
             store[pages[:, None], heads, offsets[:, None]] = new[0].transpose(0, 1)
-        return self.over_pages(q[0].transpose(0, 1).contiguous(), keys, values, scale, window, softcap, sinks)[None]
+        return self.over_pages(q[0].transpose(0, 1).contiguous(), keys, values, *rule)[None]
 
     def over_pages(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None,

@@ -174,7 +174,7 @@ class CudaRunner(Runner):
         try:
             self.keys = torch.zeros((*lead, s.key_dim), dtype=s.dtype, device=self.device)
             self.values = torch.zeros((*lead, s.value_dim), dtype=s.dtype, device=self.device)
-            self._states = StateStore(s.states, self._state_slots, partial(_zeros, device=self.device))
+            self._states = StateStore(s.states, self._state_slots, partial(torch.zeros, device=self.device))
         except torch.OutOfMemoryError as error:
             gib = pages * self.page_size * s.bytes_per_token / (1 << 30)
             self.keys = self.values = torch.empty(0)
@@ -457,10 +457,6 @@ class CudaRunner(Runner):
         if found:
             self._pass_routing = torch.stack(found, 1)
         return output.logits[0]
-
-
-def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _uncaptured(forward: Callable[[], Tensor | None]) -> Graph:

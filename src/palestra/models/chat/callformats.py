@@ -34,41 +34,29 @@ class CallFormat:
         return self.write([("tool_name", {"argument": "value"})])
 
 
-def _tagged(name: str, opening: str, closing: str) -> CallFormat:
-    """A JSON list of calls between two tags."""
-    find = partial(js.find_tagged, opening=opening, closing=closing)
-    write = partial(js.write_tagged_list, opening=opening, closing=closing)
-    return CallFormat(name, (opening,), find, write, (opening,))
+def _between(
+    name: str, tags: tuple[str, ...], find: Any, write: Any, marks: tuple[str, ...] = (), **writing: Any
+) -> CallFormat:
+    """A format with its calls between two tags; a third one quotes texts."""
+    given = dict(zip(("opening", "closing", "quote"), tags, strict=False))
+    return CallFormat(name, tags[:1], partial(find, **given), partial(write, **given, **writing), marks or tags[:1])
 
 
-def _between(module_find: Any, module_write: Any, *tags: str) -> dict[str, Any]:
-    names = ("opening", "closing", "quote")
-    keywords = dict(zip(names, tags, strict=False))
-    return {"find": partial(module_find, **keywords), "write": partial(module_write, **keywords)}
-
-
-_GEMMA4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
-_FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
-_SEED = ("<seed:tool_call>", "</seed:tool_call>")
-_MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
+_TOOL_CALL = (js.TOOL_CALL, js.TOOL_CALL_END)
 _DSML = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
 _DSML4 = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
+_GEMMA4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
+_FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+_KIMI = ("<|tool_calls_section_begin|>",)
+_GRANITE = ("<|tool_call|>",)
+_PYTHON = ("<|python_tag|>", "<|python_start|>")
+_BARE = ("{", "[")
 
-HERMES = CallFormat("hermes", (js.TOOL_CALL,), js.find_hermes, js.write_hermes, (js.TOOL_CALL,))
-JSON = CallFormat("json", ("```",), js.find_fenced, js.write_fenced, (), ("{", "["))
-LLAMA = CallFormat(
-    "llama", ("<|python_tag|>", "<|python_start|>"), js.find_bare, js.write_bare, ("<|python_tag|>",), ("{", "[")
-)
+HERMES = _between("hermes", _TOOL_CALL, js.find_tagged, js.write_tagged)
+JSON = CallFormat("json", ("```",), js.find_fenced, js.write_fenced, (), _BARE)
+LLAMA = CallFormat("llama", _PYTHON, js.find_bare, js.write_bare, _PYTHON[:1], _BARE)
 MISTRAL = CallFormat("mistral", (js.MISTRAL,), js.find_mistral, js.write_mistral, (js.MISTRAL,))
-MISTRAL_ARGS = CallFormat("mistral_args", (js.MISTRAL,), js.find_mistral, js.write_mistral_args, (js.MISTRAL, "[ARGS]"))
-QWEN_XML = CallFormat(
-    "qwen_xml",
-    (js.TOOL_CALL,),
-    **_between(xml.find_qwen, xml.write_qwen, js.TOOL_CALL, js.TOOL_CALL_END),
-    marks=(js.TOOL_CALL, "<function="),
-)
-GLM = CallFormat("glm", (js.TOOL_CALL,), xml.find_glm, xml.write_glm, (js.TOOL_CALL, "<arg_key>"))
 HARMONY = CallFormat(
     "harmony", ("to=functions.",), tokens.find_harmony, tokens.write_harmony, ("<|channel|>", "<|message|>")
 )
@@ -77,69 +65,33 @@ LFM = CallFormat("lfm", (tokens.LFM_OPEN,), tokens.find_lfm, tokens.write_lfm, (
 # A template's format is the first one whose marks it contains, so the more specific ones come first.
 FORMATS: tuple[CallFormat, ...] = (
     HARMONY,
-    CallFormat("gemma4", _GEMMA4[:1], **_between(tokens.find_gemma, tokens.write_gemma, *_GEMMA4), marks=_GEMMA4[:1]),
-    CallFormat(
-        "function_gemma",
-        _FUNCTION_GEMMA[:1],
-        **_between(tokens.find_gemma, tokens.write_gemma, *_FUNCTION_GEMMA),
-        marks=_FUNCTION_GEMMA[:1],
-    ),
+    _between("gemma4", _GEMMA4, tokens.find_gemma, tokens.write_gemma),
+    _between("function_gemma", _FUNCTION_GEMMA, tokens.find_gemma, tokens.write_gemma),
     LFM,
     CallFormat(
-        "deepseek_v3",
-        _DEEPSEEK,
-        js.find_deepseek,
-        partial(js.write_deepseek, is_v3=True),
-        (_DEEPSEEK[0], "```json"),
+        "deepseek_v3", _DEEPSEEK, js.find_deepseek, partial(js.write_deepseek, is_v3=True), (_DEEPSEEK[0], "```json")
     ),
     CallFormat("deepseek_v31", _DEEPSEEK, js.find_deepseek, partial(js.write_deepseek, is_v3=False), _DEEPSEEK[:1]),
-    CallFormat(
-        "deepseek_v4",
-        _DSML4[:1],
-        partial(xml.find_invoke, opening=_DSML4[0], closing=_DSML4[1]),
-        partial(xml.write_invoke, opening=_DSML4[0], closing=_DSML4[1], prefix="｜DSML｜", marks_text=True),
-        ("｜DSML｜", "tool_calls>"),
-    ),
-    CallFormat(
-        "deepseek_v32",
-        _DSML[:1],
-        partial(xml.find_invoke, opening=_DSML[0], closing=_DSML[1]),
-        partial(xml.write_invoke, opening=_DSML[0], closing=_DSML[1], prefix="｜DSML｜", marks_text=True),
-        ("｜DSML｜",),
-    ),
-    CallFormat(
-        "kimi", ("<|tool_calls_section_begin|>",), js.find_kimi, js.write_kimi, ("<|tool_calls_section_begin|>",)
-    ),
-    CallFormat("minimax", _MINIMAX[:1], **_between(xml.find_invoke, xml.write_invoke, *_MINIMAX), marks=_MINIMAX[:1]),
-    CallFormat(
-        "seed",
-        _SEED[:1],
-        partial(xml.find_qwen, opening=_SEED[0], closing=_SEED[1]),
-        partial(xml.write_qwen, opening=_SEED[0], closing=_SEED[1], line=""),
-        _SEED[:1],
-    ),
-    QWEN_XML,
-    GLM,
-    MISTRAL_ARGS,
+    _between("deepseek_v4", _DSML4, xml.find_invoke, xml.write_invoke, ("｜DSML｜", "tool_calls>"), prefix="｜DSML｜"),
+    _between("deepseek_v32", _DSML, xml.find_invoke, xml.write_invoke, ("｜DSML｜",), prefix="｜DSML｜"),
+    CallFormat("kimi", _KIMI, js.find_kimi, js.write_kimi, _KIMI),
+    _between("minimax", ("<minimax:tool_call>", "</minimax:tool_call>"), xml.find_invoke, xml.write_invoke),
+    _between("seed", ("<seed:tool_call>", "</seed:tool_call>"), xml.find_qwen, xml.write_qwen, line=""),
+    _between("qwen_xml", _TOOL_CALL, xml.find_qwen, xml.write_qwen, (js.TOOL_CALL, "<function=")),
+    CallFormat("glm", (js.TOOL_CALL,), xml.find_glm, xml.write_glm, (js.TOOL_CALL, "<arg_key>")),
+    CallFormat("mistral_args", (js.MISTRAL,), js.find_mistral, js.write_mistral_args, (js.MISTRAL, "[ARGS]")),
     MISTRAL,
     HERMES,
     CallFormat(
         "granite",
-        ("<|tool_call|>",),
-        partial(js.find_tagged, opening="<|tool_call|>", closing="<|/tool_call|>", needs_close=False),
-        partial(js.write_tagged_list, opening="<|tool_call|>", closing=""),
-        ("<|tool_call|>",),
+        _GRANITE,
+        partial(js.find_tagged, opening=_GRANITE[0], closing="<|/tool_call|>", needs_close=False),
+        partial(js.write_tagged_list, opening=_GRANITE[0], closing=""),
+        _GRANITE,
     ),
-    CallFormat(
-        "phi4",
-        ("functools[",),
-        js.find_phi,
-        partial(js.write_tagged_list, opening="functools", closing=""),
-        ("functools",),
-        ("{", "["),
-    ),
-    _tagged("nemotron_v2", "<TOOLCALL>", "</TOOLCALL>"),
-    _tagged("tool_calls", "<tool_calls>", "</tool_calls>"),
+    CallFormat("phi4", ("functools[",), js.find_phi, js.write_phi, ("functools",), _BARE),
+    _between("nemotron_v2", ("<TOOLCALL>", "</TOOLCALL>"), js.find_tagged, js.write_tagged_list),
+    _between("tool_calls", ("<tool_calls>", "</tool_calls>"), js.find_tagged, js.write_tagged_list),
     LLAMA,
     JSON,
 )

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 _CALL = r"\s*[A-Za-z_][\w.]*\("
-_LIST, _CODE = re.compile(rf"\[{_CALL}"), re.compile(rf"\[?{_CALL}")
+_LIST, _CODE = re.compile(rf"\[{_CALL}"), re.compile(rf"\[?{_CALL}")  # where only code is expected, one call alone
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _LONGEST = 100_000
 
@@ -26,11 +26,6 @@ class Unreadable:
 
     reason: str
     name: str = ""
-
-
-def looks_like_calls(text: str, is_code: bool = False) -> bool:
-    """Whether a text begins as calls do: a list of them or, where only code is expected, one alone."""
-    return bool((_CODE if is_code else _LIST).match(text))
 
 
 def read_calls(text: str) -> list[Any]:
@@ -74,13 +69,10 @@ def _read(node: ast.AST) -> Any:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return Unreadable("every argument needs its name: name(argument=value)", name)
     try:
-        return {"name": name, "arguments": {str(k.arg): _value(k.value) for k in node.keywords}}
+        values = {str(k.arg): ast.literal_eval(_AsPython().visit(k.value)) for k in node.keywords}
+        return {"name": name, "arguments": values}
     except (ValueError, TypeError, RecursionError, MemoryError):
         return Unreadable("an argument is not a plain value", name)
-
-
-def _value(node: ast.expr) -> Any:
-    return ast.literal_eval(_AsPython().visit(node))
 
 
 class _AsPython(ast.NodeTransformer):
@@ -269,7 +261,7 @@ def write_fenced(calls: Calls) -> str:
 def _bare(text: str, is_code: bool = False) -> list[Any]:
     """The calls that a text consists of, as JSON or as Python; nothing where it is something else."""
     body = text.strip()
-    if looks_like_calls(body, is_code):
+    if (_CODE if is_code else _LIST).match(body):
         return read_calls(body)
     if not _LOOKS_LIKE_JSON_CALL.match(body):
         return []
@@ -302,22 +294,22 @@ def find_mistral(text: str, schemas: Schemas) -> Found:
     calls: list[Any] = []
     for piece in pieces:
         if named := _MISTRAL_NAME.match(piece):
-            calls.append(_named(named[1], piece[named.end() :], named[2]))
+            calls.append(named_call(named[1], piece[named.end() :], named[2]))
         else:
             value = read_json(piece)
             calls += value if isinstance(value, list) else [value]
     return before, calls
 
 
-def write_mistral(calls: Calls) -> str:
-    return write_tagged_list(calls, f"{MISTRAL} ", "")
+write_mistral = partial(write_tagged_list, opening=f"{MISTRAL} ", closing="")
+write_phi = partial(write_tagged_list, opening="functools", closing="")
 
 
 def write_mistral_args(calls: Calls) -> str:
     return "".join(f"{MISTRAL}{name}[ARGS]{dumps(dict(arguments))}" for name, arguments in calls)
 
 
-def _named(name: str, arguments: str, call_id: str | None = None) -> Any:
+def named_call(name: str, arguments: str, call_id: str | None = None) -> Any:
     """A call whose name stands in front of its arguments."""
     value = read_json(arguments)
     if isinstance(value, Unreadable):
@@ -332,7 +324,7 @@ def find_deepseek(text: str, schemas: Schemas) -> Found:
         start = text.index("<｜tool▁call▁begin｜>")
         before, behind = text[:start], text[start:]
     body, _, after = behind.partition("<｜tool▁calls▁end｜>")
-    calls = [_named((m["v3"] or m["name"] or "").strip(), m["arguments"]) for m in _DEEPSEEK_CALL.finditer(body)]
+    calls = [named_call((m["v3"] or m["name"] or "").strip(), m["arguments"]) for m in _DEEPSEEK_CALL.finditer(body)]
     if tag and not calls:
         calls = [Unreadable("no call follows <｜tool▁calls▁begin｜>")]
     return before + after, calls
@@ -354,7 +346,7 @@ def find_kimi(text: str, schemas: Schemas) -> Found:
     calls = []
     for match in _KIMI_CALL.finditer(body):
         named = _KIMI_ID.fullmatch(match["id"])
-        calls.append(_named(named["name"] if named else "", match["arguments"], match["id"]))
+        calls.append(named_call(named["name"] if named else "", match["arguments"], match["id"]))
     if tag and not calls:
         calls = [Unreadable("no call follows <|tool_calls_section_begin|>")]
     return before + after, calls
@@ -366,7 +358,3 @@ def write_kimi(calls: Calls) -> str:
         for i, (name, arguments) in enumerate(calls)
     ]
     return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
-
-
-find_hermes = partial(find_tagged, opening=TOOL_CALL, closing=TOOL_CALL_END)
-write_hermes = partial(write_tagged, opening=TOOL_CALL, closing=TOOL_CALL_END)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.models.chat.calls_json import Calls, Found, Schemas, Unreadable, dumps, read_calls, read_json, write_call
+from palestra.models.chat.calls_json import Calls, Found, Schemas, Unreadable, dumps, named_call, read_calls, write_call
 from palestra.models.chat.calls_xml import blocks, schema_of, typed
 
 LFM_OPEN, LFM_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -30,12 +30,8 @@ def find_harmony(text: str, schemas: Schemas) -> Found:
         recipient = _RECIPIENT.search(message["header"])
         if recipient is None:
             parts.append(message["body"])
-            continue
-        arguments = read_json(message["body"].strip() or "{}")
-        if isinstance(arguments, Unreadable):
-            calls.append(Unreadable(arguments.reason, recipient["name"]))
         else:
-            calls.append({"name": recipient["name"], "arguments": arguments})
+            calls.append(named_call(recipient["name"], message["body"].strip() or "{}"))
     return "\n".join(part.strip() for part in parts if part.strip()), calls
 
 
@@ -60,32 +56,16 @@ def find_gemma(text: str, schemas: Schemas, opening: str, closing: str, quote: s
             if named is None:
                 raise ValueError(f"{opening} is not followed by call:name{{")
             value, end = _gemma_value(text, named.end(), quote)
-            arguments = {
-                key: typed(each.text, schema_of(schemas, named["name"], key)) if isinstance(each, _Quoted) else each
+            arguments = {  # FunctionGemma's template writes numbers and objects as strings, too
+                key: typed(each, schema_of(schemas, named["name"], key)) if isinstance(each, str) else each
                 for key, each in value.items()
             }
-            calls.append({"name": named["name"], "arguments": _plain(arguments)})
+            calls.append({"name": named["name"], "arguments": arguments})
             behind, _, rest = text[end:].partition(closing)
             text = rest if not behind.strip() else text[end:]
         except (ValueError, RecursionError) as error:
             calls.append(Unreadable(f"the tool call cannot be read ({error})", named["name"] if named else ""))
             text = text.partition(closing)[2]
-
-
-class _Quoted(str):
-    """A string between quote tokens. FunctionGemma's template also writes numbers and objects so."""
-
-    @property
-    def text(self) -> str:
-        return str(self)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, str) else value
 
 
 def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
@@ -94,7 +74,7 @@ def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
         end = text.find(quote, at + len(quote))
         if end < 0:
             raise ValueError(f"a string is not closed with {quote}")
-        return _Quoted(text[at + len(quote) : end]), end + len(quote)
+        return text[at + len(quote) : end], end + len(quote)
     if text.startswith("{", at):
         return _gemma_object(text, at + 1, quote)
     if text.startswith("[", at):

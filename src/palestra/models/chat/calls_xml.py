@@ -160,9 +160,9 @@ def find_invoke(text: str, schemas: Schemas, opening: str, closing: str) -> Foun
     return _find_calls(text, opening, closing, read, f'{opening} holds no <invoke name="…">')
 
 
-def write_invoke(calls: Calls, opening: str, closing: str, prefix: str = "", marks_text: bool = False) -> str:
+def write_invoke(calls: Calls, opening: str, closing: str, prefix: str = "") -> str:
     def argument(key: str, value: Any) -> str:
-        mark = f' string="{"true" if isinstance(value, str) else "false"}"' if marks_text else ""
+        mark = f' string="{"true" if isinstance(value, str) else "false"}"' if prefix else ""
         return f'<{prefix}parameter name="{key}"{mark}>{as_text(value)}</{prefix}parameter>\n'
 
     written = "".join(

@@ -54,12 +54,6 @@ def split_at_marks(text: str, count: int) -> tuple[str, ...]:
     return (*scaffold, text)
 
 
-def at_marks(text: str) -> tuple[list[str], list[int]]:
-    """What stands between marks, and which these are: a template may leave some out, or write them in another order."""
-    parts = re.split(r"PALESTRABODY(\d+)END", text)
-    return parts[::2], [int(index) for index in parts[1::2]]
-
-
 def with_texts(message: Message, change: Callable[[str], str]) -> Message:
     """With each text of a message changed: its content, its name, and those in its calls."""
     calls = tuple(
@@ -101,6 +95,27 @@ def cut_into_pieces(text: str, scaffold: Sequence[str], bodies: Sequence[str]) -
     if "".join(piece.text for piece in pieces) != text:
         raise not_append_only("the text of a message changes what is written around it")
     return pieces
+
+
+@dataclass(slots=True)
+class ForgedTexts:
+    """Texts of messages that hold the text of a special token, which must not become one; a mark stands for each."""
+
+    is_forged: Callable[[str], bool]
+    texts: list[str] = field(default_factory=list)
+
+    def marked(self, text: str) -> str:
+        """The text itself, or the mark that stands for it."""
+        if not self.is_forged(text):  # these stay: a template may write an empty text otherwise
+            return text
+        self.texts.append(text)
+        return mark(len(self.texts) - 1)
+
+    def cut(self, text: str, with_marks: str) -> list[Piece]:
+        """Cut a rendered text at the marks of another rendering, which may have some of them, in any order."""
+        parts = re.split(r"PALESTRABODY(\d+)END", with_marks)
+        bodies = [self.texts[i] if i < len(self.texts) else mark(i) for i in map(int, parts[1::2])]
+        return cut_into_pieces(text, parts[::2], bodies)
 
 
 @dataclass(slots=True)

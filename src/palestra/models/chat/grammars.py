@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.errors import PalestraError
@@ -28,43 +28,8 @@ _KEPT = 256  # grammars; environments may make up tools for every problem
 # formats with all calls in one block, or with one call in a message
 _ONE_BLOCK = ("granite", "phi4", "nemotron_v2", "tool_calls", "mistral", "lfm", "llama", "harmony", "minimax", "kimi",
               "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4")  # fmt: skip
-_SETTING = "an answer by a JSON schema, or a required tool call,"
-A_NOTE = "Unknown format"  # a warning that can be ignored: a JSON schema's `format` may be only a note
-
-
-class CallGrammars:
-    """Makes the grammars of tools, for one tokenizer and its call format."""
-
-    def __init__(self, tokenizer: Any, format: CallFormat) -> None:
-        self._format = format
-        self.trigger = trigger_of(format).encode()
-        self.at_start = self.trigger == b"{"
-        self.tokens = guidance_tokens(tokenizer, "rollout.constrain_tool_calls")
-        self.pieces = [self.tokens.decode_bytes([i]) for i in range(self.tokens.vocab_size)]
-        self.crossing = _crossing(self.pieces, self.trigger, self.at_start)
-        self._literal = Literals(tokenizer, self.tokens)
-
-    def of(self, tools: Sequence[dict[str, Any]], end_after_call: Sequence[int] = ()) -> CallGrammar:
-        """The grammar of these tools, given as their schemas. After a call, only tokens of `end_after_call` may come,
-        if there are any."""
-        return CallGrammar(self, self._matcher(tools), bits(end_after_call, len(self.pieces)))
-
-    def _matcher(self, tools: Sequence[dict[str, Any]]) -> LLMatcher:
-        from llguidance import LLMatcher
-
-        rules = rules_of(self._format, tools, self._literal)
-        matcher = LLMatcher(self.tokens, "\n".join([f"start: {rules.body}", *rules.rules]), log_level=0)
-        said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
-        unkept = [text for text in said if not text.startswith(A_NOTE)]
-        if not unkept:
-            return matcher
-        for tool in tools if len(tools) > 1 else ():
-            self._matcher([tool])  # raises for the one that is to blame
-        reason = why_not(unkept[0])
-        raise PalestraError(
-            f"rollout.constrain_tool_calls cannot keep to the schema of {tools[0]['function']['name']!r}: {reason}. "
-            "Leave the setting off, or write the schema without it"
-        )
+_SETTINGS = "rollout.constrain_tool_calls, answers by a JSON schema and required tool calls"
+_A_NOTE = "Unknown format"  # a warning that can be ignored: a JSON schema's `format` may be only a note
 
 
 @dataclass(slots=True)
@@ -78,14 +43,12 @@ class _Place:
 class CallGrammar(Grammar):
     """What may be said when these tools are at hand. It never changes; each turn follows it with a `start()`."""
 
-    def __init__(self, grammars: CallGrammars, matcher: LLMatcher, after_call: bytes | None = None) -> None:
-        self.pieces = grammars.pieces
+    def __init__(self, vocabulary: _Vocabulary, matcher: LLMatcher, after_call: bytes | None) -> None:
+        self.vocabulary = vocabulary
         self.after_call = after_call
-        self.trigger, self.at_start = grammars.trigger, grammars.at_start
-        self._grammars = grammars
         self._matcher = matcher
         self._openings: dict[int, bytes | None] = {}
-        self._places: dict[bytes, _Place] = {}  # behind what is there when a call opens
+        self.places: dict[bytes, _Place] = {}  # by the part of a call that is there when it opens
         self._masks = 0
 
     def start(self) -> CallMatching:
@@ -94,18 +57,14 @@ class CallGrammar(Grammar):
     def opened(self, said: bytes) -> LLMatcher:
         """A matcher for one call, of which `said` is there already."""
         matcher = self._matcher.deep_copy()
-        matcher.consume_tokens(self._grammars.tokens.tokenize_bytes(said))
+        matcher.consume_tokens(self.vocabulary.tokens.tokenize_bytes(said))
         return matcher
-
-    def place(self, said: bytes) -> _Place:
-        """Where a call is that begins so."""
-        return self._places.setdefault(said, _Place())
 
     def mask_at(self, place: _Place, matcher: LLMatcher) -> bytes:
         """What may follow; `matcher` is there."""
         if place.mask is None:
             if self._masks >= _KEPT_PLACES:  # calls in progress go on in the places that they have
-                self._places, self._masks = {}, 0
+                self.places, self._masks = {}, 0
             mask = matcher.compute_bitmask()
             if mask.count(0) == len(mask):
                 raise PalestraError(f"the tokenizer cannot write the call that was begun; {matcher.get_error()}")
@@ -115,8 +74,8 @@ class CallGrammar(Grammar):
     def openings(self, begun: int) -> bytes | None:
         """Outside of calls, behind the first `begun` bytes of a tag: everything but a wrong opening of a call."""
         if begun not in self._openings:
-            wrong = [i for i, said in self._grammars.crossing[begun] if self.opened(said).is_error()]
-            mask = bytearray(b"\xff" * -(-len(self.pieces) // 8))
+            wrong = [i for i, said in self.vocabulary.crossing[begun] if self.opened(said).is_error()]
+            mask = bytearray(b"\xff" * -(-len(self.vocabulary.pieces) // 8))
             for token_id in wrong:
                 mask[token_id >> 3] &= ~(1 << (token_id & 7))
             self._openings[begun] = bytes(mask) if wrong else None
@@ -127,7 +86,7 @@ class CallMatching(Matching):
     """Follows one turn. Text is free, and so is thinking at the start, where a call is text, not executed."""
 
     def __init__(self, grammar: CallGrammar) -> None:
-        self._grammar = grammar
+        self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._text = bytearray()  # outside of calls
         self._begun = 0  # bytes of an opening tag at its end
         self._call: LLMatcher | None = None
@@ -138,7 +97,7 @@ class CallMatching(Matching):
         if self._has_called and self._grammar.after_call is not None:
             return self._grammar.after_call
         if self._call is None:
-            is_late = self._grammar.at_start and self._text.strip() not in _NOTHING_YET
+            is_late = self._vocabulary.at_start and self._text.strip() not in _NOTHING_YET
             return None if is_late else self._grammar.openings(self._begun)
         return self._grammar.mask_at(self._place, self._call)
 
@@ -151,43 +110,18 @@ class CallMatching(Matching):
             else:
                 self._place = self._place.after.setdefault(token_id, _Place())
             return
-        piece = self._grammar.pieces[token_id] if token_id < len(self._grammar.pieces) else b""
-        text, trigger = self._text, self._grammar.trigger
+        pieces, text, trigger = self._vocabulary.pieces, self._text, self._vocabulary.trigger
         unseen = max(0, len(text) - len(trigger) + 1)  # where a trigger that is new would begin
-        text += piece
+        text += pieces[token_id] if token_id < len(pieces) else b""
         at = text.find(trigger, unseen)
-        if self._grammar.at_start and text[: max(at, 0)].strip() not in _NOTHING_YET:
+        if self._vocabulary.at_start and text[: max(at, 0)].strip() not in _NOTHING_YET:
             at = -1
         self._begun = next((n for n in range(len(trigger) - 1, 0, -1) if text.endswith(trigger[:n])), 0)
         if (at >= 0 or self._begun) and is_inside(text.decode(errors="replace")):
             self._begun = 0
         elif at >= 0:
             said = bytes(text[at + len(trigger) :])
-            self._call, self._place = self._grammar.opened(said), self._grammar.place(said)
-
-
-def _crossing(pieces: Sequence[bytes], trigger: bytes, at_start: bool) -> list[list[tuple[int, bytes]]]:
-    """List, by the length of the trigger's written part, the tokens that complete it and the bytes behind it."""
-    found: list[list[tuple[int, bytes]]] = [[] for _ in trigger]
-    for token_id, piece in enumerate(pieces):
-        if trigger[-1:] in piece[:-1]:
-            for begun, rows in enumerate(found):
-                before, tag, said = (trigger[:begun] + piece).partition(trigger)
-                if tag and said and not (at_start and before.strip()):
-                    rows.append((token_id, said))
-    return found
-
-
-def guidance_tokens(tokenizer: Any, setting: str) -> LLTokenizer:
-    """The tokenizer as llguidance knows it; `setting` asks for it."""
-    try:
-        from llguidance import hf
-    except ModuleNotFoundError:
-        raise PalestraError(f"{setting} needs llguidance; pip install 'palestra[constrain]'") from None
-    try:
-        return hf.from_tokenizer(tokenizer)
-    except ValueError as error:
-        raise PalestraError(f"{setting} cannot read {type(tokenizer).__name__}: {error}. Leave it off") from None
+            self._call, self._place = self._grammar.opened(said), self._grammar.places.setdefault(said, _Place())
 
 
 class Literals:
@@ -201,17 +135,11 @@ class Literals:
 
     def __call__(self, text: str) -> str:
         parts = [part for part in self._cut.split(text) if part] if self._cut is not None else [text]
-        rules = [f"<[{self._apart[part]}]>" if part in self._apart else _quoted(part) for part in parts]
+        rules = [
+            f"<[{self._apart[part]}]>" if part in self._apart else json.dumps(part, ensure_ascii=False)
+            for part in parts
+        ]
         return " ".join(rules) or '""'
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def why_not(message: str) -> str:
-    """llguidance's reason, without what surrounds it."""
-    return message.partition("\n")[0].rpartition("JSON schema: ")[2]
 
 
 def bits(token_ids: Sequence[int], vocabulary: int) -> bytes | None:
@@ -222,49 +150,6 @@ def bits(token_ids: Sequence[int], vocabulary: int) -> bytes | None:
     for token_id in token_ids:
         mask[token_id >> 3] |= 1 << (token_id & 7)
     return bytes(mask)
-
-
-class TurnGrammars:
-    """Makes such grammars for one tokenizer."""
-
-    def __init__(self, tokenizer: Any, format: CallFormat) -> None:
-        self._format = format
-        self._tokens = guidance_tokens(tokenizer, _SETTING)
-        self._literal = Literals(tokenizer, self._tokens)
-
-    def of(
-        self,
-        tools: Sequence[dict[str, Any]],
-        answer: dict[str, Any] | None,
-        stop_token_ids: Sequence[int],
-        one_call: bool = False,
-        close_reasoning: str = "",
-    ) -> TurnGrammar:
-        """Calls of `tools`, one or more, or an answer by the schema; a stop token ends it.
-
-        `close_reasoning` is the tag that ends the reasoning which the prompt has opened.
-        """
-        from llguidance import LLMatcher
-
-        written = rules_of(self._format, tools, self._literal, one_call)
-        rules = list(written.rules)
-        if tools:
-            more = "" if one_call or self._format.name in _ONE_BLOCK else "(WS? call)*"
-            rules += [f"calls: {written.lead} call {more}", f"call: {written.call}"]
-        if answer is not None:
-            rules.append(f"answer: {written.answer_lead} {json_rule(answer)}")
-        start = " | ".join([*(["calls"] if tools else []), *(["answer"] if answer is not None else [])])
-        if close_reasoning:
-            closing = self._literal(close_reasoning)
-            ends_text = not closing.startswith("<[")
-            rules.append(f"reasoning[suffix={closing}]: /(?s:.*)/" if ends_text else f"reasoning: /(?s:.*)/ {closing}")
-            start = f"reasoning WS? ({start})"
-        matcher = LLMatcher(self._tokens, "\n".join([f"start: {start}", *rules]), log_level=0)
-        said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
-        if unkept := [text for text in said if not text.startswith(A_NOTE)]:
-            raise PalestraError(f"the model cannot be kept to the JSON schema: {why_not(unkept[0])}; change the schema")
-        stops = bits(stop_token_ids, self._tokens.vocab_size)
-        return TurnGrammar(matcher, frozenset(stop_token_ids), stops or b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,28 +205,53 @@ class GrammarText:
 
 def grammar_compiler(tokenizer: Any) -> Callable[[str], Grammar]:
     """Text -> grammar; llguidance is loaded at the first, and the last grammars are kept."""
-    return _Compiler(tokenizer).compile
+    return lru_cache(_KEPT)(_Compiler(tokenizer).compile)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance knows it, and the tokens that matter where a call opens."""
+
+    def __init__(self, tokenizer: Any, trigger: str) -> None:
+        try:
+            from llguidance import hf
+        except ModuleNotFoundError:
+            raise PalestraError(f"{_SETTINGS} need llguidance; pip install 'palestra[constrain]'") from None
+        try:
+            self.tokens: LLTokenizer = hf.from_tokenizer(tokenizer)
+        except ValueError as error:
+            raise PalestraError(f"{_SETTINGS} cannot use {type(tokenizer).__name__}: {error}. Leave them off") from None
+        self.trigger = trigger.encode()
+        self.at_start = trigger == "{"
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        return [self.tokens.decode_bytes([i]) for i in range(self.tokens.vocab_size)]
+
+    @cached_property
+    def crossing(self) -> list[list[tuple[int, bytes]]]:
+        """By the length of the trigger's written part: the tokens that complete it, and their bytes behind it."""
+        found: list[list[tuple[int, bytes]]] = [[] for _ in self.trigger]
+        for token_id, piece in enumerate(self.pieces):
+            if self.trigger[-1:] in piece[:-1]:
+                for begun, rows in enumerate(found):
+                    before, tag, said = (self.trigger[:begun] + piece).partition(self.trigger)
+                    if tag and said and not (self.at_start and before.strip()):
+                        rows.append((token_id, said))
+        return found
 
 
 class _Compiler:
+    """Makes the grammars of one tokenizer and its call format."""
+
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._made: dict[str, Grammar] = {}
 
     def compile(self, text: str) -> Grammar:
-        if text not in self._made:
-            if len(self._made) >= _KEPT:
-                self._made.clear()
-            self._made[text] = self._compile(json.loads(text))
-        return self._made[text]
-
-    def _compile(self, value: Any) -> Grammar:
+        value = json.loads(text)
         if isinstance(value, list):
-            return self._calls.of(value)
+            return self._calls(value)
         read = GrammarText(**value)
-        if read.free_text:
-            return self._calls.of(read.tools, end_after_call=read.stop_token_ids)
-        return self._turns.of(read.tools, read.answer, read.stop_token_ids, read.one_call, read.close_reasoning)
+        return self._calls(read.tools, read.stop_token_ids) if read.free_text else self._turn(read)
 
     @cached_property
     def _format(self) -> CallFormat:
@@ -349,9 +259,54 @@ class _Compiler:
         return format_of(getattr(self._tokenizer, "chat_template", None), tokens)
 
     @cached_property
-    def _calls(self) -> CallGrammars:
-        return CallGrammars(self._tokenizer, self._format)
+    def _vocabulary(self) -> _Vocabulary:
+        return _Vocabulary(self._tokenizer, trigger_of(self._format))
 
     @cached_property
-    def _turns(self) -> TurnGrammars:
-        return TurnGrammars(self._tokenizer, self._format)
+    def _literal(self) -> Literals:
+        return Literals(self._tokenizer, self._vocabulary.tokens)
+
+    def _calls(self, tools: Sequence[dict[str, Any]], end_after_call: Sequence[int] = ()) -> CallGrammar:
+        """Calls in free text. After a call, only tokens of `end_after_call` may come, if there are any."""
+        rules = rules_of(self._format, tools, self._literal)
+        matcher, refusal = self._matcher(rules.body, rules.rules)
+        if not refusal:
+            return CallGrammar(self._vocabulary, matcher, bits(end_after_call, self._vocabulary.tokens.vocab_size))
+        for tool in tools if len(tools) > 1 else ():
+            self._calls([tool])  # raises for the one that is to blame
+        raise PalestraError(
+            f"rollout.constrain_tool_calls cannot keep to the schema of {tools[0]['function']['name']!r}: {refusal}. "
+            "Leave the setting off, or write the schema without it"
+        )
+
+    def _turn(self, text: GrammarText) -> TurnGrammar:
+        """One or more calls, or an answer by the schema; a stop token ends it."""
+        written = rules_of(self._format, text.tools, self._literal, text.one_call)
+        rules, starts = list(written.rules), []
+        if text.tools:
+            more = "" if text.one_call or self._format.name in _ONE_BLOCK else "(WS? call)*"
+            rules += [f"calls: {written.lead} call {more}", f"call: {written.call}"]
+            starts.append("calls")
+        if text.answer is not None:
+            rules.append(f"answer: {written.answer_lead} {json_rule(text.answer)}")
+            starts.append("answer")
+        start = " | ".join(starts)
+        if text.close_reasoning:
+            closing = self._literal(text.close_reasoning)
+            ends_text = not closing.startswith("<[")
+            rules.append(f"reasoning[suffix={closing}]: /(?s:.*)/" if ends_text else f"reasoning: /(?s:.*)/ {closing}")
+            start = f"reasoning WS? ({start})"
+        matcher, refusal = self._matcher(start, rules)
+        if refusal:
+            raise PalestraError(f"the model cannot be kept to the JSON schema: {refusal}; change the schema")
+        stops = bits(text.stop_token_ids, self._vocabulary.tokens.vocab_size)
+        return TurnGrammar(matcher, frozenset(text.stop_token_ids), stops or b"")
+
+    def _matcher(self, start: str, rules: Sequence[str]) -> tuple[LLMatcher, str]:
+        """A matcher of these rules, and llguidance's reason why it cannot keep to them; empty if it can."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._vocabulary.tokens, "\n".join([f"start: {start}", *rules]), log_level=0)
+        said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+        refusal = next((text for text in said if not text.startswith(_A_NOTE)), "")
+        return matcher, refusal.partition("\n")[0].rpartition("JSON schema: ")[2]

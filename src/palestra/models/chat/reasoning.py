@@ -31,8 +31,12 @@ def split_reasoning(text: str, is_open: bool = False, before: str | None = None)
         return "", text
     found = [match[1].strip() for match in _ANALYSIS.finditer(text)]
     text = _ANALYSIS.sub("", text) if found else text
-    if is_open or (text.find("</think>") >= 0 and _closes_first(text, before)):
-        reasoning, _, text = _cut_at_close(text)
+    close, opening = text.find("</think>"), text.find("<think>")
+    call = text.find(before) if before else -1
+    closes_first = (opening < 0 or close < opening) and (call < 0 or close < call)
+    if is_open or (close >= 0 and closes_first):
+        places = [(text.find(tag), tag) for _, tag in TAGS if tag in text]
+        reasoning, _, text = text.partition(min(places)[1]) if places else (text, "", "")
         found.append(reasoning)
     while pair := next((p for p in TAGS if text.lstrip().startswith(p[0])), None):
         reasoning, _, text = text.lstrip().removeprefix(pair[0]).partition(pair[1])
@@ -40,18 +44,6 @@ def split_reasoning(text: str, is_open: bool = False, before: str | None = None)
     if found and text.lstrip().startswith("<response>"):  # Granite 3 wraps its answer when it thinks
         text = text.strip().removeprefix("<response>").removesuffix("</response>")
     return "\n".join(part.strip() for part in found if part.strip()), text
-
-
-def _closes_first(text: str, before: str | None) -> bool:
-    close, opening = text.find("</think>"), text.find("<think>")
-    call = text.find(before) if before else -1
-    return (opening < 0 or close < opening) and (call < 0 or close < call)
-
-
-def _cut_at_close(text: str) -> tuple[str, str, str]:
-    """Split at the first closing tag; without one, all of the text is reasoning."""
-    places = [(text.find(close), close) for _, close in TAGS if close in text]
-    return text.partition(min(places)[1]) if places else (text, "", "")
 
 
 def strip_reasoning(text: str) -> str:

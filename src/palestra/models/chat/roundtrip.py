@@ -22,23 +22,12 @@ _ARGUMENTS: tuple[dict[str, Any], ...] = (
     },
     {"text": "42", "count": 0},
 )
+_TYPES = {"text": "string", "count": "integer", "share": "number", "flag": "boolean", "nested": "object"}
+_PROPERTIES = {name: {"type": kind, "description": "A value."} for name, kind in _TYPES.items()}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["text"]}
 _SCHEMA = {
     "type": "function",
-    "function": {
-        "name": _TOOL,
-        "description": "Look something up.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "text": {"type": "string", "description": "Any text."},
-                "count": {"type": "integer", "description": "A number."},
-                "share": {"type": "number", "description": "A fraction."},
-                "flag": {"type": "boolean", "description": "Yes or no."},
-                "nested": {"type": "object", "description": "An object."},
-            },
-            "required": ["text"],
-        },
-    },
+    "function": {"name": _TOOL, "description": "Look something up.", "parameters": _PARAMETERS},
 }
 _QUESTION, _RESULT = "PALESTRAQUESTION", "PALESTRARESULT"
 # tokenizer -> its template, and why the check failed

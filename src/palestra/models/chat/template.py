@@ -18,11 +18,11 @@ from palestra.core.types import Message, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of
 from palestra.models.chat.calls_tokens import find_harmony
 from palestra.models.chat.encode import (
+    ForgedTexts,
     Piece,
     PieceTokenizer,
     ReplyTemplate,
     SegmentTokenizer,
-    at_marks,
     cached,
     cut_into_pieces,
     mark,
@@ -40,20 +40,11 @@ _CALL_ID = re.compile(r"tool_call_id|\.id\b|\[['\"]id['\"]\]")  # in the source 
 _BEGINS_RESULT = ("<|observation|>", "<|tool_response>", "<start_function_response>")
 _HARMONY_END = "<|end|>"  # gpt-oss ends a finished conversation with <|return|>, earlier messages with this
 _MAY_DIFFER = (*_BEGINS_RESULT, _HARMONY_END)
-_END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<|end|>",
-    "<|call|>",
-    "<|return|>",
-    "<|eot|>",
-    "<|eom|>",
-    *_BEGINS_RESULT,
-    "<|endoftext|>",
-    "<|end_of_text|>",
+_ENDS = (
+    "<|im_end|> <|eot_id|> <|eom_id|> <end_of_turn> <|end|> <|call|> <|return|> <|eot|> <|eom|> <|endoftext|> "
+    "<|end_of_text|>"
 )
+_END_OF_TURN = (*_ENDS.split(), *_BEGINS_RESULT)
 MAX_CACHED_CHARS = 4096
 MAX_OPENINGS = 8
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
@@ -100,7 +91,7 @@ class ChatFormat:
         self._shows_tools = False  # not known yet
         tokens = [str(token.content) for token in added.values()]
         self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
-        self.renderer = TemplateRenderer(tokenizer, self.call_format)
+        self.render = TemplateRenderer(tokenizer, self.call_format).render
         # transformers' own parser, for a format that is not known here
         ships = getattr(tokenizer, "response_template", None) is not None
         self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
@@ -153,19 +144,11 @@ class ChatFormat:
                     "the chat template does not show tools to the model. Use a model whose template does "
                     "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
                 )
-        forged = list[str]()  # texts with that of a special token, no others: an empty one may be written otherwise
-
-        def marked(written: str) -> str:
-            if not self.pieces.has_special(written):
-                return written
-            forged.append(written)
-            return mark(len(forged) - 1)
-
-        blank = [with_texts(message, marked) for message in messages]
-        if not forged:
+        forged = ForgedTexts(self.pieces.has_special)
+        blank = [with_texts(message, forged.marked) for message in messages]
+        if not forged.texts:
             return [Piece(text, False)]
-        scaffold, order = at_marks(self.render(blank, tools, add_generation_prompt=True, **variables))
-        return cut_into_pieces(text, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
+        return forged.cut(text, self.render(blank, tools, add_generation_prompt=True, **variables))
 
     def continuation(
         self,
@@ -418,13 +401,3 @@ class ChatFormat:
             if not self.has_variable(name):
                 raise PalestraError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
         return variables
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str:
-        """The conversation as the template writes it."""
-        return self.renderer.render(messages, tools, add_generation_prompt, **variables)

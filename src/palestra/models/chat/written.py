@@ -12,7 +12,7 @@ from typing import Any
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Message, ToolCall
-from palestra.models.chat.encode import Piece, at_marks, cut_into_pieces, mark, not_append_only, with_texts
+from palestra.models.chat.encode import ForgedTexts, Piece, not_append_only, with_texts
 from palestra.models.chat.reasoning import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
 from palestra.models.chat.render import TemplateRefusal
 from palestra.models.chat.template import ChatFormat
@@ -96,15 +96,8 @@ def _shown(message: Message) -> str:
 
 def _pieces(chat: ChatFormat, message: Message, tools: Schemas, after: str, reasoning: str) -> tuple[str, list[Piece]]:
     """The prompt of a small conversation, and what the template writes behind it, up to and with the stop token."""
-    forged: list[str] = []  # texts with that of a special token, which must not become one
-
-    def marked(text: str) -> str:
-        if not chat.pieces.has_special(text):
-            return text
-        forged.append(text)
-        return mark(len(forged) - 1)
-
-    blank, blank_reasoning = with_texts(message, marked), marked(reasoning)
+    forged = ForgedTexts(chat.pieces.has_special)
+    blank, blank_reasoning = with_texts(message, forged.marked), forged.marked(reasoning)
     refusal: PalestraError = not_append_only("it ends an assistant's message without a stop token")
     alone: list[Piece] = []
     for context, following in _surroundings(message, tools, after):
@@ -113,13 +106,12 @@ def _pieces(chat: ChatFormat, message: Message, tools: Schemas, after: str, reas
             if has_closed(prompt):  # as without thinking
                 reasoning = blank_reasoning = ""
             text = written = _written(chat, prompt, [*context, message, *following], tools, reasoning)
-            if forged:
+            if forged.texts:
                 text = _written(chat, prompt, [*context, blank, *following], tools, blank_reasoning)
         except TemplateRefusal as error:
             refusal = error
             continue
-        scaffold, order = at_marks(text)
-        pieces = cut_into_pieces(written, scaffold, [forged[i] if i < len(forged) else mark(i) for i in order])
+        pieces = forged.cut(written, text)
         if turn := _up_to_stop(pieces, chat.stop_texts):
             stop = next(stop for stop in chat.stop_texts if turn[-1].text.endswith(stop))
             return prompt, [*alone, Piece(stop, False)] if alone else turn
@@ -145,7 +137,7 @@ def _surroundings(message: Message, tools: Schemas, after: str) -> Iterator[tupl
 
 def _written(chat: ChatFormat, prompt: str, messages: Sequence[Message], tools: Schemas, reasoning: str) -> str:
     """What the template writes behind the generation prompt, up to the next message."""
-    whole = chat.renderer.render(messages, tools, last_reasoning=reasoning)
+    whole = chat.render(messages, tools, last_reasoning=reasoning)
     start = common_start(prompt, whole)
     if (same := _same_but_for_spaces(prompt, whole, start)) is not None:
         return whole[same:].partition(_NEXT)[0]

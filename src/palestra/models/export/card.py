@@ -21,19 +21,13 @@ def model_card(repo: str, record: Mapping[str, Any], report: Mapping[str, Any] |
     `record` is the run's `palestra.json` and `report` its `report.json` (None if these weights were not scored).
     """
     base = _base_of(record, report)
-    lines = [
-        "---",
-        *_metadata(repo, base, report, is_adapter=is_adapter),
-        "---",
-        "",
-        f"# {repo.split('/')[-1]}",
-        "",
-    ]
+    metadata = _metadata(repo, base, report, is_adapter=is_adapter)
+    lines = ["---", *metadata, "---", "", f"# {repo.split('/')[-1]}", ""]
     kind = "A LoRA adapter" if is_adapter else "A language model"
     lines += [f"{kind} trained by reinforcement learning with Palestra{f', from `{base}`' if base else ''}.", ""]
     lines += _evaluation(report) if report else ["It has not been scored.", ""]
     lines += _training(report) if report else []
-    lines += _agent(record)
+    lines += agent_section(record)
     lines += _usage(repo, is_adapter=is_adapter)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -66,13 +60,8 @@ def _evaluation(report: Mapping[str, Any]) -> list[str]:
     if not before or not after:
         return ["It was not scored on held-out cases.", ""]
     split = {"train": "Cases that it was trained on"}.get(str(after.get("split")), "Held-out cases")
-    lines = [
-        "## Evaluation",
-        "",
-        f"{split}: {after['pass_rate']['n']} attempts, before and after training, with 95 % intervals.",
-        "",
-    ]
-    lines += ["| measure | before | after |", "| --- | --- | --- |"]
+    summary = f"{split}: {after['pass_rate']['n']} attempts, before and after training, with 95 % intervals."
+    lines = ["## Evaluation", "", summary, "", "| measure | before | after |", "| --- | --- | --- |"]
     earlier = {measure["name"]: measure for measure in before["measures"]}
     rows = [("all passed", before["pass_rate"], after["pass_rate"])] if len(after["measures"]) != 1 else []
     for measure in after["measures"]:
@@ -102,11 +91,8 @@ def _training(report: Mapping[str, Any]) -> list[str]:
     rows = {"steps": str(len(steps)), "wall time": f"{report['seconds'] / 60:.1f} min", "seed": str(report["seed"])}
     tokens = sum(row.get("sampled_tokens", 0) for row in steps)
     rows |= {"sampled tokens": f"{tokens:,.0f}"} if tokens else {}
-    rows |= {
-        name: str(environment[name])
-        for name in ("device", "palestra", "torch", "transformers")
-        if environment.get(name)
-    }
+    software = ("device", "palestra", "torch", "transformers")
+    rows |= {name: str(environment[name]) for name in software if environment.get(name)}
     for key, value in config.items():
         is_omitted = key in _OMITTED or key.startswith(_OMITTED_SECTIONS) or key.endswith(_OMITTED_ENDS)
         if value != default.get(key) and not is_omitted:
@@ -115,7 +101,7 @@ def _training(report: Mapping[str, Any]) -> list[str]:
     return ["## Training", "", "| | |", "| --- | --- |", *table, ""]
 
 
-def _agent(record: Mapping[str, Any]) -> list[str]:
+def agent_section(record: Mapping[str, Any]) -> list[str]:
     tools = [tool["function"] for tool in record.get("tools") or () if "function" in tool]
     lines = ["## The agent", ""] if tools or record.get("instructions") else []
     if record.get("instructions"):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_json, write_text
 from palestra.models.adapters import RECORD, base_record, is_adapter
+from palestra.models.export.card import agent_section
 from palestra.models.export.source import read_record
 from palestra.models.loading import load_model
 
@@ -125,11 +126,7 @@ def adapter_card(base: str, lora: Any, record: Mapping[str, Any]) -> str:
     ]
     if record.get("agent"):
         lines += ["", f"Trained as the agent: {record['agent']}"]
-    if tools := [tool["function"]["name"] for tool in record.get("tools") or () if "function" in tool]:
-        lines += ["", f"With the tools: {', '.join(tools)}"]
-    if record.get("instructions"):
-        lines += ["", "Its instructions:", "", *(f"> {line}" for line in str(record["instructions"]).splitlines())]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *agent_section(record)]).rstrip() + "\n"
 
 
 def _write(model: Any, folder: Path) -> None:

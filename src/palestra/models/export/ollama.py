@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from palestra.models.export.gguf import to_gguf
 from palestra.models.export.source import ModelSource
 from palestra.models.gguf.config import config_to_gguf, is_written_here
 from palestra.models.gguf.tokenizer import chat_template
-from palestra.models.gguf.write import Progress
+from palestra.models.gguf.write import Progress, run_program
 from palestra.models.loading import TINY
 
 _MAX_CONTEXT = 8192  # longer ones need more memory than most machines have; PARAMETER num_ctx can be edited
@@ -34,12 +33,9 @@ STOPS = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
 }
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repeat_penalty",
+# transformers' name of a setting -> Ollama's
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p")} | {
+    "repetition_penalty": "repeat_penalty"
 }
 
 
@@ -84,7 +80,8 @@ def to_ollama(
     program = shutil.which("ollama")
     command = ["ollama", "create", name, "-f", str(path.resolve())]
     if program is not None:
-        _create([program, *command[1:]])
+        hint = f". The files are complete; start Ollama, then run: {shlex.join(command)}"
+        run_program([program, *command[1:]], "Ollama could not create the model", hint=hint)
     return OllamaModel(name, gguf, path, shlex.join(command), program is not None)
 
 
@@ -153,13 +150,3 @@ def _quoted(text: str) -> str:
     if '"""' in text:
         raise PalestraError('a Modelfile cannot hold three quotation marks in a row (""") in the instructions')
     return f'"""{text}"""'
-
-
-def _create(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if result.returncode:
-        lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
-        raise PalestraError(
-            f"Ollama could not create the model (exit {result.returncode}): {lines[-1]}. The files are complete; "
-            f"start Ollama, then run: {shlex.join(command)}"
-        )

@@ -144,24 +144,16 @@ def tensor_names(architecture: Architecture, layers: int) -> Callable[[str], str
 def weight_to_gguf(architecture: Architecture, config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
     """The weight of that (transformers) name as GGUF stores it."""
     if heads := _permuted_heads(architecture, config, name):
-        return permute_qk(weight, heads)
+        # from transformers' order of a head's rows (half, pair) to llama.cpp's (pair, half)
+        return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
     return weight.float() + architecture.norm_offset if _has_offset(architecture, name) else weight
 
 
 def weight_from_gguf(architecture: Architecture, config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
     """The inverse of `weight_to_gguf`."""
     if heads := _permuted_heads(architecture, config, name):
-        return unpermute_qk(weight, heads)
+        return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
     return weight - architecture.norm_offset if _has_offset(architecture, name) else weight
-
-
-def permute_qk(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from transformers' order (half, pair) to llama.cpp's (pair, half)."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
-def unpermute_qk(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def _permuted_heads(architecture: Architecture, config: Any, name: str) -> int:
@@ -224,7 +216,11 @@ def _check_sizes(file: GgufFile, settings: dict[str, Any]) -> None:
 def config_to_gguf(config: Any) -> dict[str, str | int | float]:
     """The config as GGUF metadata, by key without the architecture's name in front."""
     architecture = architecture_of(config)
-    _check_attention_scale(architecture, config)
+    scale, derived = getattr(config, "query_pre_attn_scalar", None), _attention_scale(architecture, config)
+    if scale is not None and scale != derived:
+        raise PalestraError(
+            f"query_pre_attn_scalar={scale} cannot be written as GGUF: llama.cpp uses {derived} for this shape"
+        )
     fields: dict[str, Any] = {}
     for field in (*REQUIRED_FIELDS, *OPTIONAL_FIELDS, *architecture.fields):
         if (value := getattr(config, field.name, None)) is not None:
@@ -243,15 +239,6 @@ def _attention_scale(architecture: Architecture, config: Any) -> int:
     """Gemma's query_pre_attn_scalar, which GGUF does not store and llama.cpp derives from the shape."""
     by_width = config.num_hidden_layers == architecture.layers_scaled_by_width
     return int(config.hidden_size // config.num_attention_heads if by_width else head_dim_of(config))
-
-
-def _check_attention_scale(architecture: Architecture, config: Any) -> None:
-    scale = getattr(config, "query_pre_attn_scalar", None)
-    derived = _attention_scale(architecture, config)
-    if scale is not None and scale != derived:
-        raise PalestraError(
-            f"query_pre_attn_scalar={scale} cannot be written as GGUF: llama.cpp uses {derived} for this shape"
-        )
 
 
 def _window_from_gguf(architecture: Architecture, file: GgufFile) -> dict[str, Any]:

@@ -74,17 +74,11 @@ class GgufFile:
     def required_number(self, key: str, kind: type[Number], least: float = 0) -> Number:
         return self.number(key, kind, self.required(key), least)  # type: ignore[return-value]
 
-    def texts(self, key: str) -> list[str]:
-        """A list of texts, empty where the file has none."""
+    def list_of(self, kind: Any, key: str) -> list[Any]:
+        """A list of strings (`str`) or numbers (`int | float`), empty where the file has none."""
         value = self.metadata.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise self.corrupt(f"{key} is not a list of strings")
-        return value
-
-    def numbers(self, key: str) -> list[float]:
-        value = self.metadata.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(number, int | float) for number in value):
-            raise self.corrupt(f"{key} is not a list of numbers")
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise self.corrupt(f"{key} is not a list of {'strings' if kind is str else 'numbers'}")
         return value
 
     def corrupt(self, reason: str) -> PalestraError:

@@ -59,14 +59,14 @@ def cached_conversion(path: Path) -> Path:
     return folder
 
 
-def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+def convert(path: Path, folder: Path) -> None:
     """Write the model of a GGUF file as a Hugging Face folder, completely or not at all.
 
-    The dtype defaults to float32, which is lossless, and to bfloat16 for models with over a billion parameters.
+    In float32, which is lossless; in bfloat16 for models with over a billion parameters.
     """
     file = open_gguf(path)
     try:
-        model, tokenizer = _model_of(file, dtype), tokenizer_from_gguf(file)
+        model, tokenizer = _model_of(file), tokenizer_from_gguf(file)
     except PalestraError:
         raise
     except Exception as error:  # metadata that transformers or tokenizers refuse, each with its own exceptions
@@ -88,13 +88,12 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
         ) from error
 
 
-def _model_of(file: GgufFile, dtype: torch.dtype | None) -> Any:
+def _model_of(file: GgufFile) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_from_gguf(file))
-    if dtype is None:
-        dtype = torch.bfloat16 if model.num_parameters() > _BFLOAT16_FROM else torch.float32
+    dtype = torch.bfloat16 if model.num_parameters() > _BFLOAT16_FROM else torch.float32
     load_weights(model, file, dtype)
     model.config.dtype = dtype
     return model

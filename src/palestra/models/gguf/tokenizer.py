@@ -89,7 +89,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
     """The file's tokenizer, with its special tokens and chat template."""
     from transformers import PreTrainedTokenizerFast
 
-    tokens = file.texts("tokenizer.ggml.tokens")
+    tokens = file.list_of(str, "tokenizer.ggml.tokens")
     if not tokens:
         raise PalestraError(f"{file.path} has no tokenizer.ggml.tokens; give a file with its tokenizer in it")
     if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARS:
@@ -217,7 +217,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
-    pre = _pre_tokenizer_named(name)
+    pre = next((row for row in PRE_TOKENIZERS if name in row.names), None)
     if pre is None:
         names = [name for row in PRE_TOKENIZERS for name in row.names]
         raise PalestraError(
@@ -225,7 +225,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
             f"{', '.join(names)}. Give the model's Hugging Face folder instead."
         )
     index = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.texts("tokenizer.ggml.merges"))]
+    merges = [tuple(merge.split(" ", 1)) for merge in file.list_of(str, "tokenizer.ggml.merges")]
     backend = Tokenizer(models.BPE(index, merges, ignore_merges=pre.ignore_merges))
     backend.pre_tokenizer = pre_tokenizers.Sequence(pre.steps())
     if pre.nfc:
@@ -237,7 +237,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = file.numbers("tokenizer.ggml.scores")
+    scores = file.list_of(int | float, "tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise file.corrupt(f"it has {len(tokens)} tokens and {len(scores)} scores")
     unknown = _special_tokens(file, tokens).get("unk_token", tokens[0])
@@ -271,7 +271,7 @@ def _add_tokens(backend: Any, file: GgufFile, tokens: list[str]) -> None:
     from gguf import TokenType
     from tokenizers import AddedToken
 
-    types = file.numbers("tokenizer.ggml.token_type")
+    types = file.list_of(int | float, "tokenizer.ggml.token_type")
     strips = bool(_PHI3.search(str(file.metadata.get("general.name"))))
     control, user_defined = list[Any](), list[Any]()
     for token, kind in zip(tokens, types, strict=False):
@@ -391,10 +391,6 @@ def _has_space_prefix(parts: Mapping[str, Any]) -> bool:
     prepends = any(step["type"] == "Prepend" for step in _steps(parts["normalizer"]))
     schemes = [s.get("prepend_scheme") for s in _steps(parts["pre_tokenizer"]) if s["type"] == "Metaspace"]
     return prepends or any(scheme in ("always", "first") for scheme in schemes)
-
-
-def _pre_tokenizer_named(name: str) -> PreTokenizer | None:
-    return next((row for row in PRE_TOKENIZERS if name in row.names), None)
 
 
 def _name_of_steps(steps: list[Mapping[str, Any]], ignore_merges: bool) -> str | None:

@@ -212,6 +212,16 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
+def run_program(
+    command: list[str], failure: str, *, made: Path | None = None, env: Mapping[str, str] | None = None, hint: str = ""
+) -> None:
+    """Run a program. PalestraError, with the last line of its output, if it fails or does not write the file `made`."""
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
+    if result.returncode or (made is not None and not made.is_file()):
+        lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
+        raise PalestraError(f"{failure} (exit {result.returncode}): {lines[-1]}{hint}")
+
+
 def find_llama_quantize(llama_cpp: str | None = None) -> Path:
     """The program in the llama.cpp folder of the argument or of LLAMA_CPP_PATH, on PATH or in a usual folder."""
     for name, folder in (("llama_cpp_path", llama_cpp), ("LLAMA_CPP_PATH", os.environ.get("LLAMA_CPP_PATH"))):
@@ -248,10 +258,7 @@ def llama_convert(script: Path, folder: Path, path: Path, type: str) -> Path:
     """Write a model folder as GGUF with llama.cpp's own converter, which knows more architectures than we do."""
     with replacing(path) as partial:
         command = [sys.executable, str(script), str(folder), "--outfile", str(partial), "--outtype", type]
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=clean_environment())
-        if result.returncode or not partial.is_file():
-            lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
-            raise PalestraError(f"{script} could not convert the model (exit {result.returncode}): {lines[-1]}")
+        run_program(command, f"{script} could not convert the model", made=partial, env=clean_environment())
     return path
 
 
@@ -260,10 +267,7 @@ def llama_quantize(program: Path, source: Path, path: Path, type: str) -> Path:
     try:
         with replacing(path) as partial:
             command = [str(program), str(source), str(partial), type.upper()]
-            result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-            if result.returncode or not partial.is_file():
-                lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
-                raise PalestraError(f"{program} could not make {type} (exit {result.returncode}): {lines[-1]}")
+            run_program(command, f"{program} could not make {type}", made=partial)
     except OSError as error:
         raise PalestraError(f"{program} could not be run ({error.strerror or error})") from error
     return path

@@ -14,6 +14,7 @@ SUB = ToolCall("call_1", "sub", {"c": [1, {"d": None}]})
 ADD_JSON, SUB_JSON = '{"name": "add", "%s": {"a": 1, "b": "x"}}', '{"name": "sub", "%s": {"c": [1, {"d": null}]}}'
 ADD_P, SUB_P = ADD_JSON % "parameters", SUB_JSON % "parameters"
 ADD_A, SUB_A = ADD_JSON % "arguments", SUB_JSON % "arguments"
+GEMMA = next(form for form in FORMATS if form.name == "gemma4")
 PYTHON = '[add(a=1, b="x"), sub(c=[1, {"d": null}])]'
 
 
@@ -80,6 +81,11 @@ def test_an_answer_is_no_call(form, text):
         (MISTRAL, "[TOOL_CALLS] [4]", "not a JSON object"),
         (JSON, '```json\n{"name": "add", "parameters": {\n```', "not valid JSON"),
         (JSON, "```tool_code\n1 + 1\n```", "holds no call"),
+        (GEMMA, "<|tool_call>add", "not followed by call:name"),
+        (GEMMA, '<|tool_call>call:add{a:<|"|>x', "a string is not closed"),
+        (GEMMA, "<|tool_call>call:add{,", "a key is missing"),
+        (GEMMA, '<|tool_call>call:add{<|"|>a<|"|>1}', "not followed by a colon"),
+        (GEMMA, "<|tool_call>call:add{a:[1", "expected a comma"),
     ],
 )
 def test_a_broken_call_says_what_was_wrong_and_how_its_family_writes_one(form, text, words):

@@ -7,7 +7,6 @@ import importlib.util
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -31,13 +30,6 @@ SPECIALS = {
 }
 ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<eos>", "mistral": "</s>", "phi3": "<|endoftext|>"}
 STOPS = {**ENDS, "gemma": "<end_of_turn>", "phi3": "<|end|>"}
-CALLS = {
-    "chatml": '<tool_call>\n{"name": "price", "arguments": {"item": "tea"}}\n</tool_call>',
-    "llama3": '{"name": "price", "parameters": {"item": "tea"}}',
-    "mistral": '[TOOL_CALLS] [{"name": "price", "arguments": {"item": "tea"}}]',
-    "gemma": '```tool_code\nprice(item="tea")\n```',
-    "phi3": '```json\n{"name": "price", "parameters": {"item": "tea"}}\n```',
-}
 TOOL = {
     "type": "function",
     "function": {
@@ -121,20 +113,16 @@ def test_a_family_is_known_by_its_special_tokens(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_prompt_shows_instructions_tools_and_question_once_each(name):
+def test_the_prompt_shows_all_once_and_only_the_bodies_of_results_are_the_environments(name):
     chat, tokenizer = prepared(name)
     prompt = chat.prompt([Message("system", "Be brief."), Message("user", "Price of tea?")], [TOOL])
     text = tokenizer.decode(prompt.token_ids)
     assert [text.count(part) for part in ("Be brief.", "Look up a price.", "Price of tea?")] == [1, 1, 1]
     assert text.index("Be brief.") < text.index("Price of tea?")
     assert tokenizer.convert_tokens_to_ids(STOPS[family(name)]) in chat.stop_token_ids
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_call_in_the_familys_own_form_is_read(name):
-    chat, tokenizer = prepared(name)
-    ids = tokenizer(CALLS[family(name)] + STOPS[family(name)], add_special_tokens=False)["input_ids"]
-    assert chat.read(ids) == Message("assistant", "", (ToolCall("call_0", "price", {"item": "tea"}),))
+    turns = chat.continuation([tool("tea 4", 0), tool("milk 2", 1)])
+    said = [tokenizer.decode(turn.token_ids) for turn in turns if turn.maker == "environment"]
+    assert said == ["tea 4", "milk 2"]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -148,14 +136,6 @@ def test_a_call_that_the_template_writes_is_read_back(name):
     end = next(i for i in range(start, len(ids)) if ids[i] in chat.stop_token_ids)
     (read,) = chat.read(ids[start : end + 1]).tool_calls
     assert (read.name, read.arguments) == (call.name, call.arguments)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_only_the_bodies_of_results_are_the_environments(name):
-    chat, tokenizer = prepared(name)
-    turns = chat.continuation([tool("tea 4", 0), tool("milk 2", 1)])
-    said = [tokenizer.decode(turn.token_ids) for turn in turns if turn.maker == "environment"]
-    assert said == ["tea 4", "milk 2"]
 
 
 texts = st.text(alphabet=st.sampled_from(list("ab 4.\n<>é日🍵{}[]")), max_size=16).filter(
@@ -207,19 +187,12 @@ def test_without_tools_a_template_of_its_own_writes_what_it_always_wrote():
         assert rendered(prepared("smollm2")[1], [*opening, *messages]) == before
 
 
-def test_a_template_that_shows_tools_stays_as_it_is():
+def test_a_template_that_shows_tools_or_was_prepared_stays_as_it_is():
     template = "{{ tools }}{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
-    tokenizer = plain_tokenizer("chatml", template)
-    prepare(tokenizer)
-    assert tokenizer.chat_template == template
-
-
-def test_a_prepared_template_is_not_prepared_again():
-    tokenizer = plain_tokenizer("chatml", SMOLLM2)
-    prepare(tokenizer)
-    once = tokenizer.chat_template
-    prepare(tokenizer)
-    assert tokenizer.chat_template == once
+    for kept in (template, prepared("smollm2")[1].chat_template):
+        tokenizer = plain_tokenizer("chatml", kept)
+        prepare(tokenizer)
+        assert tokenizer.chat_template == kept
 
 
 def test_gemma_gets_instructions_and_tools_in_the_first_user_turn():
@@ -254,10 +227,6 @@ def test_templates_of_well_known_models_take_tools(file, family_name):
     assert [tokenizer.decode(turn.token_ids) for turn in turns if turn.maker == "environment"] == ["4.50"]
 
 
-SEARCH_TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
-}
 SHOTS = [
     Message("system", "You add numbers."),
     Message("user", "What is 1 + 2?"),
@@ -271,29 +240,22 @@ def asked(text: str) -> list[Message]:
     return [*SHOTS, Message("user", text)]
 
 
-def whole(chat: ChatFormat, tokenizer: Any, text: str) -> list[int]:
-    """Rendered and tokenised without any memory."""
-    rendered = chat.render(asked(text), [SEARCH_TOOL], add_generation_prompt=True)
-    return list(tokenizer.backend_tokenizer.encode(rendered, add_special_tokens=False).ids)
-
-
 @pytest.mark.parametrize("text", ["What is 3 + 4?", "12", "Sum: 5, 6; 7!", "a\n b", "<|im_start|>user", "", "é ß 你"])
 def test_a_prompt_is_the_same_whatever_was_asked_before(tiny_tokenizer, text):
     chat, fresh = ChatFormat(tiny_tokenizer), ChatFormat(tiny_tokenizer)
     for earlier in ("What is 1 + 1?", "And 2 + 2?", text):
-        chat.prompt(asked(earlier), [SEARCH_TOOL])
-    assert (
-        chat.prompt(asked(text), [SEARCH_TOOL]).token_ids.tolist()
-        == fresh.prompt(asked(text), [SEARCH_TOOL]).token_ids.tolist()
-    )
+        chat.prompt(asked(earlier), [TOOL])
+    found = chat.prompt(asked(text), [TOOL]).token_ids.tolist()
+    assert found == fresh.prompt(asked(text), [TOOL]).token_ids.tolist()
     if "<|" not in text:
-        assert chat.prompt(asked(text), [SEARCH_TOOL]).token_ids.tolist() == whole(fresh, tiny_tokenizer, text)
+        rendered = chat.render(asked(text), [TOOL], add_generation_prompt=True)
+        assert found == tiny_tokenizer.backend_tokenizer.encode(rendered, add_special_tokens=False).ids
 
 
 def test_another_beginning_or_other_tools_are_another_prompt(tiny_tokenizer):
     chat = ChatFormat(tiny_tokenizer)
-    with_tool, without = chat.prompt(asked("Why?"), [SEARCH_TOOL]), chat.prompt(asked("Why?"))
-    shorter = chat.prompt(asked("Why?")[1:], [SEARCH_TOOL])
+    with_tool, without = chat.prompt(asked("Why?"), [TOOL]), chat.prompt(asked("Why?"))
+    shorter = chat.prompt(asked("Why?")[1:], [TOOL])
     assert len({tuple(turn.token_ids.tolist()) for turn in (with_tool, without, shorter)}) == 3
 
 
@@ -311,8 +273,6 @@ def test_a_template_that_looks_at_the_question_is_asked_each_time(tiny_tokenizer
 
 @pytest.mark.parametrize("flag", [{"lstrip": True}, {"rstrip": True}])
 def test_a_tokenizer_whose_tokens_eat_whitespace_is_given_whole_texts(tiny_tokenizer, flag):
-    from tokenizers import AddedToken
-
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_tokens([AddedToken("<end>", special=True, **flag)])
     text = "one <end> two <end>\nthree"
@@ -321,13 +281,10 @@ def test_a_tokenizer_whose_tokens_eat_whitespace_is_given_whole_texts(tiny_token
 
 
 def test_a_tokenizer_that_treats_the_beginning_of_a_text_in_another_way_is_given_whole_texts():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     pieces = [(c, -1.0) for c in "▁abcdefghijklmnopqrstuvwxyzSENE0123456789.+\n\t "] + [("<unk>", -9.0)]
-    backend = Tokenizer(models.Unigram(pieces, len(pieces) - 1))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=["<s>"])
+    unigram = Tokenizer(models.Unigram(pieces, len(pieces) - 1))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=unigram, additional_special_tokens=["<s>"])
     text = "ab<s>cd<s> ef"
     expected = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     assert SegmentTokenizer(tokenizer).ids(text) == expected

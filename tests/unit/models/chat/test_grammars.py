@@ -9,49 +9,38 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from palestra import function_tool
 from palestra.core.errors import PalestraError
 from palestra.models.chat import grammars as grammars_module
-from palestra.models.chat.callformats import HERMES
-from palestra.models.chat.grammars import CallGrammars, CallMatching, GrammarText, grammar_compiler
+from palestra.models.chat.grammars import GrammarText, grammar_compiler
 
 
-@function_tool
-def add(a: int, b: int = 0) -> int:
-    """Add.
-
-    Args:
-        a: One.
-        b: Other.
-    """
-    return a + b
+def tool(tool_name: str, required: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": [required]}
+    return {"type": "function", "function": {"name": tool_name, "parameters": parameters}}
 
 
-@function_tool
-def say(text: str) -> str:
-    """Say.
-
-    Args:
-        text: What.
-    """
-    return text
-
-
-SCHEMAS = [add.schema, say.schema]
+INTEGER = {"type": "integer"}
+ADD = tool("add", "a", a=INTEGER, b=INTEGER)
+SCHEMAS = [ADD, tool("say", "text", text={"type": "string"})]
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
+def calls_of(tokenizer: Any, tools: list[dict[str, Any]] = SCHEMAS) -> Any:
+    """The grammar of calls in free text."""
+    return grammar_compiler(tokenizer)(json.dumps(tools))
+
+
 @pytest.fixture(scope="module")
-def grammars(tiny_tokenizer: Any) -> CallGrammars:
-    return CallGrammars(tiny_tokenizer, HERMES)
+def grammar(tiny_tokenizer):
+    return calls_of(tiny_tokenizer)
 
 
-def allows(matching: CallMatching, token_id: int) -> bool:
+def allows(matching: Any, token_id: int) -> bool:
     mask = matching.allowed()
     return mask is None or bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
-def follow(matching: CallMatching, tokenizer: Any, text: str, **options: Any) -> str:
+def follow(matching: Any, tokenizer: Any, text: str, **options: Any) -> str:
     """Say the text as long as it is allowed; what was said."""
     said = []
     for token_id in tokenizer.encode(text, add_special_tokens=False, **options):
@@ -71,9 +60,9 @@ def follow(matching: CallMatching, tokenizer: Any, text: str, **options: Any) ->
         '{"name": "say", "arguments": {"text": "é \\" </tool_call"}}',
     ],
 )
-def test_right_calls_may_be_said_and_text_goes_on_behind_them(grammars, tiny_tokenizer, call):
+def test_right_calls_may_be_said_and_text_goes_on_behind_them(grammar, tiny_tokenizer, call):
     text = f"Well. <tool_call>{call}</tool_call> and <tool_call>{call}</tool_call><|im_end|>"
-    assert follow(grammars.of(SCHEMAS).start(), tiny_tokenizer, text) == text
+    assert follow(grammar.start(), tiny_tokenizer, text) == text
 
 
 @pytest.mark.parametrize(
@@ -86,14 +75,14 @@ def test_right_calls_may_be_said_and_text_goes_on_behind_them(grammars, tiny_tok
         ("<|im_end|>", ""),
     ],
 )
-def test_wrong_calls_end_where_they_go_wrong(grammars, tiny_tokenizer, call, right):
-    said = follow(grammars.of(SCHEMAS).start(), tiny_tokenizer, f"<tool_call>{call}</tool_call>")
+def test_wrong_calls_end_where_they_go_wrong(grammar, tiny_tokenizer, call, right):
+    said = follow(grammar.start(), tiny_tokenizer, f"<tool_call>{call}</tool_call>")
     assert said.startswith("<tool_call>")
     assert f"<tool_call>{right}".startswith(said)
 
 
-def test_a_tag_in_several_tokens_opens_a_call_too(grammars: CallGrammars, tiny_tokenizer: Any) -> None:
-    matching = grammars.of(SCHEMAS).start()
+def test_a_tag_in_several_tokens_opens_a_call_too(grammar, tiny_tokenizer):
+    matching = grammar.start()
     assert follow(matching, tiny_tokenizer, "<tool_call>", split_special_tokens=True) == "<tool_call>"
     assert not follow(matching, tiny_tokenizer, "Well")
     assert follow(matching, tiny_tokenizer, f"{CALL}</tool_call>Well") == f"{CALL}</tool_call>Well"
@@ -109,9 +98,9 @@ def test_tags_that_are_no_special_tokens_open_and_close_a_call(tiny_tokenizer: A
         names = {t["id"]: t["content"] for t in state["added_tokens"]}
         state["model"]["vocab"] = {names.get(i, text): i for text, i in state["model"]["vocab"].items()}
     backend = Tokenizer.from_str(json.dumps(state))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template="<tool_call>")
     assert len(tokenizer.encode("</tool_call>")) == 1 or tags == "text"
-    matching = CallGrammars(tokenizer, HERMES).of(SCHEMAS).start()
+    matching = calls_of(tokenizer).start()
     text = f"So <tool_call>{CALL}</tool_call>Well"
     assert follow(matching, tokenizer, text) == text
     assert follow(matching, tokenizer, "<tool_call>Well") == "<tool_call>"
@@ -121,7 +110,7 @@ def test_a_token_that_ends_the_tag_may_go_on_with_the_call_alone(tiny_tokenizer:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_tokens(['>{"name', ">Well"])
     right, wrong = tokenizer.convert_tokens_to_ids(['>{"name', ">Well"])
-    matching = CallGrammars(tokenizer, HERMES).of(SCHEMAS).start()
+    matching = calls_of(tokenizer).start()
     assert allows(matching, wrong)
     assert follow(matching, tokenizer, "so <tool_call", split_special_tokens=True) == "so <tool_call"
     assert not allows(matching, wrong)
@@ -131,8 +120,8 @@ def test_a_token_that_ends_the_tag_may_go_on_with_the_call_alone(tiny_tokenizer:
     assert follow(matching, tokenizer, f"{CALL[6:]}</tool_call>Well") == f"{CALL[6:]}</tool_call>Well"
 
 
-def test_a_call_in_thinking_is_only_talk(grammars: CallGrammars, tiny_tokenizer: Any) -> None:
-    matching = grammars.of(SCHEMAS).start()
+def test_a_call_in_thinking_is_only_talk(grammar, tiny_tokenizer):
+    matching = grammar.start()
     thought = " <think>a <tool_call> is dear, I think</think> "
     assert follow(matching, tiny_tokenizer, thought) == thought
     assert follow(matching, tiny_tokenizer, "<tool_call>Well") == "<tool_call>"
@@ -150,9 +139,9 @@ def test_turns_of_one_grammar_do_not_meet(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("kept", [4096, 1])
-def test_calls_that_begin_alike_share_their_masks_and_others_do_not(grammars, tiny_tokenizer, monkeypatch, kept):
+def test_calls_that_begin_alike_share_their_masks_and_others_do_not(tiny_tokenizer, monkeypatch, kept):
     monkeypatch.setattr(grammars_module, "_KEPT_PLACES", kept)
-    grammar = grammars.of(SCHEMAS)
+    grammar = calls_of(tiny_tokenizer)
     first, second, other = (grammar.start() for _ in range(3))
     begun = '<tool_call>{"name": "%s", "arguments": {"'
     for matching, name in ((first, "add"), (second, "add"), (other, "say")):
@@ -164,20 +153,16 @@ def test_calls_that_begin_alike_share_their_masks_and_others_do_not(grammars, ti
     assert follow(grammar.start(), tiny_tokenizer, f"<tool_call>{CALL}</tool_call>").endswith("</tool_call>")
 
 
-def schema(**a: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"a": a}, "required": ["a"]}
-    return {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+@pytest.mark.parametrize(
+    ("argument", "words"), [({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"type": "funny"}, "funny")]
+)
+def test_a_schema_that_cannot_be_kept_is_refused_by_the_name_of_its_tool(tiny_tokenizer, argument, words):
+    with pytest.raises(PalestraError, match=f"schema of 'odd'.*{words}"):
+        calls_of(tiny_tokenizer, [ADD, tool("odd", "a", a=argument)])
 
 
-def test_a_schema_that_cannot_be_kept_is_refused_by_the_name_of_its_tool(grammars: CallGrammars) -> None:
-    with pytest.raises(PalestraError, match=r"schema of 'odd'.*uniqueItems"):
-        grammars.of([add.schema, schema(type="array", uniqueItems=True)])
-    with pytest.raises(PalestraError, match=r"schema of 'odd'.*funny"):
-        grammars.of([schema(type="funny")])
-
-
-def test_an_unknown_format_is_a_note_and_arguments_without_a_name_are_refused(grammars, tiny_tokenizer):
-    matching = grammars.of([schema(type="string", format="path")]).start()
+def test_an_unknown_format_is_a_note_and_arguments_without_a_name_are_refused(tiny_tokenizer):
+    matching = calls_of(tiny_tokenizer, [tool("odd", "a", a={"type": "string", "format": "path"})]).start()
     begun = '<tool_call>{"name": "odd", "arguments": {"a": "/x"'
     assert follow(matching, tiny_tokenizer, begun) == begun
     assert not follow(matching, tiny_tokenizer, ",")
@@ -186,58 +171,41 @@ def test_an_unknown_format_is_a_note_and_arguments_without_a_name_are_refused(gr
 def test_without_the_library_the_extra_is_named(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(PalestraError, match=r"pip install 'palestra\[constrain\]'"):
-        CallGrammars(tiny_tokenizer, HERMES)
+        calls_of(tiny_tokenizer)
 
 
-NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
-ARGUMENTS = {"type": "object", "properties": {"a": {"type": "integer"}}}
-ADD = {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}
-TURN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+NUMBER = {"type": "object", "properties": {"x": INTEGER}, "required": ["x"], "additionalProperties": False}
+TURN_CALL = f"<tool_call>\n{CALL}\n</tool_call>"
 END = "<|im_end|>"
+ANSWER, REQUIRED, FREE = {"answer": NUMBER}, {"tools": (ADD,)}, {"tools": (ADD,), "one_call": True, "free_text": True}
+EITHER = {"tools": (ADD,), "answer": NUMBER, "one_call": True}
 
 
-def said(tokenizer: Any, grammar: GrammarText, text: str) -> str:
-    """As much of the text as the grammar lets pass."""
-    return follow(grammar_compiler(tokenizer)(str(grammar)).start(), tokenizer, text)
+@pytest.mark.parametrize(
+    ("grammar", "said", "refused"),
+    [
+        (ANSWER, '{"x": 12}' + END, ""),
+        (ANSWER, "", "It is 12."),
+        (ANSWER, '{"x": ', END),
+        (ANSWER, '{"x": 12}', " and more"),
+        (REQUIRED, TURN_CALL + END, ""),
+        (REQUIRED, f"{TURN_CALL}\n{TURN_CALL}{END}", ""),
+        (REQUIRED, "", END),
+        (REQUIRED, '<tool_call>\n{"name": "', 'sub", "arguments": {}}'),
+        (EITHER, TURN_CALL + END, ""),
+        (EITHER, '{"x": 3}' + END, ""),
+        (EITHER, TURN_CALL, "\n" + TURN_CALL),
+        (FREE, f"Well. {TURN_CALL}{END}", ""),
+        (FREE, f"Well. {TURN_CALL}", "\n" + TURN_CALL),
+        (FREE, f"It is 3.{END}", ""),
+    ],
+)
+def test_a_turn_is_calls_an_answer_by_its_schema_or_free_text_with_one_call(tiny_tokenizer, grammar, said, refused):
+    text = GrammarText((tiny_tokenizer.convert_tokens_to_ids(END),), **grammar)
+    found = follow(grammar_compiler(tiny_tokenizer)(str(text)).start(), tiny_tokenizer, said + refused)
+    assert found.rstrip() == said.rstrip()
 
 
-@pytest.fixture
-def stops(tiny_tokenizer: Any) -> tuple[int, ...]:
-    return (tiny_tokenizer.convert_tokens_to_ids(END),)
-
-
-def test_an_answer_keeps_to_its_schema_and_ends_when_it_is_whole(tiny_tokenizer: Any, stops: tuple[int, ...]) -> None:
-    grammar = GrammarText(stops, answer=NUMBER)
-    assert said(tiny_tokenizer, grammar, f'{{"x": 12}}{END}') == f'{{"x": 12}}{END}'
-    assert not said(tiny_tokenizer, grammar, "It is 12.")
-    assert END not in said(tiny_tokenizer, grammar, f'{{"x": {END}')
-    assert said(tiny_tokenizer, grammar, '{"x": 12} and more') in ('{"x": 12}', '{"x": 12} ')
-
-
-def test_a_required_call_is_all_that_may_be_said(tiny_tokenizer: Any, stops: tuple[int, ...]) -> None:
-    grammar = GrammarText(stops, (ADD,))
-    assert said(tiny_tokenizer, grammar, TURN_CALL + END) == TURN_CALL + END
-    assert said(tiny_tokenizer, grammar, f"{TURN_CALL}\n{TURN_CALL}{END}") == f"{TURN_CALL}\n{TURN_CALL}{END}"
-    assert not said(tiny_tokenizer, grammar, END)
-    assert "sub" not in said(tiny_tokenizer, grammar, TURN_CALL.replace("add", "sub"))
-
-
-def test_either_a_call_or_an_answer(tiny_tokenizer: Any, stops: tuple[int, ...]) -> None:
-    grammar = GrammarText(stops, (ADD,), NUMBER, one_call=True)
-    for text in (TURN_CALL, '{"x": 3}'):
-        assert said(tiny_tokenizer, grammar, text + END) == text + END
-    assert said(tiny_tokenizer, grammar, TURN_CALL + "\n" + TURN_CALL) == TURN_CALL
-
-
-def test_in_free_text_the_first_call_may_be_the_last(tiny_tokenizer: Any, stops: tuple[int, ...]) -> None:
-    grammar = GrammarText(stops, (ADD,), one_call=True, free_text=True)
-    assert said(tiny_tokenizer, grammar, f"Well. {TURN_CALL}{END}") == f"Well. {TURN_CALL}{END}"
-    assert said(tiny_tokenizer, grammar, f"Well. {TURN_CALL}\n{TURN_CALL}") == f"Well. {TURN_CALL}"
-    assert said(tiny_tokenizer, grammar, f"It is 3.{END}") == f"It is 3.{END}"
-
-
-def test_a_schema_that_cannot_be_kept_is_refused(tiny_tokenizer: Any, stops: tuple[int, ...]) -> None:
+def test_a_schema_that_cannot_be_kept_is_refused(tiny_tokenizer: Any) -> None:
     with pytest.raises(PalestraError, match="JSON schema"):
-        grammar_compiler(tiny_tokenizer)(str(GrammarText(stops, answer={"type": "nonsense"})))
-    text = json.loads(str(GrammarText(stops, answer={"type": "object"})))
-    assert text["answer"] == {"type": "object"}
+        grammar_compiler(tiny_tokenizer)(str(GrammarText((2,), answer={"type": "nonsense"})))

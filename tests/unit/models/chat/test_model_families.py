@@ -25,20 +25,18 @@ def of_each(family: Any) -> Any:
 EACH = [of_each(family) for family in model_families.FAMILIES]
 
 
-@pytest.mark.parametrize("family", EACH)
-def test_calls_that_the_template_writes_are_read_back_and_results_can_follow(family):
-    model_families.check_round_trip(family)
+CHECKS = {
+    "calls are read back": model_families.check_round_trip,
+    "the grammar allows good calls alone": model_families.check_constrained,
+    "a streamed call is no text": model_families.check_openai_stream,
+    "a streamed call is no text for Anthropic": model_families.check_anthropic_stream,
+}
 
 
 @pytest.mark.parametrize("family", EACH)
-def test_the_grammar_allows_good_calls_and_no_others(family):
-    model_families.check_constrained(family)
-
-
-@pytest.mark.parametrize("family", EACH)
-def test_a_streamed_call_arrives_as_a_call_in_both_dialects_and_not_as_text(family):
-    model_families.check_openai_stream(family)
-    model_families.check_anthropic_stream(family)
+@pytest.mark.parametrize("check", CHECKS)
+def test_tool_calls_of_each_family(family: Any, check: str) -> None:
+    CHECKS[check](family)
 
 
 @pytest.mark.parametrize("family", EACH)

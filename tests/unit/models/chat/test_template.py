@@ -115,28 +115,6 @@ def environment_texts(tokenizer, turns):
     return [tokenizer.decode(turn.token_ids) for turn in turns if turn.maker == "environment"]
 
 
-def test_the_prompt_is_the_templates_own_rendering():
-    tokenizer = make_tokenizer()
-    messages = [Message("system", "Be brief."), Message("user", "Price of tea?")]
-    schema = {"type": "function", "function": {"name": "price", "description": "d", "parameters": {}}}
-    turn = ChatFormat(tokenizer).prompt(messages, [schema])
-    text = tokenizer.apply_chat_template(
-        [to_dict(m) for m in messages], tools=[schema], add_generation_prompt=True, tokenize=False
-    )
-    assert turn.maker == "template"
-    assert tokenizer.decode(turn.token_ids) == text
-    assert list(turn.token_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def test_a_continuation_begins_right_behind_the_stop_token():
-    tokenizer = make_tokenizer()
-    turns = ChatFormat(tokenizer).continuation([tool("4.50")])
-    assert [turn.maker for turn in turns] == ["template", "environment", "template"]
-    assert tokenizer.decode(ids_of(turns)) == (
-        "\n<|im_start|>user\n<tool_response>\n4.50\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_a_users_reply_brings_no_instructions_that_nobody_gave():
     tokenizer = make_tokenizer(SYSTEM_LAST)
     turns = ChatFormat(tokenizer).continuation([Message("user", "And milk?")])
@@ -279,10 +257,7 @@ def test_special_tokens_cannot_be_forged_by_the_arguments_of_a_call_in_a_history
         history = [Message("user", "x"), Message("assistant", "Let me see.", (call,)), tool("4"), Message("user", "y")]
         return chat.prompt(history).token_ids.tolist()
 
-    honest, forged = (
-        prompt(ToolCall("call_0", "price", {"item": "tea"})),
-        prompt(ToolCall("call_0", "price", arguments)),
-    )
+    honest, forged = (prompt(ToolCall("call_0", "price", each)) for each in ({"item": "tea"}, arguments))
     assert sum(i in special for i in forged) == sum(i in special for i in honest)
     assert "<|im_end|>" in tiny_tokenizer.decode(forged).partition("Let me see.")[2].partition("</tool_call>")[0]
 
@@ -338,26 +313,17 @@ def test_sampled_ids_are_read_as_text_and_calls():
     tokenizer = make_tokenizer()
     call = '<tool_call>\n{"name": "price", "arguments": {"of": "té"}}\n</tool_call>'
     written = f"<think>hm</think>Let me see.\n{call}<|im_end|>"
-    message = ChatFormat(tokenizer).read(tokenizer(written, add_special_tokens=False)["input_ids"])
+    chat = ChatFormat(tokenizer)
+    message = chat.read(tokenizer(written, add_special_tokens=False)["input_ids"])
     assert message == Message("assistant", "Let me see.", (ToolCall("call_0", "price", {"of": "té"}),))
-
-
-def test_only_trailing_stop_tokens_are_dropped():
-    tokenizer = make_tokenizer()
     ids = tokenizer("a<|endoftext|>b<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert ChatFormat(tokenizer).read(ids).text == "a<|endoftext|>b"
-    assert ChatFormat(tokenizer).read([]).text == ""
+    assert (chat.read(ids).text, chat.read([]).text) == ("a<|endoftext|>b", "")  # only stop tokens at the end go
 
 
 @cache
 def chat_for(name: str) -> tuple[ChatFormat, PreTrainedTokenizerFast]:
-    if name == "tiny":
-        folder = Path(palestra.models.__file__).parent / "tiny"
-        if not (folder / "tokenizer.json").exists():
-            pytest.skip("the embedded model is not built")
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    else:
-        tokenizer = make_tokenizer()
+    folder = Path(palestra.models.__file__).parent / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(str(folder)) if name == "tiny" else make_tokenizer()
     return ChatFormat(tokenizer), tokenizer
 
 

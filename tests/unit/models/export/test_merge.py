@@ -44,17 +44,14 @@ def last_logits(model: Any, tokenizer: Any) -> torch.Tensor:
         return model(torch.tensor([tokenizer(PROMPT).input_ids])).logits[0, -1]
 
 
-def test_the_card_of_an_adapter_says_what_it_is_of_and_has_no_blanks(adapted: tuple[Any, Path]) -> None:
-    card = (adapted[1] / "README.md").read_text()
-    assert "More Information Needed" not in card
-    for said in ("A LoRA adapter (rank 4, alpha 32) on down_proj, gate_proj", "palestra/tiny", "> Be brief."):
-        assert said in card
-
-
 def test_an_adapter_run_saves_the_adapter_and_on_request_the_merged_model(adapted, tiny, tmp_path):
     model, folder = adapted
     assert (folder / "adapter_model.safetensors").exists()
     assert not (folder / "model.safetensors").exists()
+    card = (folder / "README.md").read_text()
+    assert "More Information Needed" not in card
+    for said in ("A LoRA adapter (rank 4, alpha 32) on down_proj, gate_proj", "palestra/tiny", "> Be brief."):
+        assert said in card
     whole = save_hf(model, tiny.tokenizer, tmp_path / "whole", merge=True)
     assert (whole / "generation_config.json").exists()
     assert (whole / "chat_template.jinja").exists()

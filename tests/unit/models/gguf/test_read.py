@@ -57,9 +57,11 @@ def test_a_file_is_converted_once(model_file: Path) -> None:
     assert [p.name for p in folder.parent.iterdir()] == [folder.name], "nothing else is left behind"
 
 
-def test_convert_writes_the_requested_dtype(model_file: Path, tmp_path: Path) -> None:
-    convert(model_file, tmp_path / "out", torch.bfloat16)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+@pytest.mark.parametrize(("limit", "dtype"), [(10**9, "float32"), (1000, "bfloat16")])
+def test_large_models_are_converted_to_bfloat16(model_file, tmp_path, monkeypatch, limit, dtype):
+    monkeypatch.setattr("palestra.models.gguf.read._BFLOAT16_FROM", limit)
+    convert(model_file, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
 @pytest.mark.parametrize("share", [0.01, 0.6, 0.95])

@@ -3,9 +3,9 @@
 import json
 import shutil
 import sys
-from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,26 +132,30 @@ def test_a_scale_or_rope_that_gguf_cannot_say_is_refused() -> None:
         config_to_gguf(config)
 
 
-def test_a_tokenizer_without_chat_template_is_refused(tiny: Any, tmp_path: Path) -> None:
+def no_template(tiny: Any, patch: pytest.MonkeyPatch) -> None:
     tiny.tokenizer.chat_template = None
-    with pytest.raises(PalestraError, match="has no chat template"):
-        write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf")
-    assert left_in(tmp_path) == []
 
 
-def test_numbers_beyond_16_bits_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
-    with torch.no_grad():
-        tiny.model.model.layers[1].mlp.up_proj.weight[0, 0] = 1e6
-    with pytest.raises(PalestraError, match=r"blk\.1\.ffn_up\.weight has numbers that f16 cannot hold"):
+def large_number(tiny: Any, patch: pytest.MonkeyPatch) -> None:
+    tiny.model.model.layers[1].mlp.up_proj.weight.data[0, 0] = 1e6
+
+
+def full_disk(tiny: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (no_template, "has no chat template"),
+        (large_number, r"blk\.1\.ffn_up\.weight has numbers that f16 cannot hold"),
+        (full_disk, r"has 1 MiB free, and the export needs about \d+ MiB"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(tiny, tmp_path, monkeypatch, change, words):
+    change(tiny, monkeypatch)
+    with pytest.raises(PalestraError, match=words):
         write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf", type="f16")
-    assert left_in(tmp_path) == []
-
-
-def test_too_little_space_is_seen_before_anything_is_written(tiny, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30 - 2**20, 2**20))
-    with pytest.raises(PalestraError, match=r"has 1 MiB free, and the export needs about \d+ MiB"):
-        write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf")
     assert left_in(tmp_path) == []
 
 

@@ -32,32 +32,26 @@ def differences(tokenizer: Any, server: LlamaCpp, texts: list[str]) -> list[str]
     return [text for text in texts if server.tokenize(text) != tokenizer(text, add_special_tokens=False).input_ids]
 
 
-def test_the_embedded_models_tokens_are_the_same_for_random_strings(tiny_tokenizer, tmp_path):
+def conversation(tokenizer: Any, case: dict[str, Any]) -> str:
+    call = {"name": "multiply", "arguments": '{"a": 3, "b": 17}'}
+    messages = [
+        {"role": "system", "content": demo.agent.instructions},
+        {"role": "user", "content": case["question"]},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}] * 2},
+        {"role": "tool", "content": str(case["total"])},
+        {"role": "tool", "content": "no item 'lamp'"},
+        {"role": "assistant", "content": f"That is {case['total']}."},
+    ]
+    tools = [tool.schema for tool in demo.agent.tools]
+    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
+
+
+def test_the_embedded_models_tokens_are_the_same_for_random_strings_and_conversations(tiny_tokenizer, tmp_path):
     # Its tokenizer composes characters first (NFC), which no GGUF can ask of llama.cpp.
     texts = [unicodedata.normalize("NFC", text) for text in unicode_strings(440)]
     texts = [text for text in texts if not AFTER_PUNCTUATION.search(text)][:400]
     assert len(texts) == 400
-    assert differences(tiny_tokenizer, serve_tokenizer(tiny_tokenizer, tmp_path), texts) == []
-
-
-def test_the_embedded_models_tokens_are_the_same_for_whole_conversations(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    tools = [tool.schema for tool in demo.agent.tools]
-    call = {"name": "multiply", "arguments": '{"a": 3, "b": 17}'}
-    texts = [
-        tiny_tokenizer.apply_chat_template(
-            [
-                {"role": "system", "content": demo.agent.instructions},
-                {"role": "user", "content": case["question"]},
-                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}] * 2},
-                {"role": "tool", "content": str(case["total"])},
-                {"role": "tool", "content": "no item 'lamp'"},
-                {"role": "assistant", "content": f"That is {case['total']}."},
-            ],
-            tools=tools,
-            tokenize=False,
-        )
-        for case in demo.make_cases(10, held_out=True, seed=3)
-    ]
+    texts += [conversation(tiny_tokenizer, case) for case in demo.make_cases(10, held_out=True, seed=3)]
     assert differences(tiny_tokenizer, serve_tokenizer(tiny_tokenizer, tmp_path), texts) == []
 
 
@@ -77,15 +71,20 @@ def test_each_kind_of_tokenizer_is_known_to_llama_cpp(kind: str, tmp_path: Path)
     assert differences(tokenizer, serve_tokenizer(tokenizer, tmp_path), [*unicode_strings(150, seed=1), *CORPUS]) == []
 
 
-def test_a_pre_tokenizer_that_llama_cpp_does_not_know_is_refused() -> None:
-    with pytest.raises(PalestraError, match=r"no pre-tokenizer that splits like this one: .*abc"):
-        tokenizer_to_gguf(make_byte_level("abc|" + QWEN2), 480)
+def unigram() -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0)])))
 
 
-def test_a_unigram_tokenizer_is_refused_by_name() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram([("a", 0.0)])))
-    with pytest.raises(PalestraError, match="a Unigram tokenizer cannot be written as GGUF"):
-        tokenizer_to_gguf(tokenizer, 1)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: make_byte_level("abc|" + QWEN2), r"no pre-tokenizer that splits like this one: .*abc"),
+        (unigram, "a Unigram tokenizer cannot be written as GGUF"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(PalestraError, match=words):
+        tokenizer_to_gguf(make(), 480)
 
 
 def test_tags_of_tool_calls_are_text_and_turn_marks_are_not(tiny_tokenizer: Any) -> None:
