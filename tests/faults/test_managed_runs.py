@@ -242,8 +242,7 @@ def test_three_starts_at_once_from_each_of_two_processes_do_not_clash(runs):
 
 
 @pytest.mark.parametrize(
-    ("victim", "reason"),
-    [("trainer", "the trainer was killed by SIGKILL"), ("supervisor", "its supervisor has died")],
+    ("victim", "reason"), [("trainer", "the trainer was killed by SIGKILL"), ("supervisor", "its supervisor has died")]
 )
 def test_whoever_is_killed_nothing_is_left_behind_and_the_index_says_why(runs, victim, reason):
     run_id = runs.start(LEAVE_A_CHILD)

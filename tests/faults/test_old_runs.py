@@ -90,12 +90,7 @@ def old_run(tmp_path: Path, tiny: Any) -> RunFolder:
 
 def test_a_checkpoint_of_the_first_version_is_read(old_run: RunFolder) -> None:
     assert read_checkpoint(old_run.step_folder(2)) == TrainState(
-        step=2,
-        source={"cursor": 4},
-        policy_version=2,
-        entropy_coefficient=0.25,
-        best_reward=0.5,
-        best_step=1,
+        step=2, source={"cursor": 4}, policy_version=2, entropy_coefficient=0.25, best_reward=0.5, best_step=1
     )
 
 

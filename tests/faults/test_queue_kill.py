@@ -64,7 +64,7 @@ def rows(folder: Path) -> list[dict[str, object]]:
 
 def test_a_run_that_is_killed_trains_every_group_once(forkserver: Forkserver, tmp_path: Path) -> None:
     rng = random.Random(os.getpid())
-    code = SCRIPT.format(fakes=str(Path(__file__).parents[1] / "unit" / "train"))
+    code = SCRIPT.format(fakes=str(Path(__file__).parents[1] / "support"))
     for life in range(2):
         process = forkserver.popen("-c", code, str(tmp_path))
         if life == 0:

@@ -40,7 +40,7 @@ class Draw:
     groups: asyncio.Future[list[Group]]
 
 
-class GroupQueue:
+class GroupQueue(GroupSource):
     """A GroupSource around another. `steps_left` counts the step that is gathered for, None where there is no last."""
 
     def __init__(
@@ -53,8 +53,7 @@ class GroupQueue:
         steps_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.max_staleness = max_staleness
-        self.concurrent = 0  # no queue around a queue
-        self.gives_back = False
+        self.refills, self.reward_weights = source.refills, source.reward_weights
         self._source = source
         self._per_step = per_step
         self._steps_left = steps_left
@@ -68,18 +67,10 @@ class GroupQueue:
         self._after: Mapping[str, Any] = source.state()  # the source's state behind them
         self._saved = 0  # the number in the last state that was given
 
-    @property
-    def refills(self) -> bool:
-        return self._source.refills
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]:
-        return self._source.reward_weights
-
     async def next(self, count: int, version: int) -> list[Group]:
         self._open()
-        left = self._steps_left()
-        steps_ahead = self.max_staleness if left is None else min(self.max_staleness, left - 1)
+        left, ahead = self._steps_left(), self.max_staleness or 0
+        steps_ahead = ahead if left is None else min(ahead, left - 1)
         while len(self._line) < count + steps_ahead * self._per_step:
             self._line.append(self._begin(version))
         taken = self._line[:count]
@@ -88,8 +79,6 @@ class GroupQueue:
         self._number += count
         self._after = taken[-1].after
         return groups
-
-    def give_back(self, count: int) -> None: ...
 
     def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
         self._source.observe(groups, advantages, step)

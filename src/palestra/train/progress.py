@@ -161,12 +161,7 @@ class LineDisplay(Display):
     """Lines for a log file: one every `log_every` steps, at the start and end of an evaluation, and every 30 s."""
 
     def __init__(
-        self,
-        console: Console,
-        log_every: int = 1,
-        on_step: OnStep = all_metrics,
-        *,
-        silence_s: float = LINE_EVERY_S,
+        self, console: Console, log_every: int = 1, on_step: OnStep = all_metrics, *, silence_s: float = LINE_EVERY_S
     ) -> None:
         super().__init__(console, log_every, on_step)
         self._silence_s = silence_s

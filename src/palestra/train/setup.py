@@ -41,20 +41,19 @@ MADE_UNTIL_COLLECTION = 200_000  # objects; a step of 1,000 rollouts leaves abou
 SWITCH_S = 0.0005  # after which another thread may have the interpreter; Python's own is 0.005
 
 
-def seed_everything(seed: int) -> None:
-    """Seed every library's generator. Sampling has its own seeds; this is for initialisation and dropout."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def load_for_run(config: RunConfig) -> LoadedModel:
     """The model of a run, quantised where asked for, with every generator seeded first; the tokenizer alone where the
     model is on a Tinker server."""
-    seed_everything(config.seed)
+    for seed in (
+        random.seed,
+        np.random.seed,
+        torch.manual_seed,
+    ):  # for initialisation and dropout: sampling has its own
+        seed(config.seed)
     ranks = join(config)
     if config.backend == "tinker":
-        require_tinker()
+        if find_spec("tinker") is None:
+            raise PalestraError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
         tokenizer = load_tokenizer(config.model.name)
         set_template_variables(tokenizer, config.model.chat_template_kwargs)
         return LoadedModel(None, tokenizer, config.model.name, "")
@@ -73,11 +72,6 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     )
     set_template_variables(loaded.tokenizer, config.model.chat_template_kwargs)
     return loaded
-
-
-def require_tinker() -> None:
-    if find_spec("tinker") is None:
-        raise PalestraError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
 
 
 def require_ray(config: RunConfig) -> None:

@@ -1,22 +1,18 @@
 """The agent loop, with a policy whose turns the test has written."""
 
 import asyncio
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEpisode, ScriptedPolicy, ScriptedSession, add
 
 from palestra import function_tool
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, Turn
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, run_attempt
 from palestra.rollout.speakers import TokenSpeaker
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ANSWER, CALL, ScriptedEpisode, ScriptedPolicy, ScriptedSession, add
 
 
 @function_tool

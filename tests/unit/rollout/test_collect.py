@@ -2,14 +2,13 @@
 
 import asyncio
 import copy
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, ScriptedPolicy
 
 from palestra import function_tool
 from palestra.core import calls
@@ -22,9 +21,6 @@ from palestra.rollout.collect import Collector, require_one_good, token_speakers
 from palestra.rollout.evaluate import evaluate
 from palestra.rollout.rewards import RewardFunctions
 from palestra.train.group_source import ProblemSource, draw, gather
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, ScriptedPolicy
 
 GOOD = Problem("good", "What is 2 + 3?", 5, {"difficulty": 2})
 TOO_LONG = Problem("long", "What is " + "2 + " * 400 + "3?")

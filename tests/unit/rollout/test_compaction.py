@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import END, BranchingPolicy
+from playing import attempt
+from scripted import ANSWER, CALL, ScriptedEpisode, ScriptedPolicy, add
 
 from palestra import Env, train_grpo
 from palestra.core.config import RunConfig
@@ -20,10 +20,6 @@ from palestra.rollout.agent_loop import SUMMARY_OPENING, SUMMARY_REQUEST, Attemp
 from palestra.rollout.rewards import RewardFunctions
 from palestra.rollout.speakers import TokenSpeaker
 from palestra.train.batch import to_batch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from playing import attempt
-from scripted import ANSWER, CALL, ScriptedEpisode, ScriptedPolicy, add
 
 SUMMARY = "I added 2 and 3, which is 5." + END
 THOUGHT = "<think>\nLet me use the tool.\n</think>\n"

@@ -1,11 +1,10 @@
 """Rollouts made by the user's own function, as TRL's rollout_func."""
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import ScriptedEnvironment, ScriptedPolicy
 
 from palestra import Agent, EvalSuite, train_grpo
 from palestra.core.errors import PalestraError
@@ -13,9 +12,6 @@ from palestra.core.types import Group, Problem
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.custom import FunctionCollector
 from palestra.rollout.rewards import RewardFunctions
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ScriptedEnvironment, ScriptedPolicy
 
 CONFIG = {
     "train.max_steps": 1, "train.problems_per_step": 2, "train.refill_limit": 0, "rollout.group_size": 2,

@@ -2,23 +2,19 @@
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 from palestra.core.types import Problem, Rollout, SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, endpoint_speakers, seed_of, token_speakers
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 QUESTION = Problem("p", "What is 2 + 3?")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Problem, SamplingParams
@@ -18,9 +17,6 @@ from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.shared import SharedCollector
 from palestra.train.group_source import ProblemSource
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 PROBLEMS = [Problem(str(i), f"What is {i} + 3?") for i in range(4)]
 TOO_LONG = Problem("long", "What is " + "2 + " * 400 + "3?")

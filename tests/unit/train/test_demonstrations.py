@@ -25,13 +25,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.converse import converse
 from palestra.train.batch import group_advantages, has_signal, to_batch
-from palestra.train.demonstrations import (
-    TooLongError,
-    demonstration,
-    demonstrations,
-    read_run,
-    run_conversations,
-)
+from palestra.train.demonstrations import TooLongError, demonstration, demonstrations, read_run, run_conversations
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

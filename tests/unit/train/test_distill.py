@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-
 from builders import ADD_SCHEMA, ANSWER_TEXT, CALL_TEXT, ScriptedPolicy, add, group, rollout, sample
 from loop_fakes import make_loop
 from scripted import ScriptedEnvironment

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from loop_fakes import PROBLEMS, FakeCollector, FakePolicy, attempt, make_loop
 
 from palestra.core.config import RunConfig

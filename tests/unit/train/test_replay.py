@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from builders import agent, group, rollout, suite, tool_result
 from loop_fakes import make_loop
 from small_learner import KeepsGradients, build, settings
+from torch.nn.functional import cross_entropy
 
 from palestra import measure, train_grpo
 from palestra.core.config import RunConfig
@@ -26,8 +22,7 @@ from palestra.core.types import Group, Message, Rollout
 from palestra.learner.local import LocalLearner
 from palestra.train.batch import to_batch
 from palestra.train.checkpoint import read_checkpoint
-from palestra.train.demonstration_source import DemonstrationStore
-from palestra.train.demonstrations import as_demonstrations
+from palestra.train.demonstrations import DemonstrationStore, as_demonstrations
 from palestra.train.loop import Training
 from palestra.train.replay import Replay, ReplayRows, replay_for
 from palestra.train.schedule import Coefficients

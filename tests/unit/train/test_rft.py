@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-
 from builders import END, ScriptedPolicy, add, call_text
 from scripted import ScriptedEnvironment, ScriptedEpisode
 
@@ -23,7 +19,7 @@ from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.hints import Hint, quality
-from palestra.train.demonstration_source import DemonstrationStore
+from palestra.train.demonstrations import DemonstrationStore
 from palestra.train.rft import MIN_STEPS, RftSource
 
 NAMES = ("easy", "ruled", "told", "parrot", "never")

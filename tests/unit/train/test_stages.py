@@ -65,8 +65,7 @@ def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "word"),
-    [("sft,other", "other"), ("auto,grpo", "auto"), ("", "unknown stage"), ("rft:x", "rft:x")],
+    ("plan", "word"), [("sft,other", "other"), ("auto,grpo", "auto"), ("", "unknown stage"), ("rft:x", "rft:x")]
 )
 def test_an_unknown_stage_is_refused(plan: str, word: str) -> None:
     with pytest.raises(PalestraError, match=word):

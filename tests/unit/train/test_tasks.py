@@ -1,20 +1,16 @@
 """What a task of an environment makes of its reward functions."""
 
 import asyncio
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 from palestra.core.config import RunConfig
 from palestra.core.types import Problem
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 PROBLEMS = [Problem(str(i), "What is 2 + 3?") for i in range(3)]
 

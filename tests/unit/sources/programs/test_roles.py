@@ -23,8 +23,8 @@ from palestra.servers.openai.loading import load_completer
 from palestra.sources.programs.collector import ProgramCollector
 from palestra.sources.programs.roles import Roles
 from palestra.train.batch import group_advantages, to_batch
+from palestra.train.credit import with_role_advantages
 from palestra.train.limits import attempt_limits
-from palestra.train.roles import with_role_advantages
 
 CONFIG = RunConfig.build({"rollout.temperature": 1.0, "rollout.max_new_tokens": 40, "rollout.group_size": 4})
 SUITE = EvalSuite.from_records([{"input": f"Question {i}"} for i in range(4)])
