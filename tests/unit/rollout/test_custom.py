@@ -88,18 +88,6 @@ def fives(prompts: list, trainer: Any) -> dict:
 
 
 def test_the_models_tokens_and_the_environments_are_told_apart(tiny_tokenizer):
-    environment = ScriptedEnvironment()
-    groups = collect(tiny_tokenizer, environment, fives)
-    assert [g.problem_id for g in groups] == ["p", "q"]
-    prompt, first, result, last = groups[1].rollouts[1].turns
-    assert [t.maker for t in (prompt, first, result, last)] == ["template", "model", "environment", "model"]
-    assert (first.token_ids.tolist(), result.token_ids.tolist(), last.token_ids.tolist()) == ([3], [4], [5])
-    assert (first.logprobs.tolist(), last.logprobs.tolist()) == ([-0.5], [0.0]), "the best of several"
-    assert last.versions.tolist() == [3]
-    assert [episode.closed for episode in environment.episodes] == [1] * 4
-
-
-def test_reward_functions_see_environments_that_are_still_open(tiny_tokenizer):
     environment, seen = ScriptedEnvironment(), []
 
     def reward(environments: list, **columns: Any) -> list[float]:
@@ -107,8 +95,14 @@ def test_reward_functions_see_environments_that_are_still_open(tiny_tokenizer):
         return [0.5] * len(environments)
 
     groups = collect(tiny_tokenizer, environment, fives, reward)
-    assert seen == [0] * 4
+    assert seen == [0] * 4, "reward functions see environments that are still open"
     assert {r.reward for g in groups for r in g.rollouts} == {1.5}
+    assert [g.problem_id for g in groups] == ["p", "q"]
+    prompt, first, result, last = groups[1].rollouts[1].turns
+    assert [t.maker for t in (prompt, first, result, last)] == ["template", "model", "environment", "model"]
+    assert (first.token_ids.tolist(), result.token_ids.tolist(), last.token_ids.tolist()) == ([3], [4], [5])
+    assert (first.logprobs.tolist(), last.logprobs.tolist()) == ([-0.5], [0.0]), "the best of several"
+    assert last.versions.tolist() == [3]
     assert [episode.closed for episode in environment.episodes] == [1] * 4
 
 

@@ -1,7 +1,5 @@
 """Hints: what is added to a prompt and taken out again, and which solutions are worth imitating."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups prepared before the policy may be asked: used once, by who asks for them, and closed by all others."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any
@@ -118,12 +116,8 @@ def test_an_episode_that_does_not_open_is_left_to_the_attempt(world: Prepared, m
     monkeypatch.setattr(world.environment, "open", broken)
     assert world.prepare(*PROBLEMS) == 2
     groups = world.collect(*PROBLEMS)
-    assert [[error for _, _, error in rollouts] for _, rollouts in groups] == [
-        [None] * 2,
-        ["opening an episode raised PalestraError: no such door"] * 2,
-        [None] * 2,
-        [None] * 2,
-    ]
+    errors = [error for _, rollouts in groups for _, _, error in rollouts]
+    assert errors == [None] * 2 + ["opening an episode raised PalestraError: no such door"] * 2 + [None] * 4
     world.assert_all_closed()
 
 

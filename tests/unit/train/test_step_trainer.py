@@ -1,7 +1,5 @@
 """GRPO by hand, on a random model and on the embedded one. tests/learn/test_step_trainer.py has rewards that rise."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

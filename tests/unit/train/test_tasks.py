@@ -38,13 +38,6 @@ def parts(tiny_tokenizer: Any) -> Parts:
     return Parts(config, policy, tiny_tokenizer, asyncio.Runner(), Watcher())
 
 
-def test_held_out_problems_are_scored_by_the_reward_functions(parts: Parts) -> None:
-    task = EnvironmentTask(Unscored(), [lambda completions: [1.0] * len(completions)])
-    report = task.evaluator(parts).run(parts.runner, parts.watcher, "scoring")
-    assert (report.pass_rate.rate, report.pass_rate.n, report.mean_reward) == (1.0, 2, 1.0)
-    assert [m.name for m in report.measures] == ["<lambda>"]
-
-
 def test_reward_functions_know_how_far_the_training_is(parts: Parts) -> None:
     seen: list[Any] = []
 
@@ -82,8 +75,12 @@ class AllTrained(Unscored):
         return PROBLEMS if split == "train" else []
 
 
-def test_an_evaluation_on_training_problems_says_so(parts: Parts) -> None:
+def test_problems_are_scored_by_the_reward_functions_and_the_report_says_whether_they_were_held_out(
+    parts: Parts,
+) -> None:
     functions = [lambda completions: [1.0] * len(completions)]
-    for environment, split in ((Unscored(), "held_out"), (AllTrained(), "train")):
+    for environment, split, count in ((Unscored(), "held_out", 2), (AllTrained(), "train", 3)):
         report = EnvironmentTask(environment, functions).evaluator(parts).run(parts.runner, parts.watcher, "scoring")
         assert report.to_dict()["split"] == split
+        assert (report.pass_rate.rate, report.pass_rate.n, report.mean_reward) == (1.0, count, 1.0)
+        assert [m.name for m in report.measures] == ["<lambda>"]

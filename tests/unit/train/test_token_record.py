@@ -1,7 +1,5 @@
 """The record of a step's tokens: each value beside the token that it is of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Samples whose logprobs the sampler did not tell (NaN): token by token, they count as the current policy's own."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
