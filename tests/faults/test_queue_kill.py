@@ -1,7 +1,5 @@
 """kill -9 in the middle of a training that samples ahead: no group is lost, none is trained twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -75,7 +75,7 @@ def play(
     episode = ScriptedEpisode(tools=[add]) if episode is None else episode
     schemas = [tool.schema for tool in episode.tools]
     prompt = chat.prompt(episode.prompt, schemas)
-    options = AttemptLimits(SamplingParams(budget, stop_token_ids=chat.stop_token_ids, seed=100), **more)
+    options = AttemptLimits(SamplingParams(budget, stop_token_ids=chat.stop_token_ids, seed=100), **limits)
     session = policy.open(prompt.token_ids.tolist())
     speaker = TokenSpeaker(policy, session, chat, prompt, schemas, options.unexpected_call_format)
     rollout = asyncio.run(run_attempt(speaker, episode, Problem("p", "q"), options))

@@ -1,12 +1,9 @@
-"""Groups ahead of their step: a queue around a source, so that sampling goes on while tools run and the learner works.
+"""Groups ahead of their step: a queue around a source, so that it samples while tools run and the learner works.
 
-Groups are begun and handed out in one order. So a slow group is waited for, not dropped: slow problems are trained as
-often as quick ones. At the beginning of a step, and of each refill in it, as many groups are begun as it takes, and
-`max_staleness` steps' worth of them lie ahead. As every step takes `per_step` groups or more, none is older than
-`max_staleness` versions when it is trained.
-
-Finished groups are in a journal until a checkpoint holds the steps that they were trained in. A run that was killed
-trains exactly the same groups again, in the same steps, and samples only those that were still in progress.
+Groups are begun and handed out in one order, `max_staleness` steps' worth ahead: slow problems are trained as often as
+quick ones, and as every step takes `per_step` groups or more, none is older than `max_staleness` versions.
+Finished groups are in a journal until a checkpoint holds their steps. A run that was killed trains exactly the same
+groups again, in the same steps, and samples only those that were still in progress.
 """
 
 from __future__ import annotations

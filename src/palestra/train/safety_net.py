@@ -1,9 +1,7 @@
 """The safety net of a run: notice from the step metrics that the model collapses, and go back to weights that worked.
 
-`Health` is a few numbers of the first and the newest steps; it is part of the checkpoint, so a resumed run judges like
-one that was never interrupted. `Snapshots` keeps two copies of the trained weights in the memory of the host: those
-of the beginning and the best so far. That is 2 x 2 bytes per trained weight in bfloat16 (6 GB for 1.5 B, all weights)
-and next to nothing for adapters.
+`Health` is part of the checkpoint, so a resumed run judges like one that was never interrupted. `Snapshots` keeps two
+copies of the trained weights in the memory of the host: 2 x 2 bytes per trained weight in bfloat16.
 """
 
 from __future__ import annotations

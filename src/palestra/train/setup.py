@@ -140,7 +140,12 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     config.refuse(["model.engine", "model.kv_memory_gib"], "they are those of our engine, and vLLM samples")
     config.refuse(["rollout.constrain_tool_calls"], "vLLM samples without our grammars")
     config.refuse(["lora.load_in_4bit"], "vLLM would sample from a base model that is not in these 4 bits")
-    options, temperature = config.vllm, config.rollout.temperature
+    options = config.vllm
+    common: dict[str, Any] = {
+        "temperature": config.rollout.temperature,
+        "lora_rank": config.lora.r,
+        "max_staleness": config.rollout.max_staleness,
+    }
     if options.mode == "server":
         from palestra.backends.vllm.server import VllmServerPolicy
 
@@ -148,9 +153,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
             options.url,
             tokenizer,
             weights_folder=Path(config.rollout.weights_folder),
-            temperature=temperature,
-            lora_rank=config.lora.r,
-            max_staleness=config.rollout.max_staleness,
+            **common,
             token=os.environ.get("VLLM_API_KEY"),
             timeout_s=options.timeout_s,
         )
@@ -162,9 +165,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
         return VllmColocatePolicy(
             str(Path(folder) / "model"),
             tokenizer,
-            temperature=temperature,
-            lora_rank=config.lora.r,
-            max_staleness=config.rollout.max_staleness,
+            **common,
             dtype=str(model.dtype).removeprefix("torch."),
             seed=config.seed,
             gpu_memory_utilization=options.gpu_memory_utilization,

@@ -93,15 +93,6 @@ def test_a_prompt_that_is_refused_fails_its_own_group_and_closes_its_episodes(to
     require_one_good([bad, good])
 
 
-def test_a_refused_prompt_drawn_for_a_step_does_not_end_the_run(tokenizer):
-    world = World(tokenizer)
-    source = ProblemSource(world.collector, [REFUSED, TOO_LONG, GOOD], {}, group_size=2, seed=0)
-    config = RunConfig.build({"train.refill_limit": 5, "train.filter_equal_groups": True})
-    step = asyncio.run(gather(source, 1, config, version=0))
-    assert {g.problem_id for g in step.groups} == {"refused", "long", "good"}
-    world.assert_all_closed()
-
-
 @dataclass
 class HalfEqual:
     """A collector of whose groups those of odd problems have equal rewards."""
@@ -150,14 +141,6 @@ def test_fresh_problems_are_drawn_where_too_few_groups_have_signal(monkeypatch, 
     assert len(collector.drawn) == draws
     assert step.signal_rate == (count - lacks) / count if draws == 1 else len(step.groups) > count
     assert step.signal_rate * len(step.groups) >= share * count
-
-
-def test_a_step_takes_no_more_groups_than_its_limit():
-    problems = [Problem(str(2 * i), "x") for i in range(100)]  # none with signal
-    source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
-    step = asyncio.run(gather(source, 8, RunConfig.build({"train.refill_limit": 2}), 0))
-    assert len(step.groups) == source.drawn == sum(collector.drawn) == 24
-    assert step.signal_rate == 0.0
 
 
 def test_when_every_prompt_is_refused_the_first_reason_is_told(tokenizer):
