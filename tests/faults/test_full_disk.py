@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from forkserver import Forkserver
 
 # The system itself refuses to write on: no file may be longer than 200 kB in that process.
 SCRIPT = """
@@ -34,9 +33,7 @@ except PalestraError as error:
         pytest.param("model", "model/old", ("could not be saved",), id="folder"),
     ],
 )
-def test_a_disk_that_fills_up_leaves_what_was_there_and_nothing_else(
-    forkserver: Forkserver, tmp_path: Path, name: str, old: str, words: tuple[str, ...]
-) -> None:
+def test_a_disk_that_fills_up_leaves_what_was_there_and_nothing_else(forkserver, tmp_path, name, old, words) -> None:
     if name.endswith(".gguf"):
         pytest.importorskip("gguf")
     (tmp_path / old).parent.mkdir(exist_ok=True)

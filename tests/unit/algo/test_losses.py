@@ -234,9 +234,7 @@ def test_impossible_objectives_and_terms_without_their_logprobs_are_refused(sett
 @pytest.mark.parametrize(
     ("now", "entropy", "after"), [(0.01, 0.1, 0.015), (0.01, 0.9, 0.005), (0.002, 0.9, 0.0), (1.0, 0.1, 1.0)]
 )
-def test_entropy_controller_rises_below_the_target_falls_above_and_stays_in_bounds(
-    now: float, entropy: float, after: float
-) -> None:
+def test_entropy_controller_rises_below_the_target_falls_above_and_stays_in_bounds(now, entropy, after) -> None:
     assert next_entropy_coefficient(now, entropy, target=0.3) == pytest.approx(after)
 
 

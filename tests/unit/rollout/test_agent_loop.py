@@ -73,9 +73,7 @@ def test_ids_that_the_template_shows_stay_as_the_model_read_them(tiny_tokenizer)
 FENCED = 'Let me add.\n```json\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n```<|im_end|>'
 
 
-def test_a_call_in_an_unexpected_format_is_executed_and_counted_or_answered_with_the_expected_one(
-    tiny_tokenizer,
-) -> None:
+def test_a_call_in_an_unexpected_format_is_executed_and_counted_or_answered_with_the_expected_one(tiny_tokenizer):
     rollout = played(tiny_tokenizer, [FENCED, ANSWER])
     assert (rollout.messages[2].text, rollout.messages[3].text) == ("Let me add.", "5")
     assert [result.call.format for result in rollout.tool_results] == ["json"]

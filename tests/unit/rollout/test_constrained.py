@@ -82,9 +82,7 @@ def policy(request: pytest.FixtureRequest, model: Qwen3ForCausalLM, tiny_tokeniz
     return NaivePolicy(model, tiny_tokenizer)
 
 
-def test_every_call_of_a_random_model_names_a_tool_and_fits_its_schema(
-    policy: Any, chat: ChatFormat, tiny_tokenizer: Any
-) -> None:
+def test_every_call_of_a_random_model_names_a_tool_and_fits_its_schema(policy, chat, tiny_tokenizer) -> None:
     calls = 0
     for turn in turns(policy, chat, [GRAMMAR] * 100):
         text = tiny_tokenizer.decode(turn.token_ids)

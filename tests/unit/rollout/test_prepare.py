@@ -95,9 +95,7 @@ def test_a_prompt_that_is_refused_is_left_to_the_attempt(world: Prepared) -> Non
     world.assert_all_closed()
 
 
-def test_an_environment_that_takes_its_time_or_few_at_a_time_is_not_asked_ahead(
-    world: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_takes_its_time_or_few_at_a_time_is_not_asked_ahead(world, monkeypatch) -> None:
     monkeypatch.setattr(world.environment, "max_episodes", 8, raising=False)
     assert world.prepare(*PROBLEMS) == 0
     monkeypatch.delattr(world.environment, "max_episodes")

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,9 +34,7 @@ def test_what_is_saved_is_read_back_and_saving_again_replaces_the_folder(tmp_pat
     ],
     ids=["corrupt file", "missing file", "corrupt manifest"],
 )
-def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(
-    damage: Callable[[Path], object], words: str, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(damage, words, tmp_path) -> None:
     damage(save(tmp_path, 1))
     with pytest.raises(PalestraError, match=words):
         read_checkpoint(step_folder(tmp_path, 1))

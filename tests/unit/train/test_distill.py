@@ -125,9 +125,7 @@ def test_a_hint_is_added_to_the_last_message_of_the_user_before_the_models_first
     assert opening_of(rollout(messages=(*shown, Message("assistant", "5")))) == shown
 
 
-def test_targets_are_the_students_candidates_with_the_hinted_models_log_probabilities(
-    tiny: LoadedModel, mixed: Group, student: Any
-) -> None:
+def test_targets_are_the_students_candidates_with_the_hinted_models_log_probabilities(tiny, mixed, student) -> None:
     config, (learner, teacher), chat = settings(), student, ChatFormat(tiny.tokenizer)
     [(batch, loss)] = rows_of(teacher, config, mixed).parts(learner)
     targets = batch.targets
@@ -176,9 +174,7 @@ def test_solved_groups_teach_nothing_unless_phasing_out_is_off(tiny: LoadedModel
     assert rows.weights.tolist() == [1.0] * 3
 
 
-def test_rollouts_without_a_hint_failed_ones_and_those_that_are_too_long_are_left_out(
-    mixed: Group, student: Any
-) -> None:
+def test_rollouts_without_a_hint_failed_ones_and_those_that_are_too_long_are_left_out(mixed, student) -> None:
     no_hint = Group("open", (replace(mixed.rollouts[0], problem_id="open"),))
     broken = group(0.0, problem="sum", error="boom")
     teacher = student[1]
@@ -188,9 +184,7 @@ def test_rollouts_without_a_hint_failed_ones_and_those_that_are_too_long_are_lef
     assert rows.metrics["distill_too_long"] == 3 - rows.batch.rows > 0
 
 
-def test_tools_are_asked_for_once_and_again_where_they_do_not_render_the_prompt(
-    tiny: LoadedModel, mixed: Group
-) -> None:
+def test_tools_are_asked_for_once_and_again_where_they_do_not_render_the_prompt(tiny, mixed) -> None:
     config, asked = settings(), []
 
     def schemas_of(problem: Problem) -> Sequence[dict[str, Any]]:

@@ -65,9 +65,7 @@ def test_sizes_of_a_step_are_chosen_by_the_gpu_and_said_in_one_line(tmp_path: Pa
     )
 
 
-def test_memory_that_others_hold_is_not_used_and_too_large_a_micro_batch_will_be_halved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_others_hold_is_not_used_and_too_large_a_micro_batch_will_be_halved(monkeypatch) -> None:
     refuse_what_cannot_fit(config(**{"lora.r": 8, "train.tokens_per_micro_batch": 1 << 20}), SMALL, CUDA)
     refuse_what_cannot_fit(config(), SMALL, CUDA)
     chosen = with_step_size(config(), SMALL, CUDA)

@@ -173,9 +173,7 @@ def content(steps: Sequence[Sequence[Group]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("died_in", [1, 2, 3, 4, 5])
-def test_a_killed_run_trains_the_same_groups_again_and_samples_only_what_was_under_way(
-    died_in: int, tmp_path: Path
-) -> None:
+def test_a_killed_run_trains_the_same_groups_again_and_samples_only_what_was_under_way(died_in, tmp_path) -> None:
     rng = random.Random(died_in)
     slow = lambda number: rng.choice([0, 0.001, 0.005])  # noqa: E731
     with queued(staleness=2, delay=slow, folder=tmp_path) as first:
@@ -244,9 +242,7 @@ def test_an_exact_record_of_a_rollout_is_the_rollout_but_for_texts_that_are_in_i
         ({"train.importance_correction": "sequence_mask"}, "sequence_mask"),
     ],
 )
-def test_importance_correction_is_on_by_default_where_groups_may_be_stale(
-    layer: dict[str, Any], correction: str
-) -> None:
+def test_importance_correction_is_on_by_default_where_groups_may_be_stale(layer, correction) -> None:
     assert objective_of(RunConfig.build(layer)).importance_correction == correction
 
 

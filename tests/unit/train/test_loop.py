@@ -114,9 +114,7 @@ def test_a_step_without_signal_moves_the_schedules_on_and_publishes_nothing() ->
 
 
 @pytest.mark.parametrize(("coefficient", "steps_learned"), [(0.0, 0), (0.5, 2)])
-def test_echo_learns_from_tool_results_with_full_updates_where_all_rewards_are_equal(
-    coefficient: float, steps_learned: int
-) -> None:
+def test_echo_learns_from_tool_results_with_full_updates_where_all_rewards_are_equal(coefficient, steps_learned):
     loop = ran(ONCE | {"echo.coefficient": coefficient}, steps=2, play=with_tool_results)
     assert [(loss.policy_tokens, loss.echo_tokens) for loss in loop.learner.losses] == [(0, 8)] * steps_learned
     assert loop.training.state.policy_version == steps_learned
@@ -142,9 +140,7 @@ MANY = ONCE | {"train.problems_per_step": 32}
     ],
     ids=["few groups", "share 0", "refilled groups count", "solved groups count", "failed ones do not"],
 )
-def test_steps_with_signal_in_few_groups_make_smaller_updates(
-    layer: Mapping[str, Any], play: Play, rates: list[float]
-) -> None:
+def test_steps_with_signal_in_few_groups_make_smaller_updates(layer, play, rates) -> None:
     loop = ran(layer, steps=2, play=play)
     assert loop.learner.rates[: len(rates)] == rates
     assert [row["update_scale"] for row in loop.rows][: len(rates)] == rates
@@ -175,9 +171,7 @@ def test_a_step_taken_by_hand_needs_no_total_and_no_folder_and_is_a_full_one_if_
     ],
     ids=["none found", "limit met", "all must have signal", "one is enough", "off", "no filter"],
 )
-def test_refilling_draws_fresh_problems_up_to_the_limit(
-    layer: Mapping[str, Any], play: Play, collected: list[int]
-) -> None:
+def test_refilling_draws_fresh_problems_up_to_the_limit(layer, play, collected) -> None:
     loop = ran(layer, steps=1, play=play)
     assert [call for call in loop.calls if call.startswith("collect")] == [f"collect {n}" for n in collected]
     drawn = sum(collected)
@@ -265,9 +259,7 @@ class OldGroups(GroupSource):
     ("limit", "ages", "given", "dropped", "oldest"),
     [(0, [0, -1, 0], 3, 1, 0), (1, [-2, -3, -1, 0], 4, 2, 1), (None, [-9, -1], 2, 0, 9), (0, [-1] * 6, 6, 6, None)],
 )
-def test_stale_groups_are_dropped_replaced_and_counted(
-    limit: int | None, ages: list[int], given: int, dropped: int, oldest: int | None
-) -> None:
+def test_stale_groups_are_dropped_replaced_and_counted(limit, ages, given, dropped, oldest) -> None:
     source = OldGroups(iter(ages), limit)
     loop = ran(steps=1, source=source)
     [metrics] = loop.rows
@@ -313,9 +305,7 @@ def passing(*steps: int) -> Play:
         ({"checkpoint.every": 0}, []),
     ],
 )
-def test_the_newest_checkpoints_and_the_best_are_kept(
-    layer: Mapping[str, Any], kept: list[int], tmp_path: Path
-) -> None:
+def test_the_newest_checkpoints_and_the_best_are_kept(layer, kept, tmp_path) -> None:
     ran(ONCE | {"checkpoint.every": 1}, layer, steps=6, checkpoints=tmp_path, play=passing(3))
     assert names(tmp_path) == kept
 
@@ -329,9 +319,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(
         ({"checkpoint.every": 0}, []),
     ],
 )
-def test_where_evaluations_happen_the_best_is_the_one_of_the_best_held_out_reward(
-    layer: Mapping[str, Any], kept: list[int], tmp_path: Path
-) -> None:
+def test_where_evaluations_happen_the_best_is_the_one_of_the_best_held_out_reward(layer, kept, tmp_path) -> None:
     base = ONCE | {"checkpoint.keep_last": 1, "eval.every": 2}
     loop = make_loop(base, layer, steps=6, checkpoints=tmp_path, play=passing(3))
     loop.training.run({2: 0.1, 4: 0.9}.__getitem__)
@@ -341,9 +329,7 @@ def test_where_evaluations_happen_the_best_is_the_one_of_the_best_held_out_rewar
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5])])
-def test_the_log_has_a_line_every_so_many_steps_and_at_the_last(
-    every: int, steps: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_has_a_line_every_so_many_steps_and_at_the_last(every, steps, caplog) -> None:
     with caplog.at_level("INFO", logger="palestra"):
         ran({"track.log_every": every}, steps=5)
     assert caplog.messages == [f"step {step} of 5: loss 0.5, reward_mean 0.5, pass_rate 0.5" for step in steps]
@@ -428,9 +414,7 @@ MEMORY = ". To need less memory, in this order: a lower train.tokens_per_micro_b
         (MemoryError(), f"MemoryError: {MEMORY}, model.gradient_checkpointing=true, a lower model.kv"),
     ],
 )
-def test_an_error_names_the_step_the_last_good_checkpoint_and_settings_that_take_less_memory(
-    error: Exception, begins: str, tmp_path: Path
-) -> None:
+def test_an_error_names_the_step_the_last_good_checkpoint_and_settings_that_take_less_memory(error, begins, tmp_path):
     loop = make_loop({"checkpoint.every": 2, "model.sleep_mode": True}, checkpoints=tmp_path)
     loop.learner.on_step = failing_at(4, error)
     with pytest.raises(PalestraError) as raised:
@@ -528,9 +512,7 @@ def test_a_nan_reward_stops_the_run_and_names_where(tmp_path: Path) -> None:
         ran({"checkpoint.every": 1}, checkpoints=tmp_path, play=play)
 
 
-def test_a_checkpoint_that_leaves_no_room_for_the_final_model_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_leaves_no_room_for_the_final_model_is_skipped(tmp_path, monkeypatch) -> None:
     loop = make_loop({"checkpoint.every": 1, "checkpoint.keep_last": 9}, checkpoints=tmp_path)
     loop.training.checkpoint_bytes, loop.training.model_bytes = 300, 100
     free, saved = {1: 400, 2: 399, 3: 1000, 4: 0}, list[int]()

@@ -116,9 +116,7 @@ def test_what_others_wrote_is_shown_and_not_obeyed(log: Screen, tmp_path, monkey
     assert log.text.splitlines() == ["\\x1b]0;title\\x07 für \\u202egnp.exe", "run folder runs/[a]"]
 
 
-def test_a_task_is_shown_on_a_terminal_while_it_lasts_and_leaves_nothing_in_a_log(
-    log: Screen, terminal: Screen
-) -> None:
+def test_a_task_is_shown_on_a_terminal_while_it_lasts_and_leaves_nothing_in_a_log(log, terminal) -> None:
     with task(terminal, "tiny.gguf", unit="bytes") as phase:
         phase.total = 4_000_000
         phase.advance(1_000_000)

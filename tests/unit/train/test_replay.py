@@ -192,9 +192,7 @@ def test_a_resumed_run_replays_the_same(tmp_path: Path, sft: dict[str, Any], pla
     assert any("replay_loss" in row for row in again.metrics())
 
 
-def test_a_run_that_was_interrupted_between_its_stages_keeps_its_demonstrations(
-    tmp_path: Path, sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_interrupted_between_its_stages_keeps_its_demonstrations(tmp_path, sft, monkeypatch) -> None:
     whole, step = run(tmp_path / "whole", **sft), Training.step
 
     def interrupted(training: Training) -> dict[str, float]:

@@ -213,17 +213,13 @@ def test_a_round_makes_plain_attempts_then_more_and_hotter_ones_with_hints_at_wh
         (("calls", "calls-2"), [0, 2, 3]),
     ],
 )
-def test_attempts_with_hints_begin_with_more_calls_than_plain_ones_make(
-    lab: Build, names: Sequence[str], forced: list[int]
-) -> None:
+def test_attempts_with_hints_begin_with_more_calls_than_plain_ones_make(lab, names, forced) -> None:
     made = lab(names)
     made.step()
     assert [p.forced_calls for p in made.passes] == forced
 
 
-def test_a_round_in_which_plain_attempts_solve_many_new_cases_needs_no_hints(
-    lab: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_in_which_plain_attempts_solve_many_new_cases_needs_no_hints(lab, monkeypatch) -> None:
     monkeypatch.setattr("palestra.train.rft.ENOUGH_CASES", 1)
     made = lab()
     made.step()
@@ -237,9 +233,7 @@ def test_a_pass_makes_more_attempts_at_fewer_cases(lab: Build) -> None:
 
 
 @pytest.mark.parametrize(("given", "expected"), [(1.15, [1.15, 1.2, 1.2]), (1.5, [1.5, 1.5, 1.5])])
-def test_the_temperature_stays_within_bounds_and_is_never_lowered(
-    lab: Build, given: float, expected: list[float]
-) -> None:
+def test_the_temperature_stays_within_bounds_and_is_never_lowered(lab, given, expected) -> None:
     made = lab(temperature=given)
     made.step()
     assert [p.temperature for p in made.passes] == expected
@@ -292,9 +286,7 @@ def guesses_an_argument(text: str, number: int) -> str:
         (["one"], guesses_an_argument, [0]),  # calls with a guessed number give way to one from the question
     ],
 )
-def test_guesses_give_way_to_what_comes_from_the_question(
-    lab: Build, names: Sequence[str], say: Any, qualities: list[int]
-) -> None:
+def test_guesses_give_way_to_what_comes_from_the_question(lab, names, say, qualities) -> None:
     made = lab(names, say, rft_keep=4)
     made.step()
     assert [quality(r) for r in made.stored] == qualities
@@ -318,9 +310,7 @@ def test_a_stage_ends_where_enough_cases_pass_or_nothing_does(lab: Build) -> Non
 
 
 @pytest.mark.parametrize(("rounds", "last"), [(50, 2), (1, 1)], ids=["nothing new", "last round"])
-def test_a_stage_ends_after_a_round_that_found_nothing_new_and_after_its_last_one(
-    lab: Build, rounds: int, last: int
-) -> None:
+def test_a_stage_ends_after_a_round_that_found_nothing_new_and_after_its_last_one(lab, rounds, last) -> None:
     made = lab(rft_rounds=rounds)
     assert made.steps() == MIN_STEPS, "the model has learned nothing, so a second round finds the same"
     assert made.source.round == len(made.notes) == last

@@ -146,9 +146,7 @@ def test_what_is_not_the_models_doing_is_told_after_the_first_evaluation(lab: La
     ]
 
 
-def test_an_evaluation_that_fails_is_named_with_the_last_good_checkpoint_and_the_model_is_saved(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_that_fails_is_named_with_the_last_good_checkpoint_and_the_model_is_saved(lab, monkeypatch):
     saved: list[Path] = []
     monkeypatch.setattr(backend, "save_hf", lambda model, tokenizer, folder, record: saved.append(folder) or folder)
     lab.evaluator.fails_at = "scoring after"
@@ -206,9 +204,7 @@ def test_a_run_on_disk_says_how_its_rollouts_are_made_and_every_checkpoint_has_a
         ({"max_steps": 50}, {"breaks": True}, "the environment does not start"),
     ],
 )
-def test_a_resume_that_fails_changes_nothing_on_disk(
-    lab: Lab, how: dict[str, Any], task: dict[str, Any], words: str
-) -> None:
+def test_a_resume_that_fails_changes_nothing_on_disk(lab, how, task, words) -> None:
     lab.train()
     before = lab.files()
     with pytest.raises(PalestraError, match=words):

@@ -62,16 +62,12 @@ def test_a_change_of_behaviour_without_a_gain_is_a_collapse(now: dict[str, float
         (GOOD, GOOD | {"completion_length_mean": 10.0, "tool_calls_mean": 0.0}),  # as good in fewer words
     ],
 )
-def test_small_changes_and_fewer_words_for_the_same_reward_are_no_collapse(
-    before: dict[str, float], now: dict[str, float]
-) -> None:
+def test_small_changes_and_fewer_words_for_the_same_reward_are_no_collapse(before, now) -> None:
     assert collapse_reason(health_of(before, now)) is None
 
 
 @pytest.mark.parametrize(("reward", "groups", "is_collapse"), [(0.1, 16, True), (0.7, 16, False), (0.45, 1, False)])
-def test_a_fall_of_the_reward_counts_if_it_is_large_and_no_accident(
-    reward: float, groups: float, is_collapse: bool
-) -> None:
+def test_a_fall_of_the_reward_counts_if_it_is_large_and_no_accident(reward, groups, is_collapse) -> None:
     fallen = GOOD | {"reward_mean": reward, "groups": groups}
     reason = collapse_reason(health_of({}, GOOD | {"groups": groups}, fallen))
     assert ("fell from 0.8 to 0.1" in (reason or "")) == is_collapse
@@ -197,9 +193,7 @@ def trained(folder: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora__r": 4}])
-def test_a_run_with_a_learning_rate_a_hundred_times_too_high_returns_a_model_that_is_not_worse(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_with_a_learning_rate_a_hundred_times_too_high_returns_a_model_that_is_not_worse(settings, tmp_path):
     result = trained(tmp_path, train__learning_rate=0.1, **settings)
     assert result.before.pass_rate.rate > 0.2
     assert result.after.mean_reward >= result.before.mean_reward
@@ -216,9 +210,7 @@ def test_a_run_with_a_learning_rate_a_hundred_times_too_high_returns_a_model_tha
         assert all(torch.equal(saved[name], weight) for name, weight in initial.items())
 
 
-def test_weights_that_are_not_finite_are_rolled_back_and_never_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_not_finite_are_rolled_back_and_never_returned(tmp_path, monkeypatch) -> None:
     step = LocalLearner.optim_step
     monkeypatch.setattr(LocalLearner, "optim_step", lambda learner, rate, **more: step(learner, rate * 1e35, **more))
     result = trained(tmp_path, eval__cases=6)
@@ -227,9 +219,7 @@ def test_weights_that_are_not_finite_are_rolled_back_and_never_returned(
     assert all(torch.isfinite(weight).all() for weight in result.outcome.model.state_dict().values())
 
 
-def test_the_best_weights_of_the_run_are_returned_if_they_score_more_than_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_weights_of_the_run_are_returned_if_they_score_more_than_the_first(tmp_path, monkeypatch) -> None:
     score, values, phases = Run._score, iter([0.3, 0.1, 0.5]), []
 
     def scored(run: Run, phase: str) -> EvalReport:

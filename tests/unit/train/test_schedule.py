@@ -40,7 +40,5 @@ def test_total_steps_cover_all_epochs_unless_limited() -> None:
         (1, 7, 64, 0.5),
     ],
 )
-def test_an_update_grows_with_the_groups_that_have_signal_or_are_solved(
-    signal: int, solved: int, problems: int, scale: float
-) -> None:
+def test_an_update_grows_with_the_groups_that_have_signal_or_are_solved(signal, solved, problems, scale) -> None:
     assert update_scale(signal, solved, problems, 0.25) == scale

@@ -73,9 +73,7 @@ def require_same_weights(one: RunFolder, other: RunFolder) -> None:
         ({"plan": "rft,grpo", "teacher": "http://x/v1", "teacher_model": "m"}, "sft"),
     ],
 )
-def test_an_unknown_stage_and_settings_of_one_that_is_not_there_are_refused(
-    settings: dict[str, str], word: str
-) -> None:
+def test_an_unknown_stage_and_settings_of_one_that_is_not_there_are_refused(settings, word) -> None:
     with pytest.raises(PalestraError, match=word):
         RunConfig.build({"stages": settings})
     if "," in settings["plan"] and word == "sft":

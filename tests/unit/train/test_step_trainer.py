@@ -181,9 +181,7 @@ def test_a_step_by_hand_is_made_by_the_users_optimizer(trainer: StepTrainer, ran
     assert all(torch.equal(a, b) for a, b in zip(before, random_model.parameters(), strict=True))
 
 
-def test_an_optimizer_that_the_trainer_does_not_use_is_warned_about(
-    trainer: StepTrainer, random_model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_that_the_trainer_does_not_use_is_warned_about(trainer, random_model, caplog) -> None:
     optimizer = torch.optim.SGD(random_model.parameters(), lr=100.0)
     trainer.train_step("Say something.", "e")
     for _ in range(2):
@@ -192,9 +190,7 @@ def test_an_optimizer_that_the_trainer_does_not_use_is_warned_about(
     assert caplog.text.count("optimizer.step() has no effect") == 1
 
 
-def test_without_a_config_the_file_of_the_working_folder_is_read(
-    random_model: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_config_the_file_of_the_working_folder_is_read(random_model, tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.yaml").write_text(
@@ -272,9 +268,7 @@ def test_one_yaml_file_gives_the_whole_trainer(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "final" / "training_config.json").is_file()
 
 
-def test_a_model_with_a_config_path_and_an_output_dir_makes_a_trainer(
-    random_model: Any, tiny: Any, tmp_path: Path
-) -> None:
+def test_a_model_with_a_config_path_and_an_output_dir_makes_a_trainer(random_model, tiny, tmp_path) -> None:
     path = yaml_file(tmp_path, "lora: {r: 2}\n")
     more = {"reward_model": share_of_letter, "config_path": str(path), "output_dir": str(tmp_path / "out")}
     trainer = StepTrainer(model=random_model, tokenizer=tiny.tokenizer, **more)
@@ -297,17 +291,13 @@ def test_a_model_with_a_config_path_and_an_output_dir_makes_a_trainer(
         ("lora: {load_in_4bit: true}", "needs a CUDA GPU, and none is there"),
     ],
 )
-def test_settings_that_cannot_act_in_the_step_trainer_are_refused_by_name(
-    more: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_cannot_act_in_the_step_trainer_are_refused_by_name(more, complaint, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PalestraError, match=complaint):
         StepTrainer.from_yaml(yaml_file(tmp_path, more), share_of_letter)
 
 
-def test_without_wandb_the_trainer_warns_and_goes_on(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_wandb_the_trainer_warns_and_goes_on(make, monkeypatch, caplog) -> None:
     monkeypatch.setattr("palestra.train.step_trainer.find_spec", lambda name: None)
     assert make(track={"report_to": ["wandb", "tensorboard"]}).config.track.report_to == ["tensorboard"]
     assert "wandb is not installed" in caplog.text

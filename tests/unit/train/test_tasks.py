@@ -75,9 +75,7 @@ class AllTrained(Unscored):
         return PROBLEMS if split == "train" else []
 
 
-def test_problems_are_scored_by_the_reward_functions_and_the_report_says_whether_they_were_held_out(
-    parts: Parts,
-) -> None:
+def test_problems_are_scored_by_the_reward_functions_and_the_report_says_whether_they_were_held_out(parts) -> None:
     functions = [lambda completions: [1.0] * len(completions)]
     for environment, split, count in ((Unscored(), "held_out", 2), (AllTrained(), "train", 3)):
         report = EnvironmentTask(environment, functions).evaluator(parts).run(parts.runner, parts.watcher, "scoring")
