@@ -115,13 +115,8 @@ def test_each_fault_is_recorded_on_its_rollout_and_trains_nothing(groups, fault,
         assert rollout.stop == "failed"
         assert words in rollout.error
         assert rollout.scores == {}
+        assert [message.text for message in rollout.messages[:1]] == ([] if fault == "never calls" else ["hello"])
     assert to_batch([group], [[1.0, 1.0]], mask_truncated=True).rows == 0
-
-
-def test_what_was_said_before_the_death_is_kept(groups):
-    for fault in ("killed in mid-turn", "hangs", "floods"):
-        for rollout in groups[0][fault].rollouts:
-            assert [message.text for message in rollout.messages[:1]] == ["hello"]
 
 
 def test_calls_from_twenty_threads_are_twenty_rows_of_one_attempt(groups):

@@ -57,12 +57,15 @@ class Runs:
     def start(self, code: str, **more: Any) -> str:
         return self.manager.start(RunRequest(agent_file=self.agent_file(code), **more)).run_id
 
+    def slow_environment(self) -> RunRequest:
+        """A run on the wire whose environment never gets ready."""
+        path = self.folder / "slow_env.py"
+        path.write_text("from palestra import Env\nimport time\ntime.sleep(300)\nclass Slow(Env):\n    '''Slow.'''\n")
+        return RunRequest(environment=str(path), settings={"train.max_steps": 2}, wire=True)
+
     def wait(self, run_id: str, *states: str, within_s: float = 30.0) -> Run:
-        until = time.monotonic() + within_s
-        while (run := self.manager.get(run_id)).state not in states:
-            assert time.monotonic() < until, f"{run.state}, not {states}: {run.reason}"
-            time.sleep(0.05)
-        return run
+        wait_until(lambda: self.manager.get(run_id).state in states, within_s, every_s=0.05)
+        return self.manager.get(run_id)
 
     def process(self, run_id: str, part: str) -> Process:
         return next(found.process for found in self.index.parts(run_id) if found.part == part)
@@ -150,11 +153,7 @@ def test_a_stopped_trainer_may_save_what_it_has_and_goes_on_when_resumed(runs):
 
 
 def test_stop_during_start_up_starts_nothing_afterwards(runs):
-    environment = runs.folder / "slow_env.py"
-    environment.write_text(
-        "from palestra import Env\nimport time\ntime.sleep(300)\nclass Slow(Env):\n    '''Slow.'''\n"
-    )
-    request = RunRequest(environment=str(environment), settings={"train.max_steps": 2}, wire=True)
+    request = runs.slow_environment()
     run_id = runs.manager.start(request).run_id
     wait_until(lambda: len(runs.index.parts(run_id)) == 2, within_s=30)  # API and trainer; no environment yet
     stopped = runs.manager.stop(run_id)
@@ -196,11 +195,7 @@ def test_a_run_stopped_while_it_waits_never_starts(runs):
 
 @pytest.mark.slow
 def test_five_runs_at_once_have_ports_of_their_own(runs):
-    environment = runs.folder / "slow_env.py"
-    environment.write_text(
-        "from palestra import Env\nimport time\ntime.sleep(300)\nclass Slow(Env):\n    '''Slow.'''\n"
-    )
-    request = RunRequest(environment=str(environment), settings={"train.max_steps": 2}, wire=True)
+    request = runs.slow_environment()
     ids = [runs.manager.start(request).run_id for _ in range(5)]
     for run_id in ids:
         wait_until(lambda run_id=run_id: len(runs.index.parts(run_id)) == 2, within_s=60)  # its API is ready
@@ -242,8 +237,7 @@ def test_three_starts_at_once_from_each_of_two_processes_do_not_clash(runs):
 
 
 @pytest.mark.parametrize(
-    ("victim", "reason"),
-    [("trainer", "the trainer was killed by SIGKILL"), ("supervisor", "its supervisor has died")],
+    ("victim", "reason"), [("trainer", "the trainer was killed by SIGKILL"), ("supervisor", "its supervisor has died")]
 )
 def test_whoever_is_killed_nothing_is_left_behind_and_the_index_says_why(runs, victim, reason):
     run_id = runs.start(LEAVE_A_CHILD)

@@ -4,23 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from palestra import demo, train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 
-SMALL = {
-    "train.max_steps": 4,
-    "train.problems_per_step": 2,
-    "checkpoint.every": 1,
-    "eval.cases": 2,
-    "train.filter_equal_groups": False,
-}
+SMALL = {"train.max_steps": 4, "train.problems_per_step": 2, "eval.cases": 2, "train.filter_equal_groups": False}
 
 
 def test_a_model_with_broken_weights_is_told_before_any_training(tmp_path: Path, tiny: Any) -> None:
-    import torch
-
     with torch.no_grad():
         next(p for name, p in tiny.model.named_parameters() if "mlp" in name)[0, 0] = float("inf")
     tiny.model.save_pretrained(tmp_path / "sick")

@@ -1,7 +1,5 @@
 """Run folders and checkpoints of Palestra 0.1 go on; those of a later version are refused with a sentence."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -90,12 +88,7 @@ def old_run(tmp_path: Path, tiny: Any) -> RunFolder:
 
 def test_a_checkpoint_of_the_first_version_is_read(old_run: RunFolder) -> None:
     assert read_checkpoint(old_run.step_folder(2)) == TrainState(
-        step=2,
-        source={"cursor": 4},
-        policy_version=2,
-        entropy_coefficient=0.25,
-        best_reward=0.5,
-        best_step=1,
+        step=2, source={"cursor": 4}, policy_version=2, entropy_coefficient=0.25, best_reward=0.5, best_step=1
     )
 
 
@@ -117,7 +110,7 @@ def test_a_run_of_the_first_version_is_resumed_to_its_end(old_run: RunFolder) ->
     assert json.loads((old_run.step_folder(4) / "state.json").read_text())["format"] == 2
 
 
-def test_a_checkpoint_of_a_later_version_is_refused_with_a_sentence(old_run: RunFolder) -> None:
+def test_checkpoints_and_run_folders_of_a_later_version_are_refused_with_a_sentence(old_run: RunFolder) -> None:
     checkpoint = old_run.step_folder(2)
     (checkpoint / "state.json").write_text(json.dumps({"format": 3, "step": 2, "what": "ever"}))
     write_manifest(checkpoint)
@@ -125,9 +118,6 @@ def test_a_checkpoint_of_a_later_version_is_refused_with_a_sentence(old_run: Run
     with pytest.raises(PalestraError, match=r"has format 3, .* reads up to 2; resume with the version that wrote it"):
         train_grpo(AGENT, SUITE, held_out=SUITE, resume=old_run.path)
     assert old_run.metrics_file.read_text() == before  # nothing is touched
-
-
-def test_a_run_folder_of_a_later_version_is_refused_with_a_sentence(old_run: RunFolder) -> None:
     old_run.record_file.write_text(json.dumps({"format": 9, "name": "clerk"}))
     with pytest.raises(PalestraError, match=r"format 9, and this Palestra reads formats up to 1; update it"):
         train_grpo(AGENT, SUITE, held_out=SUITE, resume=old_run.path)

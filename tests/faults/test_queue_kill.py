@@ -1,7 +1,5 @@
 """kill -9 in the middle of a training that samples ahead: no group is lost, none is trained twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -64,7 +62,7 @@ def rows(folder: Path) -> list[dict[str, object]]:
 
 def test_a_run_that_is_killed_trains_every_group_once(forkserver: Forkserver, tmp_path: Path) -> None:
     rng = random.Random(os.getpid())
-    code = SCRIPT.format(fakes=str(Path(__file__).parents[1] / "unit" / "train"))
+    code = SCRIPT.format(fakes=str(Path(__file__).parents[1] / "support"))
     for life in range(2):
         process = forkserver.popen("-c", code, str(tmp_path))
         if life == 0:

@@ -1,18 +1,15 @@
 """`palestra train --nproc 2` and torchrun: it learns, it is killed, it is stopped, and other numbers of ranks go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import wait_until
 
 from palestra.core.run_folder import RunFolder
 from palestra.runs.manager import RunManager
@@ -33,14 +30,6 @@ def train(folder: Path, *words: str, launcher: list[str] = PALESTRA) -> str:
     told = process.communicate(timeout=400)[0]
     assert process.returncode == 0, told
     return told
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    until = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    return found
 
 
 def pid_of_rank(rank: int, folder: Path) -> int | None:
@@ -103,7 +92,7 @@ def test_the_demo_is_learned_by_two_ranks(tmp_path: Path) -> None:
 def test_a_rank_killed_by_9_ends_the_run_with_the_reason_and_any_number_of_ranks_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "--nproc", "2", "--train.max_steps", "60", *SMALL)
-    wait_for(lambda: len(metrics(folder)) >= 2)
+    wait_until(lambda: len(metrics(folder)) >= 2, within_s=120, every_s=0.1)
     killed = pid_of_rank(1, folder)
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
@@ -122,7 +111,7 @@ def test_a_rank_killed_by_9_ends_the_run_with_the_reason_and_any_number_of_ranks
 def test_runs_stop_saves_a_checkpoint_with_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "--nproc", "2", "--train.max_steps", "60", *SMALL, "--checkpoint.every", "50")
-    wait_for(lambda: len(metrics(folder)) >= 2)
+    wait_until(lambda: len(metrics(folder)) >= 2, within_s=120, every_s=0.1)
     RunManager().stop(row_of(folder).run_id)
     told = process.communicate(timeout=60)[0]
     assert process.returncode == 130, told

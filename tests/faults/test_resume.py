@@ -75,9 +75,7 @@ def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path, rng: rand
 @pytest.mark.parametrize(
     "adapter", [pytest.param([], id="full"), pytest.param(["--lora.r", "4"], id="lora", marks=pytest.mark.slow)]
 )
-def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(
-    forkserver: Forkserver, tmp_path: Path, adapter: list[str]
-) -> None:
+def test_a_killed_and_resumed_run_equals_one_that_went_straight_through(forkserver, tmp_path, adapter) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     victim = spawn(forkserver, broken, "-m", "palestra", "train", *ARGUMENTS, *adapter)
     kill_in_the_middle(victim, broken, random.Random(os.getpid()))
@@ -189,9 +187,7 @@ def rollouts(run: Path) -> dict[int, list[Any]]:
     return found
 
 
-def test_a_killed_run_of_an_agents_program_equals_one_that_went_straight_through(
-    forkserver: Forkserver, tmp_path: Path
-) -> None:
+def test_a_killed_run_of_an_agents_program_equals_one_that_went_straight_through(forkserver, tmp_path) -> None:
     straight, broken, options = tmp_path / "straight", tmp_path / "broken", program_options(tmp_path)
     victim = spawn(forkserver, broken, "-m", "palestra", "train", *options)
     kill_in_the_middle(victim, broken, random.Random(os.getpid()))
@@ -202,9 +198,7 @@ def test_a_killed_run_of_an_agents_program_equals_one_that_went_straight_through
     assert_same_run(run_of(broken), run_of(straight), "model.safetensors")
 
 
-def test_a_killed_run_that_samples_ahead_keeps_its_steps_and_takes_each_once(
-    forkserver: Forkserver, tmp_path: Path
-) -> None:
+def test_a_killed_run_that_samples_ahead_keeps_its_steps_and_takes_each_once(forkserver, tmp_path) -> None:
     """Which weights sampled which token depends on timing, so nothing more is promised (docs/runs.md)."""
     broken, ahead = tmp_path / "broken", ["--rollout.max_staleness", "2"]
     victim = spawn(forkserver, broken, "-m", "palestra", "train", *ARGUMENTS, *ahead)

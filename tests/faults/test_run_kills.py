@@ -3,8 +3,6 @@
 All twelve cases, each with a run of its own: benchmarks/run_kills.py.
 """
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

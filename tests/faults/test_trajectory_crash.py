@@ -3,16 +3,13 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 run = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "trajectory_load.py"))["run"]
 
 
-def test_fifty_clients_at_once_lose_nothing_and_nothing_comes_twice(tmp_path):
-    result = run(clients=50, groups=8, kills=0, folder=tmp_path)
-    assert result["delivered"] == result["groups"] == 400
-    assert (result["lost"], result["twice"]) == (0, 0)
-
-
-def test_server_killed_in_the_middle_loses_nothing_that_it_accepted(tmp_path):
-    result = run(clients=20, groups=12, kills=2, folder=tmp_path)
-    assert result["delivered"] == result["groups"] == 240
+@pytest.mark.parametrize(("clients", "groups", "kills"), [(50, 8, 0), (20, 12, 2)], ids=["load", "killed"])
+def test_nothing_that_was_accepted_is_lost_and_nothing_comes_twice(tmp_path, clients, groups, kills):
+    result = run(clients=clients, groups=groups, kills=kills, folder=tmp_path)
+    assert result["delivered"] == result["groups"] == clients * groups
     assert (result["lost"], result["twice"]) == (0, 0)

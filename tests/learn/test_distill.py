@@ -1,7 +1,5 @@
 """The embedded model learns from itself with a hint, and from a copy of itself that was trained by GRPO."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

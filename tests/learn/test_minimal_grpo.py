@@ -1,7 +1,5 @@
 """The lesson in examples/minimal_grpo.py: it is short, stands alone, and its reward rises."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

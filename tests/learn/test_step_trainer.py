@@ -1,7 +1,5 @@
 """GRPO by hand: the reward rises, with all weights and with an adapter."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any

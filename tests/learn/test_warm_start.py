@@ -1,7 +1,5 @@
 """What the findings of a run without signal recommend helps: the same run with `--warm-start auto` learns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from palestra.core.errors import PalestraError
 
 Scale = Literal["group", "batch", "mean", "none"]
-Combine = Literal["sum_then_normalise", "normalise_then_sum"]
 Numbers = Sequence[float] | Tensor
 
 
@@ -52,10 +51,8 @@ def advantages(
         if (reward < 0).any():
             raise PalestraError("train.advantage_scale = mean needs rewards of 0 or more, and there are negative ones")
         deviation = (lowest + mean)[row_group]
-    elif scale == "none":
-        deviation = None
     else:
-        raise PalestraError(f"unknown advantage scale {scale!r}; expected group, batch, mean or none")
+        deviation = None
 
     if leave_one_out:
         centred = centred * (size / (size - 1).clamp(min=1))[row_group]
@@ -67,32 +64,21 @@ def combine_measures(
     weights: Numbers,  # [M]
     group: Sequence[int] | Tensor,  # [R]
     *,
-    combine: Combine = "sum_then_normalise",
     scale: Scale = "group",
     leave_one_out: bool = False,
-    eps: float = 1e-4,
 ) -> Tensor:
-    """[R] float64 advantages from several measures: weigh, add and normalise, or normalise each and then add.
+    """[R] float64: the advantages by each measure alone, weighed and added.
 
-    Normalising first keeps a measure with a small spread from drowning in one with a large spread.
+    This keeps a measure with a small spread from drowning in one with a large spread.
     """
-    value = torch.as_tensor(values, dtype=torch.float64)
+    value, members = torch.as_tensor(values, dtype=torch.float64), torch.as_tensor(group)
     weight = torch.as_tensor(weights, dtype=torch.float64)
-    if value.ndim != 2 or value.shape[1:] != weight.shape:
-        raise PalestraError(f"measures of shape {list(value.shape)} and {len(weight)} weights; expected [R, M] and [M]")
-    for measure in range(len(weight)):
-        _finite(value[:, measure].masked_fill(value[:, measure].isnan(), 0.0), f"measure {measure} of row {{}}")
-    if combine == "sum_then_normalise":
-        return advantages(value.nan_to_num() @ weight, group, scale=scale, leave_one_out=leave_one_out, eps=eps)
-    if combine == "normalise_then_sum":
-        members, total = torch.as_tensor(group), torch.zeros(len(value), dtype=torch.float64)
-        for one, factor in zip(value.T, weight, strict=True):
-            rows = ~one.isnan()
-            total[rows] += factor * advantages(
-                one[rows], members[rows], scale=scale, leave_one_out=leave_one_out, eps=eps
-            )
-        return total
-    raise PalestraError(f"unknown combine {combine!r}; expected sum_then_normalise or normalise_then_sum")
+    total = torch.zeros(len(value), dtype=torch.float64)
+    for measure, (one, factor) in enumerate(zip(value.T, weight, strict=True)):
+        rows = ~one.isnan()
+        _finite(one.masked_fill(~rows, 0.0), f"measure {measure} of row {{}}")
+        total[rows] += factor * advantages(one[rows], members[rows], scale=scale, leave_one_out=leave_one_out)
+    return total
 
 
 def _dense(group: Sequence[int] | Tensor, rows: int) -> tuple[Tensor, Tensor]:

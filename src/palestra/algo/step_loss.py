@@ -30,6 +30,8 @@ from palestra.algo.losses import Objective, TokenStats, policy_loss, token_weigh
 from palestra.core.errors import PalestraError
 from palestra.core.types import Array
 
+ENTROPY_INCREMENT = 0.005  # by which the controller moves the coefficient, between 0 and 1
+
 # (log-probabilities, entropies, which tokens) -> the gradient of the loss by each of both
 LossGradient = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
 
@@ -274,11 +276,6 @@ def world_model_loss(
             weight = 1.0 / (row_lengths.to(logprobs.dtype).clamp(min=1.0)[row] * max(rows_total, 1))
         case "seq_mean_token_sum_norm":
             weight = 1.0 / max(max_sequence_length, 1)
-        case _:
-            raise PalestraError(
-                f"unknown echo normalization {normalization!r}; "
-                "expected selected_tokens, sequence_mean or seq_mean_token_sum_norm"
-            )
     return -(logprobs * weight).sum()
 
 
@@ -306,7 +303,6 @@ def coefficient_at(
             return initial + (final - initial) * done
         case "step":
             return max(initial * 0.5 ** (step // step_every), min(final, initial))
-    raise PalestraError(f"unknown echo schedule {schedule!r}; expected constant, linear or step")
 
 
 def entropy_bonus(entropy: Tensor, coefficient: float, *, tokens_total: int) -> Tensor:
@@ -318,16 +314,8 @@ def entropy_bonus(entropy: Tensor, coefficient: float, *, tokens_total: int) -> 
     return entropy.sum() * (-coefficient / max(tokens_total, 1))
 
 
-def next_entropy_coefficient(
-    coefficient: float,
-    entropy: float,
-    target: float,
-    *,
-    increment: float = 0.005,
-    lowest: float = 0.0,
-    highest: float = 1.0,
-) -> float:
+def next_entropy_coefficient(coefficient: float, entropy: float, target: float) -> float:
     """The coefficient for the next step: one increment up while entropy is at or below the target, else one down."""
     if entropy <= target:
-        return min(coefficient + increment, highest)
-    return max(coefficient - increment, lowest)
+        return min(coefficient + ENTROPY_INCREMENT, 1.0)
+    return max(coefficient - ENTROPY_INCREMENT, 0.0)

@@ -208,12 +208,7 @@ def why_cut_off(finish: Finish, speaker: Speaker, limits: AttemptLimits) -> Stop
 
 
 async def hear_in_less(
-    speaker: Speaker,
-    episode: Episode,
-    attempt: Attempt,
-    replies: Sequence[Message],
-    limits: AttemptLimits,
-    seed: int,
+    speaker: Speaker, episode: Episode, attempt: Attempt, replies: Sequence[Message], limits: AttemptLimits, seed: int
 ) -> StopReason | None:
     """Let the model read the replies with a history without reasoning, or a summary of it; why that ended the attempt.
 

@@ -84,10 +84,7 @@ class ChatSession:
         finally:
             self._speaker = None
         self.messages = attempt.messages
-        if stop in (
-            "truncated",
-            "context_full",
-        ):  # in the middle of a message: the next question begins with a fresh rendering
+        if stop in ("truncated", "context_full"):  # in the middle of a message: the next question renders all again
             self._close()
         return stop
 

@@ -103,11 +103,7 @@ class FunctionCollector:
             return list(await asyncio.gather(*groups))
 
     async def _group(
-        self,
-        index: int,
-        problem: Problem,
-        episodes: Sequence[Episode],
-        columns: Mapping[str, Sequence[Any]],
+        self, index: int, problem: Problem, episodes: Sequence[Episode], columns: Mapping[str, Sequence[Any]]
     ) -> Group:
         first = index * len(episodes)
         mine = slice(first, first + len(episodes))

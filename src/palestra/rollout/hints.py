@@ -127,15 +127,21 @@ def rules_for(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
     shares = {
         sentence: share_of(has_mistake, rollouts)
         for sentence, has_mistake in (
-            ("Call a tool before you answer; its result is what you need.", _never_called),
+            (
+                "Call a tool before you answer; its result is what you need.",
+                lambda rollout: bool(rollout.tool_names) and not called_successfully(rollout),
+            ),
             ("Call only the tools that are listed, with all of their arguments.", _called_wrongly),
             (
                 "Do not make up numbers or names: take every argument of a call from the question or from the result "
                 "of an earlier call, and look up first what you do not know.",
                 lambda rollout: not is_grounded(rollout),
             ),
-            ("Do not repeat a call that you have already made.", _repeats_calls),
-            ("As soon as you have the result, answer in words and call no more tools.", _never_answers),
+            ("Do not repeat a call that you have already made.", lambda r: len(set(calls_of(r))) < len(calls_of(r))),
+            (
+                "As soon as you have the result, answer in words and call no more tools.",
+                lambda r: r.stop == "tool_limit",
+            ),
             ("Be brief.", lambda rollout: rollout.cut_off),
         )
     }
@@ -148,22 +154,9 @@ def share_of(trait: Callable[[Rollout], bool], rollouts: Sequence[Rollout]) -> f
     return sum(map(trait, good)) / len(good) if good else 0.0
 
 
-def _never_called(rollout: Rollout) -> bool:
-    return bool(rollout.tool_names) and not called_successfully(rollout)
-
-
 def _called_wrongly(rollout: Rollout) -> bool:
     problems = {call_problem(result, rollout.tool_names) for result in rollout.tool_results}
     return bool(problems & {"unknown_tool", "invalid_arguments", "malformed"})
-
-
-def _repeats_calls(rollout: Rollout) -> bool:
-    calls = calls_of(rollout)
-    return len(set(calls)) < len(calls)
-
-
-def _never_answers(rollout: Rollout) -> bool:
-    return rollout.stop == "tool_limit"
 
 
 def is_grounded(rollout: Rollout, *, answer: bool = False) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,13 @@ def backend_of(
     else:
         config.refuse(["ray"], "it is for backend: ray")
         policy = policy or policy_for(model, tokenizer, config)
+    kind = LocalLearner if ranks.size == 1 else partial(FsdpLearner, ranks=ranks)
+    make = partial(kind, model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
     return Backend(
         config,
         model,
         tokenizer,
-        learner or learner_of(model, config, tokenizer.pad_token_id or 0, ranks),
+        learner or make(),
         policy,
         lambda folder, record: write_tokenizer_and_card(model, tokenizer, folder, record),
         lambda folder, record: save_hf(model, tokenizer, folder, record=record),
@@ -103,12 +106,6 @@ def ray_pool(config: RunConfig) -> RolloutPool:
     options = config.ray
     needs = f"{options.cpus_per_actor:g} CPUs and {options.gpus_per_actor:g} GPUs"
     return RolloutPool(RayCluster(options), options.actors, needs=needs, timeout_s=options.timeout_s)
-
-
-def learner_of(model: Any, config: RunConfig, pad_token_id: int, ranks: Ranks) -> Learner:
-    if ranks.size == 1:
-        return LocalLearner(model, config=config, pad_token_id=pad_token_id)
-    return FsdpLearner(model, config=config, pad_token_id=pad_token_id, ranks=ranks)
 
 
 def tinker_backend(config: RunConfig, loaded: LoadedModel) -> Backend:

@@ -14,7 +14,7 @@ from palestra.algo.advantage import combine_measures
 from palestra.algo.batch import Batch
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
-from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout, Turn
+from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout, Score, Turn
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
@@ -41,22 +41,16 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
     scale, leave_one_out = train.advantage_scale, train.leave_one_out
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
     if train.combine == "normalise_then_sum" and len(names) > 1:
-        values = torch.tensor([[_value(r, name) for name in names] for r in rollouts])
+        unknown = Score(math.nan, None)  # of a measure that was not run on a rollout
+        values = torch.tensor([[r.scores.get(name, unknown).value for name in names] for r in rollouts])
         per_measure = torch.tensor([weights.get(n, 1.0) for n in names])
-        values_out = combine_measures(
-            values, per_measure, members, combine=train.combine, scale=scale, leave_one_out=leave_one_out
-        )
+        values_out = combine_measures(values, per_measure, members, scale=scale, leave_one_out=leave_one_out)
     else:
         rewards = torch.tensor([r.reward for r in rollouts])
         values_out = normalise(rewards, members, scale=scale, leave_one_out=leave_one_out)
     for (g, i), value in zip(rows, values_out.tolist(), strict=True):
         result[g][i] = value
     return result
-
-
-def _value(rollout: Rollout, name: str) -> float:
-    """NaN where the measure was not run on this rollout."""
-    return rollout.scores[name].value if name in rollout.scores else math.nan
 
 
 def _require_finite(groups: Sequence[Group]) -> None:

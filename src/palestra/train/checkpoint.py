@@ -9,23 +9,15 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from palestra.core.errors import PalestraError
-from palestra.core.files import partial_folder, verify_folder, write_folder
-from palestra.core.run_folder import (  # noqa: F401
-    MANIFEST,
-    STATE,
-    RunFolder,
-    last_checkpoint,
-    step_checkpoints,
-    step_folder,
-    step_of,
-)
+from palestra.core.files import free_bytes, partial_folder, verify_folder, write_folder
+from palestra.core.run_folder import MANIFEST, STATE, RunFolder, last_checkpoint, step_checkpoints, step_folder, step_of  # noqa: F401
 from palestra.train.safety_net import UNTOUCHED, SafetyState
 
 FORMAT = 2
@@ -54,10 +46,6 @@ class TrainState:
         """Steps that its stage has taken."""
         return self.step - self.stage_start
 
-    def to_dict(self) -> dict[str, Any]:
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return own | {"safety": self.safety.to_dict()}
-
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> TrainState:
         safety = SafetyState.from_dict(record["safety"]) if "safety" in record else UNTOUCHED  # older ones have none
@@ -69,7 +57,7 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
 
     def write_all(aside: Path) -> None:
         write(aside)
-        (aside / STATE).write_text(json.dumps({"format": FORMAT, **state.to_dict()}))
+        (aside / STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
 
     try:
         return write_folder(folder, write_all)
@@ -78,6 +66,17 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
             f"the checkpoint {folder} could not be written ({getattr(error, 'strerror', None) or error}); earlier "
             "checkpoints are whole. Free some space or choose another output_dir, then resume"
         ) from error
+
+
+def has_room(folder: Path, step: int, least: int, warn: Callable[[str], None]) -> bool:
+    """Whether `least` bytes, of a checkpoint and the final model, are free on the disk; warns if not."""
+    free = free_bytes(folder)
+    if free < least:
+        warn(
+            f"no checkpoint of step {step}: {free / 2**20:,.0f} MiB are free, and a checkpoint and the final model "
+            f"need {least / 2**20:,.0f} MiB; free some space"
+        )
+    return free >= least
 
 
 def join_checkpoint(folder: Path, write: Callable[[Path], None]) -> Path:

@@ -1,4 +1,4 @@
-"""Demonstrations: conversations and earlier rollouts as rollouts that supervised stages train on.
+"""Demonstrations: conversations and earlier rollouts as rollouts that supervised stages train on, and their source.
 
 A conversation gets the tokens that our agent loop would have: the prompt and the replies by the model's own chat
 template, append-only, and each assistant message as a turn of the model, with calls in the model's own format.
@@ -7,22 +7,26 @@ template, append-only, and each assistant message as a turn of the model, with c
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from palestra.core.conversations import Conversation
 from palestra.core.errors import PalestraError
-from palestra.core.group_codec import rollout_from_dict
+from palestra.core.files import append_jsonl, read_jsonl, write_jsonl
+from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import Lineage, Message, Rollout, ToolCall, ToolResult, Turn
+from palestra.core.types import Group, Message, Rollout, ToolCall, ToolResult, Turn
 from palestra.models.chat.roundtrip import takes_parallel_calls
 from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.models.chat.written import write_reply
+from palestra.train.group_source import GroupSource, draw
 
 log = logging.getLogger("palestra")
 Schemas = Sequence[dict[str, Any]]
@@ -93,7 +97,7 @@ def demonstration(
         rollout = _demonstration(conversation, _steps(conversation, chat), chat, schemas)
     except PalestraError as error:
         raise PalestraError(f"{conversation.origin}: {error}") from None
-    count = _token_count(rollout)
+    count = sum(len(turn.token_ids) for turn in rollout.turns)
     if max_tokens is not None and count > max_tokens:
         raise TooLongError(
             f"{conversation.origin}: the conversation has {count} tokens, and the context {max_tokens}; shorten it, "
@@ -109,10 +113,12 @@ def as_demonstrations(rollout: Rollout) -> list[Rollout]:
     """
     found = []
     for part in rollout.conversations:
-        turns = tuple(_unsampled(turn) for turn in part.turns)
+        turns = tuple(_model_turn(turn.token_ids) if turn.maker == "model" else turn for turn in part.turns)
         if not any(turn.maker == "model" and len(turn.token_ids) for turn in turns):
             continue
-        own = rollout if isinstance(part, Rollout) else _alone(rollout, part)
+        own = rollout
+        if part is not rollout:
+            own = replace(rollout, messages=part.messages, stop=part.stop, tool_results=())
         found.append(replace(own, turns=turns, lineages=(), advantages=_ones(turns), reward=1.0))
     return found
 
@@ -261,17 +267,85 @@ def _model_turn(token_ids: Any) -> Turn:
     return Turn("model", token_ids, np.full(count, np.nan, np.float32), np.zeros(count, np.int32), "stop")
 
 
-def _unsampled(turn: Turn) -> Turn:
-    return _model_turn(turn.token_ids) if turn.maker == "model" else turn
-
-
-def _alone(rollout: Rollout, lineage: Lineage) -> Rollout:
-    return replace(rollout, messages=lineage.messages, stop=lineage.stop, tool_results=())
-
-
 def _ones(turns: Sequence[Turn]) -> Any:
     return np.ones(sum(len(turn.token_ids) for turn in turns), np.float32)
 
 
-def _token_count(rollout: Rollout) -> int:
-    return sum(len(turn.token_ids) for turn in rollout.turns)
+class DemonstrationStore:
+    """The demonstrations of a run, in a file of its folder, in the order in which they came."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what the file has."""
+        self._path = path
+        self.rollouts = [rollout_from_dict(row) for row in read_jsonl(path)] if path.is_file() else []
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def add(self, rollouts: Iterable[Rollout]) -> None:
+        made = [each for rollout in rollouts for each in as_demonstrations(rollout)]
+        new = [rollout_from_dict(rollout_to_dict(each, exact=True)) for each in made]
+        self.rollouts += new  # exactly what a resumed run reads
+        if new:
+            append_jsonl(self._path, (rollout_to_dict(rollout, exact=True) for rollout in new))
+
+    def cut(self, count: int) -> None:
+        """Forget all but the first `count`: a resumed run makes the others again."""
+        if len(self.rollouts) > count:
+            del self.rollouts[count:]
+            write_jsonl(self._path, (rollout_to_dict(rollout, exact=True) for rollout in self.rollouts))
+
+
+@dataclass(slots=True)
+class DemonstrationSource(GroupSource):
+    """Demonstrations in an endless stream, reshuffled each epoch; the source of an sft stage."""
+
+    store: DemonstrationStore
+    seed: int
+    first: int = 0  # of the store's demonstrations, that this stage learns from
+    count: int = 0  # how many there are
+    drawn: int = 0
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    stage: str = "sft"
+    is_done: bool = False
+    ends_by_itself: bool = False  # the number of steps is not known before
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last step
+
+    @property
+    def samples_next(self) -> bool:
+        """Whether the next step samples before it learns."""
+        return False
+
+    async def next(self, count: int, version: int) -> list[Group]:
+        groups = self.draw(count)
+        self.metrics = {"demonstrations": float(self.count)}
+        return groups
+
+    def draw(self, count: int) -> list[Group]:
+        chosen = self.store.rollouts[self.first : self.first + self.count]
+        found = draw(chosen, self.drawn, min(count, len(chosen)), self.seed)
+        self.drawn += len(found)
+        return [Group(rollout.problem_id, (rollout,)) for rollout in found]
+
+    def state(self) -> dict[str, Any]:
+        return {"first": self.first, "count": self.count, "drawn": self.drawn, "stored": len(self.store)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self.first, self.count, self.drawn = (int(state[name]) for name in ("first", "count", "drawn"))
+            self.store.cut(int(state["stored"]))
+
+
+def sampled_key(rollout: Rollout) -> tuple[str, bytes]:
+    """The problem and the tokens that the model sampled, for finding repetitions."""
+    turns = (turn.token_ids.tobytes() for turn in rollout.turns if turn.maker == "model")
+    return rollout.problem_id, b"|".join(turns)
+
+
+def steps_for(demonstrations: int, epochs: float, batch: int) -> int:
+    """Optimizer steps for this many epochs.
+
+    >>> steps_for(40, 3, 16), steps_for(5, 2, 16)
+    (8, 2)
+    """
+    return max(1, math.ceil(epochs * demonstrations / min(batch, demonstrations)))

@@ -1,15 +1,9 @@
-"""Distillation along the model's own rollouts: a teacher scores the student's candidates for every sampled token.
+"""Distillation along the model's own rollouts: a teacher scores the student's k candidates for every sampled token.
 
-One step, token by token: the student's k most likely tokens at each trained place (`LocalLearner.top_logprobs`), the
-teacher's log-probabilities of the same tokens at the same places, and `DistillLoss` over both, whose gradient is added
-to that of the policy loss before the optimizer step (`train.update`). Student and teacher are compared at
-`rollout.temperature`, at which all sampled tokens are scored.
-
-- Self-distillation (SDPO, arXiv 2601.20802; OPSD, arXiv 2601.18734): the teacher is the model itself, as it is now,
-  with a hint in its prompt (`rollout.hints`), followed by exactly the student's tokens and tool results. Groups in
-  which every rollout failed teach, too. The weight of a group is 1 − its pass rate: what the student solves without
-  a hint is no longer pulled towards what it would say with one.
-- On-policy distillation: the teacher is another model with the same tokenizer, which reads the same prompt.
+`DistillLoss` compares both at `rollout.temperature`; its gradient is added to that of the policy loss. In
+self-distillation (SDPO, arXiv 2601.20802; OPSD, arXiv 2601.18734) the teacher is the model as it is now, with a hint in
+its prompt (`rollout.hints`); the weight of a group is 1 − its pass rate. Else the teacher is another model with the
+same tokenizer, which reads the same prompt.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Teacher:
 
     def prompt(self, group: Group, conversation: Conversation) -> Array | None:
         """The tokens that the teacher reads in place of the student's prompt; None where it has nothing to teach."""
-        raise NotImplementedError
+        return conversation.turns.turns[0].token_ids
 
     def logprobs(self, batch: Batch) -> Array:
         """[M] of the batch's targets."""
@@ -122,9 +122,6 @@ class ModelTeacher(Teacher):
         model = FrozenModel(loaded.model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0)
         return cls(model, loaded.context_tokens)
 
-    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
-        return conversation.turns.turns[0].token_ids
-
     def logprobs(self, batch: Batch) -> Array:
         return self.model.forward(batch)
 
@@ -152,9 +149,6 @@ class ServerTeacher(Teacher):
             raise PalestraError(
                 f"distill.teacher_url = {url} lists no model at /v1/models; give a server of one"
             ) from None
-
-    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
-        return conversation.turns.turns[0].token_ids
 
     def logprobs(self, batch: Batch) -> Array:
         targets, rows = batch.targets, batch.split(batch.token_ids)

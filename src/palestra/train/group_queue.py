@@ -1,12 +1,9 @@
-"""Groups ahead of their step: a queue around a source, so that sampling goes on while tools run and the learner works.
+"""Groups ahead of their step: a queue around a source, so that it samples while tools run and the learner works.
 
-Groups are begun and handed out in one order. So a slow group is waited for, not dropped: slow problems are trained as
-often as quick ones. At the beginning of a step, and of each refill in it, as many groups are begun as it takes, and
-`max_staleness` steps' worth of them lie ahead. As every step takes `per_step` groups or more, none is older than
-`max_staleness` versions when it is trained.
-
-Finished groups are in a journal until a checkpoint holds the steps that they were trained in. A run that was killed
-trains exactly the same groups again, in the same steps, and samples only those that were still in progress.
+Groups are begun and handed out in one order, `max_staleness` steps' worth ahead: slow problems are trained as often as
+quick ones, and as every step takes `per_step` groups or more, none is older than `max_staleness` versions.
+Finished groups are in a journal until a checkpoint holds their steps. A run that was killed trains exactly the same
+groups again, in the same steps, and samples only those that were still in progress.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ class Draw:
     groups: asyncio.Future[list[Group]]
 
 
-class GroupQueue:
+class GroupQueue(GroupSource):
     """A GroupSource around another. `steps_left` counts the step that is gathered for, None where there is no last."""
 
     def __init__(
@@ -53,8 +50,7 @@ class GroupQueue:
         steps_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.max_staleness = max_staleness
-        self.concurrent = 0  # no queue around a queue
-        self.gives_back = False
+        self.refills, self.reward_weights = source.refills, source.reward_weights
         self._source = source
         self._per_step = per_step
         self._steps_left = steps_left
@@ -68,18 +64,10 @@ class GroupQueue:
         self._after: Mapping[str, Any] = source.state()  # the source's state behind them
         self._saved = 0  # the number in the last state that was given
 
-    @property
-    def refills(self) -> bool:
-        return self._source.refills
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]:
-        return self._source.reward_weights
-
     async def next(self, count: int, version: int) -> list[Group]:
         self._open()
-        left = self._steps_left()
-        steps_ahead = self.max_staleness if left is None else min(self.max_staleness, left - 1)
+        left, ahead = self._steps_left(), self.max_staleness or 0
+        steps_ahead = ahead if left is None else min(ahead, left - 1)
         while len(self._line) < count + steps_ahead * self._per_step:
             self._line.append(self._begin(version))
         taken = self._line[:count]
@@ -88,8 +76,6 @@ class GroupQueue:
         self._number += count
         self._after = taken[-1].after
         return groups
-
-    def give_back(self, count: int) -> None: ...
 
     def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
         self._source.observe(groups, advantages, step)

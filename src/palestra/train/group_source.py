@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -26,67 +26,46 @@ DRAWS_UNTIL_ONE_IS_GOOD = 3
 T = TypeVar("T")
 
 
-class GroupSource(Protocol):
+class GroupSource:
     """Hands out scored groups. Its state lets a resumed run go on with the groups that would have come next."""
 
-    @property
-    def refills(self) -> bool:
-        """Whether more groups can be asked for where some have no signal."""
-        ...
+    __slots__ = ()
+    refills: bool = False  # more groups can be asked for where some have no signal
+    gives_back: bool = False  # more groups may be drawn than are needed, and the last ones given back
+    max_staleness: int | None = None  # how many policy versions a group may lag behind; None: any
+    # How many groups may be in progress together. Above 1 `state` moves on with the call of `next` itself, so that a
+    # queue can call it again before the first has ended. 0: no queue may be around it.
+    concurrent: int = 0
+    reward_weights: Mapping[str, float]
+    is_done: bool = False  # it has no more groups, so the run ends
 
-    @property
-    def max_staleness(self) -> int | None:
-        """How many policy versions a group may lag behind; None: any."""
-        ...
+    def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
+        """About `count` groups; `version` is that of the policy now. A source that makes batches gives a whole one."""
+        raise NotImplementedError
 
-    @property
-    def concurrent(self) -> int:
-        """How many groups may be in progress at once; above 1 `state` moves on with the call of `next` itself, so that
-        a queue can call it again before the first has ended. 0: no queue may be around it."""
-        ...
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]: ...
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether more groups may be drawn than are needed, and the last ones given back."""
-        ...
+    async def prepare(self, count: int) -> None:
+        """Make ready what the next `count` groups need, while the learner works. `state` stays as it is."""
 
     def give_back(self, count: int) -> None:
         """The last `count` groups will not be used: their problems come again."""
-        ...
-
-    async def next(self, count: int, version: int) -> list[Group]:
-        """About `count` groups; `version` is that of the policy now. A source that makes batches gives a whole one."""
-        ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
     def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
         """Called with the groups of each step, before they are learned."""
-        ...
+
+    def state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
     def commit(self) -> None:
         """All that was handed out so far is in a checkpoint, and need not be kept."""
-        ...
 
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class PreparesSteps(Protocol):
-    """A source that has something to do while the learner works."""
-
-    async def prepare(self, count: int) -> None:
-        """Make ready what the next `count` groups need before they are sampled. `state` stays as it is."""
-        ...
-
-
 @dataclass(slots=True)
-class ProblemSource:
+class ProblemSource(GroupSource):
     """Problems of an environment in an endless shuffled stream, attempted by a collector."""
 
     collector: CollectsGroups
@@ -164,9 +143,6 @@ class ProblemSource:
         self.drawn, self.tried = int(state.get("cursor", 0)), int(state.get("tried", 0))
         self._in_progress = {}
 
-    def commit(self) -> None:
-        """Nothing is kept: the seed makes it again."""
-
     def close(self) -> None:
         if isinstance(self.collector, PreparesGroups):
             self.collector.abandon()
@@ -174,32 +150,20 @@ class ProblemSource:
 
 
 @dataclass(slots=True)
-class NoMoreGroups:
+class NoMoreGroups(GroupSource):
     """The source of a run that takes no more steps: it only keeps the state of the one before."""
 
     position: Mapping[str, Any] = field(default_factory=dict)
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    refills: bool = False
-    gives_back: bool = False
-    max_staleness: int | None = None
-    concurrent: int = 0
 
     async def next(self, count: int, version: int) -> list[Group]:
         raise PalestraError("this run takes no more steps")
-
-    def give_back(self, count: int) -> None: ...
-
-    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None: ...
 
     def state(self) -> dict[str, Any]:
         return dict(self.position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.position = state
-
-    def commit(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

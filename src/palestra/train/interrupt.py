@@ -7,11 +7,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 _SAME_SIGNAL_S = 0.5
 _last_sigterm = float("-inf")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during training; a checkpoint of the last whole step is on disk."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(f"interrupted; saved {checkpoint}. Go on with resume={str(checkpoint.parent.parent)!r}")
+        self.checkpoint = checkpoint
 
 
 @contextmanager

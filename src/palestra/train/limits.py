@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import RolloutSection
@@ -15,37 +16,20 @@ log = logging.getLogger("palestra")
 DESTRUCTIVE_RATE = 30  # times the learning rate that suits a model
 
 
-def sampling_params(options: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """How a turn is sampled in training; settings that bias the importance ratio are warned of."""
-    if options.repetition_penalty != 1:
-        log.warning("repetition_penalty during training biases the importance ratio; prefer 1")
-    return SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        stop_token_ids=stop_token_ids,
-    )
-
-
 def attempt_limits(config: RunConfig, stop_token_ids: tuple[int, ...] = (), *, training: bool) -> AttemptLimits:
     """How attempts are sampled: for an evaluation at its own temperature, from the whole distribution."""
-    config = config.with_step_size()
-    options, sampling = config.rollout, sampling_params(config.rollout, stop_token_ids)
+    options = config.with_step_size().rollout
+    if options.repetition_penalty != 1:
+        log.warning("repetition_penalty during training biases the importance ratio; prefer 1")
+    sampling = SamplingParams(stop_token_ids=stop_token_ids, **_settings(options, SamplingParams))
     if not training:
         sampling = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
-    return AttemptLimits(
-        sampling,
-        max_tool_rounds=options.max_tool_rounds,
-        tool_timeout_s=options.tool_timeout_s,
-        max_tool_result_chars=options.max_tool_result_chars,
-        constrain_tool_calls=options.constrain_tool_calls,
-        unexpected_call_format=options.unexpected_call_format,
-        compact_at=options.compact_at,
-        keep_reasoning=options.keep_reasoning,
-    )
+    return AttemptLimits(sampling, **_settings(options, AttemptLimits))
+
+
+def _settings(options: RolloutSection, kind: type) -> dict[str, Any]:
+    """The settings that are fields of a dataclass, by their names."""
+    return {f.name: getattr(options, f.name) for f in fields(kind) if f.name in type(options).model_fields}
 
 
 def setting_warnings(config: RunConfig, parameters: int, context_tokens: int) -> Iterator[str]:

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, text_of
-from palestra.core.files import free_bytes
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
+from palestra.core.run_folder import step_folder
 from palestra.core.types import Group
 from palestra.evals.case_rates import CaseRates
 from palestra.evals.evidence import Example, RunFacts, find_examples
@@ -28,26 +28,19 @@ from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker
-from palestra.train.batch import has_signal, trainable_batch
-from palestra.train.checkpoint import (
-    TrainState,
-    join_checkpoint,
-    last_checkpoint,
-    prune,
-    save_checkpoint,
-    step_folder,
-)
+from palestra.train.batch import trainable_batch
+from palestra.train.checkpoint import TrainState, has_room, join_checkpoint, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
-from palestra.train.demonstration_source import DemonstrationSource
-from palestra.train.distill import DistillRows, choose_rows
+from palestra.train.demonstrations import DemonstrationSource
+from palestra.train.distill import choose_rows
 from palestra.train.distill_teachers import Teacher
 from palestra.train.forecast import memory_remedy
-from palestra.train.group_source import GroupSource, PreparesSteps, StepRollouts, gather
-from palestra.train.interrupt import deferred_interrupts
+from palestra.train.group_source import GroupSource, StepRollouts, gather
+from palestra.train.interrupt import Interrupted, deferred_interrupts
 from palestra.train.metrics import peak_memory_gib, rollout_metrics
-from palestra.train.replay import Replay, ReplayRows
+from palestra.train.replay import Replay
 from palestra.train.safety_net import Snapshots, collapse_reason
-from palestra.train.schedule import Coefficients, coefficients_at, next_entropy, update_scale
+from palestra.train.schedule import coefficients_at, next_entropy, solved_reason, step_scale, token_limit_reason
 from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
 from palestra.train.watcher import Watcher
@@ -55,14 +48,6 @@ from palestra.train.watcher import Watcher
 log = logging.getLogger("palestra")
 NEVER_BEST = float("-inf")
 T = TypeVar("T")
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during training; a checkpoint of the last whole step is on disk."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        super().__init__(f"interrupted; saved {checkpoint}. Go on with resume={str(checkpoint.parent.parent)!r}")
-        self.checkpoint = checkpoint
 
 
 @dataclass(slots=True)
@@ -103,8 +88,7 @@ class Training:
     def run(self, evaluate: Callable[[int], float] | None = None, lacks_evaluation: bool = False) -> None:
         """Train to the last step, with checkpoints; Ctrl-C raises `Interrupted` after saving one.
 
-        `evaluate` is called with the step at every `eval.every` and gives the held-out reward; also at once, where
-        the run was killed before its last evaluation had ended.
+        `evaluate` gives the held-out reward of a step, at every `eval.every`; first, where the last one is missing.
         """
         total = self.total_steps or 0
         try:
@@ -112,7 +96,7 @@ class Training:
                 self.take_evaluation(evaluate(self.state.step))
             self._show_phase()
             by_evaluation = evaluate is not None and self.config.eval.every > 0
-            while self.state.step < total and self.ended_early is None and not self._has_learned_all:
+            while self.state.step < total and self.ended_early is None and not self.source.is_done:
                 try:
                     metrics = self.step()
                 except NotFiniteError as error:
@@ -123,13 +107,17 @@ class Training:
                 self.watcher.advance(self.state.step, metrics)
                 if self.demonstrations is None:
                     self._judge(metrics, total)
-                self._end_at_token_limit()
+                if self.demonstrations is None or self.demonstrations.samples_next:  # the next step costs tokens
+                    limit = self.config.train.max_sampled_tokens
+                    self._end(token_limit_reason(self.state.sampled_tokens, self.state.step, limit))
                 self._log(metrics, total)
                 if self.demonstrations is None:
                     self._check_health(metrics)
                 if self.state.step >= total or self.ended_early is not None:
                     self.save_model()
-                self._save_if_due(NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST))
+                every = self.config.checkpoint.every
+                reward = NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST)
+                self._save_if(every and self.state.step % every == 0, reward)
                 if evaluate and self.evaluates_after(self.state.step):
                     self.take_evaluation(evaluate(self.state.step))
                     self._show_phase()
@@ -153,10 +141,6 @@ class Training:
     def demonstrations(self) -> DemonstrationSource | None:
         """The source, where its groups are demonstrations: their rewards say nothing about the model."""
         return self.source if isinstance(self.source, DemonstrationSource) else None
-
-    @property
-    def _has_learned_all(self) -> bool:
-        return self.demonstrations is not None and self.demonstrations.is_done
 
     @property
     def steps_left(self) -> int | None:
@@ -198,25 +182,12 @@ class Training:
             if finding.kind not in self.reported_findings:
                 self.reported_findings.add(finding.kind)
                 self.watcher.warn(str(finding))
-        count = self.config.train.stop_when_solved
-        recent = self.history[-count:] if count else []
-        if count and len(recent) == count and all(row.get("pass_rate") == 1.0 for row in recent):
-            self.ended_early = (
-                f"every rollout of the last {count} steps passed, so the training ended after step {self.state.step} "
-                f"of {total} (train.stop_when_solved={count})"
-            )
-            self.watcher.note(self.ended_early)
+        self._end(solved_reason(self.history, self.state.step, total, self.config.train.stop_when_solved))
 
-    def _end_at_token_limit(self) -> None:
-        limit, sampled = self.config.train.max_sampled_tokens, self.state.sampled_tokens
-        goes_on = self.demonstrations is not None and not self.demonstrations.samples_next  # costs no tokens
-        if limit is None or sampled < limit or goes_on or self.ended_early is not None:
-            return
-        self.ended_early = (
-            f"{sampled:,} tokens are sampled, so the training ended after step {self.state.step} "
-            f"(train.max_sampled_tokens={limit})"
-        )
-        self.watcher.note(self.ended_early)
+    def _end(self, reason: str | None) -> None:
+        if reason is not None and self.ended_early is None:
+            self.ended_early = reason
+            self.watcher.note(reason)
 
     def step(self) -> dict[str, float]:
         """One step: sample and learn. The state moves on only when all of it has worked."""
@@ -235,16 +206,28 @@ class Training:
             return self.learn(rollouts, times)
 
     def learn(self, rollouts: StepRollouts, times: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-        """Learn from the groups, publish the weights, record the step; `times` is where its sampling's went."""
+        """Learn from the groups, publish the weights, record the step; `times` are the seconds of its sampling."""
         began, state, config = time.perf_counter(), self.state, self.config
         groups, advantages = rollouts.groups, rollouts.advantages
         self.source.observe(groups, advantages, state.step + 1)  # before the next step is prepared
         steps = None if self.total_steps is None else self.total_steps - state.stage_start
-        coefficients = coefficients_at(state.step - state.stage_start, config, steps, self.entropy_coefficient)
+        entropy = config.train.entropy_coefficient if state.entropy_coefficient is None else state.entropy_coefficient
+        coefficients = coefficients_at(state.step - state.stage_start, config, steps, entropy)
         teacher = self.teacher if config.distill.coefficient else None
         distilled = None if teacher is None else choose_rows(teacher, groups, advantages, config)
-        replayed = self._replay_rows(groups)
-        scale = self._update_scale(groups, advantages, coefficients, distilled, replayed)
+        replay = self.replay if config.train.replay else None
+        replayed = None if replay is None else replay.rows(groups, state.step, config.train)
+        scale = 1.0  # with ECHO, where every group has a gradient
+        if coefficients.echo <= 0:
+            scale = step_scale(
+                groups,
+                advantages,
+                taught=set() if distilled is None else set(distilled.batch.groups.tolist()),
+                replayed=0 if replayed is None else len(replayed.rollouts),
+                # outside of a run, the caller chooses the groups of a step
+                problems=len(groups) if self.total_steps is None else config.train.problems_per_step,
+                full_update_share=config.train.full_update_share,
+            )
         rate = coefficients.learning_rate * scale * state.safety.rate_factor
         coefficients = replace(coefficients, learning_rate=rate)
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
@@ -277,6 +260,8 @@ class Training:
                 self.policy.update(self.learner.weights(version))
         on_host()
         metrics |= learned | {"update_scale": scale if learned else 0.0} | (distilled.metrics if distilled else {})
+        if replay is not None:
+            replay.add(groups)
         after = replace(
             state,
             step=state.step + 1,
@@ -284,11 +269,18 @@ class Training:
             policy_version=version,
             entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
             signal_rate=rollouts.signal_rate,
-            stored=self._store_successes(groups),
+            stored=state.stored if replay is None else len(replay.store),
             sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
             cases=self._known_cases(),
         )
-        metrics |= self._times(rollouts.seconds, time.perf_counter() - began, metrics.get("sampled_tokens", 0.0))
+        train_s = time.perf_counter() - began
+        sampling_s = rollouts.seconds + (train_s if self.learner_thread else 0.0)
+        metrics |= {
+            "sample_seconds": rollouts.seconds,
+            "train_seconds": train_s,
+            "elapsed_seconds": self.elapsed_s,
+            "sample_tokens_per_second": metrics.get("sampled_tokens", 0.0) / max(sampling_s, 1e-9),
+        }
         if record is not None:
             with phases("records"):
                 self.tracker.tokens(after.step, partial(record.table, groups, advantages))
@@ -299,55 +291,8 @@ class Training:
         self.state = after
         return metrics
 
-    def _update_scale(
-        self,
-        groups: Sequence[Group],
-        advantages: Sequence[Sequence[float]],
-        coefficients: Coefficients,
-        distilled: DistillRows | None,
-        replayed: ReplayRows | None,
-    ) -> float:
-        """The step's factor of the learning rate. With ECHO every group has a gradient, so it is 1; with distillation
-        groups with signal are counted together with those that a teacher has something to say about, and with
-        successes that are replayed."""
-        if coefficients.echo > 0:
-            return 1.0
-        # outside of a run, the caller chooses the groups of a step
-        problems = len(groups) if self.total_steps is None else self.config.train.problems_per_step
-        taught = set() if distilled is None else set(distilled.batch.groups.tolist())
-        pairs = zip(groups, advantages, strict=True)
-        signal = sum(i in taught or has_signal(group, row) for i, (group, row) in enumerate(pairs))
-        signal += len(replayed.rollouts) if replayed is not None else 0
-        solved = sum(all(r.passed for r in group.rollouts) for group in groups)
-        return update_scale(signal, solved, problems, self.config.train.full_update_share)
-
-    def _replay_rows(self, groups: Sequence[Group]) -> ReplayRows | None:
-        """Stored successes that this step learns again; None if there are none."""
-        train = self.config.train
-        if self.replay is None or not train.replay:
-            return None
-        chosen = self.replay.choose(groups, self.state.step, train.problems_per_step)
-        return ReplayRows(chosen, train.replay) if chosen else None
-
-    def _store_successes(self, groups: Sequence[Group]) -> int:
-        """Keep the step's successes for replay; gives how many are stored."""
-        if self.replay is None or not self.config.train.replay:
-            return self.state.stored
-        self.replay.add(groups)
-        return len(self.replay.store)
-
     def _known_cases(self) -> dict[str, list[float]]:
         return self.state.cases if self.rates is None else self.rates.to_dict()
-
-    def _times(self, sample_s: float, train_s: float, sampled_tokens: float) -> dict[str, float]:
-        """Of a step; `sample_s` is how long the learner waited for its rollouts."""
-        sampling_s = sample_s + (train_s if self.learner_thread else 0.0)
-        return {
-            "sample_seconds": sample_s,
-            "train_seconds": train_s,
-            "elapsed_seconds": self.elapsed_s,
-            "sample_tokens_per_second": sampled_tokens / max(sampling_s, 1e-9),
-        }
 
     def _rollout_metrics(self, rollouts: StepRollouts, advantages: Sequence[Sequence[float]]) -> dict[str, float]:
         if self.demonstrations is not None:
@@ -367,7 +312,7 @@ class Training:
     def _prepare_next(self) -> None:
         """Let the source begin with the next step; not before an evaluation, whose episodes may need the room."""
         goes_on = self.steps_left is not None and self.steps_left > 1 and not self.evaluates_after(self.state.step + 1)
-        if goes_on and self.learner_thread is None and isinstance(self.source, PreparesSteps):
+        if goes_on and self.learner_thread is None and self.demonstrations is None:
             with phases("preparing"):
                 self.runner.run(self.source.prepare(self.config.train.problems_per_step))
 
@@ -394,11 +339,6 @@ class Training:
         finally:
             self.policy.wake()
 
-    @property
-    def entropy_coefficient(self) -> float:
-        own = self.state.entropy_coefficient
-        return self.config.train.entropy_coefficient if own is None else own
-
     def _snapshot_if_best(self, groups: Sequence[Group]) -> None:
         """Before a step changes the weights, take a snapshot if their smoothed reward is the best so far."""
         if self.snapshots is None or self.config.eval.every or self.demonstrations is not None:
@@ -420,7 +360,8 @@ class Training:
         elif self.snapshots is not None and reward > self.state.safety.best_reward:
             self._snapshot(reward)
         self.held_out_fall = None
-        self._save_if_best(reward)
+        keep = self.config.checkpoint  # the best model is kept, also where no checkpoint was due
+        self._save_if(keep.every and keep.keep_best and reward > self.state.best_reward, reward)
 
     def _check_health(self, metrics: dict[str, float]) -> None:
         if self.snapshots is None:
@@ -443,42 +384,21 @@ class Training:
     def restore_weights(self, *, best: bool) -> None:
         """Continue training and sampling with the best or the initial weights."""
         assert self.snapshots is not None
-        if best:
-            self.snapshots.restore_best()
-        else:
-            self.snapshots.restore_initial()
+        self.snapshots.restore(best=best)
         version = self.state.policy_version + 1
         self.policy.update(self.learner.weights(version))
         self.state = replace(self.state, policy_version=version)
 
-    def _save_if_due(self, reward: float) -> None:
-        every = self.config.checkpoint.every
-        if self.checkpoints is not None and every and self.state.step % every == 0 and self._has_room():
-            with deferred_interrupts():
-                self.checkpoint(reward)
-
-    def _save_if_best(self, reward: float) -> None:
-        """The best model by its held-out reward is kept, also where no checkpoint was due."""
-        keep = self.config.checkpoint
-        is_best = keep.every and keep.keep_best and reward > self.state.best_reward
-        if self.checkpoints is not None and is_best and self._has_room():
+    def _save_if(self, is_due: object, reward: float) -> None:
+        if self.checkpoints is not None and is_due and self._has_room():
             with deferred_interrupts():
                 self.checkpoint(reward)
 
     def _has_room(self) -> bool:
         """Whether a checkpoint and the final model fit on the disk; the same on all ranks."""
-
-        def on_this_disk() -> bool:
-            assert self.checkpoints is not None
-            free, least = free_bytes(self.checkpoints), self.checkpoint_bytes + self.model_bytes
-            if free < least:
-                self.watcher.warn(
-                    f"no checkpoint of step {self.state.step}: {free / 2**20:,.0f} MiB are free, and a checkpoint and "
-                    f"the final model need {least / 2**20:,.0f} MiB; free some space"
-                )
-            return free >= least
-
-        return self.ranks.from_first(on_this_disk)
+        assert self.checkpoints is not None
+        least = self.checkpoint_bytes + self.model_bytes
+        return self.ranks.from_first(partial(has_room, self.checkpoints, self.state.step, least, self.watcher.warn))
 
     def checkpoint(self, reward: float = NEVER_BEST) -> Path:
         """Save where the run stands, and delete what need not be kept. The best is the one of the highest reward."""
@@ -525,7 +445,6 @@ class Training:
 
     def failure(self, doing: str, error: Exception) -> PalestraError:
         """What failed, doing what, how to get by with less memory if that was it, and what is left."""
-        text = text_of(error)
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         left = f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
-        return PalestraError(f"{doing}: {text.rstrip('.')}. {memory_remedy(error, self.config)}{left}")
+        return PalestraError(f"{doing}: {text_of(error).rstrip('.')}. {memory_remedy(error, self.config)}{left}")

@@ -101,11 +101,8 @@ class Phase:
             out[0] += f" ({row['reward_min']:.3g} to {row['reward_max']:.3g})"
         out += [f"pass rate {row['pass_rate']:4.0%}"] if "pass_rate" in row else []
         if "demonstrations" in row:
-            return [
-                *out,
-                *([f"loss {row['loss']:.3g}"] if "loss" in row else []),
-                f"{row['demonstrations']:.0f} demonstrations",
-            ]
+            loss = [f"loss {row['loss']:.3g}"] if "loss" in row else []
+            return [*out, *loss, f"{row['demonstrations']:.0f} demonstrations"]
         out += [f"{row['sample_tokens_per_second']:,.0f} tokens/s"] if "sample_tokens_per_second" in row else []
         out += [f"epoch {row['epoch']:.2f}"] if "epoch" in row else []
         return out
@@ -126,7 +123,7 @@ class Display(Watcher):
     def started(self, folder: Path) -> None:
         self.on_start()
         self.run_dir = folder
-        self.console.print(Text(f"run folder {show_path(folder)}", style="dim"))
+        self.note(f"run folder {show_path(folder)}")
 
     def phase(self, name: str, total: int | None) -> None:
         unit: Unit = "steps" if name.startswith("training") else "rollouts"
@@ -161,12 +158,7 @@ class LineDisplay(Display):
     """Lines for a log file: one every `log_every` steps, at the start and end of an evaluation, and every 30 s."""
 
     def __init__(
-        self,
-        console: Console,
-        log_every: int = 1,
-        on_step: OnStep = all_metrics,
-        *,
-        silence_s: float = LINE_EVERY_S,
+        self, console: Console, log_every: int = 1, on_step: OnStep = all_metrics, *, silence_s: float = LINE_EVERY_S
     ) -> None:
         super().__init__(console, log_every, on_step)
         self._silence_s = silence_s
@@ -287,11 +279,6 @@ class NotebookDisplay(Display):
         is_run = self.run_dir is not None or bool(self._phases)
         self._update(fragment(*self._parts()) if is_run else "")
 
-    def started(self, folder: Path) -> None:
-        self.on_start()
-        self.run_dir = folder
-        self._say(f'<div class="soft">run folder {text(show_path(folder))}</div>')
-
     def begin(self, phase: Phase) -> None:
         super().begin(phase)
         self._refresh(now=True)
@@ -334,20 +321,12 @@ class NotebookDisplay(Display):
         amount = "" if phase.total is None else f'value="{phase.done}" max="{max(1, phase.total)}"'
         bar = f"<progress {amount}></progress>"
         head = f"<div><b>{text(phase.name)}</b> {bar} {text(phase.position)} <span class=soft>{clock}</span></div>"
+        forms = {"step": "{:.0f}", "reward_mean": "{:.3g}", "pass_rate": "{:.0%}", "loss": "{:.3g}"}
         rows = [
-            (
-                f"{row['step']:.0f}",
-                _number(row, "reward_mean"),
-                _number(row, "pass_rate", "{:.0%}"),
-                _number(row, "loss"),
-            )
+            tuple(form.format(row[key]) if key in row else "" for key, form in forms.items())
             for row in self._steps[: -_SHOWN_STEPS - 1 : -1]
         ]
         return [head, charts(self._steps), table(("step", "reward", "pass rate", "loss"), rows), *self._lines]
-
-
-def _number(row: dict[str, float], key: str, form: str = "{:.3g}") -> str:
-    return form.format(row[key]) if key in row else ""
 
 
 def make_display(console: Console, log_every: int = 1, on_step: OnStep = all_metrics) -> Display:

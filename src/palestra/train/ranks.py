@@ -64,12 +64,6 @@ def rank_device(place: RankVariables, config: RunConfig) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def _rendezvous(place: RankVariables) -> dict[str, Any]:
-    """Arguments by which the ranks of `--nproc` meet in a private file; those of torchrun meet at MASTER_ADDR."""
-    file = os.environ.get(RENDEZVOUS)
-    return {"init_method": f"file://{file}", "rank": place.rank, "world_size": place.size} if file else {}
-
-
 class TorchRanks(Ranks):
     """Ranks that talk by torch.distributed (gloo; gradients on GPUs by NCCL)."""
 
@@ -88,18 +82,20 @@ class TorchRanks(Ranks):
             torch.cuda.set_device(device)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // place.local_size))
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout, where = datetime.timedelta(seconds=timeout_s), dict[str, Any]()
+        if file := os.environ.get(RENDEZVOUS):  # of --nproc: a private file; ranks of torchrun meet at MASTER_ADDR
+            where = {"init_method": f"file://{file}", "rank": place.rank, "world_size": place.size}
         try:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timeout, **_rendezvous(place))
+            dist.init_process_group(backend, timeout=timeout, **where)
         except (RuntimeError, ValueError) as error:
-            where = os.environ.get(RENDEZVOUS) or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            address = file or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise PalestraError(
-                f"rank {place.rank} of {place.size} could not meet the others at {where} "
+                f"rank {place.rank} of {place.size} could not meet the others at {address} "
                 f"({str(error).splitlines()[0]}); start all of them, with one address"
             ) from error
         self._group = dist.new_group(backend="gloo", timeout=timeout)  # for all that is not a gradient
-        self._liveness = Liveness(self.rank, self._lose, self._stop)
+        self._liveness = Liveness(self.rank, self._lose, self.request_stop)  # the first one hands a stop on
         self._meet(place)
         if launcher := os.environ.get(LAUNCHER):
             threading.Thread(target=self._watch_launcher, args=(int(launcher),), daemon=True).start()
@@ -205,9 +201,6 @@ class TorchRanks(Ranks):
         self._is_guarding = False
         with suppress(PalestraError):
             self.gather(None)
-
-    def _stop(self) -> None:
-        self.request_stop()  # the first one hands it on
 
     def _lose(self, reason: str) -> None:
         if not self._is_guarding or self.lost is not None:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
+from palestra.core.config_sections import TrainSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Rollout
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.rollout.hints import quality
 from palestra.train.batch import to_batch
-from palestra.train.demonstration_source import DemonstrationStore, sampled_key
+from palestra.train.demonstrations import DemonstrationStore, sampled_key
 from palestra.train.rft import WORTH_IMITATING
 
 PER_PROBLEM = 2
@@ -56,6 +57,11 @@ class Replay:
     seed: int
     per_problem: int = PER_PROBLEM
     max_stored: int = MAX_STORED
+
+    def rows(self, groups: Sequence[Group], step: int, train: TrainSection) -> ReplayRows | None:
+        """Stored successes that this step learns again; None if there are none."""
+        chosen = self.choose(groups, step, train.problems_per_step)
+        return ReplayRows(chosen, train.replay) if chosen else None
 
     def choose(self, groups: Sequence[Group], step: int, count: int) -> list[Rollout]:
         """Up to `count` successes, first of the problems that no rollout of the step solved.

@@ -24,7 +24,7 @@ from palestra.models.chat.template import ChatFormat
 from palestra.rollout.collect import OnRollout
 from palestra.rollout.evaluate import CollectsGroups
 from palestra.rollout.hints import Hint, HintedEnvironment, pass_rate, quality, rules_for, with_hints
-from palestra.train.demonstration_source import DemonstrationSource, sampled_key, steps_for
+from palestra.train.demonstrations import DemonstrationSource, sampled_key, steps_for
 
 HOTTER = 0.1  # the temperature rises by this with each pass over the cases that have not passed
 MAX_TEMPERATURE = 1.2

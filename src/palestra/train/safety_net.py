@@ -1,16 +1,14 @@
 """The safety net of a run: notice from the step metrics that the model collapses, and go back to weights that worked.
 
-`Health` is a few numbers of the first and the newest steps; it is part of the checkpoint, so a resumed run judges like
-one that was never interrupted. `Snapshots` keeps two copies of the trained weights in the memory of the host: those
-of the beginning and the best so far. That is 2 x 2 bytes per trained weight in bfloat16 (6 GB for 1.5 B, all weights)
-and next to nothing for adapters.
+`Health` is part of the checkpoint, so a resumed run judges like one that was never interrupted. `Snapshots` keeps two
+copies of the trained weights in the memory of the host: 2 x 2 bytes per trained weight in bfloat16.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +70,10 @@ class Health:
         best = level if level and (self.best is None or level.reward > self.best.reward) else self.best
         return Health(first, last, best)
 
-    def after_rollback(self) -> Health:
-        """Drop the newest steps, since their weights were discarded."""
-        return replace(self, last=())
-
     def smoothed(self, reward: float) -> float | None:
         """The mean reward of the newest steps and one with this reward; None while there are too few."""
         rewards = [*(row["reward_mean"] for row in self.last[-(WINDOW - 1) :]), reward]
         return sum(rewards) / WINDOW if len(rewards) == WINDOW else None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Health:
@@ -124,16 +115,13 @@ class SafetyState:
         event = f"step {step}: {reason.rstrip('.')}; the run went back to the weights of {place}{then}"
         after = replace(
             self,
-            health=self.health.after_rollback(),
+            health=replace(self.health, last=()),  # the weights of the newest steps are discarded
             restored_step=target,
             rollbacks=self.rollbacks + (not is_end),
             rate_factor=factor,
             events=(*self.events, event),
         )
         return event if is_end else None, after
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> SafetyState:
@@ -202,12 +190,11 @@ class Snapshots:
         """Copy the current weights as the best."""
         self._best = self._learner.snapshot(into=self._best)
 
-    def restore_best(self) -> None:
-        assert self._best is not None
-        self._learner.restore(self._best)
-
-    def restore_initial(self) -> None:
-        self._learner.restore(self._initial)
+    def restore(self, *, best: bool) -> None:
+        """Load the best or the initial weights."""
+        chosen = self._best if best else self._initial
+        assert chosen is not None
+        self._learner.restore(chosen)
 
     def save(self, folder: Path) -> None:
         """Write the best weights to a checkpoint. The initial weights are loaded with the model."""

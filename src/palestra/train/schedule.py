@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.algo.step_loss import coefficient_at, next_entropy_coefficient
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import PalestraError
+from palestra.core.types import Group
+from palestra.train.batch import has_signal
 
 MIN_STEPS = 40  # of a run whose length is not given
 
@@ -64,6 +67,39 @@ def total_steps(config: RunConfig, problems: int | None) -> int:
         raise PalestraError("these environments have no last problem; say when to stop with train.max_steps")
     per_epoch = math.ceil(problems / config.train.problems_per_step)
     return max(MIN_STEPS, per_epoch) if config.train.epochs is None else config.train.epochs * per_epoch
+
+
+def solved_reason(history: Sequence[Mapping[str, float]], step: int, total: int, count: int) -> str | None:
+    """Why a run ends early: all rollouts of its last `count` steps passed; None if not, or if `count` is 0."""
+    recent = history[-count:] if count else []
+    if not recent or len(recent) < count or any(row.get("pass_rate") != 1.0 for row in recent):
+        return None
+    ended = f"the training ended after step {step} of {total} (train.stop_when_solved={count})"
+    return f"every rollout of the last {count} steps passed, so {ended}"
+
+
+def token_limit_reason(sampled: int, step: int, limit: int | None) -> str | None:
+    """Why a run ends early: it has sampled as many tokens as it may."""
+    if limit is None or sampled < limit:
+        return None
+    return f"{sampled:,} tokens are sampled, so the training ended after step {step} (train.max_sampled_tokens={limit})"
+
+
+def step_scale(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float]],
+    *,
+    taught: Collection[int],
+    replayed: int,
+    problems: int,
+    full_update_share: float,
+) -> float:
+    """The `update_scale` of a step. The groups that a teacher has something to say about (`taught`, by their index)
+    and the successes that are replayed count as groups with signal."""
+    pairs = enumerate(zip(groups, advantages, strict=True))
+    signal = replayed + sum(i in taught or has_signal(group, row) for i, (group, row) in pairs)
+    solved = sum(all(r.passed for r in group.rollouts) for group in groups)
+    return update_scale(signal, solved, problems, full_update_share)
 
 
 def update_scale(signal_groups: int, solved_groups: int, problems: int, full_update_share: float) -> float:

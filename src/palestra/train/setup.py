@@ -41,20 +41,19 @@ MADE_UNTIL_COLLECTION = 200_000  # objects; a step of 1,000 rollouts leaves abou
 SWITCH_S = 0.0005  # after which another thread may have the interpreter; Python's own is 0.005
 
 
-def seed_everything(seed: int) -> None:
-    """Seed every library's generator. Sampling has its own seeds; this is for initialisation and dropout."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def load_for_run(config: RunConfig) -> LoadedModel:
     """The model of a run, quantised where asked for, with every generator seeded first; the tokenizer alone where the
     model is on a Tinker server."""
-    seed_everything(config.seed)
+    for seed in (
+        random.seed,
+        np.random.seed,
+        torch.manual_seed,
+    ):  # for initialisation and dropout: sampling has its own
+        seed(config.seed)
     ranks = join(config)
     if config.backend == "tinker":
-        require_tinker()
+        if find_spec("tinker") is None:
+            raise PalestraError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
         tokenizer = load_tokenizer(config.model.name)
         set_template_variables(tokenizer, config.model.chat_template_kwargs)
         return LoadedModel(None, tokenizer, config.model.name, "")
@@ -73,11 +72,6 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     )
     set_template_variables(loaded.tokenizer, config.model.chat_template_kwargs)
     return loaded
-
-
-def require_tinker() -> None:
-    if find_spec("tinker") is None:
-        raise PalestraError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
 
 
 def require_ray(config: RunConfig) -> None:
@@ -146,7 +140,12 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     config.refuse(["model.engine", "model.kv_memory_gib"], "they are those of our engine, and vLLM samples")
     config.refuse(["rollout.constrain_tool_calls"], "vLLM samples without our grammars")
     config.refuse(["lora.load_in_4bit"], "vLLM would sample from a base model that is not in these 4 bits")
-    options, temperature = config.vllm, config.rollout.temperature
+    options = config.vllm
+    common: dict[str, Any] = {
+        "temperature": config.rollout.temperature,
+        "lora_rank": config.lora.r,
+        "max_staleness": config.rollout.max_staleness,
+    }
     if options.mode == "server":
         from palestra.backends.vllm.server import VllmServerPolicy
 
@@ -154,9 +153,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
             options.url,
             tokenizer,
             weights_folder=Path(config.rollout.weights_folder),
-            temperature=temperature,
-            lora_rank=config.lora.r,
-            max_staleness=config.rollout.max_staleness,
+            **common,
             token=os.environ.get("VLLM_API_KEY"),
             timeout_s=options.timeout_s,
         )
@@ -168,9 +165,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
         return VllmColocatePolicy(
             str(Path(folder) / "model"),
             tokenizer,
-            temperature=temperature,
-            lora_rank=config.lora.r,
-            max_staleness=config.rollout.max_staleness,
+            **common,
             dtype=str(model.dtype).removeprefix("torch."),
             seed=config.seed,
             gpu_memory_utilization=options.gpu_memory_utilization,

@@ -21,8 +21,14 @@ from palestra.learner.local import LocalLearner
 from palestra.models.chat.grammars import GrammarText
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.train.checkpoint import TrainState
-from palestra.train.demonstration_source import DemonstrationSource, DemonstrationStore, steps_for
-from palestra.train.demonstrations import demonstrations, read_run, run_conversations
+from palestra.train.demonstrations import (
+    DemonstrationSource,
+    DemonstrationStore,
+    demonstrations,
+    read_run,
+    run_conversations,
+    steps_for,
+)
 from palestra.train.group_source import GroupSource
 from palestra.train.limits import attempt_limits
 from palestra.train.loop import Training
@@ -153,11 +159,10 @@ class Stages:
         training, name = self.training, self.plan[number]
         config, training.source, _ = self._grpo
         training.config = stage_config(config, name)
-        if name in ("sft", "rft"):
-            training.source = self._rft_source() if name == "rft" else self._sft_source()
-
-    def _sft_source(self) -> DemonstrationSource:
-        return DemonstrationSource(self.store, self._grpo[0].seed, first=len(self.store))
+        if name == "sft":
+            training.source = DemonstrationSource(self.store, config.seed, first=len(self.store))
+        elif name == "rft":
+            training.source = self._rft_source()
 
     def _add_demonstrations(self) -> None:
         source = self.training.demonstrations
@@ -338,7 +343,7 @@ def _ask_teacher(task: Task, parts: Parts, folder: RunFolder) -> list[Conversati
             rewards=rewards_of(task.environment, task.reward_functions, parts),
         )
     )
-    folder.add_to_record(teacher=cost.to_dict())
+    folder.add_to_record(teacher=asdict(cost))
     parts.watcher.note(
         f"the teacher solved {cost.solved} of {cost.solved + cost.unsolved} cases in {cost.attempts} attempts: "
         f"{cost.requests} requests, {cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion tokens"

@@ -281,18 +281,10 @@ class StepTrainer:
 
     def save_checkpoint(self, name: str) -> Path:
         """The model (its adapter, where it has one), the tokenizer and training_config.json."""
-        train = self.config.train
         folder = save_hf(self.model, self.tokenizer, self.folder / name)
-        settings = {
-            "learning_rate": train.learning_rate,
-            "batch_size": train.problems_per_step,
-            "num_epochs": train.epochs,
-            "max_steps": train.max_steps,
-            "num_generations": self.config.rollout.group_size,
-            "step": self.step,
-            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        write_json(folder / "training_config.json", settings)
+        names = ("learning_rate", "batch_size", "num_epochs", "max_steps", "num_generations", "step")
+        settings = {name: getattr(self, name) for name in names}
+        write_json(folder / "training_config.json", settings | {"timestamp": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         return folder
 
     @property

@@ -37,9 +37,6 @@ class TeacherCost:
     unsolved: int = 0
     from_file: int = 0  # problems whose demonstrations were saved before
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
 
 @dataclass(slots=True)
 class _Teacher:

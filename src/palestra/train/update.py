@@ -67,9 +67,7 @@ def update(
             if outputs is None and added is None and again is None:
                 continue
             norm = learner.optim_step(
-                coefficients.learning_rate,
-                max_grad_norm=train.max_grad_norm,
-                host_work=noop if updates else host_work,
+                coefficients.learning_rate, max_grad_norm=train.max_grad_norm, host_work=noop if updates else host_work
             )
             known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
             found = [one.metrics() for one in (outputs, added) if one is not None]

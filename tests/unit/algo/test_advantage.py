@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -77,52 +75,28 @@ def test_a_reward_that_is_no_number_is_refused_by_row(bad: float) -> None:
     if not math.isnan(bad):
         with pytest.raises(PalestraError, match="measure 1 of row 2"):
             combine_measures([[0.0, 1.0], [1.0, 1.0], [1.0, bad]], [1.0, 1.0], [0, 0, 0])
-
-
-@pytest.mark.parametrize("combine", ["normalise_then_sum", "sum_then_normalise"])
-def test_a_measure_that_has_no_say_about_a_row_is_left_out_there(combine: str) -> None:
-    values = [[0.0, 1.0], [1.0, math.nan], [0.0, 1.0], [1.0, math.nan]]
-    first = [[row[0]] for row in values]
-    both = combine_measures(values, [1.0, 0.0], [0, 0, 0, 0], combine=combine)
-    assert both.tolist() == combine_measures(first, [1.0], [0, 0, 0, 0], combine=combine).tolist()
-    normalised = combine_measures(values, [0.0, 1.0], [0, 0, 0, 0], combine="normalise_then_sum")
-    assert normalised.tolist() == [0.0] * 4, "the two that it looked at are equal; the others are not worse"
-
-
-def test_groups_of_another_length_than_rewards_are_refused() -> None:
     with pytest.raises(PalestraError, match="one group a row"):
         advantages([0.0, 1.0], [0])
 
 
-def test_one_measure_is_the_same_summed_first_or_normalised_first() -> None:
-    values, group = [[0.0], [1.0], [0.2], [0.4]], [0, 0, 1, 1]
-    first = combine_measures(values, [1.0], group, combine="sum_then_normalise")
-    torch.testing.assert_close(first, combine_measures(values, [1.0], group, combine="normalise_then_sum"))
+def test_a_measure_that_has_no_say_about_a_row_is_left_out_there() -> None:
+    values = [[0.0, 1.0], [1.0, math.nan], [0.0, 1.0], [1.0, math.nan]]
+    both = combine_measures(values, [1.0, 0.0], [0] * 4)
+    assert both.tolist() == advantages([row[0] for row in values], [0] * 4).tolist()
+    second = combine_measures(values, [0.0, 1.0], [0] * 4)
+    assert second.tolist() == [0.0] * 4, "the two that it looked at are equal; the others are not worse"
 
 
-def test_normalising_first_lets_a_measure_with_a_small_spread_speak() -> None:
+def test_measures_count_by_their_weights_and_not_by_their_spread() -> None:
     values = [[0.0, 0.01], [100.0, 0.0], [0.0, 0.0], [100.0, 0.01]]
-    summed = combine_measures(values, [1.0, 1.0], [0] * 4, combine="sum_then_normalise")
-    normalised = combine_measures(values, [1.0, 1.0], [0] * 4, combine="normalise_then_sum")
+    summed = advantages([a + b for a, b in values], [0] * 4)
+    normalised = combine_measures(values, [1.0, 1.0], [0] * 4)
     assert abs(summed[0] - summed[2]) < 1e-3
     assert normalised[0] - normalised[2] > 1.0
     reference = sum(_numpy_advantages([v[m] for v in values], [0] * 4, "group", False) for m in range(2))
     np.testing.assert_allclose(normalised.numpy(), reference)
-
-
-def test_weights_of_measures_scale_their_say() -> None:
-    values, group = [[1.0, 0.0], [0.0, 1.0]], [0, 0]
-    for combine in ("sum_then_normalise", "normalise_then_sum"):
-        result = combine_measures(values, [2.0, 1.0], group, combine=combine)
-        assert result[0] > 0 > result[1]
-    with pytest.raises(PalestraError, match="3 weights"):
-        combine_measures(values, [1.0, 1.0, 1.0], group)
-
-
-@pytest.mark.parametrize("wrong", [{"scale": "row"}, {"combine": "sum"}])
-def test_unknown_ways_are_refused(wrong: dict) -> None:
-    with pytest.raises(PalestraError, match="expected"):
-        combine_measures([[0.0], [1.0]], [1.0], [0, 0], **wrong)
+    weighed = combine_measures([[1.0, 0.0], [0.0, 1.0]], [2.0, 1.0], [0, 0])
+    assert weighed[0] > 0 > weighed[1]
 
 
 def test_over_the_mean_a_rare_success_counts_more_and_negative_rewards_are_refused() -> None:

@@ -1,7 +1,5 @@
 """Packing samples into micro-batches."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -2,14 +2,13 @@
 
 import asyncio
 import copy
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, ScriptedPolicy
 
 from palestra import function_tool
 from palestra.core import calls
@@ -18,13 +17,10 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, require_one_good, token_speakers
+from palestra.rollout.collect import Collector, require_one_good, seed_of, token_speakers
 from palestra.rollout.evaluate import evaluate
 from palestra.rollout.rewards import RewardFunctions
 from palestra.train.group_source import ProblemSource, draw, gather
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, ScriptedPolicy
 
 GOOD = Problem("good", "What is 2 + 3?", 5, {"difficulty": 2})
 TOO_LONG = Problem("long", "What is " + "2 + " * 400 + "3?")
@@ -97,15 +93,6 @@ def test_a_prompt_that_is_refused_fails_its_own_group_and_closes_its_episodes(to
     require_one_good([bad, good])
 
 
-def test_a_refused_prompt_drawn_for_a_step_does_not_end_the_run(tokenizer):
-    world = World(tokenizer)
-    source = ProblemSource(world.collector, [REFUSED, TOO_LONG, GOOD], {}, group_size=2, seed=0)
-    config = RunConfig.build({"train.refill_limit": 5, "train.filter_equal_groups": True})
-    step = asyncio.run(gather(source, 1, config, version=0))
-    assert {g.problem_id for g in step.groups} == {"refused", "long", "good"}
-    world.assert_all_closed()
-
-
 @dataclass
 class HalfEqual:
     """A collector of whose groups those of odd problems have equal rewards."""
@@ -139,14 +126,8 @@ def test_dynamic_sampling_has_the_same_groups_however_many_are_drawn_at_once(rat
 @pytest.mark.parametrize(
     ("count", "lacks", "share", "draws"),
     [
-        (16, 14, 1 / 16, 1),
-        (16, 16, 1 / 16, 2),
-        (64, 60, 1 / 16, 1),
-        (64, 61, 1 / 16, 2),
-        (16, 2, 7 / 8, 1),
-        (16, 3, 7 / 8, 2),
-        (7, 1, 7 / 8, 2),
-        (8, 1, 1, 2),
+        *((16, 14, 1 / 16, 1), (16, 16, 1 / 16, 2), (64, 60, 1 / 16, 1), (64, 61, 1 / 16, 2)),
+        *((16, 2, 7 / 8, 1), (16, 3, 7 / 8, 2), (7, 1, 7 / 8, 2), (8, 1, 1, 2)),
     ],
 )
 def test_fresh_problems_are_drawn_where_too_few_groups_have_signal(monkeypatch, count, lacks, share, draws):
@@ -160,14 +141,6 @@ def test_fresh_problems_are_drawn_where_too_few_groups_have_signal(monkeypatch, 
     assert len(collector.drawn) == draws
     assert step.signal_rate == (count - lacks) / count if draws == 1 else len(step.groups) > count
     assert step.signal_rate * len(step.groups) >= share * count
-
-
-def test_a_step_takes_no_more_groups_than_its_limit():
-    problems = [Problem(str(2 * i), "x") for i in range(100)]  # none with signal
-    source = ProblemSource(collector := HalfEqual(), problems, {}, group_size=2, seed=0)
-    step = asyncio.run(gather(source, 8, RunConfig.build({"train.refill_limit": 2}), 0))
-    assert len(step.groups) == source.drawn == sum(collector.drawn) == 24
-    assert step.signal_rate == 0.0
 
 
 def test_when_every_prompt_is_refused_the_first_reason_is_told(tokenizer):
@@ -232,14 +205,13 @@ def test_no_more_episodes_are_open_than_allowed_but_always_one_group(tokenizer, 
     world.assert_all_closed()
 
 
-def test_the_rollouts_do_not_depend_on_how_many_episodes_are_open(tokenizer):
-    def seeds(limit: int) -> set[int]:
-        world = World(tokenizer)
-        collector = replace(world.collector, max_open_episodes=limit)
-        asyncio.run(collector.collect([GOOD] * 4, 2, [f"key/{i}" for i in range(4)]))
-        return {params.seed for params in world.policy.params}
-
-    assert seeds(2) == seeds(100)
+@pytest.mark.parametrize("limit", [2, 100])
+def test_the_rollouts_do_not_depend_on_how_many_episodes_are_open(tokenizer, limit):
+    world = World(tokenizer)
+    collector = replace(world.collector, max_open_episodes=limit)
+    asyncio.run(collector.collect([GOOD] * 4, 2, [f"key/{i}" for i in range(4)]))
+    expected = {seed_of(f"key/{i}/{k}") + turn for i in range(4) for k in range(2) for turn in range(2)}
+    assert {params.seed for params in world.policy.params} == expected
 
 
 class FailingJudge(ScriptedEnvironment):
@@ -311,25 +283,21 @@ def test_reward_functions_see_tool_calls_results_and_columns(tokenizer):
     assert [r.reward for r in group.rollouts] == [1.25, 1.5], "on top of the measures"
 
 
-def test_reward_functions_see_environments_that_are_still_open(tokenizer):
+def test_reward_functions_see_open_environments_and_are_added_to_the_weighed_measures(tokenizer):
     seen: list[ScriptedEpisode] = []
 
-    def reward(prompts: list, completions: list, environments: list, **columns: Any) -> list[float]:
+    def reward(environments: list, **columns: Any) -> list[float]:
         assert [world.closed for world in environments] == [0, 0]
         seen.extend(environments)
-        return [float(world.closed) for world in environments]
+        return [1.0, 2.0]
 
-    world = World(tokenizer, reward_functions=(reward,))
-    world.collect(GOOD)
+    environment = ScriptedEnvironment(reward_weights={"right": 0.5})
+    functions = (reward, lambda **columns: [0.25, 0.25])
+    world = World(tokenizer, environment=environment, reward_functions=functions)
+    (group,) = world.collect(GOOD)
+    assert [r.reward for r in group.rollouts] == [1.75, 2.75]
     assert seen == world.environment.episodes
     world.assert_all_closed()
-
-
-def test_measures_are_weighed_and_every_function_is_added(tokenizer):
-    environment = ScriptedEnvironment(reward_weights={"right": 0.5})
-    functions = (lambda **columns: [1.0, 2.0], lambda **columns: [0.25, 0.25])
-    (group,) = World(tokenizer, environment=environment, reward_functions=functions).collect(GOOD)
-    assert [r.reward for r in group.rollouts] == [1.75, 2.75]
 
 
 def test_a_run_whose_reward_function_always_raises_is_stopped_and_its_episodes_are_closed(tokenizer):

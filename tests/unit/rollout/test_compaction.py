@@ -1,54 +1,24 @@
 """Long conversations: the model continues with a summary, or without its earlier reasoning; every turn trains once."""
 
-from __future__ import annotations
-
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import END, BranchingPolicy
+from builders import END, BranchingPolicy, agent, suite
+from playing import attempt
+from scripted import ANSWER, CALL, ScriptedPolicy, play
 
 from palestra import Env, train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams
+from palestra.core.types import Group, Message, Problem, Rollout
 from palestra.envs.running import RunningEnv
-from palestra.models.chat.template import ChatFormat
-from palestra.rollout.agent_loop import SUMMARY_OPENING, SUMMARY_REQUEST, AttemptLimits, run_attempt
+from palestra.rollout.agent_loop import SUMMARY_OPENING, SUMMARY_REQUEST
 from palestra.rollout.rewards import RewardFunctions
-from palestra.rollout.speakers import TokenSpeaker
 from palestra.train.batch import to_batch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from playing import attempt
-from scripted import ANSWER, CALL, ScriptedEpisode, ScriptedPolicy, add
 
 SUMMARY = "I added 2 and 3, which is 5." + END
 THOUGHT = "<think>\nLet me use the tool.\n</think>\n"
-
-
-def play(
-    tokenizer: Any,
-    script: list[str],
-    episode: Any = None,
-    kind: type = ScriptedPolicy,
-    budget: int = 400,
-    **limits: Any,
-) -> tuple[Rollout, Any]:
-    chat = ChatFormat(tokenizer)
-    policy = kind(tokenizer, lambda number: script[number])
-    episode = episode or ScriptedEpisode(tools=[add])
-    schemas = [tool.schema for tool in episode.tools]
-    prompt = chat.prompt(episode.prompt, schemas)
-    options = AttemptLimits(SamplingParams(budget, stop_token_ids=chat.stop_token_ids, seed=100), **limits)
-    speaker = TokenSpeaker(policy, policy.open(prompt.token_ids.tolist()), chat, prompt, schemas)
-    rollout = asyncio.run(run_attempt(speaker, episode, Problem("p", "q"), options))
-    assert policy.closed == policy.opened, "every session is closed"
-    seeds = [params.seed for params in policy.params]
-    assert seeds == list(range(100, 100 + len(seeds))), "no two turns share their noise"
-    return rollout, policy
 
 
 def trained_once(rollout: Rollout, policy: Any) -> bool:
@@ -153,22 +123,13 @@ def test_endpoints_continue_with_a_summary_too() -> None:
 def test_settings_reach_the_loop_and_are_refused_where_they_have_no_effect(tmp_path) -> None:
     with pytest.raises(PalestraError, match="echo"):
         RunConfig.build({"rollout.keep_reasoning": False, "echo.coefficient": 0.1})
-    from builders import agent, suite
-
     config = {
-        "rollout.compact_at": 64,
-        "rollout.max_new_tokens": 60,
-        "train.max_steps": 1,
-        "train.problems_per_step": 1,
-        "rollout.group_size": 4,
-        "train.mask_truncated": False,
-        "output_dir": str(tmp_path),
-    }
+        "rollout.compact_at": 64, "rollout.max_new_tokens": 60, "train.max_steps": 1, "train.problems_per_step": 1,
+        "rollout.group_size": 4, "train.mask_truncated": False, "output_dir": str(tmp_path),
+    }  # fmt: skip
     cases = suite({"input": "What is 2 + 3?", "expect": "5"}, measures=[lambda ctx: len(ctx.messages) % 3 / 2])
-    result = train_grpo(agent(instructions="Add."), cases, held_out=0.0, config=config, progress=False)
-    rollouts = list(result.run.rollouts())
-    assert any("lineages" in rollout for rollout in rollouts)
+    options: Any = {"held_out": 0.0, "config": config, "progress": False}
+    result = train_grpo(agent(instructions="Add."), cases, **options)
+    assert any("lineages" in rollout for rollout in result.run.rollouts())
     with pytest.raises(PalestraError, match="compact_at"):
-        train_grpo(
-            agent(), cases, rollout_func=lambda prompts, trainer: {}, held_out=0.0, config=config, progress=False
-        )
+        train_grpo(agent(), cases, rollout_func=lambda prompts, trainer: {}, **options)

@@ -19,6 +19,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
 from palestra.rollout.agent_loop import AttemptLimits, run_attempt
 from palestra.rollout.collect import token_speakers
+from palestra.rollout.converse import Conversation
 
 OPEN = "<tool_call>"
 
@@ -48,17 +49,9 @@ TOOLS = {"order": order, "now": now}
 def model() -> Qwen3ForCausalLM:
     """It knows nothing, and opens a call now and then."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1288,  # more than the tokenizer's
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
+    config = Qwen3Config(vocab_size=1288, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=512,
+                         tie_word_embeddings=False)  # more tokens than the tokenizer's # fmt: skip
     return Qwen3ForCausalLM(config).eval()
 
 
@@ -89,9 +82,7 @@ def policy(request: pytest.FixtureRequest, model: Qwen3ForCausalLM, tiny_tokeniz
     return NaivePolicy(model, tiny_tokenizer)
 
 
-def test_every_call_of_a_random_model_names_a_tool_and_fits_its_schema(
-    policy: Any, chat: ChatFormat, tiny_tokenizer: Any
-) -> None:
+def test_every_call_of_a_random_model_names_a_tool_and_fits_its_schema(policy, chat, tiny_tokenizer) -> None:
     calls = 0
     for turn in turns(policy, chat, [GRAMMAR] * 100):
         text = tiny_tokenizer.decode(turn.token_ids)
@@ -158,32 +149,13 @@ def test_the_logprob_is_that_of_the_allowed_tokens_and_other_rows_stay(temperatu
     assert logprobs[1] == pytest.approx(float(kept[0 if tokens[1] == 2 else 1]), abs=1e-5)
 
 
-def test_masks_may_be_shorter_or_longer_than_the_vocabulary() -> None:
+def test_masks_may_be_shorter_or_longer_than_the_vocabulary_and_top_k_counts_allowed_tokens() -> None:
     held = [Only(3, size=8), Only(19, size=20), Only(19, 30, size=64)]
     rows = [SamplingRow(SamplingParams(1, seed=i), 0, [], matching) for i, matching in enumerate(held)]
-    tokens, logprobs = sample(torch.zeros(3, 20), rows)
-    assert tokens.tolist() == [3, 19, 19]
-    assert logprobs.tolist() == [0.0] * 3
-
-
-def test_top_k_counts_allowed_tokens() -> None:
-    logits = torch.arange(20.0)[None]
-    row = SamplingRow(SamplingParams(1, top_k=1), 0, [], Only(3, 5))
-    tokens, logprobs = sample(logits, [row])
-    assert (tokens.item(), logprobs.item()) == (5, 0.0)
-
-
-class Shop:
-    prompt = (Message("user", "Two lamps, please."),)
-    tools = (order, now)
-
-    async def reply(self, messages: Any) -> tuple[Message, ...]:
-        return ()
-
-    async def score(self, messages: Any, tool_results: Any) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None: ...
+    rows.append(SamplingRow(SamplingParams(1, top_k=1), 0, [], Only(3, 5)))
+    tokens, logprobs = sample(torch.stack([*torch.zeros(3, 20), torch.arange(20.0)]), rows)
+    assert tokens.tolist() == [3, 19, 19, 5]
+    assert logprobs.tolist() == [0.0] * 4
 
 
 def test_an_attempt_with_a_forced_call_begins_with_one_call_and_goes_on_freely(model: Any, chat: ChatFormat) -> None:
@@ -196,7 +168,7 @@ def test_an_attempt_with_a_forced_call_begins_with_one_call_and_goes_on_freely(m
     policy = LocalPolicy(model, chat.tokenizer, kv_memory_gib=0.05, self_check=False)
 
     async def attempts() -> list[Rollout]:
-        shops: list[Any] = [Shop() for _ in range(6)]
+        shops: list[Any] = [Conversation((Message("user", "Two lamps, please."),), (order, now)) for _ in range(6)]
         speakers = token_speakers(policy, chat)(shops)
         pairs = enumerate(zip(speakers, shops, strict=True))
         return [await run_attempt(speaker, shop, Problem("p", ""), limits, seed) for seed, (speaker, shop) in pairs]

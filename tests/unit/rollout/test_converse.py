@@ -1,68 +1,34 @@
 """A chat session, question by question, with a policy whose answers the test has written."""
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
+from builders import CALL_TEXT as CALL
+from builders import ScriptedPolicy, add
 
-from palestra import function_tool
 from palestra.core.errors import PalestraError
-from palestra.core.types import SamplingParams, Turn
+from palestra.core.types import SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.converse import ChatSession
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
-
-
-@dataclass(eq=False)
-class TokenSession:
-    token_ids: list[int]
-
-
-@dataclass
-class Scripted:
-    """Says the given texts in turn, whatever the session; None is an answer that fails."""
-
-    tokenizer: object
-    script: list[str | None]
-    sessions: list[TokenSession] = field(default_factory=list)
-    open_now: int = 0
-    version: int = 0
-
-    def open(self, prompt_ids):
-        self.open_now += 1
-        self.sessions.append(TokenSession(list(prompt_ids)))
-        return self.sessions[-1]
-
-    def append(self, session, token_ids):
-        session.token_ids += token_ids
-
-    def close(self, session):
-        self.open_now -= 1
-
-    async def sample(self, session, params):
-        text = self.script.pop(0)
-        if text is None:
-            raise PalestraError("the context is full")
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        session.token_ids += ids
-        finish = "stop" if text.endswith("<|im_end|>") else "length"
-        return Turn("model", ids, [-0.1] * len(ids), finish=finish)
-
-
-@function_tool
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
 
 @pytest.fixture
 def session_of(tiny_tokenizer):
+    """A session with a policy that says the given texts in turn; None is an answer that fails."""
+
     def make(*script):
-        policy = Scripted(tiny_tokenizer, list(script))
-        limits = AttemptLimits(SamplingParams(100))
-        return ChatSession(policy, ChatFormat(tiny_tokenizer), [add], limits, "Be brief."), policy
+        def text(number):
+            if (said := script[number]) is None:
+                texts.append(None)
+                raise PalestraError("the context is full")
+            return said
+
+        texts: list[None] = []
+        policy = ScriptedPolicy(tiny_tokenizer, lambda number: text(number + len(texts)))
+        chat = ChatFormat(tiny_tokenizer)
+        limits = AttemptLimits(SamplingParams(100, stop_token_ids=chat.stop_token_ids))
+        return ChatSession(policy, chat, [add], limits, "Be brief."), policy
 
     return make
 
@@ -106,16 +72,11 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(session_of):
     with pytest.raises(PalestraError, match="full"):
         ask(chat, "Still there?")
     assert chat.messages == before
-    assert policy.open_now == 0
+    assert policy.opened == policy.closed
     assert ask(chat, "Again?")[0] == "answered"
-
-
-def test_reset_forgets_all_but_the_instructions(session_of):
-    chat, policy = session_of("Hello.<|im_end|>")
-    ask(chat, "Hi")
     chat.reset()
     assert [message.text for message in chat.messages] == ["Be brief."]
-    assert policy.open_now == 0
+    assert policy.opened == policy.closed
 
 
 def test_the_message_being_written_can_be_looked_at(session_of, tiny_tokenizer):

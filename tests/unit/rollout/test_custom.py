@@ -1,11 +1,10 @@
 """Rollouts made by the user's own function, as TRL's rollout_func."""
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import ScriptedEnvironment, ScriptedPolicy
 
 from palestra import Agent, EvalSuite, train_grpo
 from palestra.core.errors import PalestraError
@@ -13,9 +12,6 @@ from palestra.core.types import Group, Problem
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.custom import FunctionCollector
 from palestra.rollout.rewards import RewardFunctions
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ScriptedEnvironment, ScriptedPolicy
 
 CONFIG = {
     "train.max_steps": 1, "train.problems_per_step": 2, "train.refill_limit": 0, "rollout.group_size": 2,
@@ -92,18 +88,6 @@ def fives(prompts: list, trainer: Any) -> dict:
 
 
 def test_the_models_tokens_and_the_environments_are_told_apart(tiny_tokenizer):
-    environment = ScriptedEnvironment()
-    groups = collect(tiny_tokenizer, environment, fives)
-    assert [g.problem_id for g in groups] == ["p", "q"]
-    prompt, first, result, last = groups[1].rollouts[1].turns
-    assert [t.maker for t in (prompt, first, result, last)] == ["template", "model", "environment", "model"]
-    assert (first.token_ids.tolist(), result.token_ids.tolist(), last.token_ids.tolist()) == ([3], [4], [5])
-    assert (first.logprobs.tolist(), last.logprobs.tolist()) == ([-0.5], [0.0]), "the best of several"
-    assert last.versions.tolist() == [3]
-    assert [episode.closed for episode in environment.episodes] == [1] * 4
-
-
-def test_reward_functions_see_environments_that_are_still_open(tiny_tokenizer):
     environment, seen = ScriptedEnvironment(), []
 
     def reward(environments: list, **columns: Any) -> list[float]:
@@ -111,8 +95,14 @@ def test_reward_functions_see_environments_that_are_still_open(tiny_tokenizer):
         return [0.5] * len(environments)
 
     groups = collect(tiny_tokenizer, environment, fives, reward)
-    assert seen == [0] * 4
+    assert seen == [0] * 4, "reward functions see environments that are still open"
     assert {r.reward for g in groups for r in g.rollouts} == {1.5}
+    assert [g.problem_id for g in groups] == ["p", "q"]
+    prompt, first, result, last = groups[1].rollouts[1].turns
+    assert [t.maker for t in (prompt, first, result, last)] == ["template", "model", "environment", "model"]
+    assert (first.token_ids.tolist(), result.token_ids.tolist(), last.token_ids.tolist()) == ([3], [4], [5])
+    assert (first.logprobs.tolist(), last.logprobs.tolist()) == ([-0.5], [0.0]), "the best of several"
+    assert last.versions.tolist() == [3]
     assert [episode.closed for episode in environment.episodes] == [1] * 4
 
 

@@ -1,15 +1,12 @@
 """A chat endpoint plays by the rules of a token policy: one budget for all turns, a seed of its own for each."""
 
 import asyncio
-import json
-import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
+from served import json_app, served
 
 from palestra.core.types import Problem, Rollout, SamplingParams
 from palestra.models.chat.template import ChatFormat
@@ -17,48 +14,33 @@ from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, endpoint_speakers, seed_of, token_speakers
 
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
-
 QUESTION = Problem("p", "What is 2 + 3?")
 
 
-class Endpoint(BaseHTTPRequestHandler):
+class Endpoint:
     """Calls the tool twice, then answers; says how many tokens that took if `usage` is set."""
 
-    requests: ClassVar[list[dict[str, Any]]]
-    usage: ClassVar[list[int] | None] = None
-    url: ClassVar[str]
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.usage: list[int] | None = None
+        self.url = ""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    async def respond(self, request: Any) -> Any:
+        body = await request.json()
         self.requests.append(body)
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         call = {"id": f"c{turn}", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
         message = {"content": None, "tool_calls": [call]} if turn < 2 else {"content": "It is 5."}
-        answer: dict[str, Any] = {"choices": [{"message": message, "finish_reason": "stop"}]}
-        if self.usage is not None:
-            answer["usage"] = {"completion_tokens": self.usage[turn]}
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None: ...
+        usage = {} if self.usage is None else {"usage": {"completion_tokens": self.usage[turn]}}
+        return {"choices": [{"message": message, "finish_reason": "stop"}]} | usage
 
 
 @pytest.fixture
-def endpoint() -> Iterator[type[Endpoint]]:
-    class Fresh(Endpoint):
-        requests: ClassVar[list[dict[str, Any]]] = []
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Fresh)
-    Fresh.url = f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Fresh
-    server.shutdown()
-    server.server_close()
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    with served(json_app(made.respond)) as url:
+        made.url = f"{url}/v1"
+        yield made
 
 
 def attempt(endpoint: Any, budget: int, **limits: Any) -> Rollout:
@@ -69,21 +51,15 @@ def attempt(endpoint: Any, budget: int, **limits: Any) -> Rollout:
     return group.rollouts[0]
 
 
-def test_the_budget_counts_the_tokens_of_all_turns(endpoint):
+@pytest.mark.parametrize(("budget", "stop", "asked"), [(100, "answered", [100, 70, 45]), (55, "truncated", [55, 25])])
+def test_the_budget_counts_the_tokens_of_all_turns(endpoint, budget, stop, asked):
     endpoint.usage = [30, 25, 9]
-    rollout = attempt(endpoint, 100)
-    assert rollout.stop == "answered"
+    rollout = attempt(endpoint, budget)
+    assert rollout.stop == stop
     assert rollout.passed
-    assert [request["max_tokens"] for request in endpoint.requests] == [100, 70, 45]
-    assert rollout.turns == (), "without token ids there is nothing to train"
-
-
-def test_a_budget_that_is_used_up_ends_the_attempt(endpoint):
-    endpoint.usage = [30, 25, 9]
-    rollout = attempt(endpoint, 55)
-    assert rollout.stop == "truncated"
-    assert [request["max_tokens"] for request in endpoint.requests] == [55, 25]
+    assert [request["max_tokens"] for request in endpoint.requests] == asked
     assert len(rollout.tool_results) == 2
+    assert rollout.turns == (), "without token ids there is nothing to train"
 
 
 def test_an_endpoint_that_does_not_count_is_guessed_by_the_text(endpoint):

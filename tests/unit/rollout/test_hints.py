@@ -1,23 +1,17 @@
 """Hints: what is added to a prompt and taken out again, and which solutions are worth imitating."""
 
-from __future__ import annotations
-
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import rollout
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, ScriptedPolicy
 
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, ToolCall, ToolResult
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.hints import Hint, quality, rules_for, with_hints
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, ScriptedPolicy
 
 PROBLEM = Problem("good", "What is 2 + 3?", 5)
 EXAMPLE = (Message("user", "What is 1 + 1?"), Message("assistant", "2"))

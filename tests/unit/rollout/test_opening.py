@@ -1,13 +1,11 @@
 """Episodes open within a limit, all or none; none stays open; closing does not hold up the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
+from builders import wait_until
 
 from palestra.core import calls as calls_module
 from palestra.core.types import Problem
@@ -38,10 +36,12 @@ class Doors:
         self.thread = threading.current_thread()
 
     def wait_until_closed(self, count: int) -> None:
-        until = time.monotonic() + 5
-        while self.closed < count and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_until(lambda: self.closed >= count)
         assert self.closed == count
+
+    async def wait_until_opened(self, count: int) -> None:
+        while self.opened < count:
+            await asyncio.sleep(0.005)
 
 
 def test_an_episode_that_does_not_open_is_given_up_after_the_limit_and_closed_when_it_opens() -> None:
@@ -59,8 +59,7 @@ def test_what_is_still_being_opened_at_ctrl_c_is_closed() -> None:
 
     async def interrupted() -> None:
         task = asyncio.create_task(Opener(doors).open(PROBLEM, 2))
-        while doors.opened < 2:
-            await asyncio.sleep(0.005)
+        await doors.wait_until_opened(2)
         abandon([task])
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -70,28 +69,20 @@ def test_what_is_still_being_opened_at_ctrl_c_is_closed() -> None:
     doors.wait_until_closed(2)
 
 
-def test_episodes_that_nobody_has_taken_are_closed() -> None:
-    doors = Doors(quick=2)
+def test_episodes_are_closed_also_where_nobody_has_taken_them_and_in_a_thread() -> None:
+    doors = Doors(quick=4)
 
-    async def not_taken() -> None:
+    async def both() -> None:
         task = asyncio.create_task(Opener(doors).open(PROBLEM, 2))
         await asyncio.wait([task])
         abandon([task])
-
-    asyncio.run(not_taken())
-    assert doors.closed == 2
-
-
-def test_episodes_are_closed_in_a_thread() -> None:
-    doors = Doors(quick=2)
-
-    async def both() -> None:
+        assert doors.closed == 2
         episodes = await Opener(doors).open(PROBLEM, 2)
         assert isinstance(episodes, list)
         await close_episodes(episodes)
 
     asyncio.run(both())
-    assert doors.closed == 2
+    assert doors.closed == 4
     assert doors.thread is not threading.main_thread()
 
 
@@ -126,14 +117,12 @@ def test_where_an_episode_takes_long_the_others_of_its_group_do_not_wait_for_one
     async def both() -> list[Episode] | NotOpened:
         await opener.open(PROBLEM, 8)
         task = asyncio.create_task(opener.open(PROBLEM, 8))
-        while doors.opened < 12:
-            await asyncio.sleep(0.005)
+        await doors.wait_until_opened(12)
         doors.go.set()
         await task
         doors.go.clear()
         task = asyncio.create_task(opener.open(PROBLEM, 8))
-        while doors.opened < 24:  # all of the third are being opened at once
-            await asyncio.sleep(0.005)
+        await doors.wait_until_opened(24)  # all of the third are being opened together
         assert len(set(doors.threads[16:])) == 8
         doors.go.set()
         return await task

@@ -1,14 +1,11 @@
 """Groups prepared before the policy may be asked: used once, by who asks for them, and closed by all others."""
 
-from __future__ import annotations
-
 import asyncio
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Problem, SamplingParams
@@ -18,9 +15,6 @@ from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.shared import SharedCollector
 from palestra.train.group_source import ProblemSource
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 PROBLEMS = [Problem(str(i), f"What is {i} + 3?") for i in range(4)]
 TOO_LONG = Problem("long", "What is " + "2 + " * 400 + "3?")
@@ -101,9 +95,7 @@ def test_a_prompt_that_is_refused_is_left_to_the_attempt(world: Prepared) -> Non
     world.assert_all_closed()
 
 
-def test_an_environment_that_takes_its_time_or_few_at_a_time_is_not_asked_ahead(
-    world: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_takes_its_time_or_few_at_a_time_is_not_asked_ahead(world, monkeypatch) -> None:
     monkeypatch.setattr(world.environment, "max_episodes", 8, raising=False)
     assert world.prepare(*PROBLEMS) == 0
     monkeypatch.delattr(world.environment, "max_episodes")
@@ -122,12 +114,8 @@ def test_an_episode_that_does_not_open_is_left_to_the_attempt(world: Prepared, m
     monkeypatch.setattr(world.environment, "open", broken)
     assert world.prepare(*PROBLEMS) == 2
     groups = world.collect(*PROBLEMS)
-    assert [[error for _, _, error in rollouts] for _, rollouts in groups] == [
-        [None] * 2,
-        ["opening an episode raised PalestraError: no such door"] * 2,
-        [None] * 2,
-        [None] * 2,
-    ]
+    errors = [error for _, rollouts in groups for _, _, error in rollouts]
+    assert errors == [None] * 2 + ["opening an episode raised PalestraError: no such door"] * 2 + [None] * 4
     world.assert_all_closed()
 
 

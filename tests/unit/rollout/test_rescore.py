@@ -1,7 +1,5 @@
 """Changed measures over stored rollouts."""
 
-from __future__ import annotations
-
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.types import Message, Problem, Rollout, Score, ToolCall, ToolResult
 from palestra.evals.measures import as_measures, fail_reason, measure
@@ -47,23 +45,16 @@ def test_measures_see_what_was_said_and_expected_and_changes_are_counted() -> No
     assert right["old"]["pass_rate"] == 2 / 3
     assert right["new"]["pass_rate"] == 1 / 3
     assert right["changed"] == 1
-    assert saw == {
-        "name": "saw_the_tool",
-        "old": None,
-        "new": {"mean": 1.0, "pass_rate": 1.0, "errors": 0},
-        "changed": 0,
-    }
+    new = {"mean": 1.0, "pass_rate": 1.0, "errors": 0}
+    assert saw == {"name": "saw_the_tool", "old": None, "new": new, "changed": 0}
     assert found["step"] == [1, 2]
     assert found["series"]["right"] == {"old": [1.0, 0.0], "new": [0.5, 0.0]}
     (change,) = found["changed"]
     assert (change["number"], change["old"]["reason"], change["new"]["passed"]) == (1, "then", False)
 
 
-def test_a_measure_that_fails_is_counted_and_in_no_mean() -> None:
+def test_measures_that_fail_and_unknown_problems_are_counted_and_the_limit_holds() -> None:
     found = rescore(RECORDS, as_measures([breaks]), PROBLEMS)
     assert found["measures"][0]["new"] == {"mean": None, "pass_rate": None, "errors": 3}
-
-
-def test_unknown_problems_are_counted_and_the_limit_holds() -> None:
     found = rescore(RECORDS, as_measures([lambda ctx: fail_reason("always")]), {}, limit=2)
     assert (found["count"], found["without_problem"]) == (2, 2)

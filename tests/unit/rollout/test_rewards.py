@@ -47,6 +47,11 @@ class Callable_:
         return [1.0, 2.0]
 
 
+class RewardModel:
+    def calculate_combined_reward(self, output: str, expected_answer: Any) -> float:
+        return 2.5 if expected_answer in output else -1.0
+
+
 @pytest.mark.parametrize("function", [slow, Callable_()], ids=["function", "object"])
 def test_async_reward_functions_are_awaited(function):
     assert rewards(function) == [1.0, 2.0]
@@ -67,8 +72,11 @@ def test_functions_get_what_trl_gives_them():
     assert (seen["difficulty"], seen["environments"]) == ([2, 2], [0, 1])
 
 
-def test_a_function_gets_only_what_it_has_parameters_for():
+def test_a_function_gets_only_what_it_has_parameters_for_and_a_reward_model_its_own_two():
     assert rewards(lambda completions, difficulty: [float(d) for d in difficulty]) == [2.0, 2.0]
+    assert rewards(RewardModel()) == [2.5, -1.0]
+    with pytest.raises(PalestraError, match="'brevity' is not a reward function"):
+        RewardFunctions(["brevity"])  # type: ignore[list-item]
 
 
 def test_trls_own_functions_run():
@@ -106,20 +114,6 @@ def test_what_a_function_logs_is_in_the_groups_metrics_and_in_the_reasons():
     assert [r.scores["rate"].reason for r in group.rollouts] == ["found: five", "found: six"]
 
 
-class RewardModel:
-    def calculate_combined_reward(self, output: str, expected_answer: Any) -> float:
-        return 2.5 if expected_answer in output else -1.0
-
-
-def test_a_reward_model_gives_rewards():
-    assert rewards(RewardModel()) == [2.5, -1.0]
-
-
-def test_what_is_no_reward_function_is_refused_by_name():
-    with pytest.raises(PalestraError, match="'brevity' is not a reward function"):
-        RewardFunctions(["brevity"])  # type: ignore[list-item]
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -144,18 +138,14 @@ def test_a_function_that_fails_is_left_out_for_that_group_and_warned_about_once(
     assert len([r for r in caplog.records if "rate" in r.getMessage()]) == 1
 
 
-def test_when_the_only_reward_fails_its_group_fails_with_the_reason():
+def test_when_the_only_reward_fails_its_group_fails_and_rollouts_that_failed_are_not_shown_to_it():
     def rate(completions: list) -> Any:
-        raise RuntimeError("no such column")
+        if len(completions) > 1:
+            raise RuntimeError("no such column")
+        return [float(len(c)) for c in completions]
 
     group = reward(RewardFunctions([rate]), attempt("a"), attempt("b"))
     assert {r.error for r in group.rollouts} == {"reward function rate raised RuntimeError: no such column"}
-
-
-def test_rollouts_that_failed_are_not_shown_to_the_functions():
-    def rate(completions: list) -> list[float]:
-        return [float(len(c)) for c in completions]
-
     group = reward(RewardFunctions([rate]), attempt("", error="no tool server"), attempt("b"))
     assert group.rewards == [0.0, 1.0]
     assert group.rollouts[0].error == "no tool server"
@@ -193,10 +183,8 @@ def test_a_witness_of_weight_0_changes_neither_the_reward_nor_what_passes():
     assert [(r.reward, r.passed, r.error) for r in group.rollouts] == [(1.0, True, None)] * 3
     report, stats = EvalReport.of(group.rollouts, 1.0), rollout_stats(group.rollouts)
     assert (report.pass_rate.passed, report.pass_rate.n) == (3, 3)
-    assert {m.name: (m.pass_rate.passed, m.pass_rate.n) for m in report.measures} == {
-        "right": (3, 3),
-        "witness": (1, 2),
-    }
+    passed = {m.name: (m.pass_rate.passed, m.pass_rate.n) for m in report.measures}
+    assert passed == {"right": (3, 3), "witness": (1, 2)}
     assert (stats["pass_rate"], stats["pass_rate/witness"], stats["measure_errors"]) == (1.0, 0.5, 1.0)
 
 

@@ -9,16 +9,14 @@ import pytest
 from palestra import demo, train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
+from palestra.env_api import _collector
+from palestra.envs.load import load_env
 from palestra.policy.openai import OpenAISettings
 from palestra.train import StepTrainer
 
-STEP = {
-    "train.max_steps": 1,
-    "train.problems_per_step": 4,
-    "train.filter_equal_groups": False,
-    "eval.cases": 2,
-    "rollout.temperature": 1.6,  # hot enough for calls to go wrong
-}
+# hot enough for calls to go wrong
+STEP = {"train.max_steps": 1, "train.problems_per_step": 4, "train.filter_equal_groups": False, "eval.cases": 2}
+STEP |= {"rollout.temperature": 1.6}
 ON = {"rollout.constrain_tool_calls": True}
 
 
@@ -48,9 +46,6 @@ def test_a_step_with_constrained_calls_has_no_malformed_one_and_a_ratio_of_one(t
 
 
 def test_where_others_sample_the_setting_is_refused(tmp_path: Path, tiny: Any) -> None:
-    from palestra.env_api import _collector
-    from palestra.envs.load import load_env
-
     config = RunConfig.build(ON, {"output_dir": str(tmp_path)})
     with pytest.raises(PalestraError, match="constrain_tool_calls = True has no effect here: StepTrainer"):
         StepTrainer(tiny.model, tiny.tokenizer, lambda *_: 0.0, config)

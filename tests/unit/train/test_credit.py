@@ -1,9 +1,8 @@
 """Advantages of turns and of a user's function: from scores to the batch."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,14 +32,10 @@ def train(**settings):
     return RunConfig.build({f"train.{name}": value for name, value in settings.items()}).train
 
 
-def test_the_outcome_belongs_to_the_last_turn():
-    assert turn_rewards(rollout((0.25, 0.5), outcome=1.0), {}).tolist() == [0.25, 1.5]
-    assert turn_rewards(rollout((0.25, 0.5)), {"steps": 1.0}).tolist() == [0.25, 0.5]
-
-
 def test_return_to_go_gives_each_turn_its_own_advantage_in_the_batch():
     group = Group("p", (rollout((0.0, 1.0)), rollout((1.0, 0.0))))
     credit = assign_credit([group], train(credit="return_to_go", advantage_scale="none", discount=0.5), {})
+    assert turn_rewards(rollout((0.25, 0.5), outcome=1.0), {}).tolist() == [0.25, 1.5], "the last turn's"
     rows = list(to_batch(credit.groups, credit.advantages, mask_truncated=True).samples())
     mean = (0.5 + 1.0 + 1.0 + 0.0) / 4
     assert rows[0].advantages.tolist() == pytest.approx([0, 0, 0.5 - mean, 0.5 - mean, 0, 1 - mean])
@@ -49,12 +44,10 @@ def test_return_to_go_gives_each_turn_its_own_advantage_in_the_batch():
 
 def test_rollouts_of_equal_reward_have_signal_if_their_turns_differ():
     group = Group("p", (rollout((0.0, 1.0)), rollout((1.0, 0.0))))
-    by_rollout = assign_credit([group], train(), {})
-    assert not has_signal(by_rollout.groups[0], by_rollout.advantages[0])
-    settings = train(credit="return_to_go")
-    by_turn = assign_credit([group], settings, {})
-    assert has_signal(by_turn.groups[0], by_turn.advantages[0])
-    assert trainable_batch(by_turn.groups, by_turn.advantages, settings).rows == 2
+    for settings, signal in ((train(), False), (train(credit="return_to_go"), True)):
+        credit = assign_credit([group], settings, {})
+        assert has_signal(credit.groups[0], credit.advantages[0]) == signal
+        assert trainable_batch(credit.groups, credit.advantages, settings).rows == 2 * signal
 
 
 def test_gigpo_compares_turns_after_equal_observations_unless_the_environment_names_states():
@@ -72,14 +65,10 @@ def test_gigpo_compares_turns_after_equal_observations_unless_the_environment_na
 def test_every_conversation_of_a_rollout_gets_the_advantages_of_its_turns():
     lineage = Lineage((Turn("template", (1,)), Turn("model", (6,), (-0.5,))), (), "answered")
     rollouts = [rollout((0, 0), reward, lineages=(lineage,)) for reward in (1.0, 0.0)]
-    rollouts = [Rollout(**{**_fields(r), "scores": {"steps": Score(0.0, None, turns=(0, 0, 0))}}) for r in rollouts]
+    rollouts = [replace(r, scores={"steps": Score(0.0, None, turns=(0, 0, 0))}) for r in rollouts]
     credit = assign_credit([Group("p", tuple(rollouts))], train(credit="return_to_go", advantage_scale="none"), {})
     batch = to_batch(credit.groups, credit.advantages, mask_truncated=True)
     assert [row.advantages[-1] for row in batch.samples()] == pytest.approx([0.5, 0.5, -0.5, -0.5])
-
-
-def _fields(found):
-    return {name: getattr(found, name) for name in found.__dataclass_fields__}
 
 
 def test_a_measure_with_too_few_turns_is_no_verdict():

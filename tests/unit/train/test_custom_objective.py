@@ -1,7 +1,5 @@
 """A user's loss and advantages: equal to the built-in ones to the bit, from every entry point."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,9 @@ from palestra import Agent, EvalSuite, measure, train_grpo
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective, PolicyTokens
 from palestra.algo.step_loss import StepLoss
+from palestra.cli.main import run
 from palestra.core.errors import PalestraError
+from palestra.core.run_folder import Resume, RunFolder
 from palestra.learner.local import LocalLearner
 from palestra.train.schedule import Coefficients
 from palestra.train.update import update
@@ -33,13 +33,9 @@ def normalised(batch):
 """
 
 
-def functions() -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    exec(DAPO, names)
-    return names
-
-
-dapo, normalised = functions()["dapo"], functions()["normalised"]
+functions: dict[str, Any] = {}
+exec(DAPO, functions)
+dapo, normalised = functions["dapo"], functions["normalised"]
 
 
 def cispo(tokens: PolicyTokens) -> torch.Tensor:
@@ -90,16 +86,8 @@ def digits(ctx):
 def trained(folder: Path, config: dict[str, Any] | None = None, **more: Any) -> tuple[list[dict[str, float]], Any]:
     agent = Agent("adder", TINY, "Add.", [add])
     suite = EvalSuite.from_records([{"input": f"What is {i} + 2?"} for i in range(4)], measures=[digits])
-    base = {
-        "train.max_steps": 2,
-        "train.problems_per_step": 2,
-        "rollout.group_size": 4,
-        "rollout.max_new_tokens": 12,
-        "train.mask_truncated": False,
-        "checkpoint.every": 1,
-        "eval.cases": 1,
-        "seed": 3,
-    }
+    base = {"seed": 3, "train.max_steps": 2, "train.problems_per_step": 2, "train.mask_truncated": False}
+    base |= {"rollout.group_size": 4, "rollout.max_new_tokens": 12, "checkpoint.every": 1, "eval.cases": 1}
     options = {"config": base | (config or {}), "held_out": 0.25, "progress": False, "folder": folder}
     result = train_grpo(agent, suite, **options | more)
     return result.run.metrics(), result
@@ -123,16 +111,10 @@ def test_train_grpo_takes_functions_and_the_command_line_a_file(tmp_path: Path, 
     assert numbers(plain) == numbers(by_file)
 
     monkeypatch.chdir(file.parent.parent)  # a resumed run finds the file from anywhere
-    more, _ = trained(tmp_path / "file", resume=_longer(result))
+    more, _ = trained(tmp_path / "file", resume=Resume(result.run.path, max_steps=3))
     assert len(more) == 3
     with pytest.raises(PalestraError, match=r"loss=dapo"):
         trained(tmp_path / "custom", resume=tmp_path / "custom")
-
-
-def _longer(result: Any) -> Any:
-    from palestra.core.run_folder import Resume
-
-    return Resume(result.run.path, max_steps=3)
 
 
 def test_token_advantages_of_a_function_are_in_the_token_file(tmp_path: Path) -> None:
@@ -148,9 +130,6 @@ def test_token_advantages_of_a_function_are_in_the_token_file(tmp_path: Path) ->
 
 
 def test_the_command_line_takes_a_file_for_environments_too(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    from palestra.cli.main import run
-    from palestra.core.run_folder import RunFolder
-
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(DAPO)
     small = "--rollout.group_size 2 --train.problems_per_step 1 --train.max_steps 1 --eval.cases 1".split()

@@ -1,7 +1,5 @@
 """Conversations as rollouts: the model's tokens are what it would have said, and nothing else is trained."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path
@@ -25,13 +23,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.converse import converse
 from palestra.train.batch import group_advantages, has_signal, to_batch
-from palestra.train.demonstrations import (
-    TooLongError,
-    demonstration,
-    demonstrations,
-    read_run,
-    run_conversations,
-)
+from palestra.train.demonstrations import TooLongError, demonstration, demonstrations, read_run, run_conversations
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -61,17 +53,14 @@ def call(call_id: str, name: str, **arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
+BOTH = [call("a23456789", "price", item="tea"), call("b23456789", "stock", item="<|eot_id|>")]
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "Price of tea?"},
     {"role": "assistant", "content": "", "tool_calls": [call("abc123def", "price", item='black "tea"', count=2)]},
     {"role": "tool", "tool_call_id": "abc123def", "content": "It is 4.50"},
     {"role": "assistant", "content": "It costs 4.50, not <|im_end|> or </s>."},
     {"role": "user", "content": "And both?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [call("a23456789", "price", item="tea"), call("b23456789", "stock", item="<|eot_id|>")],
-    },
+    {"role": "assistant", "content": "", "tool_calls": BOTH},
     {"role": "tool", "tool_call_id": "b23456789", "content": "five"},
     {"role": "tool", "tool_call_id": "a23456789", "content": "four"},
     {"role": "assistant", "content": "Four, and five."},
@@ -80,6 +69,15 @@ MESSAGES: list[dict[str, Any]] = [
 
 def shop(messages: list[dict[str, Any]] = MESSAGES, tools: Any = TOOLS) -> Conversation:
     return conversation_of(messages, tools, "shop.jsonl, line 1")
+
+
+def shop_with(changes: dict[int, dict[str, Any]]) -> Conversation:
+    """The conversation with fields of some messages changed, by their number."""
+    return shop([message | changes.get(i, {}) for i, message in enumerate(MESSAGES)])
+
+
+def chat_named(name: str) -> ChatFormat:
+    return model_families.chat_of(next(family for family in model_families.FAMILIES if family.name == name))
 
 
 def model_turns(found: Rollout) -> list[Turn]:
@@ -177,33 +175,25 @@ def test_a_demonstration_trains_with_advantage_1_and_has_signal(tiny_tokenizer):
 
 
 def test_a_message_with_weight_0_is_context(tiny_tokenizer):
-    messages = [dict(message) for message in MESSAGES]
-    messages[3]["weight"] = 0
     chat = ChatFormat(tiny_tokenizer)
-    found, whole = demonstration(shop(messages), chat), demonstration(shop(), chat)
+    found, whole = demonstration(shop_with({3: {"weight": 0}}), chat), demonstration(shop(), chat)
     assert len(model_turns(found)) == len(model_turns(whole)) - 1
-    assert np.array_equal(
-        np.concatenate([t.token_ids for t in found.turns]), np.concatenate([t.token_ids for t in whole.turns])
-    )
+    ids = [np.concatenate([turn.token_ids for turn in each.turns]) for each in (found, whole)]
+    assert np.array_equal(*ids)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5", "GLM 4.5", "gpt-oss", "Nemotron 3 Nano"])
 def test_reasoning_is_trained_in_every_turn_where_the_template_writes_it(name):
-    chat = model_families.chat_of(next(family for family in model_families.FAMILIES if family.name == name))
-    messages = [dict(message) for message in MESSAGES]
-    for place in (1, 3, 8):
-        messages[place]["reasoning_content"] = f"Thought {place}."
-    found = demonstration(shop(messages), chat)
-    texts = [chat.tokenizer.decode(turn.token_ids) for turn in model_turns(found)]
-    assert ["".join(texts).count(f"Thought {place}.") for place in (1, 3, 8)] == [1, 1, 1]
+    chat, places = chat_named(name), (1, 3, 8)
+    found = demonstration(shop_with({place: {"reasoning_content": f"Thought {place}."} for place in places}), chat)
+    text = "".join(chat.tokenizer.decode(turn.token_ids) for turn in model_turns(found))
+    assert [text.count(f"Thought {place}.") for place in places] == [1, 1, 1]
     assert read_back(found, chat) == [m for m in found.messages if m.role == "assistant"]
 
 
 def test_reasoning_and_text_that_the_template_does_not_write_are_counted(caplog):
-    chat = model_families.chat_of(next(family for family in model_families.FAMILIES if family.name == "Llama 3.1"))
-    messages = [dict(message) for message in MESSAGES]
-    messages[1] |= {"content": "Let me see.", "reasoning_content": "Hm."}
-    found = demonstrations([shop(messages), shop()], chat)
+    thinks = shop_with({1: {"content": "Let me see.", "reasoning_content": "Hm."}})
+    found = demonstrations([thinks, shop()], chat_named("Llama 3.1"))
     assert (found.without_reasoning, found.without_text, len(found.rollouts)) == (1, 1, 2)
     assert "1 of 2 conversations" in caplog.text
 
@@ -218,26 +208,20 @@ def test_a_conversation_that_is_too_long_is_refused_or_skipped_and_counted(tiny_
     assert (len(found.rollouts), found.too_long) == (1, 1)
 
 
+WRITTEN = '<tool_call>\n{"name": "price", "arguments": {}}\n</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("messages", "tools", "says"),
     [
         (MESSAGES, [tool("price")], "calls 'stock'"),
         (MESSAGES, [], "has no tools"),
-        (
-            [
-                {"role": "user", "content": "Tea?"},
-                {"role": "assistant", "content": '<tool_call>\n{"name": "price", "arguments": {}}\n</tool_call>'},
-            ],
-            TOOLS,
-            "read back as",
-        ),
+        ([MESSAGES[0], {"role": "assistant", "content": WRITTEN}], TOOLS, "read back as"),
     ],
 )
 def test_what_cannot_be_trained_is_named_with_its_conversation(tiny_tokenizer, messages, tools, says):
-    with pytest.raises(PalestraError) as error:
+    with pytest.raises(PalestraError, match=rf"^shop\.jsonl, line 1: .*{says}"):
         demonstration(shop(messages, tools), ChatFormat(tiny_tokenizer))
-    assert str(error.value).startswith("shop.jsonl, line 1: ")
-    assert says in str(error.value)
 
 
 def test_the_agents_tools_take_precedence_over_those_of_the_conversation(tiny_tokenizer):
@@ -264,11 +248,8 @@ def test_an_earlier_run_gives_each_passed_rollout_once_the_best_of_each_problem_
         rollout(problem="b", error="broken"),
     )
     found = read_run(folder)
-    assert [(r.problem_id, r.turns[1].token_ids.tolist()) for r in found] == [
-        ("a", [4, 9]),
-        ("b", [6, 9]),
-        ("a", [3, 9]),
-    ]
+    said = [(r.problem_id, r.turns[1].token_ids.tolist()) for r in found]
+    assert said == [("a", [4, 9]), ("b", [6, 9]), ("a", [3, 9])]
     for each in found:
         assert each.advantages.tolist() == [1.0] * 4
         assert each.turns[1].versions.tolist() == [0, 0]
@@ -287,8 +268,5 @@ def test_other_conversations_of_a_rollout_are_demonstrations_of_their_own(tmp_pa
 def test_an_earlier_run_of_another_model_gives_conversations(tmp_path):
     folder = run_with(tmp_path, rollout(text="5"), rollout(text="5", ids=(7, 9)), rollout(text="6"))
     assert [c.messages[-1].text for c in run_conversations(folder, TOOLS)] == ["5", "6"]
-
-
-def test_a_folder_without_rollouts_is_an_error(tmp_path):
     with pytest.raises(PalestraError, match=r"no rollouts\.jsonl"):
-        read_run(RunFolder(tmp_path))
+        read_run(RunFolder(tmp_path / "other"))

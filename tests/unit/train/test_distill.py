@@ -1,9 +1,6 @@
 """Distillation of a step: which tokens, which teacher log-probabilities and weights, and what the update does."""
 
-from __future__ import annotations
-
 import asyncio
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-
 from builders import ADD_SCHEMA, ANSWER_TEXT, CALL_TEXT, ScriptedPolicy, add, group, rollout, sample
 from loop_fakes import make_loop
 from scripted import ScriptedEnvironment
@@ -38,7 +31,7 @@ from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, open
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
 from palestra.train.batch import to_batch
-from palestra.train.distill import candidates, choose_rows, teacher_batch, teacher_gain
+from palestra.train.distill import DistillRows, candidates, choose_rows, teacher_batch, teacher_gain
 from palestra.train.distill_teachers import ModelTeacher, SelfTeacher, ServerTeacher, require_same_tokens, teacher_of
 from palestra.train.schedule import Coefficients
 from palestra.train.update import update
@@ -84,8 +77,13 @@ def self_teacher(loaded: LoadedModel, config: RunConfig) -> tuple[LocalLearner, 
     return learner, teacher
 
 
-def advantages_of(*groups: Group) -> list[list[float]]:
-    return [[0.0] * len(g.rollouts) for g in groups]
+@pytest.fixture
+def student(tiny: LoadedModel) -> tuple[LocalLearner, SelfTeacher]:
+    return self_teacher(tiny, settings())
+
+
+def rows_of(teacher: Any, config: RunConfig, *groups: Group) -> DistillRows:
+    return choose_rows(teacher, groups, [[0.0] * len(g.rollouts) for g in groups], config)
 
 
 def dense(model: Any, token_ids: np.ndarray, temperature: float = 0.8) -> np.ndarray:
@@ -119,25 +117,17 @@ def test_reasons_of_measures_that_passed_failed_to_run_or_do_not_count_are_no_fe
     assert "too short" in str(feedback_hint(rollout(0.0, scores=scores | {"length": Score(0.0, None, "too short")})))
 
 
-def test_a_hint_is_added_to_the_last_message_of_the_user() -> None:
+def test_a_hint_is_added_to_the_last_message_of_the_user_before_the_models_first_message() -> None:
     system, user = Message("system", "Use tools."), Message("user", "What?")
     assert with_hint([system, user], "It is 5.") == [system, Message("user", "What?\n\nIt is 5.")]
     assert with_hint([system], "It is 5.") == [system, Message("user", "It is 5.")]
-
-
-def test_the_opening_ends_before_the_models_first_message_also_after_an_example_in_the_prompt() -> None:
-    shown = (Message("user", "1 + 1?"), Message("assistant", "2"), Message("user", "2 + 3?"))
+    shown = (Message("user", "1 + 1?"), Message("assistant", "2"), Message("user", "2 + 3?"))  # an example
     assert opening_of(rollout(messages=(*shown, Message("assistant", "5")))) == shown
 
 
-def test_targets_are_the_students_candidates_with_the_hinted_models_log_probabilities(
-    tiny: LoadedModel, mixed: Group
-) -> None:
-    config = settings()
-    learner, teacher = self_teacher(tiny, config)
-    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
-    chat = ChatFormat(tiny.tokenizer)
-    [(batch, loss)] = rows.parts(learner)
+def test_targets_are_the_students_candidates_with_the_hinted_models_log_probabilities(tiny, mixed, student) -> None:
+    config, (learner, teacher), chat = settings(), student, ChatFormat(tiny.tokenizer)
+    [(batch, loss)] = rows_of(teacher, config, mixed).parts(learner)
     targets = batch.targets
     assert targets is not None
     assert batch.rows == 3
@@ -168,12 +158,11 @@ def test_targets_are_the_students_candidates_with_the_hinted_models_log_probabil
     assert loss.places_total == first / K
 
 
-def test_solved_groups_teach_nothing_unless_phasing_out_is_off(tiny: LoadedModel, mixed: Group) -> None:
+def test_solved_groups_teach_nothing_unless_phasing_out_is_off(tiny: LoadedModel, mixed: Group, student: Any) -> None:
     solved = Group("sum", tuple(replace(r, scores={"right": Score(1.0, True)}) for r in mixed.rollouts))
     failed = Group("sum", mixed.rollouts[1:])
-    config = settings()
-    learner, teacher = self_teacher(tiny, config)
-    rows = choose_rows(teacher, [solved, mixed, failed], advantages_of(solved, mixed, failed), config)
+    learner, teacher = student
+    rows = rows_of(teacher, settings(), solved, mixed, failed)
     assert rows.batch.groups.tolist() == [1, 1, 1, 2, 2]
     np.testing.assert_allclose(rows.weights, [2 / 3] * 3 + [1.0] * 2)
     assert rows.metrics["distill_rollouts"] == 5
@@ -181,27 +170,21 @@ def test_solved_groups_teach_nothing_unless_phasing_out_is_off(tiny: LoadedModel
     assert rows.parts(learner)[0][1].places_total == every, "tokens that are not distilled count in the mean"
 
     always = settings(phase_out=False)
-    rows = choose_rows(self_teacher(tiny, always)[1], [solved], advantages_of(solved), always)
+    rows = rows_of(self_teacher(tiny, always)[1], always, solved)
     assert rows.weights.tolist() == [1.0] * 3
 
 
-def test_rollouts_without_a_hint_failed_ones_and_those_that_are_too_long_are_left_out(
-    tiny: LoadedModel, mixed: Group
-) -> None:
+def test_rollouts_without_a_hint_failed_ones_and_those_that_are_too_long_are_left_out(mixed, student) -> None:
     no_hint = Group("open", (replace(mixed.rollouts[0], problem_id="open"),))
     broken = group(0.0, problem="sum", error="boom")
-    config = settings()
-    _, teacher = self_teacher(tiny, config)
-    rows = choose_rows(teacher, [no_hint, broken], advantages_of(no_hint, broken), config)
-    assert rows.batch.rows == 0
+    teacher = student[1]
+    assert rows_of(teacher, settings(), no_hint, broken).batch.rows == 0
     teacher.context_tokens = 80
-    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
+    rows = rows_of(teacher, settings(), mixed)
     assert rows.metrics["distill_too_long"] == 3 - rows.batch.rows > 0
 
 
-def test_tools_are_asked_for_once_and_again_where_they_do_not_render_the_prompt(
-    tiny: LoadedModel, mixed: Group
-) -> None:
+def test_tools_are_asked_for_once_and_again_where_they_do_not_render_the_prompt(tiny, mixed) -> None:
     config, asked = settings(), []
 
     def schemas_of(problem: Problem) -> Sequence[dict[str, Any]]:
@@ -211,25 +194,22 @@ def test_tools_are_asked_for_once_and_again_where_they_do_not_render_the_prompt(
     learner = LocalLearner(tiny.model, config=config)
     problems = {problem.id: problem for problem in PROBLEMS}
     teacher = SelfTeacher(learner, ChatFormat(tiny.tokenizer), problems, schemas_of, config)
-    choose_rows(teacher, [mixed, mixed], advantages_of(mixed, mixed), config)
+    rows_of(teacher, config, mixed, mixed)
     assert asked == ["sum"]
     other = play(tiny.tokenizer, replace(PROBLEMS[1], expect="2"), [["It is 2.<|im_end|>"]], [False])
-    choose_rows(teacher, [other], advantages_of(other), config)
+    rows_of(teacher, config, other)
     assert asked == ["sum"], "another problem with the same tools"
     chat = ChatFormat(tiny.tokenizer)
-    changed = replace(
-        mixed.rollouts[1], turns=(chat.prompt(opening_of(mixed.rollouts[1])), *mixed.rollouts[1].turns[1:])
-    )
-    foreign = Group("sum", (changed,))
+    failed = mixed.rollouts[1]
+    foreign = Group("sum", (replace(failed, turns=(chat.prompt(opening_of(failed)), *failed.turns[1:])),))
     with pytest.raises(PalestraError, match="distill"):
-        choose_rows(teacher, [foreign], advantages_of(foreign), config)
+        rows_of(teacher, config, foreign)
     assert asked == ["sum", "sum"]
 
 
-def test_one_optimizer_step_has_the_gradients_of_both_losses(tiny: LoadedModel, mixed: Group) -> None:
+def test_one_optimizer_step_has_the_gradients_of_both_losses(tiny: LoadedModel, mixed: Group, student: Any) -> None:
     config = settings()
-    _, teacher = self_teacher(tiny, config)
-    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
+    rows = rows_of(student[1], config, mixed)
     policy = to_batch([mixed], [[1.0, -0.5, -0.5]], mask_truncated=True)
     found = []
     for batch, distill in ((policy, None), (policy.part(0, 0), rows), (policy, rows)):
@@ -256,11 +236,10 @@ def test_the_gain_of_a_teacher_compares_passed_with_failed_rows_of_one_group() -
     assert teacher_gain(Batch.of(rows[:2]), passed[:2], ids[:4], differences[:4]) is None
 
 
-def test_minibatches_split_the_distillation_too(tiny: LoadedModel, mixed: Group) -> None:
-    config = settings().with_settings({"train.minibatches": 2})
-    learner, teacher = self_teacher(tiny, config)
-    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
-    whole, parts = (replace(rows, config=c).parts(learner) for c in (settings(), config))
+def test_minibatches_split_the_distillation_too(mixed: Group, student: Any) -> None:
+    learner, teacher = student
+    both = (settings(), settings().with_settings({"train.minibatches": 2}))
+    whole, parts = (rows_of(teacher, config, mixed).parts(learner) for config in both)
     assert [batch.rows for batch, _ in parts] == [2, 1]
     ids = np.concatenate([batch.targets.ids for batch, _ in parts if batch.targets is not None])
     assert whole[0][0].targets is not None
@@ -268,23 +247,10 @@ def test_minibatches_split_the_distillation_too(tiny: LoadedModel, mixed: Group)
     assert parts[0][1].places_total == whole[0][1].places_total / 2
 
 
-def test_the_divergence_from_the_hinted_model_falls(tiny: LoadedModel, mixed: Group) -> None:
-    """The teacher's log-probabilities are those of the first step, so that the aim does not move."""
-    config = settings()
-    learner, teacher = self_teacher(tiny, config)
-    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
-    [(batch, loss)] = rows.parts(learner)
-    found = []
-    for _ in range(6):
-        found.append(learner.forward_backward(batch, loss).metrics()["distill_divergence"])
-        learner.optim_step(1e-3, max_grad_norm=1.0)
-    assert found[-1] < 0.5 * found[0]
-
-
 def test_a_teacher_with_the_initial_weights_stays_where_it_is(tiny: LoadedModel, mixed: Group) -> None:
     config = settings(teacher_weights="initial")
     learner, teacher = self_teacher(tiny, config)
-    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
+    rows = rows_of(teacher, config, mixed)
     [(batch, loss)] = rows.parts(learner)
     assert batch.targets is not None
     now = self_teacher(tiny, settings())[1]
@@ -307,18 +273,6 @@ def test_a_copy_of_a_model_with_an_adapter_shares_the_base(tiny: LoadedModel) ->
     assert all(not theirs.requires_grad for _, theirs in pairs)
 
 
-def test_a_teacher_that_is_the_student_teaches_nothing(tiny: LoadedModel, mixed: Group) -> None:
-    config = settings(teacher="palestra/tiny")
-    learner = LocalLearner(tiny.model, config=config)
-    teacher = teacher_of(config, learner, tiny.tokenizer)
-    assert isinstance(teacher, ModelTeacher)
-    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
-    assert rows.weights.tolist() == [1.0] * 3, "phasing out is for hints"
-    [(batch, loss)] = rows.parts(learner)
-    outputs = learner.forward_backward(batch, loss)
-    assert outputs.metrics()["distill_divergence"] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_a_model_learns_from_another_one(tiny: LoadedModel, mixed: Group) -> None:
     config = settings(teacher="palestra/tiny", coefficient=1.0)
     with torch.no_grad():
@@ -326,11 +280,12 @@ def test_a_model_learns_from_another_one(tiny: LoadedModel, mixed: Group) -> Non
             p.mul_(1.0 + 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     learner = LocalLearner(tiny.model, config=config)
     teacher = teacher_of(config, learner, tiny.tokenizer)
-    assert teacher is not None
-    empty = choose_rows(teacher, [mixed], advantages_of(mixed), config).batch.part(0, 0)
+    assert isinstance(teacher, ModelTeacher)
+    assert rows_of(teacher, config, mixed).weights.tolist() == [1.0] * 3, "phasing out is for hints"
+    empty = rows_of(teacher, config, mixed).batch.part(0, 0)
     found = []
     for _ in range(8):
-        rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
+        rows = rows_of(teacher, config, mixed)
         metrics = update(learner, empty, config, Coefficients(1e-3, echo=0.0, entropy=0.0), 3, distill=rows)
         found.append(metrics["distill_divergence"])
     assert found[-1] < 0.3 * found[0]
@@ -344,7 +299,7 @@ def test_a_server_scores_the_sampled_tokens_against_all_others(tiny: LoadedModel
     learner = LocalLearner(tiny.model, config=config)
     teacher = teacher_of(config, learner, tiny.tokenizer)
     assert isinstance(teacher, ServerTeacher)
-    rows = choose_rows(teacher, [mixed], advantages_of(mixed), config)
+    rows = rows_of(teacher, config, mixed)
     [(batch, loss)] = rows.parts(learner)
     assert batch.targets is not None
     assert (loss.candidates, loss.tail) == (1, True)
@@ -360,7 +315,7 @@ def test_a_server_without_prompt_logprobs_is_rejected(mixed: Group, monkeypatch:
     monkeypatch.setattr("palestra.train.distill_teachers.ask", lambda request, retries: answers.pop(0))
     with pytest.raises(PalestraError, match="models"):
         ServerTeacher.connect("http://127.0.0.1:1")
-    batch = to_batch([mixed], advantages_of(mixed), mask_truncated=True)
+    batch = to_batch([mixed], [[0.0] * 3], mask_truncated=True)
     batch.targets = candidates(batch, np.zeros((35, 1), int), {})
     with pytest.raises(PalestraError, match="echo"):
         ServerTeacher("http://127.0.0.1:1", "m").logprobs(batch)
@@ -380,10 +335,10 @@ def test_a_teacher_with_other_tokens_is_rejected(tiny: LoadedModel) -> None:
 
 
 def test_learners_and_sources_that_cannot_be_distilled_are_rejected(tiny: LoadedModel) -> None:
-    with pytest.raises(PalestraError, match="FakeLearner"):
-        teacher_of(settings(), make_loop().learner, tiny.tokenizer)
-    with pytest.raises(PalestraError, match=r"distill\.teacher"):
-        teacher_of(settings(), LocalLearner(tiny.model, config=settings()), tiny.tokenizer)
+    learner = LocalLearner(tiny.model, config=settings())
+    for wrong, word in ((make_loop().learner, "FakeLearner"), (learner, r"distill\.teacher")):
+        with pytest.raises(PalestraError, match=word):
+            teacher_of(settings(), wrong, tiny.tokenizer)
     assert teacher_of(RunConfig(), make_loop().learner, tiny.tokenizer) is None
 
 

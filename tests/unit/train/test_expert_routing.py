@@ -146,9 +146,7 @@ async def two_chats(case: Any, base_url: str, api_key: str) -> str:
     return str(last["content"])
 
 
-def test_conversations_of_a_program_have_the_experts_of_all_computed_tokens(
-    moe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversations_of_a_program_have_the_experts_of_all_computed_tokens(moe_folder, tmp_path, monkeypatch) -> None:
     seen: list[Group] = []
 
     def noted(groups: Any, *args: Any, **options: Any) -> Any:

@@ -1,7 +1,5 @@
 """The cost model before a run: what does not fit is refused with the setting that would, the rest is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,11 @@ CUDA = torch.device("cuda:0")
 STEP_SIZES_WITH_TOKENS = [(*size, 1024) for size in STEP_SIZES]
 QWEN_8B = Qwen3Config(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
                       head_dim=128, intermediate_size=12288, vocab_size=151936)  # fmt: skip
+
+SMALL = Qwen3Config(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+                    head_dim=128, intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
+QWEN_4B = Qwen3Config(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+                      head_dim=128, intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +54,7 @@ def test_all_weights_of_a_large_model_are_refused_with_the_setting_that_fits() -
 
 
 def test_sizes_of_a_step_are_chosen_by_the_gpu_and_said_in_one_line(tmp_path: Path) -> None:
-    chosen = with_step_size(config(), _small(), CUDA)
+    chosen = with_step_size(config(), SMALL, CUDA)
     sizes = (chosen.train.problems_per_step, chosen.rollout.group_size, chosen.rollout.max_new_tokens)
     assert sizes in STEP_SIZES_WITH_TOKENS
     keys = ("train.problems_per_step", "rollout.group_size")
@@ -62,21 +65,14 @@ def test_sizes_of_a_step_are_chosen_by_the_gpu_and_said_in_one_line(tmp_path: Pa
     )
 
 
-def test_memory_that_others_hold_does_not_change_the_sizes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = with_step_size(config(), _small(), CUDA)
-    on(monkeypatch, "NVIDIA GeForce RTX 4090", 4.0, 23.5)
-    assert with_step_size(config(), _small(), CUDA) == chosen
-
-
-def test_too_large_a_micro_batch_is_not_refused_as_it_will_be_halved() -> None:
-    refuse_what_cannot_fit(config(**{"lora.r": 8, "train.tokens_per_micro_batch": 1 << 20}), _small(), CUDA)
-
-
-def test_memory_that_others_hold_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_what_cannot_fit(config(), _small(), CUDA)
+def test_memory_that_others_hold_is_not_used_and_too_large_a_micro_batch_will_be_halved(monkeypatch) -> None:
+    refuse_what_cannot_fit(config(**{"lora.r": 8, "train.tokens_per_micro_batch": 1 << 20}), SMALL, CUDA)
+    refuse_what_cannot_fit(config(), SMALL, CUDA)
+    chosen = with_step_size(config(), SMALL, CUDA)
     on(monkeypatch, "NVIDIA GeForce RTX 4090", 0.2, 23.5)
     with pytest.raises(PalestraError, match=r"and 0\.2 GiB of the GPU can be used"):
-        refuse_what_cannot_fit(config(), _small(), CUDA)
+        refuse_what_cannot_fit(config(), SMALL, CUDA)
+    assert with_step_size(config(), SMALL, CUDA) == chosen, "the sizes of a step are those of the GPU"
 
 
 def test_a_gpu_without_figures_or_an_unknown_model_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,24 +87,21 @@ def test_the_cache_leaves_room_for_what_the_learner_allocates_later(monkeypatch:
         on(monkeypatch, "NVIDIA H200", free_gib, 139.8)
         return kv_memory_for(config(**settings), SimpleNamespace(device=CUDA, config=model))
 
-    assert cache(139.0, _small()) is None  # half of it leaves enough
-    beside, tight = cache(139.0, _qwen_4b()), cache(80.0, _qwen_4b())
-    copied = cache(139.0, _qwen_4b(), **{"train.beta": 0.1})
-    assert beside is not None
-    assert tight is not None
-    assert copied is not None
-    needs = forecast(config(), _qwen_4b(), CUDA)
-    assert needs is not None
+    assert cache(139.0, SMALL) is None  # half of it leaves enough
+    beside, tight = cache(139.0, QWEN_4B), cache(80.0, QWEN_4B)
+    copied = cache(139.0, QWEN_4B, **{"train.beta": 0.1})
+    needs = forecast(config(), QWEN_4B, CUDA)
+    assert beside is not None and tight is not None and copied is not None and needs is not None  # noqa: PT018
     later = (needs.memory.optimizer + needs.memory.master_weights + needs.memory.working) / GIB
     assert later + beside < 139.0  # with whole micro-batches,
     assert 0 < tight < 40  # or with smaller ones
     assert beside - copied == pytest.approx(needs.memory.weights / GIB, rel=0.01)  # the reference is a copy
     chosen = config(**{"model.kv_memory_gib": 7.0})
-    assert kv_memory_for(chosen, SimpleNamespace(device=CUDA, config=_qwen_4b())) == 7.0
+    assert kv_memory_for(chosen, SimpleNamespace(device=CUDA, config=QWEN_4B)) == 7.0
 
 
 def test_the_header_has_memory_and_step_time_and_the_evaluation_makes_it_better(tmp_path: Path) -> None:
-    planned = forecast(config(), _small(), CUDA)
+    planned = forecast(config(), SMALL, CUDA)
     assert planned is not None
     sized = config().with_step_size()
     overview = Overview(600_000_000, 600_000_000, 2, "cuda", "bfloat16", 10, 5, 100, sized, planned)
@@ -130,31 +123,14 @@ def test_the_header_has_memory_and_step_time_and_the_evaluation_makes_it_better(
 def test_plan_and_learner_compute_as_many_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "NVIDIA H200", 139.0, 139.8)
     for settings in ({}, {"train.tokens_per_micro_batch": 8192}, {"lora.r": 8}):
-        planned = forecast(config(**settings), _small(), CUDA)
+        planned = forecast(config(**settings), SMALL, CUDA)
         assert planned is not None
-        own = micro_batch_tokens(config(**settings), _small(), CUDA, whole_logits=False)
+        own = micro_batch_tokens(config(**settings), SMALL, CUDA, whole_logits=False)
         assert own == planned.work.tokens_per_micro_batch == settings.get("train.tokens_per_micro_batch", 32768)
-    assert micro_batch_tokens(config(), _small(), CUDA, whole_logits=True) == 16384
-    assert micro_batch_tokens(config(), _small(), torch.device("cpu"), whole_logits=False) == 16384
+    assert micro_batch_tokens(config(), SMALL, CUDA, whole_logits=True) == 16384
+    assert micro_batch_tokens(config(), SMALL, torch.device("cpu"), whole_logits=False) == 16384
     on(monkeypatch, "Voodoo 2", 139.0, 139.8)
-    assert micro_batch_tokens(config(), _small(), CUDA, whole_logits=False) == 16384
-
-
-def test_on_a_cpu_nothing_is_refused() -> None:
-    refuse_what_cannot_fit(config(), QWEN_8B, torch.device("cpu"))
-    found = forecast(config(), _small(), torch.device("cpu"))
-    assert found is not None
-    assert not found.device.is_gpu
-
-
-def _small() -> Qwen3Config:
-    return Qwen3Config(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-                       head_dim=128, intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
-
-
-def _qwen_4b() -> Qwen3Config:
-    return Qwen3Config(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-                       head_dim=128, intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
+    assert micro_batch_tokens(config(), SMALL, CUDA, whole_logits=False) == 16384
 
 
 def test_tokens_beyond_the_context_are_not_planned_for() -> None:
@@ -164,3 +140,10 @@ def test_tokens_beyond_the_context_are_not_planned_for() -> None:
     planned = forecast(RunConfig.build({**sizes, "rollout.max_new_tokens": 100_000}), small, CUDA)
     assert planned is not None
     assert planned.work.new_tokens == 2048
+
+
+def test_on_a_cpu_nothing_is_refused() -> None:
+    refuse_what_cannot_fit(config(), QWEN_8B, torch.device("cpu"))
+    found = forecast(config(), SMALL, torch.device("cpu"))
+    assert found is not None
+    assert not found.device.is_gpu

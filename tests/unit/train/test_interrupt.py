@@ -1,7 +1,5 @@
 """SIGTERM is never lost: while sampling, in the middle of a step, and where SIGINT is ignored."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

@@ -1,17 +1,11 @@
 """train.sampling = learnable in the loop: outcomes reach the source, and a resumed run draws the same problems."""
 
-from __future__ import annotations
-
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from loop_fakes import PROBLEMS, FakeCollector, FakePolicy, attempt, make_loop
 
 from palestra.core.config import RunConfig
@@ -44,10 +38,11 @@ class Sizes(FakeCollector):
         return [Group(p.id, tuple(attempt(p.id, r, version=version) for r in rewards(p.id))) for p in problems]
 
 
-def learnable_loop(steps: int, checkpoints: Path | None = None) -> tuple[Any, Sizes]:
-    collector = Sizes([], FakePolicy([]))
-    rates = CaseRates(1000.0)
-    source = ProblemSource(collector, PROBLEMS, {}, 8, 0, gives_back=False, rates=rates)
+def learnable_loop(steps: int, checkpoints: Path | None = None, *, queue: bool = False) -> tuple[Any, Sizes]:
+    collector, rates = Sizes([], FakePolicy([])), CaseRates(1000.0)
+    source: Any = ProblemSource(collector, PROBLEMS, {}, 8, 0, gives_back=False, rates=rates)
+    if queue:
+        source = GroupQueue(source, per_step=2, max_staleness=2)
     loop = make_loop(LEARNABLE, steps=steps, source=source, checkpoints=checkpoints)
     loop.training.rates, collector.policy = rates, loop.policy
     return loop, collector
@@ -61,8 +56,8 @@ def test_most_samples_go_to_problems_with_signal_and_others_are_retested_with_fe
     assert counts["learnable"] > 3 * counts["settled"]
     assert {size for case, size in later if case in SOLVED} <= {2}
     assert len({case for case, _ in collector.drawn}) == len(PROBLEMS)
-    assert loop.tracker.rows[-1][1]["learnable_cases"] == 3
-    assert loop.tracker.rows[-1][1]["solved_cases"] == 4
+    assert loop.rows[-1]["learnable_cases"] == 3
+    assert loop.rows[-1]["solved_cases"] == 4
 
 
 def test_a_resumed_run_draws_the_problems_that_would_have_come_next(tmp_path: Path) -> None:
@@ -80,14 +75,9 @@ def test_a_resumed_run_draws_the_problems_that_would_have_come_next(tmp_path: Pa
 
 
 def test_groups_sampled_ahead_are_observed_when_they_are_trained() -> None:
-    collector = Sizes([], FakePolicy([]))
-    rates = CaseRates(1000.0)
-    inner = ProblemSource(collector, PROBLEMS, {}, 8, 0, gives_back=False, rates=rates)
-    queue = GroupQueue(inner, per_step=2, max_staleness=2)
-    loop = make_loop(LEARNABLE, steps=30, source=queue)  # type: ignore[arg-type]
-    loop.training.rates, collector.policy = rates, loop.policy
+    loop, collector = learnable_loop(30, queue=True)
     loop.training.run()
-    queue.close()
+    loop.training.source.close()
     later = [case for case, _ in collector.drawn[24:]]
     assert sum(case not in SOLVED | HOPELESS for case in later) > 0.4 * len(later)
 

@@ -1,7 +1,5 @@
 """A reward of one's own for prompts: it may take its time, and may not be called twice at once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """What several ranks refuse, and how rows are divided among them. tests/parity/test_ranks.py has real ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -41,13 +39,15 @@ def test_settings_that_ranks_cannot_heed_are_refused_by_name(settings: dict[str,
 
 
 def test_groups_that_come_to_one_process_are_refused_over_ranks() -> None:
-    task = EnvironmentTask(load_env("calculator", {}), rollout_func=lambda *_: [])
-    with pytest.raises(PalestraError, match=r"a rollout_func gives its groups to one process.*without --nproc"):
-        require_ranks_support(RunConfig(), task, None)
-    with pytest.raises(PalestraError, match="a FinishTask gives its groups to one process"):
-        require_ranks_support(RunConfig(), FinishTask(None), None)
-    with pytest.raises(PalestraError, match="a learner or a policy of your own"):
-        require_ranks_support(RunConfig(), replace(task, rollout_func=None), object())
+    task = EnvironmentTask(load_env("calculator", {}))
+    function = replace(task, rollout_func=lambda *_: [])
+    for wrong, own, words in (
+        (function, None, r"a rollout_func gives its groups to one process.*without --nproc"),
+        (FinishTask(None), None, "a FinishTask gives its groups to one process"),
+        (task, object(), "a learner or a policy of your own"),
+    ):
+        with pytest.raises(PalestraError, match=words):
+            require_ranks_support(RunConfig(), wrong, own)
 
 
 def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +82,5 @@ def test_rows_are_divided_in_runs_with_about_the_same_tokens(size: int) -> None:
     assert [i for share in shares for i in range(len(samples))[share]] == list(range(len(samples)))
     tokens = [sum(lengths[share]) for share in shares]
     assert max(tokens) <= sum(lengths) / size + max(lengths)
-
-
-def test_ranks_without_a_row_have_an_empty_share() -> None:
-    sample = Sample([1, 2], [False, True], [False] * 2, [0.0] * 2, 1.0)  # type: ignore[arg-type]
-    shares = [share_of_rows(Batch.of([sample]), Ranks(rank, 3)) for rank in range(3)]
-    assert [last - first for first, last in shares].count(1) == 1
+    alone = [share_of_rows(Batch.of(samples[:1]), Ranks(rank, size)) for rank in range(size)]
+    assert [last - first for first, last in alone].count(1) == 1, "other ranks have an empty share"

@@ -1,7 +1,5 @@
 """A setting that findings recommend is one that the kind of run accepts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,22 +18,11 @@ from palestra.train.step_trainer import _resolve
 from palestra.train.tasks import EnvironmentTask, require_ranks_support
 
 VALUES: dict[str, Any] = {
-    "rollout.constrain_tool_calls": True,
-    "rollout.max_tool_rounds": 3,
-    "rollout.max_tool_result_chars": 1000,
-    "rollout.max_staleness": 2,
-    "rollout.temperature": 0.9,
-    "rollout.max_new_tokens": 2048,
-    "rollout.group_size": 16,
-    "model.kv_memory_gib": 2.0,
-    "model.name": "other",
-    "train.signal_share": 1.0,
-    "train.entropy_coefficient": 0.01,
-    "train.learning_rate": 1e-7,
-    "train.problems_per_step": 8,
-    "train.stop_when_solved": 3,
-    "stages.plan": "auto",
-}
+    "rollout.constrain_tool_calls": True, "rollout.max_tool_rounds": 3, "rollout.max_tool_result_chars": 1000,
+    "rollout.max_staleness": 2, "rollout.temperature": 0.9, "rollout.max_new_tokens": 2048, "rollout.group_size": 16,
+    "model.kv_memory_gib": 2.0, "model.name": "other", "train.signal_share": 1.0, "train.entropy_coefficient": 0.01,
+    "train.learning_rate": 1e-7, "train.problems_per_step": 8, "train.stop_when_solved": 3, "stages.plan": "auto",
+}  # fmt: skip
 
 
 def parts_of(config: RunConfig) -> Any:

@@ -1,22 +1,17 @@
 """Replay: which successes are stored and learned again, its gradient, and going on exactly."""
 
-from __future__ import annotations
-
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from builders import agent, group, rollout, suite, tool_result
 from loop_fakes import make_loop
+from safetensors.torch import load_file
 from small_learner import KeepsGradients, build, settings
+from torch.nn.functional import cross_entropy
 
 from palestra import measure, train_grpo
 from palestra.core.config import RunConfig
@@ -26,8 +21,7 @@ from palestra.core.types import Group, Message, Rollout
 from palestra.learner.local import LocalLearner
 from palestra.train.batch import to_batch
 from palestra.train.checkpoint import read_checkpoint
-from palestra.train.demonstration_source import DemonstrationStore
-from palestra.train.demonstrations import as_demonstrations
+from palestra.train.demonstrations import DemonstrationStore, as_demonstrations
 from palestra.train.loop import Training
 from palestra.train.replay import Replay, ReplayRows, replay_for
 from palestra.train.schedule import Coefficients
@@ -55,20 +49,16 @@ def test_a_few_successes_of_each_problem_are_stored_and_none_twice(replay: Repla
     assert all(r.advantages is not None and r.advantages.all() for r in replay.store.rollouts)
 
 
-def test_guesses_and_what_was_cut_off_are_not_stored(replay: Replay) -> None:
+def test_guesses_and_what_was_cut_off_are_not_stored_and_the_number_is_bounded(replay: Replay) -> None:
     tools: dict[str, Any] = {"tool_names": ("add",)}
     said = (Message("user", "?"), Message("assistant", "It is 2."))
     replay.add([passed("guess", messages=said, **tools), passed("cut", stop="truncated"), passed("failed", error="x")])
-    assert stored(replay) == []
     replay.add([passed("called", messages=said, tool_results=(tool_result(),), **tools)])
     assert [name for name, _ in stored(replay)] == ["called"]
-
-
-def test_the_number_of_successes_is_bounded(replay: Replay) -> None:
     replay.max_stored = 3
     for first in range(4):
         replay.add([passed(f"{first}-{i}") for i in range(2)])
-    assert [name for name, _ in stored(replay)] == ["0-0", "0-1", "1-0"]
+    assert [name for name, _ in stored(replay)] == ["called", "0-0", "0-1"]
 
 
 def test_unsolved_problems_of_the_step_come_first_and_others_by_seed_and_step(replay: Replay) -> None:
@@ -157,8 +147,6 @@ def run(folder: Path, weight: float = 0.5, resume: Any = None, **more: Any) -> R
 
 
 def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(folder.model / "model.safetensors")
 
 
@@ -204,9 +192,7 @@ def test_a_resumed_run_replays_the_same(tmp_path: Path, sft: dict[str, Any], pla
     assert any("replay_loss" in row for row in again.metrics())
 
 
-def test_a_run_that_was_interrupted_between_its_stages_keeps_its_demonstrations(
-    tmp_path: Path, sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_interrupted_between_its_stages_keeps_its_demonstrations(tmp_path, sft, monkeypatch) -> None:
     whole, step = run(tmp_path / "whole", **sft), Training.step
 
     def interrupted(training: Training) -> dict[str, float]:
@@ -225,11 +211,9 @@ def test_what_cannot_replay_is_refused(tmp_path: Path) -> None:
     store = DemonstrationStore(tmp_path / "x.jsonl")
     local = LocalLearner(build(), config=settings())
     assert replay_for(0.5, local, ["sft", "grpo"], store, 0).store is store
-    with pytest.raises(PalestraError, match="FakeLearner"):
-        replay_for(0.5, make_loop().learner, ["grpo"], store, 0)
-    with pytest.raises(PalestraError, match=r"stages\.plan"):
-        replay_for(0.5, local, ["sft"], store, 0)
-    with pytest.raises(PalestraError, match=r"train\.replay"):
-        _resolve(RunConfig.build({"train.replay": 0.5}))
-    with pytest.raises(PalestraError, match=r"train\.replay"):
-        RunConfig.build({"distill": {"coefficient": 1, "only": True}, "train.replay": 0.5})
+    for learner, plan, word in ((make_loop().learner, "grpo", "FakeLearner"), (local, "sft", r"stages\.plan")):
+        with pytest.raises(PalestraError, match=word):
+            replay_for(0.5, learner, [plan], store, 0)
+    for wrong in ({}, {"distill": {"coefficient": 1, "only": True}}):
+        with pytest.raises(PalestraError, match=r"train\.replay"):
+            _resolve(RunConfig.build(wrong | {"train.replay": 0.5}))

@@ -1,19 +1,13 @@
 """Rejection sampling: which attempts are made, which of them become demonstrations, and when a stage ends."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-
 from builders import END, ScriptedPolicy, add, call_text
 from scripted import ScriptedEnvironment, ScriptedEpisode
 
@@ -23,7 +17,7 @@ from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.hints import Hint, quality
-from palestra.train.demonstration_source import DemonstrationStore
+from palestra.train.demonstrations import DemonstrationStore
 from palestra.train.rft import MIN_STEPS, RftSource
 
 NAMES = ("easy", "ruled", "told", "parrot", "never")
@@ -182,7 +176,7 @@ def lab(tiny_tokenizer: Any, tmp_path: Path) -> Build:
     return build
 
 
-def test_plain_attempts_come_first_then_more_and_hotter_ones_with_hints_at_what_did_not_pass(lab: Build) -> None:
+def test_a_round_makes_plain_attempts_then_more_and_hotter_ones_with_hints_at_what_did_not_pass(lab: Build) -> None:
     made = lab()
     made.step()
     assert [(p.attempts, p.temperature, sorted(p.problems)) for p in made.passes] == [
@@ -197,6 +191,17 @@ def test_plain_attempts_come_first_then_more_and_hotter_ones_with_hints_at_what_
     metrics = made.source.metrics
     assert (metrics["rft/attempts"], metrics["rft/pass_rate"]) == (8 * 5 + 8 * 4 + 16 * 3, 1 / 5)
     assert (metrics["rft/solved_cases"], metrics["rft/covered_cases"]) == (1 / 5, 3)
+    assert made.names == ["easy", "ruled", "told"], "parrot only repeats the answer in its hint"
+    assert all(quality(r) == 0 for r in made.stored)
+    problems = {problem.id: problem for problem in made.source.environment.problems("train")}
+    for rollout in made.stored:  # no hint is in a demonstration
+        prompt = (SYSTEM, Message("user", problems[rollout.problem_id].input))
+        assert rollout.messages[:2] == prompt
+        assert rollout.turns[0].token_ids.tolist() == made.chat.prompt(prompt, [add.schema]).token_ids.tolist()
+        text = made.text(rollout)
+        assert text.count("What is") == 1, "no example"
+        assert not any(words in text for words in (TOLD, RULED))
+        assert all(message.text.count("What is") <= 1 for message in rollout.messages)
 
 
 @pytest.mark.parametrize(
@@ -208,22 +213,15 @@ def test_plain_attempts_come_first_then_more_and_hotter_ones_with_hints_at_what_
         (("calls", "calls-2"), [0, 2, 3]),
     ],
 )
-def test_attempts_with_hints_begin_with_more_calls_than_plain_ones_make(
-    lab: Build, names: Sequence[str], forced: list[int]
-) -> None:
+def test_attempts_with_hints_begin_with_more_calls_than_plain_ones_make(lab, names, forced) -> None:
     made = lab(names)
     made.step()
     assert [p.forced_calls for p in made.passes] == forced
 
 
-def test_a_round_in_which_plain_attempts_solve_many_new_cases_needs_no_hints(
-    lab: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = lab()
-    made.step()
-    assert len(made.passes) == 3
+def test_a_round_in_which_plain_attempts_solve_many_new_cases_needs_no_hints(lab, monkeypatch) -> None:
     monkeypatch.setattr("palestra.train.rft.ENOUGH_CASES", 1)
-    made = lab(path="other.jsonl")
+    made = lab()
     made.step()
     assert [p.hints for p in made.passes] == [{}]
 
@@ -234,11 +232,11 @@ def test_a_pass_makes_more_attempts_at_fewer_cases(lab: Build) -> None:
     assert [(p.attempts, len(p.problems)) for p in made.passes] == [(8, 4), (8, 4), (16, 2), (32, 1)]
 
 
-def test_the_temperature_stays_within_bounds_and_is_never_lowered(lab: Build) -> None:
-    for given, expected in ((1.15, [1.15, 1.2, 1.2]), (1.5, [1.5, 1.5, 1.5])):
-        made = lab(temperature=given, path=f"{given}.jsonl")
-        made.step()
-        assert [p.temperature for p in made.passes] == expected
+@pytest.mark.parametrize(("given", "expected"), [(1.15, [1.15, 1.2, 1.2]), (1.5, [1.5, 1.5, 1.5])])
+def test_the_temperature_stays_within_bounds_and_is_never_lowered(lab, given, expected) -> None:
+    made = lab(temperature=given)
+    made.step()
+    assert [p.temperature for p in made.passes] == expected
 
 
 def test_without_hints_cases_are_attempted_again_all_the_same(lab: Build) -> None:
@@ -246,32 +244,6 @@ def test_without_hints_cases_are_attempted_again_all_the_same(lab: Build) -> Non
     made.step()
     assert [p.hints for p in made.passes] == [{}] * 3
     assert made.names == ["easy"]
-
-
-def test_a_told_answer_must_be_worked_out_with_the_tools(lab: Build) -> None:
-    made = lab()
-    made.step()
-    assert made.names == ["easy", "ruled", "told"], "parrot only repeats what it was told"
-    assert all(quality(r) == 0 for r in made.stored)
-    alone = lab(["parrot"], path="alone.jsonl")
-    alone.step()
-    assert alone.source.metrics["rft/hinted_pass_rate"] > 0
-    assert alone.stored == [], "not even where there is nothing better"
-
-
-def test_no_hint_is_in_a_demonstration(lab: Build) -> None:
-    made = lab()
-    made.step()
-    problems = {problem.id: problem for problem in made.source.environment.problems("train")}
-    for rollout in made.stored:
-        prompt = (SYSTEM, Message("user", problems[rollout.problem_id].input))
-        assert rollout.messages[:2] == prompt
-        expected = made.chat.prompt(prompt, [add.schema]).token_ids
-        assert rollout.turns[0].token_ids.tolist() == expected.tolist()
-        text = made.text(rollout)
-        assert text.count("What is") == 1, "no example"
-        assert not any(words in text for words in (TOLD, RULED))
-        assert all(message.text.count("What is") <= 1 for message in rollout.messages)
 
 
 def in_other_words(text: str, number: int) -> str:
@@ -285,7 +257,6 @@ def in_other_words(text: str, number: int) -> str:
 def test_the_same_words_are_stored_once(lab: Build) -> None:
     made = lab(["easy"], rft_keep=4)
     made.step()
-    assert made.names == ["easy"]
     made.source.steps_left = 0
     made.step()
     assert made.names == ["easy"], "nor in the next round"
@@ -299,15 +270,6 @@ def test_at_most_a_few_are_kept_of_each_case(lab: Build, keep: int) -> None:
     assert len({made.text(r) for r in made.stored}) == 2 * keep
 
 
-def test_guesses_are_kept_only_where_there_is_nothing_better(lab: Build) -> None:
-    made = lab(["guess", "easy"], path="both.jsonl")
-    made.step()
-    assert made.names == ["easy"]
-    guesses = lab(["guess"], path="guess.jsonl")
-    guesses.step()
-    assert [quality(r) for r in guesses.stored] == [3]
-
-
 def guesses_an_argument(text: str, number: int) -> str:
     _, _, tail = question(text)
     if "tool_response" in tail:
@@ -315,42 +277,46 @@ def guesses_an_argument(text: str, number: int) -> str:
     return call_text('{"a": 30, "b": 1}' if number % 2 else '{"a": 11, "b": 20}')
 
 
-def test_a_call_with_a_guessed_number_gives_way_to_one_from_the_question(lab: Build) -> None:
-    made = lab(["one"], guesses_an_argument, rft_keep=4)
+@pytest.mark.parametrize(
+    ("names", "say", "qualities"),
+    [
+        (["guess", "easy"], None, [0]),
+        (["guess"], None, [3]),  # guesses only where there is nothing better
+        (["parrot"], None, []),  # not even then, where the answer was in the hint
+        (["one"], guesses_an_argument, [0]),  # calls with a guessed number give way to one from the question
+    ],
+)
+def test_guesses_give_way_to_what_comes_from_the_question(lab, names, say, qualities) -> None:
+    made = lab(names, say, rft_keep=4)
     made.step()
-    assert [quality(r) for r in made.stored] == [0]
+    assert [quality(r) for r in made.stored] == qualities
+    if names == ["parrot"]:
+        assert made.source.metrics["rft/hinted_pass_rate"] > 0
 
 
 # When it ends.
 
 
-def test_a_stage_ends_at_once_where_enough_cases_pass(lab: Build) -> None:
+def test_a_stage_ends_where_enough_cases_pass_or_nothing_does(lab: Build) -> None:
     made = lab(["easy-1", "easy-2", "never"], rft_until=0.6)
     assert made.step() == []
     assert made.source.is_done
     assert (made.source.round, made.source.metrics["rft/solved_cases"]) == (1, pytest.approx(2 / 3))
     assert len(made.passes) == 1, "hints are for models that need them"
+    hopeless = lab(["never-1", "never-2"], path="hopeless.jsonl")
+    assert hopeless.step() == []
+    assert hopeless.source.is_done
+    assert hopeless.stored == []
 
 
-def test_a_stage_ends_where_nothing_passes_at_all(lab: Build) -> None:
-    made = lab(["never-1", "never-2"])
-    assert made.step() == []
-    assert made.source.is_done
-    assert made.stored == []
-
-
-def test_a_stage_ends_after_a_round_that_found_nothing_new(lab: Build) -> None:
-    made = lab(rft_rounds=50)
-    steps = made.steps()
-    assert made.source.round == 2, "the model has learned nothing, so its second round finds the same"
-    assert steps == MIN_STEPS
-    assert len(made.notes) == 2
-
-
-def test_a_stage_ends_after_the_last_step_of_its_last_round(lab: Build) -> None:
-    made = lab(rft_rounds=1)
-    assert made.steps() == MIN_STEPS
-    assert made.source.round == 1
+@pytest.mark.parametrize(("rounds", "last"), [(50, 2), (1, 1)], ids=["nothing new", "last round"])
+def test_a_stage_ends_after_a_round_that_found_nothing_new_and_after_its_last_one(lab, rounds, last) -> None:
+    made = lab(rft_rounds=rounds)
+    assert made.steps() == MIN_STEPS, "the model has learned nothing, so a second round finds the same"
+    assert made.source.round == len(made.notes) == last
+    again = lab(rft_rounds=rounds)
+    again.source.restore(made.source.state())
+    assert again.source.is_done
 
 
 def test_a_round_trains_on_all_that_was_found_so_far(lab: Build) -> None:
@@ -394,11 +360,3 @@ def test_a_restored_source_makes_a_later_round_again(lab: Build) -> None:
     again.source.steps_left = 0
     again.step()
     assert [made.text(r) for r in again.stored] == [made.text(r) for r in made.stored]
-
-
-def test_the_end_of_a_stage_is_restored(lab: Build) -> None:
-    made = lab(rft_rounds=1)
-    made.steps()
-    again = lab(rft_rounds=1)
-    again.source.restore(made.source.state())
-    assert again.source.is_done

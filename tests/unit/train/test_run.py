@@ -1,7 +1,5 @@
 """A run of fakes: what a resume changes on disk, what is made up, and what a checkpoint holds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -14,10 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from loop_fakes import PROBLEMS, SMALL, FakeCollector, FakeLearner, FakePolicy, attempt
+from loop_fakes import PROBLEMS, SMALL, FakeCollector, FakeLearner, FakePolicy, Hears, attempt
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -30,8 +25,8 @@ from palestra.train import backend
 from palestra.train import overview as overview_module
 from palestra.train import run as run_module
 from palestra.train.group_source import ProblemSource
+from palestra.train.interrupt import Interrupted
 from palestra.train.limits import setting_warnings
-from palestra.train.loop import Interrupted
 from palestra.train.run import Run
 from palestra.train.tasks import Parts
 from palestra.train.watcher import Watcher
@@ -79,24 +74,12 @@ class FakeTask:
 
 
 @dataclass
-class Notes(Watcher):
-    lines: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
-
-
-@dataclass
 class Lab:
     """Builds runs of fakes in one folder."""
 
     folder: RunFolder
     runner: asyncio.Runner
-    notes: Notes = field(default_factory=Notes)
+    notes: Any = field(default_factory=Hears)
     evaluator: FakeEvaluator = field(default_factory=FakeEvaluator)
 
     def build(self, resume: Resume | None = None, **task: Any) -> Run:
@@ -106,13 +89,18 @@ class Lab:
         given = FakeTask(policy, self.evaluator, **task)
         return Run.build(self.folder.config, given, self.folder, runner=self.runner, watcher=self.notes, **parts)  # type: ignore[arg-type]
 
-    def train(self, resume: Resume | None = None) -> Run:
-        run = self.build(resume)
+    def train(self, resume: Resume | None = None, **task: Any) -> Run:
+        run = self.build(resume, **task)
         run.train()
         return run
 
     def resume(self, **how: Any) -> Resume:
         return Resume(self.folder.path, **how)
+
+    def set(self, **settings: Any) -> None:
+        """Change the run's config on disk; `checkpoint__every` is `checkpoint.every`."""
+        changed = {name.replace("__", "."): value for name, value in settings.items()}
+        self.folder.config.with_settings(changed).save(self.folder.config_file)
 
     def files(self) -> dict[str, bytes]:
         return {str(p): p.read_bytes() for p in sorted(self.folder.path.rglob("*")) if p.is_file()}
@@ -133,8 +121,6 @@ def steps(folder: RunFolder) -> list[float]:
 
 
 DOWN = ToolResult(ToolCall("c", "search"), "Error: search raised ConnectionError: refused", ok=False, raised=True)
-
-
 UNFIT = ToolResult(ToolCall("c", "search"), "Error: missing argument 'text'", ok=False)
 
 
@@ -160,12 +146,14 @@ def test_what_is_not_the_models_doing_is_told_after_the_first_evaluation(lab: La
     ]
 
 
-def test_an_evaluation_that_fails_is_named_with_the_last_good_checkpoint(lab: Lab) -> None:
+def test_an_evaluation_that_fails_is_named_with_the_last_good_checkpoint_and_the_model_is_saved(lab, monkeypatch):
+    saved: list[Path] = []
+    monkeypatch.setattr(backend, "save_hf", lambda model, tokenizer, folder, record: saved.append(folder) or folder)
     lab.evaluator.fails_at = "scoring after"
-    with pytest.raises(
-        PalestraError, match=r"scoring after: RuntimeError: CUDA out of memory\. To need less memory.*-000006"
-    ):
+    words = r"scoring after: RuntimeError: CUDA out of memory\. To need less memory.*-000006"
+    with pytest.raises(PalestraError, match=words):
         lab.train()
+    assert saved == [lab.folder.model]
 
 
 def test_the_outcome_and_the_report_say_why_nothing_was_learned(lab: Lab) -> None:
@@ -186,7 +174,7 @@ def test_the_outcome_and_the_report_say_why_nothing_was_learned(lab: Lab) -> Non
 def test_the_capability_of_the_initial_model_is_shown_and_recorded_once(lab: Lab) -> None:
     lab.evaluator.rollouts = [calling(UNFIT), calling(UNFIT, UNFIT, UNFIT)]
     lab.build(play=lambda number, problem: [attempt(problem, 0.0), attempt(problem, float(number == 0))]).train()
-    (line,) = [line for line in lab.notes.lines if line.startswith("capability")]
+    (line,) = [line for line in lab.notes.notes if line.startswith("capability")]
     assert line.startswith("capability: 2 calls per attempt, 100 % parsed")
     assert "100 % invalid arguments" in line
     assert "pass@1" in line
@@ -194,19 +182,15 @@ def test_the_capability_of_the_initial_model_is_shown_and_recorded_once(lab: Lab
     recorded = lab.folder.report()["capability"]  # type: ignore[index]
     assert f"capability: {recorded['text']}" == line
     assert recorded["text"] in lab.folder.report_page.read_text()
-    lab.notes.lines.clear()
+    lab.notes.notes.clear()
     lab.train(lab.resume(max_steps=8))
-    assert not [line for line in lab.notes.lines if line.startswith("capability")], "no longer the initial model"
+    assert not [line for line in lab.notes.notes if line.startswith("capability")], "no longer the initial model"
     assert lab.folder.report()["capability"] == recorded  # type: ignore[index]
 
 
-def test_a_run_on_disk_says_how_its_rollouts_are_made(lab: Lab) -> None:
-    lab.build(kind="program").train()
+def test_a_run_on_disk_says_how_its_rollouts_are_made_and_every_checkpoint_has_a_tokenizer(lab: Lab) -> None:
+    lab.train(kind="program")
     assert RunFacts.of_folder(lab.folder).kind == "program"
-
-
-def test_every_checkpoint_has_a_tokenizer_and_says_whose_it_is(lab: Lab) -> None:
-    lab.train()
     for checkpoint in lab.folder.step_checkpoints():
         assert (checkpoint / "tokenizer.json").is_file()
         assert json.loads((checkpoint / "palestra.json").read_text())["instructions"] == "Be good."
@@ -220,9 +204,7 @@ def test_every_checkpoint_has_a_tokenizer_and_says_whose_it_is(lab: Lab) -> None
         ({"max_steps": 50}, {"breaks": True}, "the environment does not start"),
     ],
 )
-def test_a_resume_that_fails_changes_nothing_on_disk(
-    lab: Lab, how: dict[str, Any], task: dict[str, Any], words: str
-) -> None:
+def test_a_resume_that_fails_changes_nothing_on_disk(lab, how, task, words) -> None:
     lab.train()
     before = lab.files()
     with pytest.raises(PalestraError, match=words):
@@ -231,12 +213,11 @@ def test_a_resume_that_fails_changes_nothing_on_disk(
 
 
 def test_a_run_that_has_ended_without_a_checkpoint_is_not_trained_again(lab: Lab) -> None:
-    RunConfig.build(lab.folder.config.model_dump(mode="json"), {"checkpoint.every": 0}).save(lab.folder.config_file)
+    lab.set(checkpoint__every=0)
     lab.train()
     lab.folder.model.mkdir()
     before = lab.files()
-    words = r"has ended and has no checkpoint, so .*--model\.name .*model"
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(PalestraError, match=r"has ended and has no checkpoint, so .*--model\.name .*model"):
         lab.build(lab.resume(max_steps=50))
     assert lab.files() == before
 
@@ -256,15 +237,14 @@ def test_a_run_ends_where_it_is_and_is_scored_and_saved(lab: Lab) -> None:
 def test_a_run_goes_on_from_an_earlier_checkpoint_and_does_the_later_steps_again(lab: Lab) -> None:
     first = lab.train()
     again = lab.train(lab.resume(checkpoint="2", max_steps=5))
-    assert "going on from step 2" in lab.notes.lines
+    assert "going on from step 2" in lab.notes.notes
     assert steps(lab.folder) == [1, 2, 3, 4, 5]
     assert again.training.learner.weight == first.training.learner.weight - 1  # type: ignore[attr-defined]
     assert [path.name for path in lab.folder.step_checkpoints()] == ["step-000002", "step-000004", "step-000005"]
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up(lab: Lab) -> None:
-    config = RunConfig.build(lab.folder.config.model_dump(mode="json"), {"eval.every": 2})
-    config.save(lab.folder.config_file)
+    lab.set(eval__every=2)
     lab.train()
     expected = list(lab.folder.metrics())
     kept = [row for row in expected if row["step"] <= 4 and not (row["step"] == 4 and "eval/pass_rate" in row)]
@@ -277,10 +257,12 @@ def test_an_evaluation_that_was_cut_off_is_made_up(lab: Lab) -> None:
     ]
 
 
-def test_the_time_of_a_resumed_run_counts_all_of_it(lab: Lab) -> None:
+def test_the_resume_of_a_finished_run_says_how_to_take_more_steps_and_its_time_counts_all_of_it(lab: Lab) -> None:
     lab.train()
     rows = [{**row, "elapsed_seconds": 1000.0 + row["step"]} for row in lab.folder.metrics()]
     lab.folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lab.train(lab.resume())
+    assert any(note.endswith("so it is only scored again; train.max_steps=12 takes more") for note in lab.notes.notes)
     lab.train(lab.resume(max_steps=7))
     report = lab.folder.report()
     assert report is not None
@@ -290,13 +272,13 @@ def test_the_time_of_a_resumed_run_counts_all_of_it(lab: Lab) -> None:
 
 def test_a_run_says_what_it_is_and_what_it_needs_before_it_starts(lab: Lab) -> None:
     lab.train()
-    header = lab.notes.lines[0].splitlines()
+    header = lab.notes.notes[0].splitlines()
     assert header[0] == "palestra/tiny: 2e-06 M weights, all trained, float32 on cpu"
     assert header[1] == (
         "10 cases to train on, 3 to score before and after; 6 steps of 2 × 2 rollouts, up to 32 new tokens a step"
     )
     assert header[2].startswith("needs about 1 MiB of memory besides cache and activations, and 1 MiB of disk")
-    assert lab.notes.lines[1].startswith("the training may take less than a minute")
+    assert lab.notes.notes[1].startswith("the training may take less than a minute")
     assert lab.folder.record["steps"] == 6
 
 
@@ -340,28 +322,11 @@ with hold(Path({str(lab.folder.path)!r})): print('held', flush=True); time.sleep
     lab.train(lab.resume(max_steps=7))  # the kernel gave the lock back
 
 
-def test_the_resume_of_a_finished_run_says_how_to_take_more_steps(lab: Lab) -> None:
-    lab.train()
-    lab.notes.lines.clear()
-    done = lab.train(lab.resume()).training.state.step
-    expected = f"all {done} steps were taken already, so it is only scored again; train.max_steps={2 * done} takes more"
-    assert expected in lab.notes.lines
-
-
 def test_a_run_that_cannot_be_saved_does_not_start(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview_module, "free_bytes", lambda path: 10)
     with pytest.raises(PalestraError, match=r" free; .*checkpoint\.every=0"):
         lab.train()
     assert lab.evaluator.phases == []
-
-
-def test_the_model_is_saved_where_the_last_evaluation_fails(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[Path] = []
-    monkeypatch.setattr(backend, "save_hf", lambda model, tokenizer, folder, record: saved.append(folder) or folder)
-    lab.evaluator.fails_at = "scoring after"
-    with pytest.raises(PalestraError, match="scoring after"):
-        lab.train()
-    assert saved == [lab.folder.model]
 
 
 def test_a_run_killed_between_its_model_and_its_first_checkpoint_starts_again(lab: Lab) -> None:
@@ -370,23 +335,22 @@ def test_a_run_killed_between_its_model_and_its_first_checkpoint_starts_again(la
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "size", "expected"),
     [
-        ({"train.learning_rate": 0.5}, ["train.learning_rate = 0.5"]),
-        ({"train.learning_rate": 1e-3}, []),
-        ({"train.learning_rate": 1e-3, "lora.r": 8}, []),
-        ({"train.learning_rate": 1e-2, "lora.r": 8}, ["train.learning_rate = 0.01"]),
-        ({"rollout.max_new_tokens": 2048}, ["rollout.max_new_tokens = 2048"]),
-        ({"rollout.max_new_tokens": 1024}, []),
+        ({"train.learning_rate": 0.5}, 2_000_000, ["train.learning_rate = 0.5"]),
+        ({"train.learning_rate": 1e-3}, 2_000_000, []),
+        ({"train.learning_rate": 1e-3, "lora.r": 8}, 2_000_000, []),
+        ({"train.learning_rate": 1e-2, "lora.r": 8}, 2_000_000, ["train.learning_rate = 0.01"]),
+        ({"train.learning_rate": 1e-3, "lora.r": 8}, 1_000_000_000, []),
+        (
+            {"train.learning_rate": 1e-3, "lora.r": 8},
+            7_000_000_000,
+            ["train.learning_rate = 0.001 is 50 times"],
+        ),
+        ({"rollout.max_new_tokens": 2048}, 2_000_000, ["rollout.max_new_tokens = 2048"]),
+        ({"rollout.max_new_tokens": 1024}, 2_000_000, []),
     ],
 )
-def test_settings_that_are_hardly_meant_are_warned_of(settings: dict[str, Any], expected: list[str]) -> None:
-    warnings = list(setting_warnings(RunConfig.build(settings), 2_000_000, 2048))
+def test_settings_that_are_hardly_meant_are_warned_of(settings: dict[str, Any], size: int, expected: list[str]) -> None:
+    warnings = list(setting_warnings(RunConfig.build(settings), size, 2048))
     assert [text[: len(start)] for text, start in zip(warnings, expected, strict=True)] == expected
-
-
-def test_a_rate_of_adapters_is_compared_with_the_one_that_suits_the_size_of_their_model() -> None:
-    config = RunConfig.build({"train.learning_rate": 1e-3, "lora.r": 8})
-    assert not list(setting_warnings(config, 1_000_000_000, 2048))
-    (warning,) = setting_warnings(config, 7_000_000_000, 2048)
-    assert "50 times the 2e-05" in warning

@@ -1,7 +1,5 @@
 """Stages of a run: their plan, their settings, what they learn, and going on in the right one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import TINY, agent, suite
+from safetensors.torch import load_file
 
 from palestra import measure, train_grpo, train_sft
 from palestra.core.config import RunConfig
@@ -58,30 +57,28 @@ def run(folder: Path, plan: str, how: Any = says_it, resume: Any = None, **setti
     return result.run
 
 
-def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder.model / "model.safetensors")
+def require_same_weights(one: RunFolder, other: RunFolder) -> None:
+    ours, theirs = (load_file(folder.model / "model.safetensors") for folder in (one, other))
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
 @pytest.mark.parametrize(
-    ("plan", "word"),
-    [("sft,other", "other"), ("auto,grpo", "auto"), ("", "unknown stage"), ("rft:x", "rft:x")],
+    ("settings", "word"),
+    [
+        ({"plan": "sft,other"}, "other"),
+        ({"plan": "auto,grpo"}, "auto"),
+        ({"plan": ""}, "unknown stage"),
+        ({"plan": "rft:x"}, "rft:x"),
+        ({"plan": "rft,grpo", "traces": "x.jsonl"}, "sft"),
+        ({"plan": "rft,grpo", "teacher": "http://x/v1", "teacher_model": "m"}, "sft"),
+    ],
 )
-def test_an_unknown_stage_is_refused(plan: str, word: str) -> None:
+def test_an_unknown_stage_and_settings_of_one_that_is_not_there_are_refused(settings, word) -> None:
     with pytest.raises(PalestraError, match=word):
-        RunConfig.build({"stages": {"plan": plan}})
-
-
-@pytest.mark.parametrize("settings", [{"traces": "x.jsonl"}, {"teacher": "http://x/v1", "teacher_model": "m"}])
-def test_settings_of_an_sft_stage_need_one(settings: dict[str, str]) -> None:
-    with pytest.raises(PalestraError, match="sft"):
-        RunConfig.build({"stages": {"plan": "rft,grpo"} | settings})
-    assert stage_names(RunConfig.build({"stages": {"plan": "auto"} | settings}), FinishTask(None)) == [
-        "sft",
-        "rft",
-        "grpo",
-    ]
+        RunConfig.build({"stages": settings})
+    if "," in settings["plan"] and word == "sft":
+        auto = RunConfig.build({"stages": settings | {"plan": "auto"}})
+        assert stage_names(auto, FinishTask(None)) == ["sft", "rft", "grpo"]
 
 
 def test_the_settings_of_a_stage_come_from_those_of_grpo() -> None:
@@ -107,6 +104,9 @@ def test_a_run_goes_from_stage_to_stage_and_says_what_each_did(tmp_path: Path, t
     assert done.record["steps"] == 4
     assert read_checkpoint(done.step_folder(3)).stage == 1
     assert "stages" in json.loads(done.report_file.read_text())
+    run(done.path, "sft,grpo", resume=Resume(done.path, checkpoint="1", finish=True))
+    assert [row["step"] for row in done.metrics()] == [1], "a run that is finished takes no more stages"
+    assert done.report() is not None
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -116,16 +116,8 @@ def test_a_resumed_run_goes_on_in_its_stage_with_the_same_numbers(tmp_path: Path
     again = run(tmp_path / "again", "sft,grpo", **settings)
     traces.unlink()  # what is learned is in the run folder
     run(again.path, "sft,grpo", resume=Resume(again.path, checkpoint=str(step)), **settings)
-    for name, weight in weights(whole).items():
-        assert torch.equal(weight, weights(again)[name]), name
+    require_same_weights(whole, again)
     assert [r["step"] for r in again.metrics()] == [r["step"] for r in whole.metrics()]
-
-
-def test_a_run_that_is_finished_takes_no_more_stages(tmp_path: Path, traces: Path) -> None:
-    done = run(tmp_path / "run", "sft,grpo", **{"stages.traces": str(traces)})
-    run(done.path, "sft,grpo", resume=Resume(done.path, checkpoint="1", finish=True))
-    assert [row["step"] for row in done.metrics()] == [1]
-    assert done.report() is not None
 
 
 def learned(folder: RunFolder) -> list[list[int]]:
@@ -141,8 +133,7 @@ def test_an_rft_stage_resumes_with_the_same_demonstrations(tmp_path: Path, step:
     assert learned(whole)
     run(again.path, "rft,grpo", says_red, resume=Resume(again.path, checkpoint=str(step)))
     assert learned(again) == learned(whole)
-    for name, weight in weights(whole).items():
-        assert torch.equal(weight, weights(again)[name]), name
+    require_same_weights(whole, again)
 
 
 def test_conversations_alone_are_learned_without_an_agent(tmp_path: Path, traces: Path) -> None:
@@ -163,20 +154,12 @@ def test_what_cannot_be_learned_is_refused(config: dict[str, Any], word: str) ->
         train_sft({"model.name": TINY} | config)
 
 
-def test_an_sft_stage_without_demonstrations_is_refused(tmp_path: Path) -> None:
+def program(case: Any, base_url: str, api_key: str) -> None: ...
+
+
+def test_stages_without_demonstrations_or_our_agent_loop_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PalestraError, match="no demonstrations"):
         run(tmp_path / "run", "sft,grpo")
-
-
-def test_programs_have_no_rft_stage(tmp_path: Path) -> None:
-    def program(case: Any, base_url: str, api_key: str) -> None: ...
-
+    options = {"config": QUICK | {"stages.plan": "rft,grpo"}, "progress": False, "folder": tmp_path / "r"}
     with pytest.raises(PalestraError, match="rft"):
-        train_grpo(
-            program,
-            cases(),
-            [says_it],
-            config=QUICK | {"stages.plan": "rft,grpo"},
-            progress=False,
-            folder=tmp_path / "r",
-        )
+        train_grpo(program, cases(), [says_it], **options)

@@ -1,10 +1,9 @@
 """GRPO by hand, on a random model and on the embedded one. tests/learn/test_step_trainer.py has rewards that rise."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,9 @@ from palestra.core.errors import PalestraError
 from palestra.train import StepTrainer
 
 ROWS = [("Say something.", "e"), ("Count to three.", "e"), ("Who are you?", "e")]
+
+
+Make = Callable[..., StepTrainer]
 
 
 def share_of_letter(output: str, expected_answer: str) -> float:
@@ -44,17 +46,32 @@ def random_model(tiny: Any) -> Any:
 
 
 @pytest.fixture
-def trainer(random_model: Any, tiny: Any, tmp_path: Path) -> StepTrainer:
-    return StepTrainer(random_model, tiny.tokenizer, share_of_letter, settings(tmp_path))
+def make(random_model: Any, tiny: Any, tmp_path: Path) -> Callable[..., StepTrainer]:
+    """A trainer of the random model with some sections of the settings changed."""
+    return lambda reward=share_of_letter, **sections: StepTrainer(
+        random_model, tiny.tokenizer, reward, settings(tmp_path, **sections)
+    )
 
 
-def test_tokens_are_trained_as_they_were_sampled(trainer: StepTrainer) -> None:
-    first = trainer.train_step("Say something.", "e")
-    second = trainer.train_step("Say something.", "e")
-    for metrics in (first, second):
+@pytest.fixture
+def trainer(make: Make) -> StepTrainer:
+    return make()
+
+
+def test_every_step_trains_the_sampled_tokens_and_reports_what_the_trainer_promises(trainer: StepTrainer) -> None:
+    async def notebook_cell() -> dict[str, float]:
+        return trainer.train_step("Say something.", "e")  # inside a running event loop
+
+    names = [f"{what}_{how}" for what in ("reward", "advantage") for how in ("mean", "max", "min")]
+    for step, metrics in enumerate((trainer.train_step("Say something.", "e"), asyncio.run(notebook_cell())), start=1):
         assert metrics["kl_sampler"] < 1e-8
         assert metrics["ratio_mean"] == pytest.approx(1.0)
         assert metrics["tokens_trained"] == metrics["sampled_tokens"]
+        assert {"loss", "step", "epoch", *names} <= metrics.keys()
+        assert metrics["step"] == step
+        assert metrics["weighted_loss"] == metrics["loss"]  # no KL, no entropy bonus
+        assert metrics["advantages"] == pytest.approx(trainer.calculate_advantages(metrics["rewards"]), abs=1e-5)
+        assert max(metrics["rewards"]) == metrics["reward_max"]
 
 
 def test_a_group_shares_its_prompt_and_differs_in_its_answers(trainer: StepTrainer) -> None:
@@ -72,32 +89,24 @@ def test_advantages_are_deviations_in_units_of_the_groups_spread(trainer: StepTr
     assert trainer.calculate_advantages([3.0, 3.0, 3.0]) == [0.0, 0.0, 0.0]
 
 
-def test_equal_rewards_change_nothing(random_model: Any, tiny: Any, tmp_path: Path) -> None:
-    before = [p.clone() for p in random_model.parameters()]
-    metrics = StepTrainer(random_model, tiny.tokenizer, lambda o, e: 1.0, settings(tmp_path)).train_step("Hi", None)
-    assert metrics["loss"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(before, random_model.parameters(), strict=True))
+def test_equal_rewards_change_nothing_and_the_users_scheduler_moves_on(make: Make) -> None:
+    trainer = make(lambda o, e: 1.0, train={"max_steps": 3})
+    before = [p.clone() for p in trainer.model.parameters()]
+    assert trainer.train_step("Hi", None)["loss"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    trainer.train(ROWS, optimizer, scheduler)
+    assert scheduler.get_last_lr() == [0.125]
 
 
-def test_every_step_reports_what_the_trainer_promises(trainer: StepTrainer) -> None:
-    metrics = trainer.train_step("Say something.", "a")
-    names = [f"{what}_{how}" for what in ("reward", "advantage") for how in ("mean", "max", "min")]
-    assert {"loss", "step", "epoch", *names} <= metrics.keys()
-    assert metrics["weighted_loss"] == metrics["loss"] != 0  # no KL, no entropy bonus
-    assert metrics["advantages"] == pytest.approx(trainer.calculate_advantages(metrics["rewards"]), abs=1e-5)
-    assert max(metrics["rewards"]) == metrics["reward_max"]
-
-
-def test_the_pass_rate_is_the_share_of_rewards_of_at_least_one(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+def test_the_pass_rate_is_the_share_of_rewards_of_at_least_one(make: Make) -> None:
     rewards = iter([1.0, 0.5, 2.0, 0.0])
-    config = settings(tmp_path, rollout={"group_size": 4})
-    metrics = StepTrainer(random_model, tiny.tokenizer, lambda o, e: next(rewards), config).train_step("Hi")
-    assert metrics["pass_rate"] == 0.5
+    assert make(lambda o, e: next(rewards), rollout={"group_size": 4}).train_step("Hi")["pass_rate"] == 0.5
 
 
-def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any, tiny: Any, tmp_path: Path) -> None:
-    config = settings(tmp_path, train={"max_steps": 3}, checkpoint={"every": 2})
-    trainer = StepTrainer(random_model, tiny.tokenizer, share_of_letter, config)
+def test_checkpoints_hold_model_tokenizer_and_training_config(make: Make) -> None:
+    trainer = make(train={"max_steps": 3}, checkpoint={"every": 2})
     history = trainer.train(ROWS)
     assert [row["step"] for row in history["rows"]] == [1, 2, 3]
     assert [row["epoch"] for row in history["rows"]] == pytest.approx([2 / 3, 4 / 3, 2.0])
@@ -111,31 +120,22 @@ def test_checkpoints_hold_model_tokenizer_and_training_config(random_model: Any,
     assert history["steps"] == 3
     saved = json.loads((trainer.folder / "checkpoint-2" / "training_config.json").read_text())
     assert saved.pop("timestamp")
-    assert saved == {
-        "learning_rate": 5e-3,
-        "batch_size": 2,
-        "num_epochs": 1,
-        "max_steps": 3,
-        "num_generations": 8,
-        "step": 2,
-    }
+    sizes = {"batch_size": 2, "num_epochs": 1, "max_steps": 3, "num_generations": 8}
+    assert saved == {"learning_rate": 5e-3, "step": 2} | sizes
     again = AutoModelForCausalLM.from_pretrained(trainer.folder / "final")
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), random_model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trainer.model.parameters(), strict=True))
     lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in history["rows"]]
 
 
-def test_a_pass_over_the_dataset_has_every_row_once_whatever_was_trained_before(
-    random_model: Any, tiny: Any, tmp_path: Path
-) -> None:
+def test_a_pass_over_the_dataset_has_every_row_once_whatever_was_trained_before(make: Make) -> None:
     seen: list[str] = []
 
     def reward(output: str, expected: str) -> float:
         seen.append(expected)
         return share_of_letter(output, "e")
 
-    config = settings(tmp_path, train={"max_steps": None, "problems_per_step": 1}, rollout={"group_size": 2})
-    trainer = StepTrainer(random_model, tiny.tokenizer, reward, config)
+    trainer = make(reward, train={"max_steps": None, "problems_per_step": 1}, rollout={"group_size": 2})
     trainer.train_step("Hi", "by hand")
     history = trainer.train([("Say something.", "a"), ("Count to three.", "b"), ("Who are you?", "c")])
     assert sorted(set(seen[2:])) == ["a", "b", "c"]
@@ -144,14 +144,14 @@ def test_a_pass_over_the_dataset_has_every_row_once_whatever_was_trained_before(
     assert trainer.step == 4
 
 
-def test_what_was_done_before_an_error_counts(random_model: Any, tiny: Any, tmp_path: Path) -> None:
+def test_what_was_done_before_an_error_counts(make: Make) -> None:
     steps: list[int] = []
 
     def reward(output: str, expected: str) -> float:
         steps.append(trainer.step)
         return float("nan") if trainer.step == 2 and expected == "e" else share_of_letter(output, "e")
 
-    trainer = StepTrainer(random_model, tiny.tokenizer, reward, settings(tmp_path, train={"max_steps": 5}))
+    trainer = make(reward, train={"max_steps": 5})
     with pytest.raises(PalestraError, match=r"step 3: .* is nan"):
         trainer.train(ROWS)
     assert sorted(set(steps)) == [0, 1, 2]
@@ -161,14 +161,7 @@ def test_what_was_done_before_an_error_counts(random_model: Any, tiny: Any, tmp_
     assert metrics["staleness_max"] == 0
 
 
-def test_a_prompt_that_does_not_fit_the_context_is_told(trainer: StepTrainer) -> None:
-    with pytest.raises(PalestraError, match="context"):
-        trainer.generate_group_outputs("word " * 5000)
-
-
-def test_the_users_optimizer_and_scheduler_do_the_stepping(
-    trainer: StepTrainer, random_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_optimizer_and_scheduler_do_the_stepping(trainer: StepTrainer, random_model: Any) -> None:
     optimizer = torch.optim.SGD(random_model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.1)
     before = [p.clone() for p in random_model.parameters()]
@@ -177,16 +170,6 @@ def test_the_users_optimizer_and_scheduler_do_the_stepping(
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, random_model.parameters(), strict=True)]).norm()
     # SGD moves by the learning rate times the clipped gradient, whose norm is at most 1; Adam would move further.
     assert 0 < moved <= 0.55 + 1e-4
-
-
-def test_the_users_scheduler_moves_on_also_where_a_step_has_nothing_to_learn(
-    random_model: Any, tiny: Any, tmp_path: Path
-) -> None:
-    config = settings(tmp_path, train={"max_steps": 3})
-    optimizer = torch.optim.SGD(random_model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-    StepTrainer(random_model, tiny.tokenizer, lambda o, e: 1.0, config).train(ROWS, optimizer, scheduler)
-    assert scheduler.get_last_lr() == [0.125]
 
 
 def test_a_step_by_hand_is_made_by_the_users_optimizer(trainer: StepTrainer, random_model: Any) -> None:
@@ -198,9 +181,7 @@ def test_a_step_by_hand_is_made_by_the_users_optimizer(trainer: StepTrainer, ran
     assert all(torch.equal(a, b) for a, b in zip(before, random_model.parameters(), strict=True))
 
 
-def test_an_optimizer_that_the_trainer_does_not_use_is_warned_about(
-    trainer: StepTrainer, random_model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_that_the_trainer_does_not_use_is_warned_about(trainer, random_model, caplog) -> None:
     optimizer = torch.optim.SGD(random_model.parameters(), lr=100.0)
     trainer.train_step("Say something.", "e")
     for _ in range(2):
@@ -209,9 +190,7 @@ def test_an_optimizer_that_the_trainer_does_not_use_is_warned_about(
     assert caplog.text.count("optimizer.step() has no effect") == 1
 
 
-def test_without_a_config_the_file_of_the_working_folder_is_read(
-    random_model: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_config_the_file_of_the_working_folder_is_read(random_model, tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.yaml").write_text(
@@ -227,48 +206,42 @@ def test_without_a_config_the_file_of_the_working_folder_is_read(
         _ = trainer.batch
 
 
-def test_an_optimizer_of_another_model_is_refused(trainer: StepTrainer) -> None:
+class Judge:
+    def calculate_combined_reward(self, output: str, expected_answer: str) -> float:
+        return 2.0 + share_of_letter(output, expected_answer)
+
+
+def test_a_reward_object_is_asked_for_its_combined_reward(make: Make) -> None:
+    assert make(Judge()).train_step("Hi", "e")["reward_min"] >= 2.0
+
+
+@pytest.mark.parametrize(("value", "complaint"), [(float("nan"), "finite"), ("good", "expected a number")])
+def test_a_reward_that_is_no_finite_number_is_refused(value: Any, complaint: str, make: Make) -> None:
+    with pytest.raises(PalestraError, match=complaint):
+        make(lambda o, e: value).train_step("Hi", "e")
+
+
+def test_what_cannot_be_trained_is_refused(trainer: StepTrainer, tmp_path: Path) -> None:
+    for rows in ([], [{"question": "2 + 2"}], ["2 + 2"], [{"prompt": "", "answer": "4"}]):
+        with pytest.raises(PalestraError, match="prompt"):
+            trainer.train(rows)
+    with pytest.raises(PalestraError, match="context"):
+        trainer.generate_group_outputs("word " * 5000)
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(PalestraError, match="no trainable weight of this model"):
         trainer.train(ROWS, other)
 
 
-def test_a_reward_object_is_asked_for_its_combined_reward(random_model: Any, tiny: Any, tmp_path: Path) -> None:
-    class Judge:
-        def calculate_combined_reward(self, output: str, expected_answer: str) -> float:
-            return 2.0 + share_of_letter(output, expected_answer)
-
-    metrics = StepTrainer(random_model, tiny.tokenizer, Judge(), settings(tmp_path)).train_step("Hi", "e")
-    assert metrics["reward_min"] >= 2.0
+def test_a_folder_that_holds_another_run_is_refused(trainer: StepTrainer, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(PalestraError, match="holds a run already"):
+        trainer.train(ROWS)
 
 
-@pytest.mark.parametrize(("value", "complaint"), [(float("nan"), "finite"), ("good", "expected a number")])
-def test_a_reward_that_is_no_finite_number_is_refused(
-    value: Any, complaint: str, random_model: Any, tiny: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(PalestraError, match=complaint):
-        StepTrainer(random_model, tiny.tokenizer, lambda o, e: value, settings(tmp_path)).train_step("Hi", "e")
-
-
-@pytest.mark.parametrize("rows", [[], [{"question": "2 + 2"}], ["2 + 2"], [{"prompt": "", "answer": "4"}]])
-def test_a_dataset_without_prompts_is_refused(rows: list[Any], trainer: StepTrainer) -> None:
-    with pytest.raises(PalestraError, match="prompt"):
-        trainer.train(rows)
-
-
-def test_answers_that_were_all_cut_off_are_warned_of(
-    random_model: Any, tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = settings(tmp_path, train={"mask_truncated": True}, rollout={"max_new_tokens": 2})
-    StepTrainer(random_model, tiny.tokenizer, share_of_letter, config).train_step("Say something.", "e")
+def test_answers_that_were_all_cut_off_are_warned_of(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    make(train={"mask_truncated": True}, rollout={"max_new_tokens": 2}).train_step("Say something.", "e")
     assert "cut off at max_new_tokens=2" in caplog.text
-
-
-def test_a_step_works_inside_a_running_event_loop(trainer: StepTrainer) -> None:
-    async def notebook_cell() -> dict[str, float]:
-        return trainer.train_step("Say something.", "e")
-
-    assert asyncio.run(notebook_cell())["step"] == 1
 
 
 YAML = """
@@ -295,26 +268,16 @@ def test_one_yaml_file_gives_the_whole_trainer(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "final" / "training_config.json").is_file()
 
 
-def test_a_model_with_a_config_path_and_an_output_dir_makes_a_trainer(
-    random_model: Any, tiny: Any, tmp_path: Path
-) -> None:
+def test_a_model_with_a_config_path_and_an_output_dir_makes_a_trainer(random_model, tiny, tmp_path) -> None:
     path = yaml_file(tmp_path, "lora: {r: 2}\n")
-    trainer = StepTrainer(
-        model=random_model,
-        tokenizer=tiny.tokenizer,
-        reward_model=share_of_letter,
-        config_path=str(path),
-        output_dir=str(tmp_path / "out"),
-    )
+    more = {"reward_model": share_of_letter, "config_path": str(path), "output_dir": str(tmp_path / "out")}
+    trainer = StepTrainer(model=random_model, tokenizer=tiny.tokenizer, **more)
     assert trainer.config.rollout.group_size == 3
     assert trainer.folder == tmp_path / "out"
     assert hasattr(trainer.model, "disable_adapter")  # lora.r acts on a model that has no adapter yet
     assert len(trainer.train_step("Hi", "e")["rewards"]) == 3
-
-
-def test_two_configs_are_one_too_many(tmp_path: Path) -> None:
     with pytest.raises(PalestraError, match="config and config_path are one setting"):
-        StepTrainer(None, None, share_of_letter, RunConfig(), config_path=yaml_file(tmp_path))
+        StepTrainer(None, None, share_of_letter, RunConfig(), config_path=path)
 
 
 @pytest.mark.parametrize(
@@ -328,27 +291,13 @@ def test_two_configs_are_one_too_many(tmp_path: Path) -> None:
         ("lora: {load_in_4bit: true}", "needs a CUDA GPU, and none is there"),
     ],
 )
-def test_settings_that_cannot_act_in_the_step_trainer_are_refused_by_name(
-    more: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_cannot_act_in_the_step_trainer_are_refused_by_name(more, complaint, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PalestraError, match=complaint):
         StepTrainer.from_yaml(yaml_file(tmp_path, more), share_of_letter)
 
 
-def test_without_wandb_the_trainer_warns_and_goes_on(
-    random_model: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_wandb_the_trainer_warns_and_goes_on(make, monkeypatch, caplog) -> None:
     monkeypatch.setattr("palestra.train.step_trainer.find_spec", lambda name: None)
-    config = settings(tmp_path, track={"report_to": ["wandb", "tensorboard"]})
-    trainer = StepTrainer(random_model, tiny.tokenizer, share_of_letter, config)
-    assert trainer.config.track.report_to == ["tensorboard"]
-    assert config.track.report_to == ["wandb", "tensorboard"]
+    assert make(track={"report_to": ["wandb", "tensorboard"]}).config.track.report_to == ["tensorboard"]
     assert "wandb is not installed" in caplog.text
-
-
-def test_a_folder_that_holds_another_run_is_refused(random_model: Any, tiny: Any, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(PalestraError, match="holds a run already"):
-        StepTrainer(random_model, tiny.tokenizer, share_of_letter, settings(tmp_path)).train(ROWS)

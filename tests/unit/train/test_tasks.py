@@ -1,20 +1,16 @@
 """What a task of an environment makes of its reward functions."""
 
 import asyncio
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 from palestra.core.config import RunConfig
 from palestra.core.types import Problem
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 PROBLEMS = [Problem(str(i), "What is 2 + 3?") for i in range(3)]
 
@@ -40,13 +36,6 @@ def parts(tiny_tokenizer: Any) -> Parts:
     config = RunConfig.build({"rollout.group_size": 2, "train.problems_per_step": 1, "train.epochs": 4})
     policy: Any = ScriptedPolicy(tiny_tokenizer, [CALL, ANSWER], version=6)
     return Parts(config, policy, tiny_tokenizer, asyncio.Runner(), Watcher())
-
-
-def test_held_out_problems_are_scored_by_the_reward_functions(parts: Parts) -> None:
-    task = EnvironmentTask(Unscored(), [lambda completions: [1.0] * len(completions)])
-    report = task.evaluator(parts).run(parts.runner, parts.watcher, "scoring")
-    assert (report.pass_rate.rate, report.pass_rate.n, report.mean_reward) == (1.0, 2, 1.0)
-    assert [m.name for m in report.measures] == ["<lambda>"]
 
 
 def test_reward_functions_know_how_far_the_training_is(parts: Parts) -> None:
@@ -86,8 +75,10 @@ class AllTrained(Unscored):
         return PROBLEMS if split == "train" else []
 
 
-def test_an_evaluation_on_training_problems_says_so(parts: Parts) -> None:
+def test_problems_are_scored_by_the_reward_functions_and_the_report_says_whether_they_were_held_out(parts) -> None:
     functions = [lambda completions: [1.0] * len(completions)]
-    for environment, split in ((Unscored(), "held_out"), (AllTrained(), "train")):
+    for environment, split, count in ((Unscored(), "held_out", 2), (AllTrained(), "train", 3)):
         report = EnvironmentTask(environment, functions).evaluator(parts).run(parts.runner, parts.watcher, "scoring")
         assert report.to_dict()["split"] == split
+        assert (report.pass_rate.rate, report.pass_rate.n, report.mean_reward) == (1.0, count, 1.0)
+        assert [m.name for m in report.measures] == ["<lambda>"]

@@ -1,18 +1,15 @@
 """A teacher's attempts: what passes is kept and saved, the rest is counted."""
 
-from __future__ import annotations
-
 import asyncio
-import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from builders import add, agent
+from served import json_app, served
+from starlette.responses import JSONResponse
 
 from palestra import EvalSuite, measure
 from palestra.core.conversations import Conversation, read_conversations
@@ -27,48 +24,33 @@ from palestra.train.demonstrations import demonstrations
 from palestra.train.teacher import TeacherCost, teacher_demonstrations
 
 
-class Teacher(BaseHTTPRequestHandler):
-    """Adds with the tool. "easy" is right at once, "hard" at the third attempt, "never" never is."""
+class Teacher:
+    """Adds with the tool. "easy" is right immediately, "hard" at the third attempt, "never" never is."""
 
-    asked: ClassVar[Counter[str]]
-    reports_usage: ClassVar[bool] = True
-    status: ClassVar[int] = 200
-    url: ClassVar[str]
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.reports_usage, self.status, self.url = True, 200, ""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        question = next(m["content"] for m in body["messages"] if m["role"] == "user")
-        word = question.split()[0]
-        if body["messages"][-1]["role"] == "tool":
+    async def respond(self, request: Any) -> JSONResponse:
+        messages = (await request.json())["messages"]
+        word = next(m["content"] for m in messages if m["role"] == "user").split()[0]
+        if messages[-1]["role"] == "tool":
             right = {"easy": True, "hard": self.asked[word] >= 3, "never": False}[word]
-            message = {"content": f"It is {body['messages'][-1]['content'] if right else 'unknown'}."}
+            message = {"content": f"It is {messages[-1]['content'] if right else 'unknown'}."}
         else:
             self.asked[word] += 1
             call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
             message = {"content": None, "tool_calls": [call], "reasoning_content": f"Attempt {self.asked[word]}."}
-        answer: dict[str, Any] = {"choices": [{"message": message, "finish_reason": "stop"}]}
-        if self.reports_usage:
-            answer["usage"] = {"prompt_tokens": 10, "completion_tokens": 3}
-        data = json.dumps(answer).encode()
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None: ...
+        usage = {"usage": {"prompt_tokens": 10, "completion_tokens": 3}} if self.reports_usage else {}
+        return JSONResponse({"choices": [{"message": message, "finish_reason": "stop"}]} | usage, self.status)
 
 
 @pytest.fixture
-def teacher() -> Iterator[type[Teacher]]:
-    class Fresh(Teacher):
-        asked: ClassVar[Counter[str]] = Counter()
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Fresh)
-    Fresh.url = f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Fresh
-    server.shutdown()
-    server.server_close()
+def teacher() -> Iterator[Teacher]:
+    made = Teacher()
+    with served(json_app(made.respond)) as url:
+        made.url = f"{url}/v1"
+        yield made
 
 
 @measure
@@ -93,15 +75,11 @@ def test_only_attempts_that_pass_are_kept_and_cases_without_one_are_tried_again(
     assert (cost.requests, cost.prompt_tokens, cost.completion_tokens, cost.unreported) == (16, 160, 48, 0)
 
 
-def test_a_server_that_reports_no_usage_is_counted_as_such(teacher):
+def test_requests_without_usage_are_counted_and_equal_answers_of_a_group_are_one_demonstration(teacher):
     teacher.reports_usage = False
-    _, cost = taught(teacher, "easy")
-    assert (cost.requests, cost.prompt_tokens, cost.completion_tokens, cost.unreported) == (2, 0, 0, 2)
-
-
-def test_equal_answers_of_a_group_are_one_demonstration(teacher):
     found, cost = taught(teacher, "easy", group_size=3)
     assert (len(found), cost.attempts, cost.passes) == (1, 3, 3)
+    assert (cost.requests, cost.prompt_tokens, cost.completion_tokens, cost.unreported) == (6, 0, 0, 6)
 
 
 def test_what_it_said_becomes_a_demonstration_with_the_agents_instructions_and_tools(teacher, tiny_tokenizer):
@@ -126,12 +104,14 @@ def test_saved_demonstrations_are_not_paid_for_again(teacher, tmp_path: Path):
     assert (cost.from_file, cost.attempts) == (1, 1)
 
 
-def test_an_endpoint_that_refuses_every_request_is_an_error(teacher):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attempts": 1}, r"every attempt .*failed.*401"),
+        ({"group_size": 4, "attempts": 3}, "group_size=4"),
+    ],
+)
+def test_an_endpoint_that_refuses_and_more_siblings_than_attempts_are_errors(teacher, options, words):
     teacher.status = 401
-    with pytest.raises(PalestraError, match=r"every attempt of the teacher failed.*401"):
-        taught(teacher, "easy", attempts=1)
-
-
-def test_more_siblings_than_attempts_are_refused(teacher):
-    with pytest.raises(PalestraError, match="group_size=4"):
-        taught(teacher, "easy", group_size=4, attempts=3)
+    with pytest.raises(PalestraError, match=words):
+        taught(teacher, "easy", **options)

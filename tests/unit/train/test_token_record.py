@@ -1,15 +1,8 @@
 """The record of a step's tokens: each value beside the token that it is of."""
 
-from __future__ import annotations
-
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from loop_fakes import FakeOutputs, attempt, make_loop
 
 from palestra.core.types import Group, Lineage, Turn

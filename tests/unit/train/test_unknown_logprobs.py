@@ -1,7 +1,5 @@
 """Samples whose logprobs the sampler did not tell (NaN): token by token, they count as the current policy's own."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -59,24 +57,6 @@ def test_unknown_logprobs_leave_the_known_ones_the_behaviour_policys():
     assert metrics["ratio_max"] > 1.0
     assert math.isclose(metrics["ratio_max"], as_known["ratio_max"], rel_tol=1e-5)
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-def test_logprobs_of_an_earlier_version_are_the_behaviour_policys():
-    _, metrics = trained(samples((-3.0, -3.0), EARLIER))
-    assert metrics["ratio_max"] != 1.0
-    assert metrics["sampler_gap_max"] > 0
-
-
-def test_each_token_has_the_behaviour_policy_of_its_own_version():
-    mixed = [replace(s, versions=[NOW, NOW, EARLIER, NOW]) for s in samples((-3.0, -3.0), NOW)]
-    own = own_logprobs(mixed)
-    as_own = [
-        replace(s, versions=EARLIER, logprobs=(0.0, 0.0, -3.0, float(row[3])))
-        for s, row in zip(mixed, np.split(own, 2), strict=True)
-    ]
-    weights, expected = trained(mixed)[0], trained(as_own)[0]
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
-    assert not torch.equal(weights, trained(samples((-3.0, -3.0), NOW))[0])
 
 
 def test_several_passes_take_the_unknown_logprobs_of_the_first():

@@ -1,18 +1,11 @@
 """One step's update by the learner's primitives: minibatches, iterations, normalisers, behaviour log-probabilities."""
 
-from __future__ import annotations
-
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from loop_fakes import SMALL, FakeLearner, FakeOutputs
 
 from palestra.algo.batch import Batch
@@ -46,9 +39,9 @@ class Recorded(FakeLearner):
 
 def run(samples: Sequence[Sample], **train: Any) -> tuple[Recorded, dict[str, float]]:
     learner = Recorded()
-    config = RunConfig.build(SMALL, {"train": train})
-    metrics = update(learner, Batch.of(samples), config, Coefficients(0.1, echo=0.0, entropy=0.0), NOW)
-    return learner, metrics
+    config, coefficients = RunConfig.build(SMALL, {"train": train}), Coefficients(0.1, echo=0.0, entropy=0.0)
+    work = lambda: learner.calls.append("host work")  # noqa: E731
+    return learner, update(learner, Batch.of(samples), config, coefficients, NOW, host_work=work)
 
 
 def numbered(count: int) -> list[Sample]:
@@ -60,7 +53,8 @@ def test_minibatches_are_optimizer_steps_in_order_and_iterations_passes_over_the
     assert [rows for rows, _ in learner.batches] == [[0, 1], [2, 3], [0, 1], [2, 3]]
     assert learner.weight == 4
     # what an update of this step would change before it is read, is computed before the first
-    assert learner.calls == ["forward", "forward"] + ["forward_backward", "optim_step"] * 4
+    step = ["forward_backward", "optim_step"]
+    assert learner.calls == ["forward", "forward", *step, "host work", *step * 3], "which is done once"
 
 
 def test_a_single_step_computes_no_behaviour_logprobs_and_later_passes_use_those_of_the_first() -> None:
@@ -112,12 +106,11 @@ def test_a_sampler_whose_logprobs_are_not_known_is_not_compared_with_the_policy(
         def forward_backward(self, batch: Batch, loss: StepLoss) -> FakeOutputs:
             return Compared(batch, 1.0)
 
-    config, coefficients = RunConfig.build(SMALL), Coefficients(0.1, 0.0, 0.0)
-    assert update(Comparing(), Batch.of([SAMPLE, UNKNOWN]), config, coefficients, NOW)["kl_sampler"] == 0.1
-    assert (
-        not {"kl_sampler", "sampler_gap_max"}
-        & update(Comparing(), Batch.of([UNKNOWN]), config, coefficients, NOW).keys()
-    )
+    def compared(*samples: Sample) -> dict[str, float]:
+        return update(Comparing(), Batch.of(samples), RunConfig.build(SMALL), Coefficients(0.1, 0.0, 0.0), NOW)
+
+    assert compared(SAMPLE, UNKNOWN)["kl_sampler"] == 0.1
+    assert not {"kl_sampler", "sampler_gap_max"} & compared(UNKNOWN).keys()
 
 
 def test_combined_metrics_are_means_maxima_and_sums_over_a_pass() -> None:
@@ -125,16 +118,3 @@ def test_combined_metrics_are_means_maxima_and_sums_over_a_pass() -> None:
     second = {"loss": 3.0, "ratio_max": 1.0, "tokens_computed": 6.0}
     found = combine([first, second, first, second], iterations=2)
     assert found == {"loss": 2.0, "ratio_max": 2.0, "tokens_computed": 16.0, "echo_loss": 4.0}
-
-
-def test_what_can_be_done_meanwhile_is_done_once_in_the_first_optimizer_step() -> None:
-    learner = Recorded()
-    config = RunConfig.build(SMALL, {"train": {"minibatches": 2, "iterations": 2}})
-    coefficients = Coefficients(0.1, echo=0.0, entropy=0.0)
-    update(
-        learner, Batch.of(numbered(4)), config, coefficients, NOW, host_work=lambda: learner.calls.append("meanwhile")
-    )
-    assert [call for call in learner.calls if call != "forward"][:4] == [
-        "forward_backward", "optim_step", "meanwhile", "forward_backward",
-    ]  # fmt: skip
-    assert learner.calls.count("meanwhile") == 1

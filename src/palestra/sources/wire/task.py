@@ -27,6 +27,7 @@ from palestra.servers.openai.loading import completer_of
 from palestra.servers.web import Server, Tally, open_port, url_of
 from palestra.sources.wire.protocol import ModelLimits, WireClient, read_group, unused_columns
 from palestra.train.evaluation import Evaluator
+from palestra.train.group_source import GroupSource
 from palestra.train.tasks import OWN_LOOP, EnvironmentTask, Parts
 
 _POLL_S = 0.2
@@ -269,7 +270,7 @@ class WireTask:
 
 
 @dataclass(slots=True)
-class WireSource:
+class WireSource(GroupSource):
     """Batches of the trajectory API, in the order of their numbers.
 
     The inference server runs in the runner's event loop, so it answers while groups are waited for and pauses
@@ -288,16 +289,9 @@ class WireSource:
     step: int = 0  # how many batches had something to train: environments end by it
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     echo: bool = False  # tool results are learned, too
-    refills: bool = False  # environments choose what they post
-    gives_back: bool = False
     max_staleness: int | None = None
-    concurrent: int = 0  # the trajectory API is a queue already
     _noted: set[str] = field(default_factory=set)
     _last_error: str = ""
-
-    def give_back(self, count: int) -> None: ...
-
-    def observe(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None: ...
 
     async def next(self, count: int, version: int) -> list[Group]:
         for _ in range(_EMPTY_BATCHES):

@@ -21,7 +21,7 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.servers.openai.loading import load_completer
 from palestra.sources.programs.roles import Roles
 from palestra.train.batch import group_advantages, to_batch
-from palestra.train.roles import with_role_advantages
+from palestra.train.credit import with_role_advantages
 
 CONFIG = RunConfig.build({"rollout.temperature": 1.0, "rollout.max_new_tokens": 40, "rollout.group_size": 4})
 SUITE = EvalSuite.from_records([{"input": f"Question {i}"} for i in range(4)])

@@ -20,6 +20,7 @@ from palestra.learner.base import noop
 from palestra.policy.base import Policy
 from palestra.train.group_source import GroupSource, ProblemSource
 from palestra.train.loop import Training
+from palestra.train.watcher import Watcher
 
 PROBLEMS = [Problem(str(i), f"question {i}") for i in range(10)]
 SMALL = {"train.problems_per_step": 2, "rollout.group_size": 2, "train.learning_rate": 1.0, "rollout.max_new_tokens": 8}
@@ -165,9 +166,24 @@ class FakeTracker:
     def close(self) -> None: ...
 
 
+class Hears(Watcher):
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self.warnings.append(text)
+
+
 @dataclass
 class Loop:
-    """A training of fakes; `calls` tells in which order they were called."""
+    """A training of fakes; `calls` has the order in which they were called."""
 
     training: Training
     learner: FakeLearner
@@ -175,6 +191,11 @@ class Loop:
     collector: FakeCollector
     tracker: FakeTracker
     calls: Calls
+    heard: Hears
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        return [row for _, row in self.tracker.rows]
 
 
 def make_loop(
@@ -190,4 +211,12 @@ def make_loop(
     collects, tracker = FakeCollector(calls, policy, **collector), FakeTracker()
     source = source or ProblemSource(collects, PROBLEMS, {}, config.rollout.group_size, config.seed)
     training = Training(config, source, policy, learner, tracker, steps, checkpoints)  # type: ignore[arg-type]
-    return Loop(training, learner, policy, collects, tracker, calls)
+    training.watcher = heard = Hears()
+    return Loop(training, learner, policy, collects, tracker, calls, heard)
+
+
+def ran(*layers: Mapping[str, Any], **options: Any) -> Loop:
+    """A training of fakes that has ended."""
+    loop = make_loop(*layers, **options)
+    loop.training.run()
+    return loop
