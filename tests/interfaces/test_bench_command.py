@@ -23,8 +23,7 @@ def same_threads_afterwards():
 
 
 def test_every_side_samples_the_same_and_the_engine_computes_each_token_once(cli, tmp_path):
-    answer = cli("bench", *SMALL, "--tool-rounds", "2", "--json", "--plot", "bench.svg")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("bench", *SMALL, "--tool-rounds", "2", "--json", "--plot", "bench.svg")
     assert answer.out.count("\n") == 1
     summary = json.loads(answer.out)
     assert summary["model"] == "palestra/tiny"
@@ -54,8 +53,7 @@ def test_every_side_samples_the_same_and_the_engine_computes_each_token_once(cli
 
 
 def test_plain_lines_without_a_terminal(cli):
-    answer = cli("bench", *SMALL, "--tool-rounds", "0")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("bench", *SMALL, "--tool-rounds", "0")
     lines = answer.out.splitlines()
     assert len(lines) == 1 + len(SIDES) + 2
     assert lines[0].startswith("palestra/tiny on cpu, 1 thread: 2 prompts of 20 tokens × 3 rollouts")

@@ -29,7 +29,7 @@ from palestra.evals.suite import EvalSuite, hold_out
 from palestra.train.progress import make_display
 
 
-@click.command("eval", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
+@settings.command_of_run("eval")
 @click.argument("agent_file", required=False)
 @click.option(
     "--split",
@@ -105,6 +105,3 @@ def _cases(file: AgentFile, split: str) -> tuple[EvalSuite, str, str]:
         return train, f"the {len(train)} cases that are trained on{none}", "train"
     apart = f", {len(train)} of them trained on" if len(train) < len(file.suite) else ", which are trained on"
     return file.suite, f"all {len(file.suite)} cases of the suite{apart}", split
-
-
-settings.options(command)

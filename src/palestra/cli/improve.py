@@ -26,9 +26,7 @@ from palestra.evals.report import compare
 from palestra.prompts.improve import Improvement, improve
 
 
-@click.command(
-    "improve", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…"
-)
+@settings.command_of_run("improve")
 @click.argument("agent_file", required=False)
 @click.option(
     "--reflect",
@@ -183,6 +181,3 @@ def _train(
         text = json.dumps(value) if isinstance(value, dict) else settings.show(value)
         words += [f"--{key}", text]
     train.main(args=[*words, *(["--json"] if as_json else [])], prog_name="palestra train", standalone_mode=False)
-
-
-settings.options(command)

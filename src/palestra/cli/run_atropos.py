@@ -30,7 +30,7 @@ from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import task
 
 
-@click.command("run-atropos", cls=EnvCommand, options_metavar="[OPTIONS] [--env.KEY VALUE]… [--SECTION.KEY VALUE]…")
+@settings.command_of_run("run-atropos", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
 @config_option
 @click.option("--with", "packages", multiple=True, metavar="PACKAGE", help="Also install this for the environment.")
@@ -143,6 +143,3 @@ def _outcome(folder: RunFolder) -> Any:
         folder.report_page,
         tuple(recorded_findings(folder, ended=True)),
     )
-
-
-settings.options(command)

@@ -49,14 +49,7 @@ def address_options(port: int) -> Any:
 )
 @debug_option
 def command(
-    run_or_model: str,
-    host: str,
-    port: int,
-    token: str | None,
-    dtype: str,
-    device: str,
-    engine: str,
-    weights_from: Path | None,
+    run_or_model: str, host: str, port: int, token: str | None, weights_from: Path | None, **loading: str
 ) -> None:
     """Serve a run's trained model, or any other, over the HTTP APIs of OpenAI, Anthropic, vLLM and SGLang.
 
@@ -79,7 +72,7 @@ def command(
     from palestra.servers.openai.loading import load_completer
 
     with task(console, f"loading {model}"):
-        completer = load_completer(model, dtype=dtype, device=device, engine=engine)
+        completer = load_completer(model, **loading)
     app = inference_app(completer, token=token, weights_folder=weights_from)
     _show_requests()
     run_server(app, socket, f"{model} is served at", "/v1")
@@ -94,9 +87,7 @@ def command(
 @click.option("--max-waiting-mib", default=4096, show_default=True, help="What they may take on disk.")
 @click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
 @debug_option
-def trajectory(
-    host: str, port: int, token: str | None, folder: Path, max_waiting: int, max_waiting_mib: int, max_body_mib: int
-) -> None:
+def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: int) -> None:
     """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
 
     \b
@@ -108,10 +99,7 @@ def trajectory(
     socket = server_port(host, port, token)
     from palestra.sources.wire.server import trajectory_app
 
-    app = trajectory_app(
-        folder, token=token, max_waiting=max_waiting, max_waiting_mib=max_waiting_mib, max_body_mib=max_body_mib
-    )
-    run_server(app, socket, "the trajectory API is at")
+    run_server(trajectory_app(folder, token=token, **limits), socket, "the trajectory API is at")
 
 
 def server_port(host: str, port: int, token: str | None) -> Any:

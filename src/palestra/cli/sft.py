@@ -18,7 +18,7 @@ from palestra.cli.summary import print_outcome
 from palestra.runs.request import RunRequest
 
 
-@click.command("sft", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
+@settings.command_of_run("sft")
 @click.argument("traces")
 @click.option("--agent", "agent_file", metavar="FILE", help="Score this agent file's held-out cases before and after.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
@@ -54,6 +54,3 @@ def command(
     request = RunRequest(agent_file=agent_file, settings=layer(config_file, options), name=Path(traces).stem)
     run, outcome = executor.train(request, watching(console, "palestra train"), folder)
     print_outcome(console, run, outcome, as_json)
-
-
-settings.options(command)

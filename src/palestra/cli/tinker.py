@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -16,13 +17,15 @@ SWITCH_S = 0.001  # threads that train and sample yield to the one that answers:
 
 
 @click.command("tinker")
-@click.argument("models", nargs=-1)
+@click.argument("names", nargs=-1, metavar="[MODELS]...")
 @address_options(8010)
 @dtype_option
 @device_option
 @click.option("--output_dir", type=click.Path(path_type=Path), default="runs", show_default=True, help="For runs.")
-@click.option("--max-sessions", default=64, show_default=True, type=click.IntRange(1), help="Clients at once.")
-@click.option("--max-models", default=8, show_default=True, type=click.IntRange(1), help="Trained at once.")
+@click.option(
+    "--max-sessions", "sessions", default=64, show_default=True, type=click.IntRange(1), help="Clients at once."
+)
+@click.option("--max-models", "models", default=8, show_default=True, type=click.IntRange(1), help="Trained at once.")
 @click.option("--memory-gib", type=click.FloatRange(0, min_open=True), help="Of adapters and optimizers together.")
 @click.option(
     "--rows-per-pass",
@@ -31,17 +34,14 @@ SWITCH_S = 0.001  # threads that train and sample yield to the one that answers:
 )
 @debug_option
 def command(
-    models: tuple[str, ...],
+    names: tuple[str, ...],
     host: str,
     port: int,
     token: str | None,
     dtype: str,
     device: str,
     output_dir: Path,
-    max_sessions: int,
-    max_models: int,
-    memory_gib: float | None,
-    rows_per_pass: int | None,
+    **limits: Any,
 ) -> None:
     """Serve MODELS (palestra/tiny if none is given) to the Tinker SDK and the Tinker cookbook.
 
@@ -54,7 +54,7 @@ def command(
     with tml-.
     """
     socket = server_port(host, port, token)
-    names = models or ("palestra/tiny",)
+    names = names or ("palestra/tiny",)
     console = Console(stderr=True)
     load_libraries(console, names[0])
     from palestra.servers.tinker.base_model import BaseModel
@@ -63,10 +63,9 @@ def command(
 
     with task(console, f"loading {', '.join(names)}"):
         bases = [BaseModel.load(name, dtype=dtype, device=device) for name in names]
-    limits = ServiceLimits(sessions=max_sessions, models=max_models, memory_gib=memory_gib, rows_per_pass=rows_per_pass)
     for base in bases:
         if base.path != base.name:
             click.echo(f"the tokenizer of {base.name}, for clients that load one: {base.path}")
     sys.setswitchinterval(SWITCH_S)
-    app = tinker_app(Service(bases, output_dir, limits), token=token)
+    app = tinker_app(Service(bases, output_dir, ServiceLimits(**limits)), token=token)
     run_server(app, socket, f"{', '.join(names)} served to the Tinker SDK at")

@@ -32,12 +32,7 @@ from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import PALESTRA
 
 
-@click.command(
-    "train",
-    cls=EnvCommand,
-    context_settings={"max_content_width": 100},
-    options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…",
-)
+@settings.command_of_run("train", cls=EnvCommand)
 @click.argument("agent_file", required=False)
 @click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
 @click.option("--env-url", metavar="URL", help="Train on what environments post to the trajectory API at this URL.")
@@ -210,6 +205,3 @@ def _detach(request: RunRequest, console: Console, as_json: bool) -> None:
     for action in ("watch", "logs", "stop"):
         console.print(f"  palestra runs {action} {run.run_id}", highlight=False)
     console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
-
-
-settings.options(command)
