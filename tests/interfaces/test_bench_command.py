@@ -71,10 +71,6 @@ def test_the_table_has_a_row_for_each_side():
     with console.capture() as shown:
         console.print(_table({"single turn": sides}))
     row = next(line for line in shown.get().splitlines() if "generate" in line)
-    assert [cell.strip() for cell in row.split("│")][2:8] == ["generate", "2,000", "1.50", "5,000", "4,000", "9,000"]
-
-
-def test_the_longest_rollout_is_prompt_turns_and_tool_results():
     work = Workload(prompt_tokens=10, new_tokens=5, tool_rounds=2)
     assert work.longest_rollout == 10 + 3 * 5 + 2 * TOOL_RESULT_TOKENS
-    assert work.scenarios == {"single turn": 0, "2 tool rounds": 2}
+    assert [cell.strip() for cell in row.split("│")][2:8] == ["generate", "2,000", "1.50", "5,000", "4,000", "9,000"]

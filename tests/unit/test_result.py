@@ -132,9 +132,7 @@ def test_generate_is_repeatable_and_follows_the_seed(result: GRPOTrainingResult)
     assert answers[0] == answers[1] != answers[2]
 
 
-def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_index(
-    result: GRPOTrainingResult,
-) -> None:
+def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_index(result: GRPOTrainingResult) -> None:
     run = result.run
     report = run.report()
     assert report is not None

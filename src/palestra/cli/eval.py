@@ -13,14 +13,7 @@ from palestra.agent_source import AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
 from palestra.api import evaluate
 from palestra.cli import settings
-from palestra.cli.common import (
-    agent_options,
-    config_option,
-    debug_option,
-    json_line_option,
-    load_libraries,
-    out_option,
-)
+from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, load_libraries, out_option
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import capability_of, print_evaluation
 from palestra.core.errors import PalestraError

@@ -57,9 +57,7 @@ COUNT = Count()
 @click.option("--tool-seconds", default=0.0, help="Duration of a tool call.")
 @click.option("--group", type=int, help="Rollouts of a problem (rollout.group_size).")
 @click.option("--problems", type=int, help="Problems of a step (train.problems_per_step).")
-@click.option(
-    "--method", type=click.Choice(["full", "lora", "qlora"]), help="Weights that are trained.  [default: by lora.r]"
-)
+@click.option("--method", type=click.Choice(["full", "lora", "qlora"]), help="What is trained.  [default: by lora.r]")
 @click.option("--signal", default=1.0, show_default=True, help="Share of the groups whose rewards differ.")
 @click.option("--steps", type=int, help="Steps of the run.  [default: train.max_steps, or 100]")
 @click.option("--price", type=float, metavar="PER_HOUR", help="Price of one GPU; prints the cost.")
@@ -246,9 +244,8 @@ def _print(console: Console, name: str, planned: RunEstimate, steps: int, price:
         line(f"it fits: {needed}{rest}", "green")
     else:
         change = planned.changes_that_fit()
-        then = (
-            f"; with these a step takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
-        )
+        step_s = planned.with_work(change.work).time.total_s if change else 0.0
+        then = f"; with these a step takes {duration_text(step_s)}" if change else ""
         line(f"it does not fit: {needed}, and {PLANNED:.0%} can be planned with; {planned.remedy()}{then}", "yellow")
     line(f"by efficiencies {efficiency_of(planned.device).origin}", "dim")
 

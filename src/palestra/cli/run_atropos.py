@@ -119,9 +119,8 @@ def _follow(manager: RunManager, run: Run, console: Console, log_size: int) -> N
     except KeyboardInterrupt:
         click.secho("\nStopping after this step.", fg="yellow", err=True)
         manager.stop(run.run_id, wait_s=900.0)
-        click.echo(
-            f"Continue with:\n  palestra env run-atropos --resume {shlex.quote(show_path(run.folder))}", err=True
-        )
+        folder = shlex.quote(show_path(run.folder))
+        click.echo(f"Continue with:\n  palestra env run-atropos --resume {folder}", err=True)
         raise click.exceptions.Exit(130) from None
     ended = manager.get(run.run_id)
     if ended.state != "completed":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.cli.common import PATH, debug_option, device_option, dtype_option, load_libraries
 from palestra.cli.find_run import model_of
 from palestra.core.errors import needs_extra
 from palestra.train.progress import task
@@ -80,9 +80,7 @@ def command(
 
 @click.command("trajectory")
 @address_options(8001)
-@click.option(
-    "--folder", type=click.Path(path_type=Path), default="trajectories", show_default=True, help="For groups."
-)
+@click.option("--folder", type=PATH, default="trajectories", show_default=True, help="For groups.")
 @click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
 @click.option("--max-waiting-mib", default=4096, show_default=True, help="What they may take on disk.")
 @click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")

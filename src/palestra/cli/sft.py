@@ -10,7 +10,7 @@ from rich.console import Console
 
 from palestra import run as executor
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, json_line_option
+from palestra.cli.common import PATH, config_option, debug_option, json_line_option
 from palestra.cli.display import watching
 from palestra.cli.find_run import find_run, with_model_of_run
 from palestra.cli.settings import layer
@@ -21,17 +21,12 @@ from palestra.runs.request import RunRequest
 @settings.command_of_run("sft")
 @click.argument("traces")
 @click.option("--agent", "agent_file", metavar="FILE", help="Score this agent file's held-out cases before and after.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
+@click.option("--folder", type=PATH, help="Use this as the run folder, instead of a new one.")
 @config_option
 @json_line_option
 @debug_option
 def command(
-    traces: str,
-    agent_file: str | None,
-    folder: Path | None,
-    config_file: Path | None,
-    as_json: bool,
-    **parameters: Any,
+    traces: str, agent_file: str | None, folder: Path | None, config_file: Path | None, as_json: bool, **parameters: Any
 ) -> None:
     """Train a model on conversations: cross-entropy on what the assistant says in them.
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.cli.common import PATH, debug_option, device_option, dtype_option, load_libraries
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.train.progress import task
 
@@ -21,10 +21,8 @@ SWITCH_S = 0.001  # threads that train and sample yield to the one that answers:
 @address_options(8010)
 @dtype_option
 @device_option
-@click.option("--output_dir", type=click.Path(path_type=Path), default="runs", show_default=True, help="For runs.")
-@click.option(
-    "--max-sessions", "sessions", default=64, show_default=True, type=click.IntRange(1), help="Clients at once."
-)
+@click.option("--output_dir", type=PATH, default="runs", show_default=True, help="For runs.")
+@click.option("--max-sessions", "sessions", default=64, show_default=True, type=click.IntRange(1), help="Clients.")
 @click.option("--max-models", "models", default=8, show_default=True, type=click.IntRange(1), help="Trained at once.")
 @click.option("--memory-gib", type=click.FloatRange(0, min_open=True), help="Of adapters and optimizers together.")
 @click.option(

@@ -16,7 +16,7 @@ from rich.console import Console
 from palestra import run as executor
 from palestra.agent_source import AgentOptions
 from palestra.cli import settings
-from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, wait_limit_option
+from palestra.cli.common import PATH, agent_options, config_option, debug_option, json_line_option, wait_limit_option
 from palestra.cli.display import DryRun, watching
 from palestra.cli.find_run import require_run, with_model_of_run
 from palestra.cli.serve import require_serve_extra
@@ -37,12 +37,10 @@ from palestra.runs.request import PALESTRA
 @click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
 @click.option("--env-url", metavar="URL", help="Train on what environments post to the trajectory API at this URL.")
 @agent_options
-@click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
+@click.option("--folder", type=PATH, help="Use this as the run folder, instead of a new one.")
 @click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows its progress.")
 @click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
-@click.option(
-    "--nproc", type=click.IntRange(min=1), metavar="N", help="Train in N processes on this machine, one for each GPU."
-)
+@click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Train in N processes, one for each GPU.")
 @click.option("--dry-run", is_flag=True, help="Load everything, say what the run would need, and end.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @wait_limit_option
@@ -150,9 +148,7 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
             raise PalestraError(f"--nproc {nproc} trains in this terminal; leave out --nproc, or {option}")
     place = RankVariables.of_environment()
     if place is not None and place.local_size != nproc:
-        raise PalestraError(
-            f"--nproc {nproc}, and torchrun has started {place.local_size} ranks here; leave --nproc out"
-        )
+        raise PalestraError(f"--nproc {nproc}: torchrun has started {place.local_size} ranks here; leave --nproc out")
     return place is None and nproc > 1
 
 
@@ -161,9 +157,7 @@ def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
     names = ("agent_file", "env", "env_url", "resume", "detach", "folder")
     agent_file, env, env_url, resume, detach, folder = (parameters[name] for name in names)
     if own.are_set and (env or env_url or resume):
-        raise PalestraError(
-            f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url and --resume"
-        )
+        raise PalestraError(f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url, --resume")
     if env is not None and agent_file is not None:
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
     if env_url is not None and agent_file is not None:

@@ -100,9 +100,7 @@ class RunConfig(Section):
                 "vllm.mode, rollout.policy_url and other backends than local"
             )
         if model.exact and (not self.has_own_engine or model.engine == "plain"):
-            raise ValueError(
-                "model.exact needs our engine; leave out model.engine, vllm.mode, rollout.policy_url, backend"
-            )
+            raise ValueError("model.exact needs our engine; leave out model.engine, vllm.mode, policy_url and backend")
         cuts = (rollout.top_p, rollout.top_k, rollout.min_p, rollout.repetition_penalty) != (1.0, 0, 0.0, 1.0)
         if model.exact and (cuts or rollout.constrain_tool_calls):
             raise ValueError(
@@ -207,7 +205,13 @@ class RunConfig(Section):
     @classmethod
     def settings(cls) -> dict[str, FieldInfo]:
         """Every setting by its dotted key."""
-        return dict(_walk(cls, ""))
+        found: dict[str, FieldInfo] = {}
+        for name, info in cls.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+                found |= {f"{name}.{key}": inner for key, inner in info.annotation.model_fields.items()}
+            else:
+                found[name] = info
+        return found
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,17 +226,6 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             inner = below
         inner[name] = value
     return nested
-
-
-def _walk(section: type[Section], prefix: str) -> list[tuple[str, FieldInfo]]:
-    found: list[tuple[str, FieldInfo]] = []
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            found += _walk(kind, f"{prefix}{name}.")
-        else:
-            found.append((f"{prefix}{name}", info))
-    return found
 
 
 def explain(error: ValidationError, known: list[str]) -> str:
@@ -283,9 +276,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         data = parse_yaml(text)
         _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), path)
     except FileNotFoundError:
-        raise PalestraError(
-            f"there is no config file {path}; `palestra config my_agent.py > {path}` writes one"
-        ) from None
+        raise PalestraError(f"there is no config file {path}; `palestra config my_agent.py` prints one") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise PalestraError(f"the config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:

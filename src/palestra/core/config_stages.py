@@ -105,7 +105,5 @@ class DistillSection(Section):
                 "another teacher"
             )
         if self.teacher_url is not None and self.top_k != DISTILL_TOP_K:
-            raise ValueError(
-                "distill.top_k has no effect with distill.teacher_url, which scores the sampled tokens only"
-            )
+            raise ValueError("distill.top_k has no effect with distill.teacher_url, which scores sampled tokens only")
         return self

@@ -144,9 +144,8 @@ def shape_from_config(config: Mapping[str, Any], name: str = "the config") -> Mo
         and found.active_width == shape.layers * shape.feed_forward == found.stored_width
     ):
         return shape if not found.mixer_weights else replace(shape, **_mixers(found))
-    active, stored, linear = (
-        round(width / shape.layers) for width in (found.active_width, found.stored_width, found.linear_width)
-    )
+    widths = (found.active_width, found.stored_width, found.linear_width)
+    active, stored, linear = (round(width / shape.layers) for width in widths)
     shape = replace(shape, feed_forward=active, attention_layers=found.attention, **_mixers(found))
     if found.stored_width == found.active_width:
         return shape
