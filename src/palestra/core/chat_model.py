@@ -130,13 +130,13 @@ class ChatModel:
     def cost(self) -> float:
         return self._backend.cost
 
-    async def ask(self, messages: Chat, read: Callable[[str], T], *, seed: int = 0, reuse: bool = True) -> T:
+    async def ask(self, messages: Chat, read: Callable[[str], T], *, seed: int = 0) -> T:
         """`read` of the model's answer. An answer that `read` rejects with ValueError is asked for once more.
 
         Raises RolloutError without an answer, ValueError without one that can be read.
         """
         key = self._key(messages, seed)
-        if reuse and self._cache is not None:
+        if self._cache is not None:
             return await self._cache.get(key, read, lambda: self._ask(messages, read, seed), self._count)
         return read(await self._ask(messages, read, seed))
 
