@@ -117,8 +117,7 @@ def locks(site: Path | None, as_json: bool) -> None:
     ]
     maximums = settings.maximums.items()
     sections.append(("largest values", [(f"{key} = {show(value)}", "") for key, value in maximums]))
-    limits = type(settings.limits).model_fields.items()
-    sections.append(
-        ("limits", [(f"{n} = {show(getattr(settings.limits, n))}", i.description or "") for n, i in limits])
-    )
+    own = settings.limits
+    rows = [(f"{n} = {show(getattr(own, n))}", i.description or "") for n, i in type(own).model_fields.items()]
+    sections.append(("limits", rows))
     print_sections(sections)

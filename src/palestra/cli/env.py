@@ -107,12 +107,8 @@ def _group(record: Mapping[str, Any]) -> dict[str, Any]:
     attempts = [dict(zip(columns, row, strict=True)) for row in zip(*(record[key] for key in columns), strict=True)]
     for attempt in attempts:
         attempt["messages"] = attempt["messages"][opening:]
-    return {
-        "id": record["problem_id"],
-        "expect": record["expect"],
-        "opening": record["messages"][0][:opening],
-        "attempts": attempts,
-    }
+    about = {"id": record["problem_id"], "expect": record["expect"]}
+    return {**about, "opening": record["messages"][0][:opening], "attempts": attempts}
 
 
 @settings.command_of_run("evaluate", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)

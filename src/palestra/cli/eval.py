@@ -67,12 +67,10 @@ def command(
     suite, cases, split = _cases(file, split)
     console = Console(stderr=as_json)
     load_libraries(console, config.model.name)
+    measures = file.suite.measures if file.measures is None else file.measures  # for held-out cases, too
+    how: dict[str, Any] = {"reward_weights": file.reward_weights, "out": out, "resume": resume}
     with make_display(console, config.track.log_every) as display:
-        measures = file.suite.measures if file.measures is None else file.measures  # for held-out cases, too
-        weights = file.reward_weights
-        report = evaluate(
-            agent, suite, measures, config=config, reward_weights=weights, watcher=display, out=out, resume=resume
-        )
+        report = evaluate(agent, suite, measures, config=config, watcher=display, **how)
     facts = RunFacts(config, "program" if isinstance(agent, ProgramAgent) else "agent")
     print_evaluation(console, f"{agent.name}, {cases}", report, facts)
     if as_json:

@@ -155,11 +155,8 @@ class RunConfig(Section):
         max_new_tokens: int = NEW_TOKENS,
     ) -> RunConfig:
         """Set the step sizes that are not given. The defaults are for callers that do not know the model."""
-        values = {
-            "train.problems_per_step": problems,
-            "rollout.group_size": group_size,
-            "rollout.max_new_tokens": max_new_tokens,
-        }
+        values = {"train.problems_per_step": problems, "rollout.group_size": group_size}
+        values["rollout.max_new_tokens"] = max_new_tokens
         missing = {key: value for key, value in values.items() if self.value(key) is None}
         return self.with_settings(missing) if missing else self
 

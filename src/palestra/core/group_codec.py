@@ -257,12 +257,7 @@ def _or_fill(values: Array, turn: Turn, fill: float) -> Array:
 
 def _verdict(score: Score) -> dict[str, Any]:
     """`counts`, `roles` and `turns` only where they say something: readers of an earlier version know no such keys."""
-    verdict: dict[str, Any] = {
-        "value": score.value,
-        "passed": score.passed,
-        "reason": score.reason,
-        "error": score.error,
-    }
+    verdict: dict[str, Any] = {name: getattr(score, name) for name in ("value", "passed", "reason", "error")}
     rare: dict[str, Any] = {} if score.counts else {"counts": False}
     rare |= {"roles": dict(score.roles)} if score.roles else {}
     return verdict | rare | ({"turns": list(score.turns)} if score.turns else {})

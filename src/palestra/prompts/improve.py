@@ -263,10 +263,8 @@ class _Reflector:
 
     async def __call__(self, texts: Texts, component: str, trials: Sequence[Trial], seed: int) -> str | None:
         """None where the model gives no text that could be used."""
-        messages = [
-            {"role": "system", "content": _task(component)},
-            {"role": "user", "content": _question(texts, component, trials)},
-        ]
+        said = {"system": _task(component), "user": _question(texts, component, trials)}
+        messages = [{"role": role, "content": text} for role, text in said.items()]
         try:
             return await self.model.ask(messages, lambda text: read_text(text, texts[component]), seed=seed)
         except ValueError:
