@@ -269,9 +269,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-        data = parse_yaml(text)
-        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), path)
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PalestraError(f"there is no config file {path}; `palestra config my_agent.py` prints one") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
@@ -284,7 +282,10 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The content of a YAML document; yaml.YAMLError if it is nested too deeply, or its aliases stand for too much."""
+    """The content of a YAML document.
+
+    yaml.YAMLError if it is nested too deeply, its aliases stand for too much, or a key is there twice.
+    """
     import yaml
 
     steps = ((char in "[{") - (char in "]}") for char in re.sub(r"[^][{}]+", "", text))
@@ -296,6 +297,8 @@ def parse_yaml(text: str) -> Any:
         if id(node) in path:
             raise yaml.YAMLError("an alias refers to the node that contains it")
         if id(node) not in sizes:
+            if isinstance(node, yaml.MappingNode):
+                _refuse_repeated_keys(node)
             pairs = node.value if isinstance(node, yaml.CollectionNode) else []
             below = [part for pair in pairs for part in (pair if isinstance(pair, tuple) else (pair,))]
             sizes[id(node)] = 1 + sum(size(part, path | {id(node)}) for part in below)
@@ -308,27 +311,16 @@ def parse_yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def _refuse_repeated_keys(root: Any, path: Path) -> None:
+def _refuse_repeated_keys(node: Any) -> None:
     """PyYAML takes the last of two keys that are the same, and drops what the first one held."""
     import yaml
 
-    nodes, seen = [root], set()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:  # an alias may lead back
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            nodes.extend(node.value)
-        elif isinstance(node, yaml.MappingNode):
-            nodes.extend(value for _, value in node.value)
-            keys: dict[str, int] = {}
-            for key in (k for k, _ in node.value if isinstance(k, yaml.ScalarNode) and k.value != "<<"):
-                line = key.start_mark.line + 1
-                if key.value in keys:
-                    lines = f"lines {keys[key.value]} and {line}"
-                    raise PalestraError(f"the config file {path} has {key.value!r} twice, in {lines}; make it one")
-                keys[key.value] = line
+    lines: dict[str, int] = {}
+    for key in (k for k, _ in node.value if isinstance(k, yaml.ScalarNode) and k.value != "<<"):
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise yaml.YAMLError(f"{key.value!r} is there twice, in lines {lines[key.value]} and {line}; make it one")
+        lines[key.value] = line
 
 
 def flatten(data: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
