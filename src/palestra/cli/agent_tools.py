@@ -118,6 +118,6 @@ def locks(site: Path | None, as_json: bool) -> None:
     maximums = settings.maximums.items()
     sections.append(("largest values", [(f"{key} = {show(value)}", "") for key, value in maximums]))
     own = settings.limits
-    rows = [(f"{n} = {show(getattr(own, n))}", i.description or "") for n, i in type(own).model_fields.items()]
-    sections.append(("limits", rows))
+    about = [(f"{n} = {show(getattr(own, n))}", i.description or "") for n, i in type(own).model_fields.items()]
+    sections.append(("limits", about))
     print_sections(sections)
