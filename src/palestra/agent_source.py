@@ -177,9 +177,7 @@ class AgentOptions:
 
     def _check(self) -> None:
         if self._is_started_here and self.agent_port is not None:
-            raise PalestraError(
-                "--agent-cmd and --agent-image start the agent, --agent-port lets external agents take cases; choose"
-            )
+            raise PalestraError("--agent-cmd and --agent-image start agents, --agent-port waits for others; choose one")
         if self.agent_host is not None and not self.is_program:
             raise PalestraError("--agent-host goes with --agent-port, --agent-cmd or --agent-image")
         if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None or self.improved):

@@ -154,9 +154,7 @@ def evaluate(
         from palestra.train.setup import suited_to
         from palestra.train.tasks import Parts
 
-        trainer.config.refuse(
-            ["backend", "tinker", "ray"], "a model is scored on this machine, unless it is in training"
-        )
+        trainer.config.refuse(["backend", "tinker", "ray"], "a model that is not in training is scored here")
         loaded = trainer._load(trainer.config)
         config = suited_to(trainer.config, loaded.model)
         policy = policy_of(loaded.model, loaded.tokenizer, config.model)

@@ -164,9 +164,8 @@ class GRPOTrainingResult:
             seed=seed,
         )
         with self._sampler() as policy:
-            rollout = outside_event_loop(
-                lambda: asyncio.run(converse(policy, chat, messages, chosen, AttemptLimits(sampling)))
-            )
+            answering = converse(policy, chat, messages, chosen, AttemptLimits(sampling))
+            rollout = outside_event_loop(lambda: asyncio.run(answering))
         if rollout.error:
             raise PalestraError(f"the model could not answer: {rollout.error}")
         return strip_reasoning(rollout.messages[-1].text).strip()

@@ -96,9 +96,7 @@ def resume(
             with watching(run.config) as watcher:
                 return run, finish_wire(run, resumed, watcher=watcher)
         if request is None or request.env_url is None:
-            raise PalestraError(
-                f"{run.path} trains on environments over the wire; continue it with: {run.wire_command}"
-            )
+            raise PalestraError(f"{run.path} trains over the wire; continue it with: {run.wire_command}")
         return run, _train_wire(request, run, watching, resumed)
     source = agent_file or run.record.get("source")
     if run.record.get("only_learns_traces"):

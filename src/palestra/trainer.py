@@ -245,11 +245,9 @@ class GRPOTrainer:
         from palestra.train.tasks import OWN_LOOP, EnvironmentTask
 
         if not isinstance(self.agent, ProgramAgent):
-            examples = agent_examples(self.agent)
+            rewards, examples = self.extra_reward_funcs, agent_examples(self.agent)
             scored = self._trl is None or bool(environment.problems("held_out"))
-            return EnvironmentTask(
-                environment, self.extra_reward_funcs, self.rollout_func, self, examples, scored=scored
-            )
+            return EnvironmentTask(environment, rewards, self.rollout_func, self, examples, scored=scored)
         if self.rollout_func is not None or not isinstance(environment, SuiteEnvironment):
             raise PalestraError(
                 f"{self.agent.name} is a program with a loop of its own; train it on a suite, without rollout_func and "

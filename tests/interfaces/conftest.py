@@ -3,7 +3,7 @@ import json
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from doc_pages import ROOT, blocks
@@ -43,23 +43,45 @@ class Answer(NamedTuple):
     err: str
 
 
-Cli = Callable[..., Answer]
+class Cli:
+    """Runs `palestra …`."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Answer:
+        self._capsys.readouterr()
+        code = run(arguments)
+        return Answer(code, *self._capsys.readouterr())
+
+    def ok(self, *arguments: str) -> Answer:
+        """The answer of a command that succeeds."""
+        answer = self(*arguments)
+        assert answer.code == 0, answer.err
+        return answer
+
+    def json(self, *arguments: str) -> Any:
+        """The last line of a command that succeeds, which is JSON."""
+        return json.loads(self.ok(*arguments, "--json").out.splitlines()[-1])
+
+    def error(self, *arguments: str) -> str:
+        """What a command says that rejects its input."""
+        answer = self(*arguments)
+        assert answer.code == 2, answer.out + answer.err
+        assert "Traceback" not in answer.err
+        return answer.err
+
+
 AgentFile = Callable[..., Path]
 
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs `palestra …` in an empty folder."""
+    """The command line in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("PALESTRA_DEBUG", "0")
-
-    def call(*arguments: str) -> Answer:
-        capsys.readouterr()
-        code = run(arguments)
-        return Answer(code, *capsys.readouterr())
-
-    return call
+    return Cli(capsys)
 
 
 @pytest.fixture

@@ -94,9 +94,7 @@ def test_an_agent_in_a_container_trains_by_the_hosts_network_and_by_its_own(engi
     monkeypatch.setenv("PALESTRA_TOKEN", TOKEN)
     Path("score.py").write_text(MEASURE)
     agent = ["--agent-image", IMAGE, "--agent-cmd", shlex.join(["/bin/busybox", "sh", "-c", ASK]), "--agent-host", host]
-    trained = cli("train", *agent, "--measure", "score.py:length", *TRAIN.split(), "--json")
-    assert trained.code == 0, trained.err
-    folder = Path(json.loads(trained.out.splitlines()[-1])["run_dir"])
+    folder = Path(cli.json("train", *agent, "--measure", "score.py:length", *TRAIN.split())["run_dir"])
     attempts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert [attempt["error"] for attempt in attempts] == [None, None]
     (step,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -52,9 +52,8 @@ def test_an_argument_that_is_no_agent_file_is_rejected_with_the_remedy(cli, agen
     agent_file()
     (tmp_path / "agent.txt").write_text("agent")
     (tmp_path / "program.py").write_text("import json, sys\njson.loads('')\n")
-    answer = cli("train", argument)
-    assert answer.code == 2
-    assert all(word in answer.err for word in words), answer.err
+    answer = cli.error("train", argument)
+    assert all(word in answer for word in words), answer
 
 
 def test_file_may_import_its_neighbours(cli, agent_file, tmp_path):
@@ -67,7 +66,5 @@ def test_file_may_import_its_neighbours(cli, agent_file, tmp_path):
 def test_a_file_that_trains_by_itself_is_refused_before_it_does(cli, agent_file, tmp_path, call):
     file = agent_file()
     file.write_text(f"{file.read_text()}\nfrom palestra import train_grpo\n{call}\n")
-    answer = cli("eval", str(file))
-    assert answer.code == 2
-    assert 'is read. Put the call below `if __name__ == "__main__":`' in answer.err
+    assert 'is read. Put the call below `if __name__ == "__main__":`' in cli.error("eval", str(file))
     assert not (tmp_path / "runs").exists()

@@ -23,8 +23,7 @@ def same_threads_afterwards():
 
 
 def test_every_side_samples_the_same_and_the_engine_computes_each_token_once(cli, tmp_path):
-    answer = cli("bench", *SMALL, "--tool-rounds", "2", "--json", "--plot", "bench.svg")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("bench", *SMALL, "--tool-rounds", "2", "--json", "--plot", "bench.svg")
     assert answer.out.count("\n") == 1
     summary = json.loads(answer.out)
     assert summary["model"] == "palestra/tiny"
@@ -54,8 +53,7 @@ def test_every_side_samples_the_same_and_the_engine_computes_each_token_once(cli
 
 
 def test_plain_lines_without_a_terminal(cli):
-    answer = cli("bench", *SMALL, "--tool-rounds", "0")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("bench", *SMALL, "--tool-rounds", "0")
     lines = answer.out.splitlines()
     assert len(lines) == 1 + len(SIDES) + 2
     assert lines[0].startswith("palestra/tiny on cpu, 1 thread: 2 prompts of 20 tokens × 3 rollouts")
@@ -73,10 +71,6 @@ def test_the_table_has_a_row_for_each_side():
     with console.capture() as shown:
         console.print(_table({"single turn": sides}))
     row = next(line for line in shown.get().splitlines() if "generate" in line)
-    assert [cell.strip() for cell in row.split("│")][2:8] == ["generate", "2,000", "1.50", "5,000", "4,000", "9,000"]
-
-
-def test_the_longest_rollout_is_prompt_turns_and_tool_results():
     work = Workload(prompt_tokens=10, new_tokens=5, tool_rounds=2)
     assert work.longest_rollout == 10 + 3 * 5 + 2 * TOOL_RESULT_TOKENS
-    assert work.scenarios == {"single turn": 0, "2 tool rounds": 2}
+    assert [cell.strip() for cell in row.split("│")][2:8] == ["generate", "2,000", "1.50", "5,000", "4,000", "9,000"]

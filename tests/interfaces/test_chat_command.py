@@ -38,8 +38,7 @@ def run_folder(tmp_path, agent_file, tiny):
 def test_a_run_is_chatted_with_and_its_tool_calls_are_shown(cli, run_folder):
     run = run_folder()
     for name in (str(run.path), run.path.name, str(run.model)):
-        answer = cli("chat", name, "--trust", "--once", "What does a red lamp cost?")
-        assert answer.code == 0
+        answer = cli.ok("chat", name, "--trust", "--once", "What does a red lamp cost?")
         assert 'calls price(item="red lamp")' in answer.out
         assert "→ 23" in answer.out
         assert "That is 23." in answer.out
@@ -68,19 +67,17 @@ def test_an_answer_that_is_cut_off_says_so(cli, agent_file):
     assert "cut off" in answer.out
 
 
-def test_tools_that_cannot_be_found_are_told_and_the_chat_goes_on(cli, run_folder, says):
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"source": "/no/such/agent.py"}, ("without tools", "no agent file")),
+        ({"environment": {"name": "calculator", "settings": {}}}, ("with the tools",)),
+    ],
+)
+def test_tools_are_those_of_the_environment_and_missing_ones_are_told(cli, run_folder, says, record, words):
     says("/quit")
-    answer = cli("chat", str(run_folder(source="/no/such/agent.py").path))
-    assert answer.code == 0
-    assert "without tools" in answer.out
-    assert "no agent file" in answer.out
-
-
-def test_a_run_on_an_environment_has_the_environments_tools(cli, run_folder, says):
-    says("/quit")
-    answer = cli("chat", str(run_folder(environment={"name": "calculator", "settings": {}}).path))
-    assert answer.code == 0
-    assert "with the tools" in answer.out
+    answer = cli.ok("chat", str(run_folder(**record).path))
+    assert all(word in answer.out for word in words)
 
 
 def test_a_run_without_a_model_and_a_model_that_is_none_are_named(cli, run_folder):

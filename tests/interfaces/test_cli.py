@@ -1,6 +1,5 @@
 """The command line without training: help, options, files, errors."""
 
-import json
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,16 +10,11 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 
 
-def test_help_names_every_command(cli):
-    answer = cli("--help")
-    assert answer.code == 0
+def test_help_names_every_command_and_teaches_by_example(cli):
+    answer = cli.ok("--help")
     for command in ("train", "eval", "config", "version"):
         assert f"\n  {command} " in answer.out
-
-
-def test_train_help_teaches_by_example(cli):
-    answer = cli("train", "--help")
-    assert answer.code == 0
+    answer = cli.ok("train", "--help")
     assert "palestra train my_agent.py --train.learning_rate 2e-5" in answer.out.replace("\n    ", "")
     assert "config --keys" in " ".join(answer.out.split())
     assert "--seed" in answer.out
@@ -29,28 +23,26 @@ def test_train_help_teaches_by_example(cli):
 def test_version_is_the_packages(cli):
     assert cli("--version").out.strip() == f"palestra {version('palestra')}"
     assert cli("version").out.startswith(f"palestra {version('palestra')}\n")
+    assert cli.json("version").keys() >= {"palestra", "Python", "torch"}
 
 
-def test_every_setting_is_listed_with_its_default(cli):
+def test_every_setting_is_listed_with_its_default_for_people_and_for_programs(cli):
     listing = cli("config", "--keys").out
     for key in list(RunConfig.keys()):
         assert f"  {key} = " in listing
     assert "train.learning_rate = none" in listing
     assert "dr_grpo" in listing
-
-
-def test_settings_keys_and_versions_are_told_to_programs_too(cli):
-    assert json.loads(cli("config", "--json", "--lora.r", "8").out)["lora"]["r"] == 8
-    keys = json.loads(cli("config", "--keys", "--json").out)
+    keys = cli.json("config", "--keys")
     assert keys["train.epsilon"]["default"] == RunConfig().train.epsilon
     assert keys.keys() == RunConfig.keys().keys()
-    assert json.loads(cli("version", "--json").out).keys() >= {"palestra", "Python", "torch"}
+    assert not any("\n" in row["about"] for row in keys.values())
 
 
 def test_printed_config_reads_back_as_itself(cli):
     first = cli("config", "--lora.r", "8").out
     Path("run.yaml").write_text(first)
     assert cli("config", "--config", "run.yaml").out == first
+    assert cli.json("config", "--lora.r", "8")["lora"]["r"] == 8
 
 
 def test_command_line_wins_over_yaml_and_yaml_over_the_agent_file(cli, agent_file):
@@ -61,14 +53,11 @@ def test_command_line_wins_over_yaml_and_yaml_over_the_agent_file(cli, agent_fil
     assert config["train"]["epsilon"] == RunConfig().train.epsilon
 
 
-def test_flat_config_of_the_python_api_is_accepted_in_an_agent_file(cli, agent_file):
-    path = agent_file(more="from palestra import GRPOTrainingConfig\nconfig = GRPOTrainingConfig(num_generations=6)")
-    assert yaml.safe_load(cli("config", str(path)).out)["rollout"]["group_size"] == 6
-
-
-def test_model_on_the_command_line_takes_the_place_of_the_agents(cli, agent_file):
-    path = str(agent_file())
-    assert yaml.safe_load(cli("config", path).out)["model"]["name"] == "palestra/tiny"
+def test_an_agent_file_may_have_the_flat_config_and_the_command_line_another_model(cli, agent_file):
+    more = "from palestra import GRPOTrainingConfig\nconfig = GRPOTrainingConfig(num_generations=6)"
+    path = str(agent_file(more=more))
+    own = yaml.safe_load(cli("config", path).out)
+    assert (own["rollout"]["group_size"], own["model"]["name"]) == (6, "palestra/tiny")
     assert yaml.safe_load(cli("config", path, "--model.name", "other/one").out)["model"]["name"] == "other/one"
 
 
@@ -111,13 +100,10 @@ def test_yaml_of_other_trainers_is_translated(cli):
     assert (config.track.report_to, config.track.project, config.track.entity) == (["wandb"], "shop", "me")
 
 
-def test_yaml_may_merge_and_repeat_by_anchors(cli):
+def test_yaml_may_merge_by_anchors_and_have_empty_sections(cli):
     Path("run.yaml").write_text("rollout: {<<: {top_p: 0.5, top_k: 3}, top_k: 4}\n")
     rollout = yaml.safe_load(cli("config", "--config", "run.yaml").out)["rollout"]
     assert (rollout["top_p"], rollout["top_k"]) == (0.5, 4)
-
-
-def test_empty_yaml_sections_change_nothing(cli):
     Path("run.yaml").write_text("train:\nrl:\n  training:\n")
     assert cli("config", "--config", "run.yaml").out == cli("config").out
 
@@ -126,10 +112,9 @@ def test_missing_run_is_answered_with_the_recent_ones(cli):
     for name in ("clerk-1", "clerk-2"):
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "run.json").write_text("{}")
-    answer = cli("train", "--resume", "clerk-3")
-    assert answer.code == 2
-    assert "runs/clerk-1" in answer.err
-    assert "runs/clerk-2" in answer.err
+    answer = cli.error("train", "--resume", "clerk-3")
+    assert "runs/clerk-1" in answer
+    assert "runs/clerk-2" in answer
 
 
 def test_debug_shows_the_traceback(cli, monkeypatch):
@@ -142,7 +127,6 @@ def test_a_full_disk_is_told_in_one_sentence(cli, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(RunConfig, "save", full)
-    answer = cli("train", "--train.max_steps", "1")
-    assert answer.code == 2
-    assert "No space left on device" in answer.err
-    assert "free some space" in answer.err
+    answer = cli.error("train", "--train.max_steps", "1")
+    assert "No space left on device" in answer
+    assert "free some space" in answer

@@ -9,8 +9,7 @@ from palestra.cli.main import run
 def test_doctor_tells_what_there_is_each_lack_with_its_remedy_and_no_key(cli, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "wk-0123456789")
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
-    answer = cli("doctor", "--json")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("doctor", "--json")
     data = json.loads(answer.out)
     found = {(row["topic"], row["name"]): row for row in data["findings"]}
     assert data["ok"]
@@ -32,7 +31,7 @@ def test_doctor_fails_only_when_something_needed_is_broken(monkeypatch, capsys):
 
 def test_locks_are_shown_as_they_hold_here(cli, tmp_path):
     (tmp_path / "palestra.yaml").write_text("profile: tinker\nlimits: {test_models: 2}\nmaximum: {lora.r: 8}")
-    shown, data = cli("locks"), json.loads(cli("locks", "--json").out)
+    shown, data = cli("locks"), cli.json("locks")
     assert "learning_rate = 4e-05" in shown.out
     assert "lora.r = 8" in shown.out
     assert "test_models = 2" in shown.out

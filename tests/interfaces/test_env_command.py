@@ -33,10 +33,9 @@ def test_environments_are_listed_and_broken_files_reported(cli, tmp_path):
 
 
 def test_process_writes_one_group_a_line_and_a_page(cli, tmp_path):
-    answer = cli("env", "process", EXAMPLE, "--groups", "3", "--out", "out.jsonl", "--json", *SMALL)
-    assert answer.code == 0, answer.err
+    summary = cli.json("env", "process", EXAMPLE, "--groups", "3", "--out", "out.jsonl", *SMALL)
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len(records) == json.loads(answer.out)["groups"] == 3
+    assert len(records) == summary["groups"] == 3
     for record in records:
         assert len(record["scores"]) == len(record["tokens"]) == 2
         for tokens, masks, logprobs in zip(
@@ -51,33 +50,26 @@ def test_process_writes_one_group_a_line_and_a_page(cli, tmp_path):
 
 
 def test_the_folder_of_out_is_made_and_a_path_that_cannot_be_written_is_refused_first(cli, tmp_path):
-    answer = cli("env", "process", EXAMPLE, "--groups", "1", "--out", "new ü/out.jsonl", *SMALL)
-    assert answer.code == 0, answer.err
+    cli.ok("env", "process", EXAMPLE, "--groups", "1", "--out", "new ü/out.jsonl", *SMALL)
     assert (tmp_path / "new ü" / "out.html").is_file()
     for command in (("env", "process", EXAMPLE), ("gateway", "palestra/tiny"), ("record",)):
         for out, why in (("new ü", "it is a folder"), ("new ü/out.html/x.jsonl", "--out new ü/out.html/x.jsonl")):
-            refused = cli(*command, "--out", out)
-            assert refused.code == 2
-            assert why in refused.err
+            assert why in cli.error(*command, "--out", out)
 
 
 def test_evaluate_scores_the_held_out_problems(cli):
-    answer = cli("env", "evaluate", EXAMPLE, "--env.held_out_size=4", "--json", *SMALL)
-    assert answer.code == 0, answer.err
-    assert json.loads(answer.out)["pass_rate"]["n"] == 4
+    assert cli.json("env", "evaluate", EXAMPLE, "--env.held_out_size=4", *SMALL)["pass_rate"]["n"] == 4
 
 
 def test_train_on_an_environment_and_resume(cli, tmp_path):
     arguments = ("--env.held_out_size", "2", "--train.max_steps", "1", "--train.problems_per_step", "2", *SMALL)
-    answer = cli("train", "--env", EXAMPLE, "--json", *arguments)
-    assert answer.code == 0, answer.err
+    answer = cli.ok("train", "--env", EXAMPLE, "--json", *arguments)
     assert "palestra env evaluate" in answer.err
     run = Path(json.loads(answer.out)["run_dir"])
     record = json.loads((run / "run.json").read_text())
     assert record["environment"] == {"name": EXAMPLE, "settings": {"held_out_size": "2", "train_size": "20"}}
     assert record["name"] == "stock"
-    again = cli("train", "--resume", str(run), "--json")
-    assert again.code == 0, again.err
+    cli.ok("train", "--resume", str(run), "--json")
 
 
 async def complete(request):
@@ -106,9 +98,7 @@ def endpoint(serve):
 
 def test_an_openai_style_endpoint_is_scored_through_the_same_environment(cli, endpoint):
     where = ("--openai.model_name", "m", "--openai.base_url", endpoint)
-    answer = cli("env", "evaluate", EXAMPLE, "--env.held_out_size", "3", *where, "--json")
-    assert answer.code == 0, answer.err
-    assert json.loads(answer.out)["pass_rate"]["rate"] == 1.0
+    assert cli.json("env", "evaluate", EXAMPLE, "--env.held_out_size", "3", *where)["pass_rate"]["rate"] == 1.0
 
 
 def test_an_endpoint_is_asked_without_loading_torch(endpoint, tmp_path):

@@ -46,8 +46,7 @@ def test_an_environment_started_before_its_trainer_feeds_it_to_the_last_step(api
     )
     wire = ["--env-url", url, "--serve-port", port, "--model.name", "palestra/tiny", "--train.max_steps", "2"]
     scored = ["--env", str(EXAMPLE), "--env.held_out_size", "3", "--eval.every", "1", "--json"]
-    trainer = cli("train", *wire, *SHAPE, *scored)
-    assert trainer.code == 0, trainer.err
+    trainer = cli.ok("train", *wire, *SHAPE, *scored)
     out, err = served.communicate(timeout=20)
     assert served.returncode == 0, err
     (run,) = (tmp_path / "runs").iterdir()

@@ -72,9 +72,7 @@ def test_an_interrupted_evaluation_is_resumed_without_repeating_an_attempt(cli, 
     monkeypatch.setattr("palestra.rollout.evaluate.ATTEMPTS_BETWEEN_WRITES", 2)
     file = str(agent_file(more=COUNTED))
     calls = tmp_path / "calls"
-    first = cli("eval", file, "--out", "whole.jsonl", "--json")
-    assert first.code == 0, first.err
-    whole = json.loads(first.out.splitlines()[-1])
+    whole = cli.json("eval", file, "--out", "whole.jsonl")
     order = calls.read_text().split()
     assert len(order) == whole["cases"] == 5
 
@@ -88,8 +86,7 @@ def test_an_interrupted_evaluation_is_resumed_without_repeating_an_attempt(cli, 
         lines.write('{"problem_id": "cut')  # as after a kill
 
     calls.unlink()
-    answer = cli("eval", file, *OUT, "--resume")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("eval", file, *OUT, "--resume")
     assert sorted(calls.read_text().split()) == sorted(set(order) - set(kept))
     resumed = json.loads(answer.out.splitlines()[-1])
     assert {k: v for k, v in resumed.items() if k != "seconds"} == {k: v for k, v in whole.items() if k != "seconds"}

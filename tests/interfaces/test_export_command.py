@@ -31,9 +31,7 @@ def run(tmp_path: Path, tiny: Any) -> RunFolder:
 
 
 def test_a_run_becomes_a_gguf_file_in_its_folder(cli: Any, run: RunFolder) -> None:
-    answer = cli("export", run.path.name, "--to", "gguf", "--json")
-    assert answer.code == 0, answer.err
-    said = json.loads(answer.out)
+    said = cli.json("export", run.path.name, "--to", "gguf")
     path = Path("runs") / run.path.name / "export" / f"{run.path.name}-q8_0.gguf"
     assert said == {"to": "gguf", "path": str(path), "type": "q8_0"}
     assert path.read_bytes().startswith(b"GGUF")
@@ -43,8 +41,7 @@ def test_a_run_becomes_a_gguf_file_in_its_folder(cli: Any, run: RunFolder) -> No
 def test_a_run_becomes_an_ollama_model(cli: Any, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     for name in ("clerk-two", "clerk"):
-        answer = cli("export", str(run.path), "--to", "ollama", "--name", name, "--type", "f16")
-        assert answer.code == 0, answer.err
+        answer = cli.ok("export", str(run.path), "--to", "ollama", "--name", name, "--type", "f16")
     folder = run.path / "export" / "ollama" / "clerk"
     assert f"ollama create clerk -f {folder}/Modelfile" in answer.out
     assert "clerk-two-f16.gguf" in (folder.with_name("clerk-two") / "Modelfile").read_text(), "each name has its own"
@@ -83,24 +80,26 @@ def test_a_run_becomes_one_page_that_needs_neither_model_nor_network(cli: Any, r
         for reward in (1.0, 0.0)
     ]
     run.rollouts_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    answer = cli("export", run.path.name, "--to", "html", "--json")
-    assert answer.code == 0, answer.err
-    page = Path(json.loads(answer.out)["path"]).read_text()
+    page = Path(cli.json("export", run.path.name, "--to", "html")["path"]).read_text()
     assert page.count("It is 7.") == 2
     assert "1 of 1 groups" in page
-    assert "--groups" in cli("export", run.path.name, "--to", "hf", "--groups", "3").err
 
 
-def test_a_name_that_ollama_does_not_take_is_rejected(cli: Any, tmp_path: Path) -> None:
-    answer = cli("export", "palestra/tiny", "--to", "ollama", "--name", "a b")
-    assert (answer.code, "'a b'" in answer.err, list(tmp_path.iterdir())) == (2, True, [])
-
-
-def test_a_run_without_a_model_says_how_to_go_on(cli: Any, run: RunFolder) -> None:
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("palestra/tiny --to ollama --name", "'a b'"),
+        ("{run} --to gguf", "palestra train --resume runs/{run}"),  # it has no model
+        ("{run} --to hf --groups 3", "--groups"),
+        ("palestra/tiny --to hf --public", "--public"),
+    ],
+)
+def test_what_cannot_be_exported_is_rejected_with_the_remedy(cli: Any, run: RunFolder, words: str, remedy: str) -> None:
     shutil.rmtree(run.model)
-    answer = cli("export", run.path.name, "--to", "gguf")
-    assert answer.code == 2
-    assert f"palestra train --resume runs/{run.path.name}" in answer.err
+    name = run.path.name
+    more = ["a b"] if words.endswith("--name") else []
+    assert remedy.format(run=name) in cli.error("export", *words.format(run=name).split(), *more)
+    assert [path.name for path in Path.cwd().iterdir()] == ["runs"]
 
 
 # --- The hub ----------------------------------------------------------------------------------------------------------
@@ -177,8 +176,3 @@ def test_an_upload_that_cannot_be_is_refused_with_the_remedy(
     assert (made.returncode, hub.files) == (2, {})
     assert remedy in made.stderr
     assert "Traceback" not in made.stderr
-
-
-def test_options_of_another_format_are_refused(cli: Any) -> None:
-    answer = cli("export", "palestra/tiny", "--to", "hf", "--public")
-    assert (answer.code, "--public" in answer.err) == (2, True)

@@ -104,26 +104,16 @@ def test_a_checkpoint_is_a_model_by_step_by_name_and_by_folder(add_run: AddRun, 
 
 
 @pytest.mark.parametrize(
-    "arguments", [("serve",), ("chat",), ("export", "--to", "hf"), ("eval", "--model.name"), ("train", "--model.name")]
+    "command",
+    ["serve {}", "chat {}", "export {} --to hf", "eval --model.name {}", "train --model.name {}"]
+    + [f"env evaluate calculator {option} {{}}" for option in ("--model", "--model.name")],
 )
-def test_every_command_with_a_model_takes_a_run(cli: Any, add_run: AddRun, arguments: tuple[str, ...]) -> None:
+def test_every_command_with_a_model_takes_a_run(cli: Any, add_run: AddRun, command: str) -> None:
     run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
     for word in ("k3f9", "clerk", str(run.path)):
-        answer = cli(*arguments, word) if arguments[0] in ("eval", "train") else cli(arguments[0], word, *arguments[1:])
-        assert answer.code == 2
-        assert f"{run.path} has no trained model and no checkpoint yet" in answer.err
-        assert f"palestra train --resume {run.path}" in answer.err  # a name with blanks would be quoted
-
-
-def test_env_commands_take_the_model_of_a_run(cli: Any, add_run: AddRun) -> None:
-    add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
-    for option in ("--model", "--model.name"):
-        assert "has no trained model and no checkpoint yet" in cli("env", "evaluate", "calculator", option, "k3f9").err
-
-
-def test_a_run_is_resumed_by_its_id(cli: Any, add_run: AddRun) -> None:
-    run = add_run("k3f9aaaa", "clerk", "clerk-1")
-    assert f"{run.path} was started from Python" in cli("train", "--resume", "k3f9").err
+        said = cli.error(*command.format(word).split())
+        assert f"{run.path} has no trained model and no checkpoint yet" in said
+        assert f"palestra train --resume {run.path}" in said  # a name with blanks would be quoted
 
 
 def test_a_newer_run_folder_is_refused_by_every_command(cli: Any, add_run: AddRun) -> None:
@@ -160,10 +150,11 @@ def test_a_run_is_finished_or_resumed_as_asked(cli, add_run, monkeypatch, argume
     assert asked.value.args == (Resume(run.path, **expected),)
 
 
-def test_what_cannot_be_finished_is_told(cli: Any, add_run: AddRun) -> None:
+def test_what_cannot_be_finished_or_resumed_is_told(cli: Any, add_run: AddRun) -> None:
     run = add_run("k3f9aaaa", "clerk", "clerk-1", model=False)
     assert f"{run.path} has no checkpoint, so there is nothing to score" in cli("runs", "finish", "k3f9").err
     assert "name the run with --resume" in cli("train", "--from-checkpoint", "5").err
+    assert f"{run.path} was started from Python" in cli("train", "--resume", "k3f9").err
 
 
 def test_a_mistyped_run_is_answered_with_the_one_that_was_meant(add_run: AddRun, capsys: Any) -> None:

@@ -73,7 +73,7 @@ def test_it_improves_writes_the_texts_and_leaves_the_file_alone(cli, agent_file:
         in (folder / "improved.diff").read_text()
     )
     assert agent_file.read_text() == FILE
-    scored = json.loads(cli("eval", str(agent_file), "--improved", str(folder / "improved.json"), "--json").out)
+    scored = cli.json("eval", str(agent_file), "--improved", str(folder / "improved.json"))
     assert scored["pass_rate"] == 1.0
 
 
@@ -88,14 +88,11 @@ def test_write_changes_the_file_and_then_train_trains_the_improved_agent(cli, ag
     run = RunFolder.open(Path(trained["run_dir"]))
     assert "Say please." in run.record["instructions"]
     assert run.record["agent_options"]["improved"] == str(agent_file.parent / "better" / "improved.json")
-    resumed = cli("train", "--resume", str(run.path), "--train.max_steps", "2", "--trust")
-    assert resumed.code == 0, resumed.err
+    cli.ok("train", "--resume", str(run.path), "--train.max_steps", "2", "--trust")
 
 
 def test_the_model_itself_may_reflect_and_a_search_without_success_changes_nothing(cli, agent_file: Path) -> None:
-    done = cli("improve", str(agent_file), "--budget", "20", "--pareto-cases", "4", "--minibatch", "2", "--json")
-    assert done.code == 0, done.err
-    report = json.loads(done.out)
+    report = cli.json("improve", str(agent_file), "--budget", "20", "--pareto-cases", "4", "--minibatch", "2")
     assert report["reflections"]["calls"] > 0
     assert report["reflections"]["tokens"] > 0
 
@@ -118,9 +115,7 @@ def test_a_reflector_that_fails_does_not_end_the_search(cli, agent_file: Path) -
 def test_wrong_options_are_explained(cli, agent_file: Path, monkeypatch, options: list[str], word: str) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    done = cli("improve", str(agent_file), *options)
-    assert done.code == 2
-    assert word in done.err
+    assert word in cli.error("improve", str(agent_file), *options)
 
 
 def test_the_agents_model_may_be_at_an_endpoint_and_reflects_by_itself(cli, agent_file: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_measure_of_a_file_is_checked_and_lost_verdicts_are_counted(cli, tmp_p
         "from palestra import measure\n@measure\ndef quality(ctx):\n    raise OSError('x')"
     )
     file = labels(tmp_path)
-    good = json.loads(cli("judge-check", file, "--measure", f"{tmp_path}/score.py:quality", "--json").out)
+    good = cli.json("judge-check", file, "--measure", f"{tmp_path}/score.py:quality")
     assert good["agreement"]["agreed"] == 1.0
     lost = cli("judge-check", file, "--measure", f"{tmp_path}/broken.py:quality", "--json")
     assert json.loads(lost.out)["no_verdict"] == 12
@@ -78,6 +78,4 @@ def test_a_measure_of_a_file_is_checked_and_lost_verdicts_are_counted(cli, tmp_p
 def test_wrong_input_names_what_is_missing(
     cli, tmp_path: Path, rows: list[dict], options: list[str], word: str
 ) -> None:
-    done = cli("judge-check", write(tmp_path / "labels.jsonl", rows), *options)
-    assert done.code == 2
-    assert word in done.err
+    assert word in cli.error("judge-check", write(tmp_path / "labels.jsonl", rows), *options)

@@ -6,30 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.interfaces.conftest import AGENT_FILE
 
 nbformat = pytest.importorskip("nbformat", reason="no Jupyter: make test-notebook")
 nbclient = pytest.importorskip("nbclient", reason="no Jupyter: make test-notebook")
 pytest.importorskip("ipykernel", reason="no Jupyter: make test-notebook")
 
 CELLS = [
-    "from palestra import Agent, EvalSuite, function_tool, measure, train_grpo",
-    '''
-PRICES = {"red lamp": 23, "blue mug": 45, "green chair": 67, "black desk": 89, "white pen": 12}
-
-@function_tool
-def price(item: str) -> int:
-    """Look up the price of one item."""
-    return PRICES[item]
-
-@measure
-def right_price(ctx):
-    return str(ctx.expect) in ctx.final_assistant_message.text
-
-agent = Agent("clerk", "palestra/tiny", "Use the tools to answer.", [price])
-cases = [{"input": f"What does a {item} cost?", "expect": cost} for item, cost in PRICES.items()]
-suite = EvalSuite.from_records(cases, measures=[right_price])
-config = {"rollout.max_new_tokens": 40, "rollout.group_size": 2, "train.problems_per_step": 2, "train.max_steps": 3}
-''',
+    "from palestra import train_grpo",
+    AGENT_FILE.replace('"train.max_steps": 1', '"train.max_steps": 3'),
     "result = train_grpo(agent, suite, config=config)",
     "result",
 ]

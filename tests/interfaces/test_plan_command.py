@@ -12,16 +12,11 @@ TINY = Path(__file__).parents[2] / "src" / "palestra" / "models" / "tiny"
 
 
 def test_a_plan_tells_time_memory_cost_bottleneck_and_what_fits(cli):
-    answer = cli("plan", *"--model qwen3-8b --gpus 8 --context 8k --group 16 --problems 64 --price 3.5".split())
-    assert answer.code == 0, answer.err
+    answer = cli.ok("plan", *"--model qwen3-8b --gpus 8 --context 8k --group 16 --problems 64 --price 3.5".split())
     assert "qwen3-8b: 8.19 B weights, all weights, on 8 × h200; 64 × 16 rollouts of 6144 + 2048 tokens" in answer.out
     for word in ("prefill", "decode", "learner", "optimizer", "gradients", "activations", "bottleneck: ", "fit"):
         assert word in answer.out
     assert "and cost " in answer.out
-
-
-def test_what_fits_is_said_so(cli):
-    assert "it fits: " in cli("plan", *"--model qwen3-0.6b --context 2k".split()).out
 
 
 def test_json_holds_the_numbers_of_the_table(cli):
@@ -37,18 +32,18 @@ def test_json_holds_the_numbers_of_the_table(cli):
 
 
 def test_what_does_not_fit_is_told_with_the_settings_that_would(cli):
-    answer = cli("plan", *"--model qwen3-8b --context 4k --group 8 --gpu rtx-4090".split())
-    assert answer.code == 0
+    answer = cli.ok("plan", *"--model qwen3-8b --context 4k --group 8 --gpu rtx-4090".split())
     assert "and 90% can be planned with; use " in answer.out
     assert "--lora." in answer.out
     assert "with these a step takes" in answer.out
+    assert "it fits: " in cli("plan", *"--model qwen3-0.6b --context 2k".split()).out
 
 
 def test_a_folder_a_yaml_file_and_settings_of_a_run_are_taken(cli, tmp_path):
     (tmp_path / "run.yaml").write_text(
         f"model: {{name: {TINY}}}\ntrain: {{problems_per_step: 3, max_steps: 7}}\nrollout: {{max_new_tokens: 64}}\n"
     )
-    found = json.loads(cli("plan", "--config", "run.yaml", "--rollout.group_size", "5", "--gpu", "cpu", "--json").out)
+    found = cli.json("plan", "--config", "run.yaml", "--rollout.group_size", "5", "--gpu", "cpu")
     assert found["parameters"] == pytest.approx(754816, rel=0.01)
     assert (found["steps"], found["rows_at_once"]) == (7, 15)
 

@@ -68,37 +68,26 @@ def test_page_is_well_formed_and_asks_nothing_of_the_network(data):
     assert not re.search(r"url\(|@import", page)
 
 
-def test_page_shows_the_rates_the_calls_and_the_settings():
-    page = render(report())
+def test_page_shows_the_rates_the_calls_the_settings_and_evaluations_on_the_way():
+    data = report()
+    data["metrics"].append({"step": 3, "eval/pass_rate": 0.625})
+    page = render(data)
     for words in ("30.0 %", "90.0 %", "+60.0 points", "multiply(a=7)", "It costs 161.", "train.learning_rate"):
         assert words in page, words
+    assert "held-out cases at step 3: 62.5 %" in page
+    assert "all measures" not in page, "a single measure is not shown twice"
+    assert "all measures" in render(report(("right_total", "polite")))
+    for when in ("before", "after"):
+        data[when] = {**data[when], "split": "train"}
+    page = render(data)
+    assert "held-out" not in page
+    assert "training cases at step 3: 62.5 %" in page
 
 
 def test_what_a_model_says_cannot_become_markup():
     page = render(report(text="<script>alert(1)</script>"))
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
-
-
-def test_a_single_measure_is_not_shown_twice():
-    assert "all measures" not in render(report(("right_total",)))
-    assert "all measures" in render(report(("right_total", "polite")))
-
-
-def test_evaluations_on_the_way_are_marked():
-    data = report()
-    data["metrics"].append({"step": 3, "eval/pass_rate": 0.625})
-    assert "held-out cases at step 3: 62.5 %" in render(data)
-
-
-def test_cases_that_were_trained_on_are_not_called_held_out():
-    data = report()
-    for when in ("before", "after"):
-        data[when] = {**data[when], "split": "train"}
-    data["metrics"].append({"step": 3, "eval/pass_rate": 0.625})
-    page = render(data)
-    assert "held-out" not in page
-    assert "training cases at step 3: 62.5 %" in page
 
 
 @pytest.mark.parametrize(
@@ -141,9 +130,8 @@ def test_write_report_reads_what_the_run_is_from_its_folder(tmp_path):
 
 def test_write_report_without_evaluations(tmp_path):
     folder = RunFolder.create(tmp_path, "wire", RunConfig(), {"env_url": "http://127.0.0.1:8001"})
-    assert (
-        "no held-out evaluation" in write_report(folder, None, None, [{"step": 1, "reward_mean": 0.5}], 1.0).read_text()
-    )
+    page = write_report(folder, None, None, [{"step": 1, "reward_mean": 0.5}], 1.0)
+    assert "no held-out evaluation" in page.read_text()
     data = folder.report()
     assert (data["agent"], data["before"], data["after"], data["changes"]) == ("wire", None, None, [])
 
@@ -162,12 +150,8 @@ def test_bars_of_several_panels_stand_side_by_side_and_one_label_stands_out():
     assert bars[0].get("x") != bars[2].get("x")
 
 
-def test_smoothing_keeps_a_constant_and_the_length():
-    assert smooth([0.5] * 9) == [0.5] * 9
-    assert smooth([]) == []
-
-
-def test_rewards_outside_of_0_to_1_fit_the_chart():
+def test_rewards_outside_of_0_to_1_fit_the_chart_and_smoothing_keeps_a_constant():
     svg = curve([(1, -3.0), (2, 7.0)], percent=False, markers=[Marker(2, 7.0, 6.0, 7.0, "here")], title="reward")
     heights = [float(point.split(",")[1]) for line in re.findall(r'points="([^"]+)"', svg) for point in line.split()]
     assert all(0 <= y <= 280 for y in heights)
+    assert (smooth([0.5] * 9), smooth([])) == ([0.5] * 9, [])

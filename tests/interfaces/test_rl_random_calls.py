@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,81 +29,58 @@ SECRETS = {
     "HF_TOKEN": "hf_abcdefgh",
 }
 PLAIN_NAMES = ["name", "field", "value", "run_id", "num_steps", "group_size", "models", "x", ""]
+WORDS = ["", "calculator", "../../etc/passwd", "'; drop table runs; --", "\x00", "\ud800", "${HOME}", "%s%n", "5", "-1"]
+WORDS += ["1e999", "NaN", "true", "None", "[1, 2]", '{"a": 1}', "0x10", "x" * 1000, "x" * 200_000, *SECRETS.values()]
+NUMBERS = [None, True, False, 10**30, -(10**18), 2**63, float("nan"), float("inf"), -0.0, 1e308, 0.3, *range(-3, 12)]
 
 
-class Monkey:
+class Monkey(random.Random):
     """Draws calls: good ones, nearly good ones, and rubbish."""
 
-    def __init__(self, seed: int, fields: list[str]) -> None:
-        self.rng = random.Random(seed)
-        self.fields = fields
-        self.run_ids = ["zzzzzzzz"]
+    fields: list[str]
+    run_ids: list[str]
 
     def text(self) -> str:
-        return self.rng.choice(
-            [
-                lambda: "",
-                lambda: "calculator",
-                lambda: "x" * self.rng.choice([10, 1000, 200_000]),
-                lambda: "".join(chr(self.rng.randrange(0x110000)) for _ in range(self.rng.randrange(1, 20))),
-                lambda: self.rng.choice(
-                    ["../../etc/passwd", "'; drop table runs; --", "\x00", "\ud800", "${HOME}", "%s%n"]
-                ),
-                lambda: self.rng.choice(list(SECRETS.values())),
-                lambda: self.rng.choice(["5", "-1", "1e999", "NaN", "true", "None", "[1, 2]", '{"a": 1}', "0x10"]),
-            ]
-        )()
+        if self.random() < 0.8:
+            return self.choice(WORDS)
+        return "".join(chr(self.randrange(0x110000)) for _ in range(self.randrange(1, 20)))
 
     def value(self, depth: int = 0) -> Any:
-        simple = [
-            self.text, lambda: None, lambda: self.rng.choice([True, False]), lambda: self.rng.randrange(-3, 12),
-            lambda: self.rng.choice([10**30, -(10**18), 2**63]), lambda: self.rng.uniform(-1, 1),
-            lambda: self.rng.choice([float("nan"), float("inf"), -0.0, 1e308]), object,
-            lambda: b"bytes", lambda: {1, 2},
-        ]  # fmt: skip
-        nested = [
-            lambda: [self.value(depth + 1) for _ in range(self.rng.randrange(4))],
-            lambda: {self.text()[:50]: self.value(depth + 1) for _ in range(self.rng.randrange(4))},
-            lambda: self.deep(),
-        ]
-        return self.rng.choice(simple if depth > 2 else simple + nested)()
-
-    def deep(self) -> list[Any]:
-        inner: list[Any] = []
-        for _ in range(self.rng.choice([5, 100, 5000])):
-            inner = [inner]
-        return inner
+        kind = self.random()
+        if kind < 0.2 and depth <= 2:
+            return [self.value(depth + 1) for _ in range(self.randrange(4))]
+        if kind < 0.3 and depth <= 2:
+            return {self.text()[:50]: self.value(depth + 1) for _ in range(self.randrange(4))}
+        if kind < 0.35:
+            return reduce(lambda inner, _: [inner], range(self.choice([5, 100, 5000])), [])
+        return self.text() if kind < 0.5 else self.choice([*NUMBERS, object(), b"bytes", {1, 2}])
 
     def call(self) -> tuple[Any, Any]:
-        kind = self.rng.random()
+        kind = self.random()
         if kind < 0.05:
             return self.value(), self.value()
-        name = self.rng.choices(TOOL_NAMES, [2, 1, 5, 50, 6, 8, 4, 6, 4, 2])[0]
+        name = self.choices(TOOL_NAMES, [2, 1, 5, 50, 6, 8, 4, 6, 4, 2])[0]
         if kind < 0.15:
             return name, self.value()
         if kind < 0.25:
-            return name, {self.rng.choice(PLAIN_NAMES): self.value() for _ in range(self.rng.randrange(4))}
+            return name, {self.choice(PLAIN_NAMES): self.value() for _ in range(self.randrange(4))}
         return name, self.likely(name)
 
     def likely(self, name: str) -> dict[str, Any]:
         match name:
             case "rl_select_environment":
-                return {
-                    "name": self.rng.choice(["calculator", "echo-number"]) if self.rng.random() < 0.1 else self.text()
-                }
+                return {"name": self.choice(["calculator", "echo-number"]) if self.random() < 0.1 else self.text()}
             case "rl_edit_config":
-                field = self.rng.choice(self.fields) if self.rng.random() < 0.9 else self.text()
-                return {"field": field, "value": self.value()}
+                return {
+                    "field": self.choice(self.fields) if self.random() < 0.9 else self.text(),
+                    "value": self.value(),
+                }
             case "rl_check_status" | "rl_stop_training" | "rl_get_results":
-                return {"run_id": self.rng.choice(self.run_ids) if self.rng.random() < 0.7 else self.text()}
+                return {"run_id": self.choice(self.run_ids) if self.random() < 0.7 else self.text()}
             case "rl_test_inference":
                 # one in a few is in bounds, and starts a process that has no time to get anywhere
-                steps = 1 if self.rng.random() < 0.1 else self.value()
-                return {
-                    "num_steps": steps,
-                    "group_size": 2,
-                    "models": self.rng.choice([["palestra/tiny"], self.value()]),
-                }
+                steps = 1 if self.random() < 0.1 else self.value()
+                return {"num_steps": steps, "group_size": 2, "models": self.choice([["palestra/tiny"], self.value()])}
             case _:
                 return {}
 
@@ -122,9 +100,10 @@ def test_random_calls_break_nothing(tmp_path, monkeypatch):
     config, _ = [_select(tools) for tools in clients]
     fields = [f["name"] for key in ("configurable_fields", "locked_fields") for f in config[key]]
     fields += ["train.learning_rate", "learning_rate", "base_url", "output_dir", "model.name", "wandb_name"]
-    monkey, faults, started = Monkey(0, fields), [], 0
+    monkey, faults, started = Monkey(0), [], 0
+    monkey.fields, monkey.run_ids = fields, ["zzzzzzzz"]
     for _ in range(CALLS):
-        tools = monkey.rng.choice(clients)
+        tools = monkey.choice(clients)
         name, arguments = monkey.call()
         if name == "rl_start_training" and started >= MOST_RUNS:
             continue

@@ -157,12 +157,8 @@ def test_every_lock_that_is_shown_locks_something():
     assert {"backend", "tinker.base_url"} <= tinker
     assert "ray.address" not in tinker
     assert "env.max_num_workers" in {lock.full_name for lock in pending(name="max_num_workers").locks}
-
-
-@pytest.mark.parametrize("profile", ["local", "tinker"])
-def test_what_a_profile_locks_is_valid_for_a_run(profile):
-    """A lock that no run accepts would refuse every edit of any other setting."""
-    assert pending(Site(profile=profile)).edit("train.weight_decay", 0.1).value("train.weight_decay") == 0.1
+    for profile in ("local", "tinker"):  # a lock that no run accepts would refuse every edit of any other setting
+        assert pending(Site(profile=profile)).edit("train.weight_decay", 0.1).value("train.weight_decay") == 0.1
 
 
 def test_two_clients_edit_without_seeing_each_others(folder):
@@ -291,9 +287,14 @@ def test_environments_are_named_by_file_or_name_and_their_errors_are_answers(fol
     for old, new, says in (
         ("largest=7", "largest=700", "less than or equal to 99"),
         ("import os", "import os; os._exit(3)", "cannot be read"),
+        ("rollout.max_new_tokens", "rollout.max_tokens", "unknown setting 'rollout.max_tokens'"),
     ):
         path.write_text(rl_agent.ENVIRONMENT.replace(old, new))
         assert says in tools.rl_select_environment("echo-number")["error"]
+    path.write_text(rl_agent.ENVIRONMENT)
+    tools.rl_select_environment("echo-number")
+    path.unlink()
+    assert "echo_number.py" in tools.rl_start_training()["error"]
     (folder / "mine.py").write_text("from palestra import Env\n\n\nclass Mine(Env):\n    pass\n")
     assert in_file(folder / "mine.py")[0].description == "Environment from mine.py"
 
@@ -350,20 +351,6 @@ def test_answers_fit_into_an_agents_context(chosen):
     unknown = edit(chosen, "learning_rat", 1)
     assert "train.learning_rate" in unknown["available_fields"]
     assert len(json.dumps(unknown)) < 1000
-
-
-def test_wrong_run_settings_of_an_environment_are_told_when_it_is_selected(folder, tools):
-    path = folder / "environments" / "echo_number.py"
-    wrong = rl_agent.ENVIRONMENT.replace("rollout.max_new_tokens", "rollout.max_tokens")
-    assert wrong != rl_agent.ENVIRONMENT
-    path.write_text(wrong)
-    assert "unknown setting 'rollout.max_tokens'" in tools.rl_select_environment("echo-number")["error"]
-
-
-def test_a_training_whose_environment_is_gone_is_refused(folder, tools):
-    tools.rl_select_environment("echo-number")
-    (folder / "environments" / "echo_number.py").unlink()
-    assert "echo_number.py" in tools.rl_start_training()["error"]
 
 
 def test_a_secret_is_neither_taken_nor_told(folder, monkeypatch):

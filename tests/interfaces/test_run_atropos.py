@@ -105,9 +105,7 @@ def value(words, name):
 
 @pytest.mark.parametrize(("more", "kind"), [((), "sglang"), (("--openai.server_type", "vllm"), "vllm")])
 def test_the_server_type_that_gives_token_ids_is_passed_unless_another_is_named(cli, atropos, monkeypatch, more, kind):
-    answer = cli("env", "run-atropos", str(DIGITS), "--train.max_steps", "3", *more, "--json")
-    assert answer.code == 0, answer.err
-    summary = json.loads(answer.out.splitlines()[-1])
+    summary = cli.json("env", "run-atropos", str(DIGITS), "--train.max_steps", "3", *more)
     assert (summary["steps"], summary["reward_first"], Path(summary["run_dir"]).name[:5]) == (1, 0.5, "wire-")
     words = served(monkeypatch, *atropos[0])
     assert value(words, "--openai.server_type") == kind
@@ -118,8 +116,7 @@ def test_a_stopped_run_is_resumed_with_its_file_its_packages_and_its_settings(cl
     first = ["--train.max_steps", "3", "--with", "sympy==1.13.1", "--env.max_token_length", "99"]
     assert cli("env", "run-atropos", str(DIGITS), *first).code == 0
     folder = atropos[0][1]
-    answer = cli("env", "run-atropos", "--resume", str(folder.path), "--train.max_steps", "7")
-    assert answer.code == 0, answer.err
+    cli.ok("env", "run-atropos", "--resume", str(folder.path), "--train.max_steps", "7")
     request, again = atropos[1]
     assert (again.path, again.config.train.max_steps) == (folder.path, 7)
     assert (request.environment, request.packages) == (str(DIGITS), ("sympy==1.13.1",))
@@ -127,9 +124,9 @@ def test_a_stopped_run_is_resumed_with_its_file_its_packages_and_its_settings(cl
     assert value(words, "--env.total_steps") == "7"
     assert value(words, "--env.max_token_length") == "99"
     assert words[0] == str(venv_folder(["sympy==1.13.1"]) / "bin/python")
-    answer = cli("train", "--resume", str(folder.path))
-    assert answer.code == 2
-    assert f"palestra env run-atropos --resume {folder.path}" in answer.err.replace("\n", "")
+    assert f"palestra env run-atropos --resume {folder.path}" in cli.error(
+        "train", "--resume", str(folder.path)
+    ).replace("\n", "")
     assert "leave them out" in cli("env", "run-atropos", str(DIGITS), "--resume", str(folder.path)).err
     assert "FILE, or --resume" in cli("env", "run-atropos").err
 
@@ -139,8 +136,7 @@ def test_a_run_of_an_older_version_is_resumed_by_its_record(cli, atropos, tmp_pa
     config = RunConfig.build({"train.max_steps": 3})
     folder = RunFolder.create(tmp_path, "wire", config, record, at=tmp_path / "old")
     assert "--trust" in cli("env", "run-atropos", "--resume", str(folder.path)).err
-    answer = cli("env", "run-atropos", "--resume", str(folder.path), "--trust")
-    assert answer.code == 0, answer.err
+    cli.ok("env", "run-atropos", "--resume", str(folder.path), "--trust")
     request = atropos[0][0]
     assert (request.environment, request.env_settings, request.packages) == (str(DIGITS), {"x": "1"}, ("p",))
 

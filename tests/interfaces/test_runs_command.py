@@ -45,39 +45,37 @@ def add_run(home: Path, tmp_path: Path) -> AddRun:
     return add
 
 
-def test_no_runs_yet_says_how_to_start_one(cli, home):
+def test_no_runs_yet_says_how_to_start_one_and_looking_makes_no_index(cli, home):
     assert "palestra train --detach" in cli("runs", "list").out
-    assert json.loads(cli("runs", "list", "--json").out) == {"runs": [], "count": 0}
+    assert cli.json("runs", "list") == {"runs": [], "count": 0}
+    assert cli("runs", "show", "nosuch").code == 2
+    assert ShellComplete(commands, {}, "palestra", "_PALESTRA_COMPLETE").get_completions(["runs", "show"], "") == []
+    assert not home.exists()
 
 
-def test_runs_are_listed_with_their_numbers_newest_first(cli, add_run):
+def test_runs_are_listed_with_their_numbers_newest_first(cli, add_run, monkeypatch):
     add_run("aaaa2222", [0.25])
     add_run("bbbb3333", [0.25, 0.75], state="failed", reason="the trainer was killed")
     lines = cli("runs", "list").out.splitlines()
     assert [line.split()[0] for line in lines] == ["run", "bbbb3333", "aaaa2222"]
     assert lines[1].split()[:6] == ["bbbb3333", "clerk", "failed", "2", "0.75", "75%"]
-    data = json.loads(cli("runs", "list", "--json").out)
+    data = cli.json("runs", "list")
     assert data["count"] == 2
     assert data["runs"][0]["reason"] == "the trainer was killed"
     assert data["runs"][0]["progress"]["reward_mean"] == 0.75
-
-
-@pytest.mark.parametrize(("columns", "size"), [("80", False), ("140", True)])
-def test_a_list_on_a_narrow_terminal_keeps_the_names(cli, add_run, monkeypatch, columns, size):
-    monkeypatch.setenv("COLUMNS", columns)
-    add_run("aaaa2222", [0.25])
-    heading, row = cli("runs", "list").out.splitlines()
-    assert ("size" in heading, "clerk" in row) == (size, True)
+    for columns, has_size in (("80", False), ("140", True)):  # a narrow terminal keeps the names
+        monkeypatch.setenv("COLUMNS", columns)
+        heading, row, _ = cli("runs", "list").out.splitlines()
+        assert ("size" in heading, "clerk" in row) == (has_size, True)
 
 
 def test_a_run_is_shown_by_the_beginning_of_its_id_or_by_its_folder(cli, add_run):
     folder = add_run("aaaa2222", [0.5], state="failed", reason="the trainer was killed by SIGKILL")
     add_run("bbbb3333", [0.5])
-    shown = cli("runs", "show", "aa")
-    assert shown.code == 0, shown.err
+    shown = cli.ok("runs", "show", "aa")
     assert "the trainer was killed by SIGKILL" in shown.out
     assert "palestra runs resume aaaa2222" in shown.out
-    data = json.loads(cli("runs", "show", str(folder), "--json").out)
+    data = cli.json("runs", "show", str(folder))
     assert data["run_id"] == "aaaa2222"
     assert data["results"]["final_metrics"]["reward_mean"] == 0.5
     assert data["results"]["model_path"] is None
@@ -86,10 +84,10 @@ def test_a_run_is_shown_by_the_beginning_of_its_id_or_by_its_folder(cli, add_run
 def test_a_folder_that_the_index_does_not_list_is_shown_and_compared(cli, add_run, home):
     copied = add_run("aaaa2222", [0.0, 0.5]).rename(home.parent / "from-elsewhere")
     add_run("bbbb3333", [0.25])
-    shown = json.loads(cli("runs", "show", str(copied), "--json").out)
+    shown = cli.json("runs", "show", str(copied))
     assert (shown["folder"], shown["results"]["final_metrics"]["reward_mean"]) == (str(copied), 0.5)
     assert "from-elsewhere" in cli("runs", "show", "from-elsewhere").out
-    data = json.loads(cli("runs", "compare", "from-elsewhere", "bbbb", "--json").out)
+    data = cli.json("runs", "compare", "from-elsewhere", "bbbb")
     assert [run["reward_last"] for run in data["runs"]] == [0.5, 0.25]
     assert "not in the index" in cli("runs", "watch", str(copied)).err
 
@@ -97,8 +95,7 @@ def test_a_folder_that_the_index_does_not_list_is_shown_and_compared(cli, add_ru
 def test_a_copy_of_a_run_is_told_from_it_by_its_folder(cli, add_run, tmp_path):
     folder = add_run("aaaa2222", [0.0, 0.5])
     shutil.copytree(folder, tmp_path / "copy")
-    answer = cli("runs", "compare", "aaaa", "copy", "--plot", "curves.svg")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("runs", "compare", "aaaa", "copy", "--plot", "curves.svg")
     assert "copy  " in answer.out
     svg = ET.fromstring((tmp_path / "curves.svg").read_text())
     assert len(svg.findall("{http://www.w3.org/2000/svg}polyline")) == 4  # a curve each, and a line below it
@@ -108,7 +105,7 @@ def test_the_last_lines_of_a_log_are_printed(cli, add_run):
     add_run("aaaa2222", [0.5])
     assert cli("runs", "logs", "aaaa", "-n", "2").out == "two\nthree\n"
     assert cli("runs", "logs", "aaaa", "--follow").out == "one\ntwo\nthree\n"
-    assert json.loads(cli("runs", "logs", "aaaa", "--json").out)["lines"] == ["one", "two", "three"]
+    assert cli.json("runs", "logs", "aaaa")["lines"] == ["one", "two", "three"]
     assert "has no log of 'env'; it has trainer, supervisor" in cli("runs", "logs", "aaaa", "env").err
 
 
@@ -122,7 +119,7 @@ def test_watch_ends_with_the_run_and_tells_by_its_status_whether_it_failed(cli, 
     assert json.loads(failed.out)["reason"] == "out of memory"
 
 
-def test_what_has_ended_is_not_stopped_and_the_others_are_told_of_too(cli, add_run):
+def test_what_has_ended_is_neither_stopped_nor_resumed_and_the_others_are_told_of_too(cli, add_run):
     add_run("aaaa2222", [0.5])
     answer = cli("runs", "stop", "aaaa", "zzzz", "--json")
     assert answer.code == 2
@@ -130,6 +127,7 @@ def test_what_has_ended_is_not_stopped_and_the_others_are_told_of_too(cli, add_r
     assert said["runs"] == []
     assert len(said["errors"]) == 2
     assert "it is completed" in answer.err
+    assert "the run aaaa2222 is complete" in cli("runs", "resume", "aaaa").err
 
 
 def test_a_stop_says_that_it_waits_for_the_end_of_the_step(cli, add_run, home, monkeypatch):
@@ -146,24 +144,18 @@ def test_a_stop_says_that_it_waits_for_the_end_of_the_step(cli, add_run, home, m
     assert [line.split()[-2] for line in told] == ["4", "8"]
 
 
-def test_a_completed_run_is_not_resumed(cli, add_run):
-    add_run("aaaa2222", [0.5])
-    assert "the run aaaa2222 is complete" in cli("runs", "resume", "aaaa").err
-
-
 def test_a_run_is_removed_with_its_folder_unless_that_shall_stay(cli, add_run):
     gone, kept = add_run("aaaa2222", [0.5]), add_run("bbbb3333", [0.5])
     assert cli("runs", "rm", "aaaa", "--yes").code == 0
     assert cli("runs", "rm", "bbbb", "--keep-folder").code == 0
     assert (gone.exists(), kept.exists()) == (False, True)
-    assert json.loads(cli("runs", "list", "--json").out)["count"] == 0
+    assert cli.json("runs", "list")["count"] == 0
 
 
 def test_runs_are_compared_by_settings_that_differ_and_by_curves(cli, add_run, tmp_path):
     add_run("aaaa2222", [0.0, 0.5, 1.0], settings={"lora.r": 8})
     add_run("bbbb3333", [0.0, 0.25])
-    answer = cli("runs", "compare", "aaaa", "bbbb", "--plot", "curves.svg")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("runs", "compare", "aaaa", "bbbb", "--plot", "curves.svg")
     rows = {line.split("  ")[0]: line.split()[-2:] for line in answer.out.splitlines() if line}
     assert rows["lora.r"] == ["8", "0"]
     assert rows["steps"] == ["3", "2"]
@@ -171,7 +163,7 @@ def test_runs_are_compared_by_settings_that_differ_and_by_curves(cli, add_run, t
     assert "▁▅█  pass rate" in answer.out
     svg = ET.fromstring((tmp_path / "curves.svg").read_text())
     assert len(svg.findall("{http://www.w3.org/2000/svg}polyline")) == 4
-    data = json.loads(cli("runs", "compare", "aaaa", "bbbb", "--json").out)
+    data = cli.json("runs", "compare", "aaaa", "bbbb")
     assert [run["reward_last"] for run in data["runs"]] == [1.0, 0.25]
     assert "one run cannot be compared" in cli("runs", "compare", "aaaa").err
     assert "no .svg file" in cli("runs", "compare", "aaaa", "bbbb", "--plot", "x.png").err
@@ -181,19 +173,20 @@ def test_a_folder_in_which_somebody_trains_is_not_trained_in_twice(cli, home, ad
     me = this_process()
     folder = add_run("aaaa2222", [], state="running", kind="foreground", pid=me.pid, born=me.born, ended=None)
     (folder / "run.json").write_text(json.dumps({"name": "clerk", "source": "palestra.demo"}))
-    answer = cli("train", "--resume", str(folder))
-    assert answer.code == 2
-    assert "is run aaaa2222, which is running" in answer.err
-    assert "palestra runs stop aaaa2222" in answer.err
+    answer = cli.error("train", "--resume", str(folder))
+    assert "is run aaaa2222, which is running" in answer
+    assert "palestra runs stop aaaa2222" in answer
 
 
-def test_a_training_that_was_killed_in_its_terminal_is_found_dead(cli, home, add_run):
+def test_a_training_that_was_killed_in_its_terminal_is_found_dead_and_can_be_removed(cli, home, add_run):
     add_run("aaaa2222", [0.5], state="running", kind="foreground", pid=os.getpid(), born="another", ended=None)
-    (run,) = json.loads(cli("runs", "list", "--json").out)["runs"]
+    (run,) = cli.json("runs", "list")["runs"]
     assert run["state"] == "failed"
     assert run["reason"] == "its process has died; continue it with: palestra runs resume aaaa2222"
-    assert json.loads(cli("runs", "show", "aaaa", "--json").out)["state"] == "failed"
+    assert cli.json("runs", "show", "aaaa")["state"] == "failed"
     assert Index(home).row("aaaa2222").state == "running"  # looking changes nothing
+    assert cli("runs", "rm", "aaaa", "--yes").code == 0
+    assert cli.json("runs", "list")["count"] == 0
 
 
 def test_gc_marks_the_runs_that_have_died_and_leaves_the_others_alone(cli, home, add_run):
@@ -205,19 +198,7 @@ def test_gc_marks_the_runs_that_have_died_and_leaves_the_others_alone(cli, home,
     assert [Index(home).row(run_id).state for run_id in ("aaaa2222", "bbbb3333", "cccc4444")] == [
         "failed", "running", "completed",
     ]  # fmt: skip
-    assert json.loads(cli("runs", "gc", "--json").out) == {"runs": [], "errors": []}
-
-
-def test_a_dead_run_can_be_removed_without_gc(cli, home, add_run):
-    add_run("aaaa2222", [0.5], state="running", kind="foreground", pid=os.getpid(), born="another", ended=None)
-    assert cli("runs", "rm", "aaaa", "--yes").code == 0
-    assert json.loads(cli("runs", "list", "--json").out)["count"] == 0
-
-
-def test_looking_at_runs_makes_no_index(cli, home):
-    assert cli("runs", "list").code == 0
-    assert cli("runs", "show", "nosuch").code == 2
-    assert not home.exists()
+    assert cli.json("runs", "gc") == {"runs": [], "errors": []}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -232,8 +213,3 @@ def test_run_ids_are_completed(add_run):
     assert [item.value for item in complete.get_completions(["runs", "show"], "b")] == ["bbbb3333"]
     assert "runs" in [item.value for item in complete.get_completions([], "ru")]
     assert "runs" in COMMANDS
-
-
-def test_completing_run_ids_makes_no_index(home):
-    assert ShellComplete(commands, {}, "palestra", "_PALESTRA_COMPLETE").get_completions(["runs", "show"], "") == []
-    assert not home.exists()

@@ -35,14 +35,14 @@ def test_a_transcript_keeps_its_order_and_shows_values_and_no_escape_sequence() 
     out = Console(file=io.StringIO(), width=100)
     print_evaluation(out, "clerk", EvalReport.of([rollout("1")], seconds=1.0))
     text = out.file.getvalue()  # type: ignore[attr-defined]
-    words = [
+    words = (
         "Where is the lamp?",
         "Which lamp?",
         "The red one.",
         "\\x1b[31mshelf 3",
         "On shelf 3.",
         "0.25, 1 of 4 words",
-    ]
+    )
     places = [text.index(word) for word in words]
     assert places == sorted(places)
     assert "\x1b" not in text
@@ -54,21 +54,14 @@ def test_the_report_keeps_the_order_of_turns(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "clerk", RunConfig(), {})
     report = EvalReport.of([rollout("1")], seconds=1.0)
     page = write_report(folder, report, report, [], 1.0).read_text()
-    places = [
-        page.index(word) for word in ("Where is the lamp?", "Which lamp?", "The red one.", "On shelf 3.", "close 0.25")
-    ]
+    words = ("Where is the lamp?", "Which lamp?", "The red one.", "On shelf 3.", "close 0.25")
+    places = [page.index(word) for word in words]
     assert places == sorted(places)
     assert page.count("Where is the lamp?") == 1
 
 
 def test_the_transcripts_are_of_different_kinds_of_cases() -> None:
-    questions = [
-        "Where is my order 1?",
-        "Where is my order 2?",
-        "Where is my order 3?",
-        "Cancel it.",
-        "A refund, please!",
-    ]
+    questions = [*(f"Where is my order {i}?" for i in (1, 2, 3)), "Cancel it.", "A refund, please!"]
     rollouts = [rollout(str(i), (Message("user", text),)) for i, text in enumerate(questions)]
     shown = [after.messages[0].text for _, after in pick_transcripts(rollouts, rollouts)]
     assert shown == ["Where is my order 1?", "Cancel it.", "A refund, please!"]
@@ -84,15 +77,8 @@ def test_the_transcripts_are_of_different_kinds_of_cases() -> None:
             ["env", "evaluate", "my env.py", "--env.level", "2", "--env.text", "a b"],
         ),
         (
-            {
-                "agent_options": {
-                    "agent_cmd": "python a.py",
-                    "cases": "/c.jsonl",
-                    "measure": ["/s.py:score"],
-                    "cwd": "/x",
-                }
-            },
-            ["eval", "--agent-cmd", "python a.py", "--cases", "/c.jsonl", "--measure", "/s.py:score"],
+            {"agent_options": {"agent_cmd": "a b", "cases": "/c.jsonl", "measure": ["/s.py:score"], "cwd": "/x"}},
+            ["eval", "--agent-cmd", "a b", "--cases", "/c.jsonl", "--measure", "/s.py:score"],
         ),
     ],
 )

@@ -34,33 +34,25 @@ def broken_model(tmp_path: Path) -> Path:
 )
 def test_a_model_with_unreadable_calls_is_rejected_with_format_and_remedy(cli, agent_file, broken_model, command):
     agent_file()
-    answer = cli(*command)
-    assert answer.code == 2, answer.out + answer.err
-    for words in ("hermes", "not valid JSON", "chat_template"):
-        assert words in answer.err
+    said = cli.error(*command)
+    assert all(words in said for words in ("hermes", "not valid JSON", "chat_template")), said
 
 
 def test_an_agent_without_tools_trains_on_such_a_model(cli, agent_file, broken_model):
     agent_file(('"Use the tools to answer.", [price]', '"Answer.", []'))
-    answer = cli("train", "my_agent.py", "--model.name", "broken")
-    assert answer.code == 0, answer.err
+    cli.ok("train", "my_agent.py", "--model.name", "broken")
 
 
-def test_doctor_checks_the_tool_calls_of_a_model(cli, broken_model):
-    answer = cli("doctor", "--model", "palestra/tiny", "--json")
-    assert answer.code == 0, answer.err
-    assert [(row["name"], row["state"]) for row in json.loads(answer.out)["findings"]] == [
-        ("chat template", "ok"),
-        ("tool calls", "ok"),
-    ]
-    answer = cli("doctor", "--model", "broken", "--json")
-    assert answer.code == 1
-    row = json.loads(answer.out)["findings"][-1]
-    assert (row["state"], row["found"]) == ("broken", "format hermes")
-    assert "not valid JSON" in row["remedy"]
-
-
-def test_doctor_names_a_model_that_is_not_there(cli):
-    answer = cli("doctor", "--model", "no/such-folder-here", "--json")
-    assert answer.code == 1
-    assert json.loads(answer.out)["findings"][0]["state"] == "broken"
+@pytest.mark.parametrize(
+    ("model", "states", "remedy"),
+    [
+        ("palestra/tiny", ["ok", "ok"], ""),
+        ("broken", ["ok", "broken"], "not valid JSON"),
+        ("no/such-folder-here", ["broken"], "no/such-folder-here"),
+    ],
+)
+def test_doctor_checks_the_tool_calls_of_a_model(cli, broken_model, model, states, remedy):
+    answer = cli("doctor", "--model", model, "--json")
+    rows = json.loads(answer.out)["findings"]
+    assert (answer.code, [row["state"] for row in rows]) == (int("broken" in states), states)
+    assert remedy in rows[-1]["remedy"]

@@ -26,8 +26,7 @@ INTERRUPTIBLE = (
 def test_a_training_leaves_a_whole_run_that_is_shown_listed_and_scored(cli, agent_file, tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path / "home"))
     path = str(agent_file())
-    answer = cli("train", path, "--json", "--seed", "3")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("train", path, "--json", "--seed", "3")
     assert len(answer.out.splitlines()) == 1
     summary = json.loads(answer.out)
     assert 0 <= summary["held_out_before"] <= 1
@@ -46,13 +45,12 @@ def test_a_training_leaves_a_whole_run_that_is_shown_listed_and_scored(cli, agen
     assert "report.html" in answer.err
     assert "palestra eval my_agent.py --model.name runs/clerk-" in answer.err
 
-    (run,) = json.loads(cli("runs", "list", "--json").out)["runs"]
+    (run,) = cli.json("runs", "list")["runs"]
     assert (run["name"], run["environment"], run["state"]) == ("clerk", "my_agent", "completed")
     assert (Path(run["folder"]), run["progress"]["step"]) == (folder.path.resolve(), 1)
     assert cli("runs", "watch", run["run_id"][:4]).code == 0
 
-    answer = cli("eval", path, "--model.name", f"{folder.path}/model", "--json", "--split", "all")
-    assert answer.code == 0, answer.err
+    answer = cli.ok("eval", path, "--model.name", f"{folder.path}/model", "--json", "--split", "all")
     assert "all 5 cases of the suite" in answer.err
     scores = json.loads(answer.out.splitlines()[-1])
     assert (scores["split"], scores["cases"]) == ("all", 5)
@@ -71,10 +69,10 @@ def test_a_dry_run_says_what_it_would_need_and_leaves_nothing(cli, agent_file):
 
 def test_measure_that_raises_in_every_rollout_stops_the_run_after_the_first_evaluation(cli, agent_file):
     path = agent_file(("    return str(ctx.expect)", "    raise ValueError('the scales are broken')\n    return str"))
-    answer = cli("train", str(path), "--train.max_steps", "2")
-    assert answer.code == 2
     first = "the first error was measure right_price raised ValueError: the scales are broken"
-    assert f"scoring before: every rollout failed; {first}" in " ".join(answer.err.split())
+    assert f"scoring before: every rollout failed; {first}" in " ".join(
+        cli.error("train", str(path), "--train.max_steps", "2").split()
+    )
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -111,8 +109,7 @@ def test_ctrl_c_saves_a_checkpoint_and_prints_the_command_that_resumes(cli, agen
     command = shlex.split(next(line for line in err.splitlines() if "--resume" in line))
     assert command[:3] == ["palestra", "train", "--resume"]
 
-    second = cli(*command[1:], "--json")
-    assert second.code == 0, second.err
+    second = cli.ok(*command[1:], "--json")
     run = Path(json.loads(second.out.splitlines()[-1])["run_dir"])
     assert run.name == Path(command[3]).name
     assert "going on from step" in second.err

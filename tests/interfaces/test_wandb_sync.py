@@ -14,14 +14,7 @@ from served import json_app
 from trackers import silence_services, track
 
 PROJECT = {"id": "p", "name": "gym", "entity": {"id": "e", "name": "me"}}
-BUCKET = {
-    "id": "b",
-    "name": "run",
-    "displayName": "run",
-    "sweepName": "",
-    "project": PROJECT,
-    "historyLineCount": 0,
-}
+BUCKET = {"id": "b", "name": "run", "displayName": "run", "sweepName": "", "project": PROJECT, "historyLineCount": 0}
 ANSWER = {
     "viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}},
     "serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []},

@@ -32,10 +32,9 @@ def test_the_public_names_are_listed_for_help_for_star_imports_and_for_completio
     star: dict[str, object] = {}
     exec("from palestra import *", star)
     assert star.keys() - {"__builtins__"} == set(PUBLIC)
-
-
-def test_there_is_a_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+", palestra.__version__)
+    with pytest.raises(AttributeError, match="no attribute 'train_gpro'"):
+        _ = palestra.train_gpro
 
 
 def test_type_checkers_find_each_name_where_it_is_loaded_from():
@@ -47,22 +46,15 @@ def test_type_checkers_find_each_name_where_it_is_loaded_from():
         assert getattr(import_module(module), name) is getattr(palestra, name)
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'train_gpro'"):
-        _ = palestra.train_gpro
-
-
-def loaded_after(statement: str) -> set[str]:
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("import palestra", {"torch", "transformers", "pydantic", "numpy", "rich", "typing"}),
+        ("from palestra import Agent, EvalSuite, function_tool, judge, measure, pass_reason, fail_reason",
+         {"torch", "transformers", "pydantic", "datasets"}),
+    ],
+)  # fmt: skip
+def test_importing_loads_nothing_heavy(statement, heavy):
     script = f"import sys; {statement}; print(' '.join(sys.modules))"
-    return set(
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    )
-
-
-def test_importing_palestra_loads_nothing_heavy():
-    assert not loaded_after("import palestra") & {"torch", "transformers", "pydantic", "numpy", "rich", "typing"}
-
-
-def test_declaring_an_agent_and_a_suite_loads_no_torch():
-    names = "Agent, EvalSuite, function_tool, judge, measure, pass_reason, fail_reason"
-    assert not loaded_after(f"from palestra import {names}") & {"torch", "transformers", "pydantic", "datasets"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & heavy

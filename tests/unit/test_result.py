@@ -59,11 +59,7 @@ def ask(result: GRPOTrainingResult, prompt: str, **options: Any) -> str:
     return result.generate(prompt, temperature=0, repetition_penalty=1.0, max_new_tokens=60, **options)
 
 
-def test_generate_calls_the_agents_tools_and_gives_the_answer(result: GRPOTrainingResult) -> None:
-    assert ask(result, "What does a blue mug cost?") == "That is 45."
-
-
-def test_generate_takes_other_tools_and_instructions(result: GRPOTrainingResult) -> None:
+def test_generate_calls_the_agents_tools_or_others_and_gives_the_answer(result: GRPOTrainingResult) -> None:
     called = []
 
     def price(item: str) -> int:
@@ -71,12 +67,14 @@ def test_generate_takes_other_tools_and_instructions(result: GRPOTrainingResult)
         called.append(item)
         return 71
 
-    assert ask(result, "What does a blue mug cost?", tools=[price], instructions="Use the tools.") == "That is 71."
+    mug = "What does a blue mug cost?"
+    assert ask(result, mug) == ask(result, mug, tools=result.tools) == "That is 45."
+    assert ask(result, mug, tools=[price], instructions="Use the tools.") == "That is 71."
     assert called == ["blue mug"]
+    with pytest.raises(PalestraError, match="the schema of a tool 'weigh' has no function behind it"):
+        ask(result, "Hello", tools=[{"type": "function", "function": {"name": "weigh"}}])
 
-
-def test_generate_works_inside_a_running_event_loop(result: GRPOTrainingResult) -> None:
-    async def notebook() -> str:
+    async def notebook() -> str:  # a running event loop
         return ask(result, "What does a red lamp cost?")
 
     assert asyncio.run(notebook()) == "That is 23."
@@ -134,9 +132,7 @@ def test_generate_is_repeatable_and_follows_the_seed(result: GRPOTrainingResult)
     assert answers[0] == answers[1] != answers[2]
 
 
-def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_index(
-    result: GRPOTrainingResult,
-) -> None:
+def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_index(result: GRPOTrainingResult) -> None:
     run = result.run
     report = run.report()
     assert report is not None
@@ -155,60 +151,66 @@ def test_a_run_from_python_leaves_its_report_its_evaluations_and_a_row_in_the_in
     assert (row.state, row.kind, row.name, row.reason) == ("completed", "foreground", "clerk", None)
 
 
+def train_shortly(folder: Path, **more: Any) -> None:
+    agent = Agent("clerk", "palestra/tiny", "Use the tools to answer.", [price])
+    suite = EvalSuite.from_records([{"input": "Hi", "expect": 1}] * 4, measures=[right_price])
+    config = {"output_dir": str(folder), "train.max_steps": 2, "rollout.max_new_tokens": 4, "rollout.group_size": 2}
+    train_grpo(agent, suite, config=config, **more)
+
+
+def only_run(parent: Path) -> tuple[RunFolder, Any]:
+    """The run in a folder, and its row in the index."""
+    [folder] = parent.iterdir()
+    [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(folder.resolve())]
+    return RunFolder(folder), row
+
+
 def test_ctrl_c_in_a_run_from_python_leaves_a_checkpoint_and_a_stopped_row(tmp_path: Path) -> None:
     class Impatient(Watcher):
         def advance(self, done: int, metrics: dict[str, float]) -> None:
             if "reward_mean" in metrics:
                 raise KeyboardInterrupt
 
-    agent = Agent("clerk", "palestra/tiny", "Use the tools to answer.", [price])
-    suite = EvalSuite.from_records([{"input": "Hi", "expect": 1}] * 4, measures=[right_price])
-    config = {"output_dir": str(tmp_path), "train.max_steps": 2, "rollout.max_new_tokens": 4, "rollout.group_size": 2}
     with pytest.raises(Interrupted) as raised:
-        train_grpo(agent, suite, config=config, watcher=Impatient())
-    [folder] = tmp_path.iterdir()
-    assert str(raised.value).endswith(f"Go on with resume={str(folder)!r}")
-    assert raised.value.checkpoint == RunFolder(folder).last_checkpoint() == RunFolder(folder).step_folder(1)
-    [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(folder.resolve())]
+        train_shortly(tmp_path, watcher=Impatient())
+    run, row = only_run(tmp_path)
+    assert str(raised.value).endswith(f"Go on with resume={str(run.path)!r}")
+    assert raised.value.checkpoint == run.last_checkpoint() == run.step_folder(1)
     assert row.state == "stopped"
 
 
 def test_a_run_from_python_that_fails_says_so_in_the_index(tmp_path: Path) -> None:
-    agent = Agent("clerk", "palestra/tiny", "Use the tools to answer.", [price])
-    suite = EvalSuite.from_records([{"input": "Hi", "expect": 1}] * 4, measures=[right_price])
-    config = {"output_dir": str(tmp_path), "train.max_steps": 1, "rollout.max_new_tokens": 4, "rollout.group_size": 2}
-
     def broken(**columns: Any) -> list[float]:
         raise RuntimeError("no such column")
 
     with pytest.raises(PalestraError, match="the reward function broken has failed in all of its"):
-        train_grpo(agent, suite, config=config, extra_reward_funcs=[broken])
-    [folder] = tmp_path.iterdir()
-    [row] = [row for row in Index(palestra_home()).rows() if row.folder == str(folder.resolve())]
+        train_shortly(tmp_path, extra_reward_funcs=[broken])
+    _, row = only_run(tmp_path)
     assert row.state == "failed"
     assert "step 1: the reward function broken" in str(row.reason)
 
 
-def test_the_saved_model_is_the_trained_one(result: GRPOTrainingResult, tmp_path: Path) -> None:
-    saved = load_model(str(result.save_model(tmp_path / "model")), device="cpu")
+def test_the_saved_model_is_the_trained_one_at_an_absolute_path(
+    result: GRPOTrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert result.save_model("model") == tmp_path / "model"
+    saved = load_model(str(tmp_path / "model"), device="cpu")
     ours, theirs = result.model.state_dict(), saved.model.state_dict()
     assert all(bool((ours[name] == theirs[name]).all()) for name in ours)
     assert saved.tokenizer.chat_template == result.tokenizer.chat_template
 
 
-def test_a_result_is_one_line_and_knows_its_trainer(result: GRPOTrainingResult) -> None:
-    text = repr(result)
+def test_a_result_is_one_line_or_html_in_a_notebook_and_knows_its_trainer(result: GRPOTrainingResult) -> None:
+    text, page = repr(result), result._repr_html_()
     assert len(text) < 300
     assert all(words in text for words in ("'clerk'", "2 steps", "100.0% → 100.0% passed", str(result.run.path)))
     assert len(repr(result.outcome)) < 3000
     assert result.trainer.model is result.model
-
-
-def test_tools_are_schemas_and_can_be_given_back(result: GRPOTrainingResult) -> None:
     assert json.loads(json.dumps(result.tools)) == [price.schema]
-    assert ask(result, "What does a blue mug cost?", tools=result.tools) == "That is 45."
-    with pytest.raises(PalestraError, match="the schema of a tool 'weigh' has no function behind it"):
-        ask(result, "Hello", tools=[{"type": "function", "function": {"name": "weigh"}}])
+    assert result.agent.name in page
+    assert str(result.run.path) in page
+    assert "<script" not in page
 
 
 def test_without_progress_nothing_is_printed_and_with_it_lines_where_there_is_no_terminal(
@@ -233,17 +235,3 @@ def test_an_agent_without_instructions_has_no_system_message(
     shutil.copytree(result.model_path, plain)
     (plain / "palestra.json").unlink(missing_ok=True)
     assert "SYSTEM" not in silent.to_ollama("clerk", plain).modelfile.read_text()
-
-
-def test_the_saved_model_has_an_absolute_path(
-    result: GRPOTrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert result.save_model("saved") == tmp_path / "saved"
-
-
-def test_a_result_is_html_in_a_notebook(result: GRPOTrainingResult) -> None:
-    page = result._repr_html_()
-    assert result.agent.name in page
-    assert str(result.run.path) in page
-    assert "<script" not in page

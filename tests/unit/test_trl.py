@@ -75,11 +75,13 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
     return trainer
 
 
-def test_the_trainer_is_the_same_class_by_both_names() -> None:
-    assert TrlTrainer is GRPOTrainer
+def trainer_of(args: Any = None, **more: Any) -> GRPOTrainer:
+    given = {"model": "palestra/tiny", "reward_funcs": right, "train_dataset": TEXTS, "progress": False}
+    return GRPOTrainer(args=args, **(given | more))
 
 
 def test_a_training_by_trls_arguments_has_trls_attributes(trainer: GRPOTrainer, tmp_path: Path) -> None:
+    assert TrlTrainer is GRPOTrainer
     state = trainer.state
     assert (state.global_step, state.max_steps, len(state.log_history)) == (2, 2, 2)
     assert {"step", "loss", "reward", "learning_rate", "grad_norm"} <= state.log_history[-1].keys()
@@ -87,11 +89,8 @@ def test_a_training_by_trls_arguments_has_trls_attributes(trainer: GRPOTrainer, 
     assert [tool.name for tool in trainer.tools] == ["price"]
     assert (trainer.save_model(tmp_path / "saved") / "config.json").is_file()
     assert trainer.args.num_generations == 2
-
-
-def test_without_an_eval_dataset_nothing_is_scored_before_and_after(trainer: GRPOTrainer) -> None:
     assert trainer._result is not None
-    with pytest.raises(PalestraError, match="not scored"):
+    with pytest.raises(PalestraError, match="not scored"):  # there is no eval_dataset
         _ = trainer._result.before
 
 
@@ -126,15 +125,9 @@ def test_an_environment_with_an_adapter_trains(tmp_path: Path) -> None:
         seen.extend(environments)
         return [environment.score for environment in environments]
 
-    trainer = GRPOTrainer(
-        model="palestra/tiny",
-        train_dataset=DATASET,
-        reward_funcs=score,
-        args=config(tmp_path, report_to="none", trackio_space_id="x", num_completions_to_print=2, logging_steps=1),
-        environment_factory=Counter,
-        peft_config=LoraConfig(),
-        progress=False,
-    )
+    args = config(tmp_path, report_to="none", trackio_space_id="x", num_completions_to_print=2, logging_steps=1)
+    parts = {"environment_factory": Counter, "peft_config": LoraConfig()}
+    trainer = trainer_of(args, train_dataset=DATASET, reward_funcs=score, **parts)
     trainer.train()
     assert seen[0].row["answer"] in map(str, PRICES.values())
     assert trainer.config.lora.r == 8
@@ -149,15 +142,8 @@ def test_texts_as_prompts_give_reward_functions_texts_and_objects_are_used_as_th
         seen.extend([*prompts, *completions])
         return [float(len(completion)) for completion in completions]
 
-    trainer = GRPOTrainer(
-        model=loaded.model,
-        processing_class=loaded.tokenizer,
-        reward_funcs=length,
-        args=config(tmp_path, max_steps=1),
-        train_dataset=TEXTS,
-        eval_dataset=TEXTS[:2],
-        progress=False,
-    )
+    objects = {"model": loaded.model, "processing_class": loaded.tokenizer}
+    trainer = trainer_of(config(tmp_path, max_steps=1), **objects, reward_funcs=length, eval_dataset=TEXTS[:2])
     assert trainer.model is loaded.model
     assert trainer.processing_class is loaded.tokenizer
     result = trainer.train()
@@ -170,13 +156,7 @@ def test_texts_as_prompts_give_reward_functions_texts_and_objects_are_used_as_th
 def test_all_arguments_without_an_equivalent_are_rejected_in_one_error() -> None:
     args = GRPOConfig("out", push_to_hub=True, sync_ref_model=True, num_generation=4, optim="sgd", warmup_ratio=0.1)
     with pytest.raises(PalestraError) as error:
-        GRPOTrainer(
-            model="palestra/tiny",
-            reward_funcs=["org/reward-model"],
-            args=args,
-            train_dataset=TEXTS,
-            callbacks=[object()],
-        )
+        trainer_of(args, reward_funcs=["org/reward-model"], callbacks=[object()])
     text = str(error.value)
     assert text.count("\n- ") == 7
     assert "trainer.model.push_to_hub" in text
@@ -186,11 +166,8 @@ def test_all_arguments_without_an_equivalent_are_rejected_in_one_error() -> None
 
 
 def test_arguments_that_are_switched_off_or_change_no_result_are_taken(tmp_path: Path) -> None:
-    args = config(
-        tmp_path, push_to_hub=False, sync_ref_model=False, dataloader_num_workers=4, gradient_checkpointing=True
-    )
-    settings = GRPOTrainer(model="palestra/tiny", reward_funcs=right, args=args, train_dataset=TEXTS).config
-    assert settings.model.gradient_checkpointing
+    off = {"push_to_hub": False, "sync_ref_model": False, "dataloader_num_workers": 4}
+    assert trainer_of(config(tmp_path, gradient_checkpointing=True, **off)).config.model.gradient_checkpointing
 
 
 VLLM = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
@@ -218,26 +195,19 @@ VLLM = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http:/
     ],
 )  # fmt: skip
 def test_a_config_of_trls_means_the_same_here(values: dict[str, Any], key: str, expected: Any) -> None:
-    args = GRPOConfig("out", **values)
-    made = GRPOTrainer(model="palestra/tiny", reward_funcs=right, args=args, train_dataset=TEXTS)
-    assert made.config.value(key) == expected
-
-
-def test_completions_that_make_no_whole_groups_are_refused() -> None:
-    args = GRPOConfig("out", per_device_train_batch_size=4, num_generations=3)
-    with pytest.raises(PalestraError, match="multiple of num_generations = 3"):
-        GRPOTrainer(model="palestra/tiny", reward_funcs=right, args=args, train_dataset=TEXTS)
+    assert trainer_of(GRPOConfig("out", **values)).config.value(key) == expected
 
 
 def test_a_config_of_ours_is_taken_as_args() -> None:
     args = GRPOTrainingConfig(num_generations=4, learning_rate=1e-4)
-    made = GRPOTrainer(model="palestra/tiny", reward_funcs=right, args=args, train_dataset=TEXTS)
-    assert made.config.train.learning_rate == 1e-4
+    assert trainer_of(args).config.train.learning_rate == 1e-4
 
 
-def test_both_forms_at_once_are_refused() -> None:
+def test_completions_that_make_no_whole_groups_and_both_forms_at_once_are_refused() -> None:
+    with pytest.raises(PalestraError, match="multiple of num_generations = 3"):
+        trainer_of(GRPOConfig("out", per_device_train_batch_size=4, num_generations=3))
     with pytest.raises(PalestraError, match="extra_reward_funcs"):
-        GRPOTrainer(model="palestra/tiny", reward_funcs=right, train_dataset=TEXTS, extra_reward_funcs=right)
+        trainer_of(extra_reward_funcs=right)
     with pytest.raises(PalestraError, match="needs an agent, or a model"):
         GRPOTrainer()
 
@@ -252,32 +222,16 @@ def test_rollout_func_finds_trls_attributes(tmp_path: Path) -> None:
         answers = [tokenizer("23")["input_ids"]] * len(prompts)
         return {"prompt_ids": ids, "completion_ids": answers, "logprobs": [[0.0] * len(answers[0])] * len(prompts)}
 
-    GRPOTrainer(
-        model="palestra/tiny",
-        reward_funcs=right,
-        args=config(tmp_path, max_steps=1),
-        train_dataset=DATASET,
-        rollout_func=rollout_func,
-        progress=False,
-    ).train()
+    trainer_of(config(tmp_path, max_steps=1), train_dataset=DATASET, rollout_func=rollout_func).train()
     assert steps[0] == 0
 
 
 def test_the_parser_reads_options_into_their_classes(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("temperature: 0.5\nmax_steps: 7\n")
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
-    options = [
-        "--model_name_or_path",
-        "palestra/tiny",
-        "--learning_rate",
-        "1e-5",
-        "--push_to_hub",
-        "True",
-        "--use_peft",
-    ]
-    options += ["--config", str(tmp_path / "run.yaml"), "--max_steps=3", "--dataset_name", "d"]
-    options += ["--report_to", "a", "b"]
-    script, args, model = parser.parse_args_and_config(options)
+    options = "--model_name_or_path palestra/tiny --learning_rate 1e-5 --push_to_hub True --use_peft --max_steps=3"
+    options += f" --config {tmp_path / 'run.yaml'} --dataset_name d --report_to a b"
+    script, args, model = parser.parse_args_and_config(options.split())
     assert (script.dataset_name, model.model_name_or_path, model.use_peft) == ("d", "palestra/tiny", True)
     assert (args.learning_rate, args.push_to_hub, args.max_steps, args.temperature) == (1e-5, True, 3, 0.5)
     assert args.report_to == ["a", "b"]
@@ -312,12 +266,7 @@ def test_measures_and_suites_go_on_in_trl() -> None:
 
 def test_a_reward_of_a_measure_trains_here_too(tmp_path: Path) -> None:
     suite = EvalSuite.from_records([{"input": "Say a number.", "expect": "3"}], measures=[lambda ctx: 0.5])
-    trainer = GRPOTrainer(
-        model="palestra/tiny",
-        reward_funcs=measure_to_reward(suite.measures[0]),
-        train_dataset=eval_suite_to_hf_dataset(suite),
-        args=config(tmp_path, max_steps=1),
-        progress=False,
-    )
+    reward, dataset = measure_to_reward(suite.measures[0]), eval_suite_to_hf_dataset(suite)
+    trainer = trainer_of(config(tmp_path, max_steps=1), reward_funcs=reward, train_dataset=dataset)
     trainer.train()
     assert trainer.state.log_history[0]["reward"] == 0.5

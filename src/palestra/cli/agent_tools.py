@@ -14,7 +14,7 @@ import click
 from palestra.agent_tools import RlTools, tool_schemas
 from palestra.agent_tools.launcher import FormLauncher
 from palestra.agent_tools.tools import Clients
-from palestra.cli.common import debug_option, json_option, print_sections
+from palestra.cli.common import PATH, debug_option, json_option, print_sections
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.settings import show
 from palestra.core.errors import needs_extra
@@ -89,7 +89,7 @@ def schema(as_json: bool) -> None:
 
 
 @click.command("locks")
-@click.option("--site", type=click.Path(path_type=Path), help="A site file; else PALESTRA_SITE or ./palestra.yaml.")
+@click.option("--site", type=PATH, help="A site file; else PALESTRA_SITE or ./palestra.yaml.")
 @json_option
 def locks(site: Path | None, as_json: bool) -> None:
     """Show the settings that agents may not change here, and the limits of their requests.
@@ -117,8 +117,7 @@ def locks(site: Path | None, as_json: bool) -> None:
     ]
     maximums = settings.maximums.items()
     sections.append(("largest values", [(f"{key} = {show(value)}", "") for key, value in maximums]))
-    limits = type(settings.limits).model_fields.items()
-    sections.append(
-        ("limits", [(f"{n} = {show(getattr(settings.limits, n))}", i.description or "") for n, i in limits])
-    )
+    own = settings.limits
+    about = [(f"{n} = {show(getattr(own, n))}", i.description or "") for n, i in type(own).model_fields.items()]
+    sections.append(("limits", about))
     print_sections(sections)

@@ -84,10 +84,8 @@ def _load(console: Console, model: str, work: Workload, threads: int | None) -> 
 
 
 def _describe(work: Workload) -> str:
-    return (
-        f"{work.prompts} prompts of {work.prompt_tokens} tokens × {work.group_size} rollouts, "
-        f"{work.new_tokens} new tokens a turn"
-    )
+    size = f"{work.prompts} prompts of {work.prompt_tokens} tokens × {work.group_size} rollouts"
+    return f"{size}, {work.new_tokens} new tokens a turn"
 
 
 def _measure(console: Console, bench: Bench, work: Workload) -> Results:

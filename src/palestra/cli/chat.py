@@ -7,14 +7,13 @@ import json
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
 from rich.text import Text
 
 from palestra.agent_source import DEMO, AgentFile, load_agent_file
-from palestra.cli.chat_events import described, serve_chat
 from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.cli.find_run import find_run, model_of
 from palestra.cli.summary import shorten
@@ -33,6 +32,8 @@ from palestra.train.progress import task
 if TYPE_CHECKING:
     from palestra.rollout.converse import ChatSession
 
+T = TypeVar("T")
+_LOOK_S = 0.05
 _HELP = "/reset starts a new conversation, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
 
 
@@ -87,8 +88,7 @@ def command(
     show = _shown_as_json(session) if as_json else _shown_to_people(console)
     with asyncio.Runner() as runner:
         if as_events:
-            about = described(partner.model, partner.instructions, partner.tools, partner.note)
-            serve_chat(session, runner, about)
+            _serve_events(session, runner, partner)
         elif once is not None:
             _answer(console, runner, session, once, show)
         else:
@@ -217,17 +217,17 @@ def _answer(console: Console, runner: asyncio.Runner, session: ChatSession, text
         runner.run(_watched(answer(), lambda: status.update(_tail(session.so_far, console.width - 4))))
 
 
-async def _watched(work: Coroutine[Any, Any, None], look: Callable[[], None]) -> None:
-    """Run a coroutine, and call `look` ten times a second."""
+async def _watched(work: Coroutine[Any, Any, T], look: Callable[[], None], every_s: float = 0.1) -> T:
+    """Run a coroutine, and call `look` meanwhile."""
 
     async def looking() -> None:
         while True:
             look()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(every_s)
 
     watcher = asyncio.create_task(looking())
     try:
-        await work
+        return await work
     finally:
         watcher.cancel()
 
@@ -271,3 +271,62 @@ def _shown_as_json(session: ChatSession) -> Show:
         new.clear()
 
     return show
+
+
+# A chat for programs: questions come as lines of JSON on stdin, everything that happens goes out as lines on stdout.
+#
+#   > {"say": "What do 3 red lamps cost?"}
+#   < {"delta": "That"}                                  what has been sampled of the current message
+#   < {"message": {"role": "assistant", "text": …}}      a whole one, in place of its deltas
+#   < {"done": {"stop": "answered"}}                     or {"error": "…"}
+#
+# SIGINT ends an answer, the end of stdin the chat.
+
+
+def _serve_events(session: ChatSession, runner: asyncio.Runner, partner: Partner) -> None:
+    tools = [tool.name for tool in partner.tools]
+    ready = {"model": partner.model, "instructions": partner.instructions, "tools": tools, "note": partner.note}
+    _send("ready", ready)
+    while line := _next_line():
+        try:
+            stop = runner.run(_answer_by_events(session, str(json.loads(line)["say"])))
+            _send("done", {"stop": stop})
+        except KeyboardInterrupt:
+            _send("done", {"stop": "cancelled"})
+        except PalestraError as error:
+            _send("error", str(error))
+        except (ValueError, KeyError, TypeError):
+            _send("error", 'expected a line such as {"say": "…"}')
+
+
+def _next_line() -> str:
+    while True:
+        try:
+            return sys.stdin.readline()
+        except KeyboardInterrupt:  # it came after the answer had ended
+            continue
+
+
+async def _answer_by_events(session: ChatSession, text: str) -> str:
+    sent = ""
+
+    def on_message(message: Message) -> None:
+        nonlocal sent
+        sent = ""
+        calls = [{"id": c.id, "name": c.name, "arguments": c.arguments, "error": c.error} for c in message.tool_calls]
+        _send("message", {"role": message.role, "text": message.text, "tool_calls": calls, "name": message.name})
+
+    def look() -> None:
+        nonlocal sent
+        now = session.so_far
+        # a character of several tokens changes until it is whole
+        if now.startswith(sent) and len(now) > len(sent) and not now.endswith("\ufffd"):
+            _send("delta", now[len(sent) :])
+            sent = now
+
+    return await _watched(session.say(text, on_message), look, _LOOK_S)
+
+
+def _send(kind: str, data: Any) -> None:
+    click.echo(json.dumps({kind: data}))
+    sys.stdout.flush()

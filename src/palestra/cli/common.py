@@ -18,13 +18,10 @@ from palestra.models.progress_bars import is_local
 if TYPE_CHECKING:
     from rich.console import Console
 
-config_option = click.option(
-    "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Settings from YAML."
-)
+PATH = click.Path(path_type=Path)
+config_option = click.option("--config", "config_file", type=PATH, metavar="FILE", help="Settings from YAML.")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-json_line_option = click.option(
-    "--json", "as_json", is_flag=True, help="End stdout with one line of JSON; all else goes to stderr."
-)
+json_line_option = click.option("--json", "as_json", is_flag=True, help="A line of JSON on stdout, all else on stderr.")
 wait_limit_option = click.option(
     "--wait-limit",
     "wait_limit_s",
@@ -59,9 +56,7 @@ def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--measure", multiple=True, metavar="FILE:NAME", help="Tells good from bad; may be repeated."),
         click.option("--held-out", metavar="FILE_OR_SHARE", help="With --cases: cases to score on. [default: 0.2]"),
         click.option("--cases", metavar="FILE", help="Cases as JSON lines: input, expect, and what else you need."),
-        click.option(
-            "--agent-port", type=click.IntRange(0, 65535), help="Let external agents take cases, at this port."
-        ),
+        click.option("--agent-port", type=click.IntRange(0, 65535), help="Let other agents take cases at this port."),
         click.option("--agent-host", metavar="ADDRESS", help="Where agents reach the model. [default: 127.0.0.1]"),
         click.option("--agent-image", metavar="IMAGE", help="Run each attempt in a container (docker or podman)."),
         click.option("--agent-cmd", metavar="COMMAND", help="A program that calls the model by its base URL."),
@@ -80,7 +75,7 @@ def plot_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             raise PalestraError(f"--plot {plot}: there is no folder {plot.parent}; make it, or name another")
         return plot
 
-    return click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", callback=check, help=help)
+    return click.option("--plot", type=PATH, metavar="FILE.svg", callback=check, help=help)
 
 
 def out_option(help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -16,7 +16,7 @@ from palestra.cli.common import config_option, debug_option, json_option, print_
 from palestra.core.config import RunConfig
 
 
-@click.command("config", context_settings={"max_content_width": 100})
+@settings.command_of_run("config")
 @click.argument("agent_file", required=False)
 @config_option
 @click.option("--keys", is_flag=True, help="List every setting with its default and description.")
@@ -54,6 +54,3 @@ def _print_keys(as_json: bool) -> None:
         for section, members in groupby(all_settings, lambda setting: setting[0].rpartition(".")[0])
     )
     print_sections(sections, width=min(shutil.get_terminal_size().columns, 120), column=46)
-
-
-settings.options(command)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from palestra.agent_tools.launcher import FormLauncher
-from palestra.cli.common import debug_option
+from palestra.cli.common import PATH, debug_option
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.trust import trust_option
 from palestra.core.errors import PalestraError
@@ -16,7 +16,7 @@ from palestra.runs.manager import RunManager
 
 
 @click.command("dashboard")
-@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.argument("path", required=False, type=PATH)
 @address_options(8004)
 @trust_option
 @debug_option

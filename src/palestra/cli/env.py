@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +15,16 @@ from rich.console import Console
 from palestra.cli import run_atropos, settings
 from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries, out_option
 from palestra.cli.find_run import with_model_of_run
-from palestra.cli.process_page import write_page
 from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import capability_of, print_evaluation
 from palestra.core.config import RunConfig
-from palestra.core.files import slug
+from palestra.core.files import slug, write_text
 from palestra.core.show import show_path
 from palestra.env_api import evaluate_env, process_env
 from palestra.envs.load import find_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.evidence import RunFacts
+from palestra.evals.run_report.write import fill_template
 from palestra.policy.openai import OpenAISettings
 from palestra.run import open_env, serve_environment
 from palestra.runs.request import RunRequest
@@ -32,6 +32,8 @@ from palestra.sources.wire import WIRE_DEFAULTS
 from palestra.sources.wire.atropos import AtroposEnv
 from palestra.train.progress import make_display
 from palestra.train.watcher import Watcher
+
+_PAGE = Path(__file__).with_name("process_page.html")
 
 
 @click.group("env")
@@ -52,10 +54,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_OPTIONS_METAVAR = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
-
-
-@command.command("process", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
+@settings.command_of_run("process", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
 @out_option("The JSONL file; the page is written beside it.")
 @_options
@@ -81,7 +80,8 @@ def process(
     records: list[dict[str, Any]] = []
     with make_display(console, config.track.log_every) as display:
         process_env(env, config, path, groups=groups, openai=openai, watcher=display, on_group=records.append)
-    page = write_page(path.with_suffix(".html"), env.name, openai.model_name if openai else config.model.name, records)
+    page = path.with_suffix(".html")
+    _write_page(page, env.name, openai.model_name if openai else config.model.name, records)
     scores = [score for record in records for score in record["scores"]]
     passed = [flag for record in records for flag in record["passed"]]
     console.print(
@@ -94,7 +94,24 @@ def process(
         click.echo(json.dumps({**summary, "mean_score": sum(scores) / len(scores), "page": str(page)}))
 
 
-@command.command("evaluate", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
+def _write_page(path: Path, environment: str, model: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write every attempt of every group as a page, to be read in a browser."""
+    values = {"environment": environment, "model": model, "groups": [_group(record) for record in records]}
+    write_text(path, fill_template(_PAGE, {}, values))
+
+
+def _group(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record by attempts instead of by columns; the shared opening is shown once."""
+    opening = next((i for i, m in enumerate(record["messages"][0]) if m["role"] == "assistant"), None)
+    columns = ("scores", "passed", "verdicts", "messages", "stops", "errors", "seconds")
+    attempts = [dict(zip(columns, row, strict=True)) for row in zip(*(record[key] for key in columns), strict=True)]
+    for attempt in attempts:
+        attempt["messages"] = attempt["messages"][opening:]
+    about = {"id": record["problem_id"], "expect": record["expect"]}
+    return {**about, "opening": record["messages"][0][:opening], "attempts": attempts}
+
+
+@settings.command_of_run("evaluate", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @_options
 def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **parameters: Any) -> None:
     """Score a model on the held-out problems of an environment.
@@ -116,7 +133,7 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
         click.echo(json.dumps({**report.to_dict(), "capability": capability_of(report).to_dict(), "more": more}))
 
 
-@command.command("serve", cls=EnvCommand, options_metavar=_OPTIONS_METAVAR)
+@settings.command_of_run("serve", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
 @_options
 def serve(name_or_file: str, config_file: Path | None, model: str | None, api_url: str, **parameters: Any) -> None:
@@ -172,7 +189,5 @@ def _prepare(
     return env, config, openai, console
 
 
-settings.options(process)
-settings.options(evaluate)
-settings.options(serve)
-command.add_command(run_atropos.command)
+for subcommand in (process, evaluate, serve, run_atropos.command):
+    command.add_command(subcommand)

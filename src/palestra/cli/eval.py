@@ -13,14 +13,7 @@ from palestra.agent_source import AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
 from palestra.api import evaluate
 from palestra.cli import settings
-from palestra.cli.common import (
-    agent_options,
-    config_option,
-    debug_option,
-    json_line_option,
-    load_libraries,
-    out_option,
-)
+from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, load_libraries, out_option
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import capability_of, print_evaluation
 from palestra.core.errors import PalestraError
@@ -29,7 +22,7 @@ from palestra.evals.suite import EvalSuite, hold_out
 from palestra.train.progress import make_display
 
 
-@click.command("eval", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
+@settings.command_of_run("eval")
 @click.argument("agent_file", required=False)
 @click.option(
     "--split",
@@ -74,12 +67,10 @@ def command(
     suite, cases, split = _cases(file, split)
     console = Console(stderr=as_json)
     load_libraries(console, config.model.name)
+    measures = file.suite.measures if file.measures is None else file.measures  # for held-out cases, too
+    how: dict[str, Any] = {"reward_weights": file.reward_weights, "out": out, "resume": resume}
     with make_display(console, config.track.log_every) as display:
-        measures = file.suite.measures if file.measures is None else file.measures  # for held-out cases, too
-        weights = file.reward_weights
-        report = evaluate(
-            agent, suite, measures, config=config, reward_weights=weights, watcher=display, out=out, resume=resume
-        )
+        report = evaluate(agent, suite, measures, config=config, watcher=display, **how)
     facts = RunFacts(config, "program" if isinstance(agent, ProgramAgent) else "agent")
     print_evaluation(console, f"{agent.name}, {cases}", report, facts)
     if as_json:
@@ -105,6 +96,3 @@ def _cases(file: AgentFile, split: str) -> tuple[EvalSuite, str, str]:
         return train, f"the {len(train)} cases that are trained on{none}", "train"
     apart = f", {len(train)} of them trained on" if len(train) < len(file.suite) else ", which are trained on"
     return file.suite, f"all {len(file.suite)} cases of the suite{apart}", split
-
-
-settings.options(command)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from palestra.cli.common import debug_option, json_line_option, load_libraries
+from palestra.cli.common import PATH, debug_option, json_line_option, load_libraries
 from palestra.cli.find_run import find_run, model_of, require_run
 from palestra.core.errors import PalestraError
 from palestra.core.files import slug, write_text
@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("run_or_model")
-@click.option(
-    "--to", "kind", required=True, type=click.Choice(["hf", "hub", "gguf", "ollama", "html"]), help="The format."
-)
+@click.option("--to", "kind", required=True, type=click.Choice(["hf", "hub", "gguf", "ollama", "html"]), help="Format.")
 @click.option("--type", "type_", default="q8_0", show_default=True, help="f32, f16, bf16, q8_0; others by llama.cpp.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="A folder, or the .gguf or .html file. [default: in the run]"
-)
+@click.option("--out", type=PATH, help="A folder, or the .gguf or .html file. [default: in the run]")
 @click.option("--name", help="Its name in Ollama, and in the GGUF file. [default: the run's]")
 @click.option("--repo", metavar="USER/NAME", help="With --to hub: the repository, which is made if it does not exist.")
 @click.option("--public", is_flag=True, help="With --to hub: everyone may see a new repository. [default: private]")
@@ -118,9 +114,7 @@ def _to_hf(console: Console, model: str, folder: Path) -> dict[str, Any]:
 
 def _refuse_other_options(kind: str, options: dict[str, Any]) -> None:
     if given := [name for name, value in options.items() if value]:
-        raise PalestraError(
-            f"--to {kind} takes no {' and no '.join(given)}; leave {'it' if len(given) == 1 else 'them'} out"
-        )
+        raise PalestraError(f"--to {kind} takes no {' and no '.join(given)}; leave out what is of another format")
 
 
 def _to_html(console: Console, word: str, out: Path | None, groups: int | None) -> dict[str, Any]:
@@ -142,13 +136,11 @@ def _to_hub(console: Console, word: str, model: str, repo: str, *, private: bool
     run = find_run(word, or_model=True)
     # the report is of the weights after training, not of a checkpoint
     is_final = run is not None and Path(model).resolve() == run.folder.model.resolve()
+    report = run.folder.report() if run and is_final else None
     with task(console, f"uploading to {repo}"):
-        made = to_hub(
-            model, repo, private=private, adapter=adapter, report=run.folder.report() if run and is_final else None
-        )
-    console.print(
-        f"{made.url}{' (private, if it is new; --public makes it visible)' if private else ''}", soft_wrap=True
-    )
+        made = to_hub(model, repo, private=private, adapter=adapter, report=report)
+    note = " (private, if it is new; --public makes it visible)" if private else ""
+    console.print(f"{made.url}{note}", soft_wrap=True)
     return {"repo": made.name, "url": made.url, "private": made.private}
 
 

@@ -28,13 +28,7 @@ _port = click.option("--port", default=8005, show_default=True, type=click.IntRa
 @device_option
 @debug_option
 def command(
-    run_or_model: str,
-    out: Path,
-    cases: str | None,
-    max_new_tokens: int,
-    dtype: str,
-    device: str,
-    **address: Any,
+    run_or_model: str, out: Path, cases: str | None, max_new_tokens: int, dtype: str, device: str, **address: Any
 ) -> None:
     """Serve a model to agents and record the exact tokens of each attempt, without a training.
 

@@ -16,8 +16,9 @@ from palestra.agent_source import DEMO, AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
 from palestra.agents.texts import edit_source, source_diff, write_texts
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries
+from palestra.cli.common import PATH, config_option, debug_option, json_line_option, load_libraries
 from palestra.cli.find_run import with_model_of_run
+from palestra.cli.summary import show_interval
 from palestra.core.chat_model import POLICY
 from palestra.core.errors import PalestraError
 from palestra.core.files import write_jsonl
@@ -26,9 +27,7 @@ from palestra.evals.report import compare
 from palestra.prompts.improve import Improvement, improve
 
 
-@click.command(
-    "improve", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…"
-)
+@settings.command_of_run("improve")
 @click.argument("agent_file", required=False)
 @click.option(
     "--reflect",
@@ -37,17 +36,13 @@ from palestra.prompts.improve import Improvement, improve
     metavar="MODEL",
     help="Who rewrites texts: a model at --reflect-url, a local one (local/NAME, a folder), or policy: its own model.",
 )
-@click.option(
-    "--reflect-url", metavar="URL", help="OpenAI-style endpoint. [default: OPENAI_BASE_URL or api.openai.com]"
-)
+@click.option("--reflect-url", metavar="URL", help="OpenAI-style endpoint. [default: OPENAI_BASE_URL or OpenAI]")
 @click.option("--reflect-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key.")
 @click.option("--agent-url", metavar="URL", help="The agent's model is one at this endpoint, not of this machine.")
 @click.option("--agent-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key.")
 @click.option("--max-calls", type=click.IntRange(1), help="Requests to the reflector.")
 @click.option("--budget", default=300, show_default=True, type=click.IntRange(1, 1_000_000), help="Attempts in all.")
-@click.option(
-    "--minibatch", default=4, show_default=True, type=click.IntRange(1, 1000), help="Attempts per reflection."
-)
+@click.option("--minibatch", default=4, show_default=True, type=click.IntRange(1, 1000), help="Attempts a reflection.")
 @click.option(
     "--pareto-cases",
     default=24,
@@ -55,13 +50,11 @@ from palestra.prompts.improve import Improvement, improve
     type=click.IntRange(1, 100_000),
     help="Training cases on which candidates are compared.",
 )
+@click.option("--merges", default=5, show_default=True, type=click.IntRange(0, 1000), help="Merges of two candidates.")
 @click.option(
-    "--merges", default=5, show_default=True, type=click.IntRange(0, 1000), help="Most merges of two candidates."
+    "--only", multiple=True, metavar="TEXT", help="Change only this: instructions or 'tool NAME'; repeatable."
 )
-@click.option(
-    "--only", multiple=True, metavar="TEXT", help="Change only this: instructions, or 'tool NAME'; repeatable."
-)
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for the result. [default: a new one in ./runs]")
+@click.option("--out", type=PATH, help="Folder for the result. [default: a new one in ./runs]")
 @click.option("--write", is_flag=True, help="Also write the texts into AGENT_FILE itself.")
 @click.option("--then-train", is_flag=True, help="Go on with a training of the improved agent.")
 @config_option
@@ -98,9 +91,7 @@ def command(
     layer = settings.layer(config_file, options)
     file, agent, config = AgentOptions().open(agent_file, layer)
     if isinstance(agent, ProgramAgent) or (write and file.source == DEMO):
-        raise PalestraError(
-            "improve changes agents of our own loop, and --write their file; the demo has none of yours"
-        )
+        raise PalestraError("improve changes agents of our own loop, and --write their file; the demo has none")
     if then_train and agent_url:
         raise PalestraError("--then-train needs a model of this machine; --agent-url names one elsewhere")
     console = Console(stderr=as_json)
@@ -155,9 +146,7 @@ def _print(console: Console, folder: Path, done: Improvement, unplaced: list[str
     cases = "held-out cases" if done.after.split == "held_out" else "training cases (none are held out)"
     table = Table("measure", "before", "after", box=None, pad_edge=False, title=f"{done.after.pass_rate.n} {cases}")
     for row in compare(done.before, done.after):
-        table.add_row(
-            visible(row.name), *(f"{r.value:.1%} ({r.low:.1%} to {r.high:.1%})" for r in (row.before, row.after))
-        )
+        table.add_row(visible(row.name), show_interval(row.before), show_interval(row.after))
     console.print(table)
     used = done.reflections
     console.print(
@@ -183,6 +172,3 @@ def _train(
         text = json.dumps(value) if isinstance(value, dict) else settings.show(value)
         words += [f"--{key}", text]
     train.main(args=[*words, *(["--json"] if as_json else [])], prog_name="palestra train", standalone_mode=False)
-
-
-settings.options(command)

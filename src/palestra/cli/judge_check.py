@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.cli.common import debug_option, json_line_option
+from palestra.cli.common import PATH, debug_option, json_line_option
 from palestra.core.chat_model import hosting, logging_calls
 from palestra.core.errors import PalestraError
 from palestra.core.files import import_function, read_jsonl
@@ -31,7 +31,7 @@ _FLAGGED = 0.5  # correlation with the length that is beyond that of the labels 
 
 
 @click.command("judge-check")
-@click.argument("labels", type=click.Path(path_type=Path))
+@click.argument("labels", type=PATH)
 @click.option("--measure", "spec", metavar="FILE:NAME", help="The judge, as score.py:quality.")
 @click.option("--model", help="Or its model: a name at --base-url, a local model (local/NAME, a folder).")
 @click.option("--base-url", help="An OpenAI-style endpoint. [default: OPENAI_BASE_URL, else api.openai.com]")
@@ -156,14 +156,10 @@ def _print(console: Console, name: str, found: Mapping[str, Any]) -> None:
         table.add_row("pairs", f"{result['agreed']:.0%} of {result['pairs']} ordered as by the labels")
     lengths = {k: "–" if v is None else f"{v:.2f}" for k, v in found["length_correlation"].items()}
     table.add_row("length", f"correlation with the score {lengths['judge']}, with the label {lengths['labels']}")
-    used = found["judge"]
-    table.add_row(
-        "used", f"{used.get('calls', 0):.0f} calls, {used.get('tokens', 0):.0f} tokens, {used.get('cost', 0):.4g} $"
-    )
+    calls, tokens, cost = (found["judge"].get(name, 0) for name in ("calls", "tokens", "cost"))
+    table.add_row("used", f"{calls:.0f} calls, {tokens:.0f} tokens, {cost:.4g} $")
     console.print(table)
     if found["prefers_length"]:
-        console.print(
-            "The judge prefers long answers, and the labels do not: say in the rubric that length is no merit."
-        )
+        console.print("The judge prefers long answers, the labels do not: say in the rubric that length is no merit.")
     if found["first_error"]:
         console.print(f"first error: {visible(found['first_error'])}", highlight=False, markup=False)

@@ -18,7 +18,7 @@ GROUPS = {
     "Train and score": {
         "init": ("init", "Write an agent file, cases and a measure to start from."),
         "train": ("train", "Train an agent and show that it got better."),
-        "sft": ("sft", "Train a model on conversations."),
+        "sft": ("train:sft", "Train a model on conversations."),
         "eval": ("eval", "Score an agent without training."),
         "rescore": ("rescore", "Score a run's stored rollouts with changed measures."),
         "improve": ("improve", "Evolve an agent's instructions and tool descriptions."),
@@ -41,7 +41,7 @@ GROUPS = {
         "gateway": ("gateway", "Serve a model to agents and record the exact tokens of each attempt."),
         "record": ("gateway:record", "Record what an agent says to an OpenAI- or Anthropic-style API."),
         "trajectory": ("serve:trajectory", "Serve the API between environments and a trainer."),
-        "tinker": ("tinker", "Serve models to the Tinker SDK: train and sample over its API."),
+        "tinker": ("serve:tinker", "Serve models to the Tinker SDK: train and sample over its API."),
     },
     "Trainings run by an LLM agent": {
         "mcp": ("agent_tools:mcp", "Offer the rl_* tools over the Model Context Protocol."),

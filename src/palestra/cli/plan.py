@@ -23,7 +23,6 @@ from palestra.plan.estimate import RunEstimate, duration_text, estimate
 from palestra.plan.memory import PLANNED
 from palestra.plan.of_config import with_suited_step, work_of
 from palestra.plan.shape import ModelShape, find_shape, known_shapes
-from palestra.plan.work import StepWork
 from palestra.runs.request import RunRequest
 
 _DEFAULT_CONTEXT = 2048
@@ -44,7 +43,7 @@ class Count(click.ParamType):
 COUNT = Count()
 
 
-@click.command("plan", context_settings={"max_content_width": 100}, options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…")
+@settings.command_of_run("plan")
 @click.option("--model", metavar="NAME", help="A known model (--models lists them), a model's folder, a config.json.")
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME", help="h200, a100, rtx-4090, …, or cpu.")
 @click.option("--gpus", default=1, show_default=True, help="Number of GPUs, with FSDP2.")
@@ -58,9 +57,7 @@ COUNT = Count()
 @click.option("--tool-seconds", default=0.0, help="Duration of a tool call.")
 @click.option("--group", type=int, help="Rollouts of a problem (rollout.group_size).")
 @click.option("--problems", type=int, help="Problems of a step (train.problems_per_step).")
-@click.option(
-    "--method", type=click.Choice(["full", "lora", "qlora"]), help="Weights that are trained.  [default: by lora.r]"
-)
+@click.option("--method", type=click.Choice(["full", "lora", "qlora"]), help="What is trained.  [default: by lora.r]")
 @click.option("--signal", default=1.0, show_default=True, help="Share of the groups whose rewards differ.")
 @click.option("--steps", type=int, help="Steps of the run.  [default: train.max_steps, or 100]")
 @click.option("--price", type=float, metavar="PER_HOUR", help="Price of one GPU; prints the cost.")
@@ -102,7 +99,18 @@ def command(
     device = _device(gpu, parameters)
     shape = find_shape(config.model.name)
     config = with_suited_step(config, shape, device, gpus=gpus)
-    work = _work(config, shape, device, gpus, context, turns, tool_tokens, parameters)
+    prompt, tools = _lengths(config.rollout.max_new_tokens, context, turns, tool_tokens)
+    work = work_of(
+        config,
+        shape,
+        device,
+        prompt_tokens=prompt,
+        tool_tokens=tools,
+        turns=turns,
+        gpus=gpus,
+        signal=parameters["signal"],
+        tool_s=parameters["tool_seconds"],
+    )
     if shape.context and work.context > shape.context:
         raise PalestraError(
             f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
@@ -153,36 +161,16 @@ def _device(name: str, parameters: dict[str, Any]) -> Device:
     return replace(find_device(name), **known)
 
 
-def _work(
-    config: RunConfig,
-    shape: ModelShape,
-    device: Device,
-    gpus: int,
-    context: int | None,
-    turns: int,
-    tool_tokens: int | None,
-    parameters: dict[str, Any],
-) -> StepWork:
-    new = config.rollout.max_new_tokens
+def _lengths(new: int, context: int | None, turns: int, tool_tokens: int | None) -> tuple[int, int]:
+    """Tokens of the prompt and of all tool results."""
     tools = 128 * (turns - 1) if tool_tokens is None else tool_tokens
     whole = context or max(_DEFAULT_CONTEXT, 2 * (new + tools))
-    prompt = whole - new - tools
-    if prompt < 1:
+    if whole <= new + tools:
         raise PalestraError(
             f"--context {whole} leaves no room for a prompt next to {new} sampled tokens and {tools} tool tokens; "
             "raise it, or lower --new-tokens or --tool-tokens"
         )
-    return work_of(
-        config,
-        shape,
-        device,
-        prompt_tokens=prompt,
-        tool_tokens=tools,
-        turns=turns,
-        gpus=gpus,
-        signal=parameters["signal"],
-        tool_s=parameters["tool_seconds"],
-    )
+    return whole - new - tools, tools
 
 
 def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, Any]:
@@ -256,9 +244,8 @@ def _print(console: Console, name: str, planned: RunEstimate, steps: int, price:
         line(f"it fits: {needed}{rest}", "green")
     else:
         change = planned.changes_that_fit()
-        then = (
-            f"; with these a step takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
-        )
+        step_s = planned.with_work(change.work).time.total_s if change else 0.0
+        then = f"; with these a step takes {duration_text(step_s)}" if change else ""
         line(f"it does not fit: {needed}, and {PLANNED:.0%} can be planned with; {planned.remedy()}{then}", "yellow")
     line(f"by efficiencies {efficiency_of(planned.device).origin}", "dim")
 
@@ -274,6 +261,3 @@ def _bottleneck(planned: RunEstimate) -> str:
 
 def _billions(shape: ModelShape) -> str:
     return f"{shape.parameters / 1e9:.2f} B" if shape.parameters >= 1e9 else f"{shape.parameters / 1e6:.0f} M"
-
-
-settings.options(command)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.agent_source import load_agent_file
-from palestra.cli.common import debug_option, json_line_option
+from palestra.cli.common import PATH, debug_option, json_line_option
 from palestra.cli.find_run import require_run, run_argument
 from palestra.cli.trust import code_for_tools, require_trust, trust_option
 from palestra.core.errors import PalestraError
@@ -29,9 +29,7 @@ from palestra.train.progress import task
 
 @click.command("rescore")
 @run_argument()
-@click.option(
-    "--measures", "file", required=True, type=click.Path(path_type=Path), metavar="FILE", help="With @measure."
-)
+@click.option("--measures", "file", required=True, type=PATH, metavar="FILE", help="With @measure.")
 @click.option("--kind", default="train", show_default=True, help="train, before, after, or the step of an evaluation.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first rollouts.")
 @click.option("--agent", "agent_file", metavar="FILE", help="Where the cases are. [default: the run's own]")

@@ -30,7 +30,7 @@ from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import task
 
 
-@click.command("run-atropos", cls=EnvCommand, options_metavar="[OPTIONS] [--env.KEY VALUE]… [--SECTION.KEY VALUE]…")
+@settings.command_of_run("run-atropos", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
 @config_option
 @click.option("--with", "packages", multiple=True, metavar="PACKAGE", help="Also install this for the environment.")
@@ -119,9 +119,8 @@ def _follow(manager: RunManager, run: Run, console: Console, log_size: int) -> N
     except KeyboardInterrupt:
         click.secho("\nStopping after this step.", fg="yellow", err=True)
         manager.stop(run.run_id, wait_s=900.0)
-        click.echo(
-            f"Continue with:\n  palestra env run-atropos --resume {shlex.quote(show_path(run.folder))}", err=True
-        )
+        folder = shlex.quote(show_path(run.folder))
+        click.echo(f"Continue with:\n  palestra env run-atropos --resume {folder}", err=True)
         raise click.exceptions.Exit(130) from None
     ended = manager.get(run.run_id)
     if ended.state != "completed":
@@ -143,6 +142,3 @@ def _outcome(folder: RunFolder) -> Any:
         folder.report_page,
         tuple(recorded_findings(folder, ended=True)),
     )
-
-
-settings.options(command)

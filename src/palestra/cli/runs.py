@@ -12,17 +12,9 @@ import click
 from rich.console import Console
 from rich.live import Live
 
+from palestra.cli import runs_tables as tables
 from palestra.cli.common import debug_option, json_line_option, plot_option
 from palestra.cli.find_run import require_run, require_run_id, run_argument, run_of
-from palestra.cli.runs_tables import (
-    compare_table,
-    draw,
-    print_curves,
-    print_run,
-    run_line,
-    run_panel,
-    runs_table,
-)  # fmt: skip
 from palestra.cli.trust import code_of_run, require_trust, trust_option
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import Resume, RunFolder
@@ -66,7 +58,7 @@ def list_command(show_all: bool, as_json: bool) -> None:
         click.echo("No runs yet; `palestra train --detach` starts one.")
     else:
         console = Console()
-        console.print(runs_table(shown, console.width))
+        console.print(tables.runs_table(shown, console.width))
         if len(shown) < count:
             click.echo(f"{count - len(shown)} older ones: --all")
 
@@ -79,7 +71,7 @@ def show(run: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**found.to_dict(), "results": results(found)}))
     else:
-        print_run(Console(), found, results(found))
+        tables.print_run(Console(), found, results(found))
 
 
 @_subcommand("watch")
@@ -90,9 +82,9 @@ def watch(run: str, as_json: bool) -> None:
     With --json, one object per line, whenever the run has changed.
     """
     now: Run | None = None
-    with _printer(as_json) as print_run:
+    with _printer(as_json) as show_run:
         for now in RunReader().watch(require_run_id(run)):
-            print_run(now)
+            show_run(now)
     if now is not None and now.state == "failed":
         raise click.exceptions.Exit(1)
 
@@ -133,7 +125,7 @@ def stop(runs: Sequence[str], wait_s: float, as_json: bool) -> None:
             nonlocal told_s
             if waited_s - told_s >= _TELL_S:
                 told_s = waited_s
-                click.echo(f"{run_line(manager.get(run_id))}  finishing its step, {waited_s:.0f} s", err=True)
+                click.echo(f"{tables.run_line(manager.get(run_id))}  finishing its step, {waited_s:.0f} s", err=True)
 
         return manager.stop(run_id, wait_s, tell)
 
@@ -213,13 +205,13 @@ def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     reader = RunReader()
     compared = [compared_run(run_of(reader, word)) for word in runs]
     if plot is not None:
-        plot.write_text(draw(compared), encoding="utf-8")
+        plot.write_text(tables.draw(compared), encoding="utf-8")
     if as_json:
         click.echo(json.dumps({"runs": [one.to_dict() for one in compared], "plot": str(plot) if plot else None}))
         return
     console = Console()
-    console.print(compare_table(compared))
-    print_curves(console, compared)
+    console.print(tables.compare_table(compared))
+    tables.print_curves(console, compared)
     if plot is not None:
         console.print(f"chart {plot}", highlight=False)
 
@@ -288,6 +280,6 @@ def _printer(as_json: bool) -> Iterator[Any]:
         yield lambda run: click.echo(json.dumps(run.to_dict()))
     elif console.is_terminal:
         with Live(console=console, refresh_per_second=4) as live:
-            yield lambda run: live.update(run_panel(run), refresh=True)
+            yield lambda run: live.update(tables.run_panel(run), refresh=True)
     else:
-        yield lambda run: click.echo(run_line(run))
+        yield lambda run: click.echo(tables.run_line(run))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config
 from palestra.core.errors import PalestraError
 
 PREFIXES = ("env", "openai")
+ENV_OPTIONS = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
 _META = "palestra.prefixed"
 _WORDS = "palestra.words"
 _HELP = {
@@ -37,12 +38,18 @@ _SHORT = {
 }
 
 
-def options(command: click.Command) -> click.Command:
-    """Add an option for every setting. Those in sections are hidden from --help: there are too many."""
-    for key in RunConfig.settings():
-        names = [f"--{key}", *_SHORT.get(key, ()), _parameter(key)]
-        command.params.append(click.Option(names, metavar="VALUE", hidden=key not in _HELP, help=_HELP.get(key)))
-    return command
+def command_of_run(name: str, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command with an option for every setting. Those in sections are hidden from --help: there are too many."""
+    usual = {"options_metavar": "[OPTIONS] [--SECTION.KEY VALUE]…", "context_settings": {"max_content_width": 100}}
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        command = click.command(name, **usual | attributes)(function)
+        for key in RunConfig.settings():
+            names = [f"--{key}", *_SHORT.get(key, ()), _parameter(key)]
+            command.params.append(click.Option(names, metavar="VALUE", hidden=key not in _HELP, help=_HELP.get(key)))
+        return command
+
+    return decorate
 
 
 def from_options(parameters: Mapping[str, Any]) -> dict[str, Any]:

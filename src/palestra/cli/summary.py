@@ -129,10 +129,8 @@ def change_table(before: EvalReport, after: EvalReport) -> Table:
     table = Table(title=f"{cases} cases, before and after (95 % intervals)", title_justify="left")
     captions = [] if all(change.clear for change in (*shown, *means)) else ["≈ within chance: the intervals overlap"]
     if means:
-        lowest, highest = (
-            min(before.reward.lowest, after.reward.lowest),
-            max(before.reward.highest, after.reward.highest),
-        )
+        lowest = min(before.reward.lowest, after.reward.lowest)
+        highest = max(before.reward.highest, after.reward.highest)
         captions.append(f"rewards are from {lowest:.3g} to {highest:.3g}")
     table.caption, table.caption_justify = "; ".join(captions) or None, "left"
     table.add_column("measure")

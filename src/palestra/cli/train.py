@@ -1,4 +1,4 @@
-"""`palestra train`: train an agent, and compare before and after."""
+"""`palestra train`: train an agent, and compare before and after; `palestra sft`: learn from conversations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.console import Console
 from palestra import run as executor
 from palestra.agent_source import AgentOptions
 from palestra.cli import settings
-from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, wait_limit_option
+from palestra.cli.common import PATH, agent_options, config_option, debug_option, json_line_option, wait_limit_option
 from palestra.cli.display import DryRun, watching
-from palestra.cli.find_run import require_run, with_model_of_run
+from palestra.cli.find_run import find_run, require_run, with_model_of_run
 from palestra.cli.serve import require_serve_extra
 from palestra.cli.settings import EnvCommand, EnvSettings, layer, read_settings
 from palestra.cli.summary import print_outcome
@@ -32,22 +32,15 @@ from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import PALESTRA
 
 
-@click.command(
-    "train",
-    cls=EnvCommand,
-    context_settings={"max_content_width": 100},
-    options_metavar="[OPTIONS] [--SECTION.KEY VALUE]…",
-)
+@settings.command_of_run("train", cls=EnvCommand)
 @click.argument("agent_file", required=False)
 @click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
 @click.option("--env-url", metavar="URL", help="Train on what environments post to the trajectory API at this URL.")
 @agent_options
-@click.option("--folder", type=click.Path(path_type=Path), help="Use this as the run folder, instead of a new one.")
+@click.option("--folder", type=PATH, help="Use this as the run folder, instead of a new one.")
 @click.option("--detach", is_flag=True, help="Train in the background; `palestra runs` shows its progress.")
 @click.option("--wire", is_flag=True, help="With --detach: run the environment in a process of its own.")
-@click.option(
-    "--nproc", type=click.IntRange(min=1), metavar="N", help="Train in N processes on this machine, one for each GPU."
-)
+@click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Train in N processes, one for each GPU.")
 @click.option("--dry-run", is_flag=True, help="Load everything, say what the run would need, and end.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @wait_limit_option
@@ -155,9 +148,7 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
             raise PalestraError(f"--nproc {nproc} trains in this terminal; leave out --nproc, or {option}")
     place = RankVariables.of_environment()
     if place is not None and place.local_size != nproc:
-        raise PalestraError(
-            f"--nproc {nproc}, and torchrun has started {place.local_size} ranks here; leave --nproc out"
-        )
+        raise PalestraError(f"--nproc {nproc}: torchrun has started {place.local_size} ranks here; leave --nproc out")
     return place is None and nproc > 1
 
 
@@ -166,9 +157,7 @@ def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
     names = ("agent_file", "env", "env_url", "resume", "detach", "folder")
     agent_file, env, env_url, resume, detach, folder = (parameters[name] for name in names)
     if own.are_set and (env or env_url or resume):
-        raise PalestraError(
-            f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url and --resume"
-        )
+        raise PalestraError(f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url, --resume")
     if env is not None and agent_file is not None:
         raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
     if env_url is not None and agent_file is not None:
@@ -212,4 +201,34 @@ def _detach(request: RunRequest, console: Console, as_json: bool) -> None:
     console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
 
 
-settings.options(command)
+@settings.command_of_run("sft")
+@click.argument("traces")
+@click.option("--agent", "agent_file", metavar="FILE", help="Score this agent file's held-out cases before and after.")
+@click.option("--folder", type=PATH, help="Use this as the run folder, instead of a new one.")
+@config_option
+@json_line_option
+@debug_option
+def sft(
+    traces: str, agent_file: str | None, folder: Path | None, config_file: Path | None, as_json: bool, **parameters: Any
+) -> None:
+    """Train a model on conversations: cross-entropy on what the assistant says in them.
+
+    TRACES is a file of JSON lines (OpenAI, Anthropic, ShareGPT or ATIF; what `palestra record` writes), or a run, whose
+    passed rollouts are learned.
+
+    \b
+    Examples:
+      palestra sft traces.jsonl --model.name Qwen/Qwen3-0.6B
+      palestra sft traces.jsonl --model.name Qwen/Qwen3-0.6B --agent my_agent.py --stages.sft_epochs 2
+      palestra sft k3f9 --model.name palestra/tiny --agent my_agent.py
+      palestra train my_agent.py --stages sft:traces.jsonl,grpo        continue with reinforcement learning
+
+    Continue a run that was stopped with `palestra train --resume RUN`.
+    """
+    console = Console(stderr=as_json)
+    options = with_model_of_run(settings.from_options(parameters))
+    found = None if Path(traces).exists() else find_run(traces)
+    options |= {"stages.plan": "sft", "stages.traces": str(found.folder.path if found else Path(traces).absolute())}
+    request = RunRequest(agent_file=agent_file, settings=layer(config_file, options), name=Path(traces).stem)
+    run, outcome = executor.train(request, watching(console, "palestra train"), folder)
+    print_outcome(console, run, outcome, as_json)

@@ -130,14 +130,14 @@ class ChatModel:
     def cost(self) -> float:
         return self._backend.cost
 
-    async def ask(self, messages: Chat, read: Callable[[str], T], *, seed: int = 0, reuse: bool = True) -> T:
+    async def ask(self, messages: Chat, read: Callable[[str], T], *, seed: int = 0) -> T:
         """`read` of the model's answer. An answer that `read` rejects with ValueError is asked for once more.
 
         Raises RolloutError without an answer, ValueError without one that can be read.
         """
         key = self._key(messages, seed)
-        if reuse and self._cache is not None:
-            return await self._cache.get(key, read, lambda: self._ask(messages, read, seed), self._count_cached)
+        if self._cache is not None:
+            return await self._cache.get(key, read, lambda: self._ask(messages, read, seed), self._count)
         return read(await self._ask(messages, read, seed))
 
     async def _ask(self, messages: Chat, read: Callable[[str], T], seed: int) -> str:
@@ -195,9 +195,6 @@ class ChatModel:
         call = host.chat(name, messages, tokens, temperature, seed)
         return await self._backend.run(lambda: call, 0)
 
-    def _count_cached(self) -> None:
-        self._count("cached", 1)
-
     def _count(self, what: str, amount: float) -> None:
         if (calls := _log.get()) is not None:
             calls.add(f"{self.purpose}/{what}", amount)
@@ -221,14 +218,14 @@ class _Cache:
     def __reduce__(self) -> Any:
         return type(self), (self._file,)
 
-    async def get(self, key: str, read: Callable[[str], T], ask: Callable[[], Any], on_cached: Callable[[], None]) -> T:
+    async def get(self, key: str, read: Callable[[str], T], ask: Callable[[], Any], count: Callable[..., None]) -> T:
         if key in self._answers:
-            on_cached()
+            count("cached", 1)
             return read(self._answers[key])
         asked = self._on_their_way.get(key)
         if asked is not None and asked.get_loop() is asyncio.get_running_loop():
             answer = await asyncio.shield(asked)
-            on_cached()
+            count("cached", 1)
             return read(answer)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # there may be no one who waits

@@ -48,9 +48,7 @@ def split_command(command: str | Sequence[str]) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError as error:  # an open quotation
-        raise PalestraError(
-            f"the command {command!r} cannot be read: {str(error).lower()}; quote it as for a shell"
-        ) from error
+        raise PalestraError(f"the command {command!r} has {str(error).lower()}; quote it as for a shell") from error
 
 
 def isolated(*words: object, python: str | Path = sys.executable) -> list[str]:

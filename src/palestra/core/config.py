@@ -16,28 +16,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from palestra.core.config_sections import (
-    FULL_LEARNING_RATE,
-    LORA_LEARNING_RATE,
-    NEW_TOKENS,
-    STEP_GROUP_SIZE,
-    STEP_PROBLEMS,
-    TINKER_LORA_RANK,
-    AgentSection,
-    CheckpointSection,
-    EchoSection,
-    EvalSection,
-    LoraSection,
-    ModelSection,
-    RanksSection,
-    RaySection,
-    RolloutSection,
-    Section,
-    TinkerSection,
-    TrackSection,
-    TrainSection,
-    VllmSection,
-)
+from palestra.core import config_sections as sections
+from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, TINKER_LORA_RANK, Section
 from palestra.core.config_stages import DistillSection, StagesSection
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.files import write_text
@@ -71,27 +51,25 @@ class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same run."""
 
     seed: int = Field(0, ge=0, lt=2**32)  # as much as NumPy's generator takes
-    backend: Literal["local", "ray", "tinker"] = Field(
-        "local",
-        description="local: this machine; ray: trained here, sampled by actors on a Ray cluster (docs/scaling.md); "
-        "tinker: on a Tinker server (docs/tinker_backend.md)",
-    )
+    backend: Literal["local", "ray", "tinker"] = "local"
+    """local: this machine; ray: trained here, sampled by actors on a Ray cluster (docs/scaling.md); tinker: on a
+    Tinker server (docs/tinker_backend.md)"""
     output_dir: str = Field("runs", description="folder that run folders are made in")
-    model: ModelSection = Field(default_factory=ModelSection)
-    train: TrainSection = Field(default_factory=TrainSection)
-    rollout: RolloutSection = Field(default_factory=RolloutSection)
-    agent: AgentSection = Field(default_factory=AgentSection)
-    lora: LoraSection = Field(default_factory=LoraSection)
-    vllm: VllmSection = Field(default_factory=VllmSection)
-    tinker: TinkerSection = Field(default_factory=TinkerSection)
-    ray: RaySection = Field(default_factory=RaySection)
-    ranks: RanksSection = Field(default_factory=RanksSection)
-    echo: EchoSection = Field(default_factory=EchoSection)
+    model: sections.ModelSection = Field(default_factory=sections.ModelSection)
+    train: sections.TrainSection = Field(default_factory=sections.TrainSection)
+    rollout: sections.RolloutSection = Field(default_factory=sections.RolloutSection)
+    agent: sections.AgentSection = Field(default_factory=sections.AgentSection)
+    lora: sections.LoraSection = Field(default_factory=sections.LoraSection)
+    vllm: sections.VllmSection = Field(default_factory=sections.VllmSection)
+    tinker: sections.TinkerSection = Field(default_factory=sections.TinkerSection)
+    ray: sections.RaySection = Field(default_factory=sections.RaySection)
+    ranks: sections.RanksSection = Field(default_factory=sections.RanksSection)
+    echo: sections.EchoSection = Field(default_factory=sections.EchoSection)
     stages: StagesSection = Field(default_factory=StagesSection)
     distill: DistillSection = Field(default_factory=DistillSection)
-    eval: EvalSection = Field(default_factory=EvalSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    track: TrackSection = Field(default_factory=TrackSection)
+    eval: sections.EvalSection = Field(default_factory=sections.EvalSection)
+    checkpoint: sections.CheckpointSection = Field(default_factory=sections.CheckpointSection)
+    track: sections.TrackSection = Field(default_factory=sections.TrackSection)
 
     @model_validator(mode="before")
     @classmethod
@@ -104,71 +82,46 @@ class RunConfig(Section):
         return settings | {name: own | chosen[name] for name, own in defaults.items() if isinstance(chosen[name], dict)}
 
     @model_validator(mode="after")
-    def _sampling_needs_its_cache(self) -> RunConfig:
-        if self.model.sleep_mode and self.rollout.max_staleness:
+    def _fit_together(self) -> RunConfig:
+        model, train, rollout, echo, distill = self.model, self.train, self.rollout, self.echo, self.distill
+        if model.sleep_mode and rollout.max_staleness:
             raise ValueError(
-                f"model.sleep_mode takes the sampler's memory while the learner works, and rollout.max_staleness = "
-                f"{self.rollout.max_staleness} keeps sampling; choose one of them"
+                "model.sleep_mode takes the sampler's memory while the learner works, and rollout.max_staleness = "
+                f"{rollout.max_staleness} keeps sampling; choose one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _echo_reads_tool_results(self) -> RunConfig:
-        if self.echo.coefficient and not self.rollout.keep_reasoning:
+        if echo.coefficient and not rollout.keep_reasoning:
             raise ValueError(
                 "rollout.keep_reasoning = false renders the history again for each turn, so that tool results are part "
                 "of prompts, and echo.coefficient learns none of them; choose one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _deterministic(self) -> RunConfig:
-        if self.train.deterministic and (self.rollout.max_staleness or not self.has_own_engine):
+        if train.deterministic and (rollout.max_staleness or not self.has_own_engine):
             raise ValueError(
                 "train.deterministic needs our engine and steps one after the other; leave out rollout.max_staleness, "
                 "vllm.mode, rollout.policy_url and other backends than local"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _exact(self) -> RunConfig:
-        if not self.model.exact:
-            return self
-        rollout = self.rollout
-        plain = (rollout.top_p, rollout.top_k, rollout.min_p, rollout.repetition_penalty) == (1.0, 0, 0.0, 1.0)
-        if not self.has_own_engine or self.model.engine == "plain":
-            raise ValueError(
-                "model.exact needs our engine; leave out model.engine, vllm.mode, rollout.policy_url, backend"
-            )
-        if not plain or rollout.constrain_tool_calls:
+        if model.exact and (not self.has_own_engine or model.engine == "plain"):
+            raise ValueError("model.exact needs our engine; leave out model.engine, vllm.mode, policy_url and backend")
+        cuts = (rollout.top_p, rollout.top_k, rollout.min_p, rollout.repetition_penalty) != (1.0, 0, 0.0, 1.0)
+        if model.exact and (cuts or rollout.constrain_tool_calls):
             raise ValueError(
                 "model.exact samples from the whole distribution; leave out rollout.top_p, top_k, min_p, "
                 "repetition_penalty and constrain_tool_calls"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _expert_routing(self) -> RunConfig:
-        if self.train.expert_routing == "own":
-            return self
-        chosen = f"train.expert_routing = {self.train.expert_routing}"
-        if not self.has_own_engine or self.model.engine == "plain":
+        routing = f"train.expert_routing = {train.expert_routing}"
+        if train.expert_routing != "own" and (not self.has_own_engine or model.engine == "plain"):
             raise ValueError(
-                f"{chosen} needs our engine, which records the experts; leave out model.engine, vllm.mode, "
+                f"{routing} needs our engine, which records the experts; leave out model.engine, vllm.mode, "
                 "rollout.policy_url, backend"
             )
-        if (self.stages.plan != "auto" and "grpo" not in self.stages.plan) or self.distill.only:
-            raise ValueError(f"{chosen} is for grpo steps with a policy loss; leave it at own")
-        return self
-
-    @model_validator(mode="after")
-    def _distillation(self) -> RunConfig:
-        if self.distill.only and (self.echo.coefficient or self.train.entropy_coefficient or self.train.replay):
+        has_grpo = self.stages.plan == "auto" or "grpo" in self.stages.plan
+        if train.expert_routing != "own" and (not has_grpo or distill.only):
+            raise ValueError(f"{routing} is for grpo steps with a policy loss; leave it at own")
+        if distill.only and (echo.coefficient or train.entropy_coefficient or train.replay):
             raise ValueError(
                 "distill.only leaves out all other losses; set echo.coefficient, train.entropy_coefficient and "
                 "train.replay to 0"
             )
-        if self.distill.teacher_url is not None and self.rollout.temperature != 1:
+        if distill.teacher_url is not None and rollout.temperature != 1:
             raise ValueError("distill.teacher_url scores tokens at temperature 1; set rollout.temperature to 1")
         return self
 
@@ -196,14 +149,14 @@ class RunConfig(Section):
         return self.model_copy(update={"train": self.train.model_copy(update={"learning_rate": rate})})
 
     def with_step_size(
-        self, problems: int = STEP_PROBLEMS, group_size: int = STEP_GROUP_SIZE, max_new_tokens: int = NEW_TOKENS
+        self,
+        problems: int = sections.STEP_PROBLEMS,
+        group_size: int = sections.STEP_GROUP_SIZE,
+        max_new_tokens: int = NEW_TOKENS,
     ) -> RunConfig:
         """Set the step sizes that are not given. The defaults are for callers that do not know the model."""
-        values = {
-            "train.problems_per_step": problems,
-            "rollout.group_size": group_size,
-            "rollout.max_new_tokens": max_new_tokens,
-        }
+        values = {"train.problems_per_step": problems, "rollout.group_size": group_size}
+        values["rollout.max_new_tokens"] = max_new_tokens
         missing = {key: value for key, value in values.items() if self.value(key) is None}
         return self.with_settings(missing) if missing else self
 
@@ -214,12 +167,11 @@ class RunConfig(Section):
     @classmethod
     def build(cls, *layers: Mapping[str, Any]) -> RunConfig:
         """The defaults, overlaid by each layer in turn; a wrong key or value raises PalestraError."""
-        merged: dict[str, Any] = {}
+        flat: dict[str, Any] = {}
         for layer in layers:
-            _refuse_twice(layer)
-            _overlay(merged, layer)
+            flat |= flatten(layer)
         try:
-            return cls.model_validate(merged)
+            return cls.model_validate(_nested(flat))
         except ValidationError as error:
             raise PalestraError(explain(error, list(cls.keys()))) from None
 
@@ -250,50 +202,27 @@ class RunConfig(Section):
     @classmethod
     def settings(cls) -> dict[str, FieldInfo]:
         """Every setting by its dotted key."""
-        return dict(_walk(cls, ""))
+        found: dict[str, FieldInfo] = {}
+        for name, info in cls.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+                found |= {f"{name}.{key}": inner for key, inner in info.annotation.model_fields.items()}
+            else:
+                found[name] = info
+        return found
 
 
-def _refuse_twice(layer: Mapping[str, Any]) -> None:
-    """A setting that one layer gives two values, in its section and by its dotted name: either may be meant.
-
-    >>> _refuse_twice({"lora": {"r": 8}, "lora.r": 16})
-    Traceback (most recent call last):
-    palestra.core.errors.PalestraError: lora.r is given twice, as 8 and as 16; give it once
-    """
-    found: dict[str, Any] = {}
-
-    def note(prefix: str, content: Any) -> None:
-        if isinstance(content, Mapping) and content:
-            for name, value in content.items():
-                note(f"{prefix}.{name}" if prefix else str(name), value)
-        elif found.setdefault(prefix, content) != content:
-            raise PalestraError(f"{prefix} is given twice, as {found[prefix]!r} and as {content!r}; give it once")
-
-    note("", layer)
-
-
-def _overlay(base: dict[str, Any], layer: Mapping[str, Any]) -> None:
-    """Lay settings over settings; `{"lora.r": 8}` and `{"lora": {"r": 8}}` say the same."""
-    for name, content in layer.items():
-        key, dot, rest = name.partition(".")
-        value = {rest: content} if dot else content
-        if isinstance(value, Mapping):
-            if not isinstance(base.get(key), dict):
-                base[key] = {}
-            _overlay(base[key], value)
-        else:
-            base[key] = value
-
-
-def _walk(section: type[Section], prefix: str) -> list[tuple[str, FieldInfo]]:
-    found: list[tuple[str, FieldInfo]] = []
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            found += _walk(kind, f"{prefix}{name}.")
-        else:
-            found.append((f"{prefix}{name}", info))
-    return found
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as nested sections, the reverse of `flatten`."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        inner = nested
+        for section in path:
+            below = inner.get(section)
+            inner[section] = below = dict(below) if isinstance(below, dict) else {}
+            inner = below
+        inner[name] = value
+    return nested
 
 
 def explain(error: ValidationError, known: list[str]) -> str:
@@ -340,13 +269,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-        data = parse_yaml(text)
-        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), path)
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PalestraError(
-            f"there is no config file {path}; `palestra config my_agent.py > {path}` writes one"
-        ) from None
+        raise PalestraError(f"there is no config file {path}; `palestra config my_agent.py` prints one") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise PalestraError(f"the config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -357,7 +282,10 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The content of a YAML document; yaml.YAMLError if it is nested too deeply, or its aliases stand for too much."""
+    """The content of a YAML document.
+
+    yaml.YAMLError if it is nested too deeply, its aliases stand for too much, or a key is there twice.
+    """
     import yaml
 
     steps = ((char in "[{") - (char in "]}") for char in re.sub(r"[^][{}]+", "", text))
@@ -369,6 +297,8 @@ def parse_yaml(text: str) -> Any:
         if id(node) in path:
             raise yaml.YAMLError("an alias refers to the node that contains it")
         if id(node) not in sizes:
+            if isinstance(node, yaml.MappingNode):
+                _refuse_repeated_keys(node)
             pairs = node.value if isinstance(node, yaml.CollectionNode) else []
             below = [part for pair in pairs for part in (pair if isinstance(pair, tuple) else (pair,))]
             sizes[id(node)] = 1 + sum(size(part, path | {id(node)}) for part in below)
@@ -381,30 +311,19 @@ def parse_yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def _refuse_repeated_keys(root: Any, path: Path) -> None:
+def _refuse_repeated_keys(node: Any) -> None:
     """PyYAML takes the last of two keys that are the same, and drops what the first one held."""
     import yaml
 
-    nodes, seen = [root], set()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:  # an alias may lead back
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            nodes.extend(node.value)
-        elif isinstance(node, yaml.MappingNode):
-            nodes.extend(value for _, value in node.value)
-            keys: dict[str, int] = {}
-            for key in (k for k, _ in node.value if isinstance(k, yaml.ScalarNode) and k.value != "<<"):
-                line = key.start_mark.line + 1
-                if key.value in keys:
-                    lines = f"lines {keys[key.value]} and {line}"
-                    raise PalestraError(f"the config file {path} has {key.value!r} twice, in {lines}; make it one")
-                keys[key.value] = line
+    lines: dict[str, int] = {}
+    for key in (k for k, _ in node.value if isinstance(k, yaml.ScalarNode) and k.value != "<<"):
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise yaml.YAMLError(f"{key.value!r} is there twice, in lines {lines[key.value]} and {line}; make it one")
+        lines[key.value] = line
 
 
-def flatten(data: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(data: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted names; a section without content counts for nothing.
 
     >>> flatten({"train": {"learning_rate": 2e-5}, "lora.r": 8, "echo": None})
@@ -415,7 +334,7 @@ def flatten(data: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in data.items():
         key = f"{prefix}{name}"
         found = {}
-        if isinstance(value, dict) and key not in known:  # a setting may be an object itself
+        if isinstance(value, Mapping) and key not in known:  # a setting may be an object itself
             found = flatten(value, f"{key}.")
         elif value is not None or not any(k.startswith(f"{key}.") for k in known):
             found = {key: value}

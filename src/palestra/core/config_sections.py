@@ -28,53 +28,43 @@ BY_RUN: Any = None  # the default of such a setting: the run chooses
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    """Some settings. The text below a setting is its description, like `description` where it fits on the line."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for info in cls.model_fields.values():
+            info.description = info.description and " ".join(info.description.split())  # one line
 
 
 class ModelSection(Section):
     """Which model, and how it is held in memory."""
 
     name: str = Field("palestra/tiny", description="palestra/tiny, a hub id, a local folder or a .gguf file")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU"""
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, …")
-    gpus: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="GPUs that a run in the background is given, and waits for; default one, if there is any",
-    )
-    threads: int | None = Field(
-        None,
-        ge=1,
-        le=4096,
-        description="CPU threads; default: 1 for a small model, else the processors that are idle at the start",
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="values for variables of the chat template, such as enable_thinking: false; the saved model's "
-        "template has them, too",
-    )
+    gpus: int | None = Field(None, ge=1, le=1024)
+    """GPUs that a run in the background is given, and waits for; default one, if there is any"""
+    threads: int | None = Field(None, ge=1, le=4096)
+    """CPU threads; default: 1 for a small model, else the processors that are idle at the start"""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """values for variables of the chat template, such as enable_thinking: false; the saved model's template has them,
+    too"""
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     sleep_mode: bool = Field(False, description="give the KV cache's memory back while the learner works (slower)")
-    master_weights: bool = Field(
-        True, description="full fine-tuning in bfloat16 keeps float32 master weights: small updates are not lost"
-    )
-    engine: Literal["auto", "paged", "plain"] = Field(
-        "auto", description="the sampler: auto takes the paged engine where the model allows it"
-    )
-    exact: bool = Field(
-        False,
-        description="sampler and learner compute the same log-probabilities to the bit, by kernels that do not depend "
-        "on the batch; slower (a CUDA GPU, Llama-like models)",
-    )
-    kv_memory_gib: float | None = Field(
-        None,
-        gt=0,
-        le=100_000,
-        description="memory of the sampler's cache; default: half of what a GPU has free, or up to 4",
-    )
+    master_weights: bool = True
+    """full fine-tuning in bfloat16 keeps float32 master weights: small updates are not lost"""
+    engine: Literal["auto", "paged", "plain"] = "auto"
+    """the sampler: auto takes the paged engine where the model allows it"""
+    exact: bool = False
+    """sampler and learner compute the same log-probabilities to the bit, by kernels that do not depend on the batch;
+    slower (a CUDA GPU, Llama-like models)"""
+    kv_memory_gib: float | None = Field(None, gt=0, le=100_000)
+    """memory of the sampler's cache; default: half of what a GPU has free, or up to 4"""
 
     @model_validator(mode="after")
     def _gpus_of_any_number(self) -> ModelSection:
@@ -89,43 +79,23 @@ class ModelSection(Section):
 class TrainSection(Section):
     """The objective and the optimizer."""
 
-    learning_rate: float | None = Field(
-        None,
-        gt=0,
-        lt=10,
-        allow_inf_nan=False,
-        description="default by model size: all weights 1e-5 for 100-200 M, more below, down to 1e-6 from 2 B; "
-        "LoRA 1e-4 up to 1 B, down to 2e-5 from 5 B",
-    )
-    epochs: int | None = Field(
-        None,
-        ge=1,
-        le=1_000_000,
-        description="passes over the training cases; default: one, but at least 40 steps",
-    )
+    learning_rate: float | None = Field(None, gt=0, lt=10, allow_inf_nan=False)
+    """default by model size: all weights 1e-5 for 100-200 M, more below, down to 1e-6 from 2 B; LoRA 1e-4 up to 1 B,
+    down to 2e-5 from 5 B"""
+    epochs: int | None = Field(None, ge=1, le=1_000_000)
+    """passes over the training cases; default: one, but at least 40 steps"""
     max_steps: int | None = Field(None, ge=1, le=100_000_000, description="stop after this many optimizer steps")
-    max_sampled_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=1_000_000_000_000,
-        description="stop after the step in which all stages together have sampled this many tokens",
-    )
-    problems_per_step: Automatic = Field(
-        BY_RUN,
-        ge=1,
-        le=65_536,
-        description="problems in one optimizer step, each with a group of rollouts; default 4 to 64, by model and GPU",
-    )
-    loss: LossName = Field(
-        "dapo", description="gspo is grpo with the sequence ratio; cross_entropy (sft stages) is -advantage * logprob"
-    )
-    ratio: Literal["token", "sequence"] = Field(
-        "token", description="importance ratio per token or per sequence (GSPO)"
-    )
+    max_sampled_tokens: int | None = Field(None, ge=1, le=1_000_000_000_000)
+    """stop after the step in which all stages together have sampled this many tokens"""
+    problems_per_step: Automatic = Field(BY_RUN, ge=1, le=65_536)
+    """problems in one optimizer step, each with a group of rollouts; default 4 to 64, by model and GPU"""
+    loss: LossName = "dapo"
+    """gspo is grpo with the sequence ratio; cross_entropy (sft stages) is -advantage * logprob"""
+    ratio: Literal["token", "sequence"] = "token"
+    """importance ratio per token or per sequence (GSPO)"""
     epsilon: float = Field(0.2, ge=0, description="lower clip")
-    epsilon_high: float | None = Field(
-        None, ge=0, description="upper clip, 0.28 unless given; for cispo the cap of the ratio itself, 5 unless given"
-    )
+    epsilon_high: float | None = Field(None, ge=0)
+    """upper clip, 0.28 unless given; for cispo the cap of the ratio itself, 5 unless given"""
     delta: float | None = Field(None, gt=0, description="dual clip: upper bound of the unclipped ratio")
     sapo_temperature_pos: float = Field(1.0, gt=0)
     sapo_temperature_neg: float = Field(1.05, gt=0)
@@ -133,130 +103,77 @@ class TrainSection(Section):
     kl_bias_correction: bool = Field(False, description="weigh the KL term by the importance ratio")
     importance_correction: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = Field(
-        "auto",
-        description="correct for sampler and learner disagreeing; auto: token_truncate where they may, with "
-        "rollout.max_staleness or vLLM, else none",
-    )
+    ] = "auto"
+    """correct for sampler and learner disagreeing; auto: token_truncate where they may, with rollout.max_staleness or
+    vLLM, else none"""
     importance_cap: float = Field(2.0, gt=0)
-    importance_floor: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="lower bound of the weights: token_mask and sequence_mask drop those below it, token_truncate and "
-        "sequence_truncate raise them to it; IcePop is token_mask with a floor of 0.5 and a cap of 5",
-    )
-    expert_routing: Literal["own", "compare", "replay"] = Field(
-        "own",
-        description="mixtures of experts: the learner chooses the experts of each token itself; compare also records "
-        "the sampler's and reports how many differ (routing_mismatch); replay uses the sampler's (docs/models.md)",
-    )
+    importance_floor: float = Field(0.0, ge=0, le=1)
+    """lower bound of the weights: token_mask and sequence_mask drop those below it, token_truncate and
+    sequence_truncate raise them to it; IcePop is token_mask with a floor of 0.5 and a cap of 5"""
+    expert_routing: Literal["own", "compare", "replay"] = "own"
+    """mixtures of experts: the learner chooses the experts of each token itself; compare also records the sampler's
+    and reports how many differ (routing_mismatch); replay uses the sampler's (docs/models.md)"""
     off_policy_mask_threshold: float | None = Field(None, gt=0, description="drop rows that drifted too far")
-    advantage_scale: Literal["group", "batch", "mean", "none"] = Field(
-        "group",
-        description="divide by the deviation of the group or the batch, or by the mean of the group (MaxRL)",
-    )
+    advantage_scale: Literal["group", "batch", "mean", "none"] = "group"
+    """divide by the deviation of the group or the batch, or by the mean of the group (MaxRL)"""
     leave_one_out: bool = Field(False, description="baseline of a rollout: its siblings without itself")
-    combine: Literal["sum_then_normalise", "normalise_then_sum"] = Field(
-        "sum_then_normalise", description="several measures: weigh and add, then normalise; or the reverse"
-    )
-    credit: Literal["rollout", "return_to_go", "gigpo"] = Field(
-        "rollout",
-        description="one advantage for the whole rollout; or one for each turn: by what it and the turns after it "
-        "earned, or by GiGPO, which also compares turns that began in the same state",
-    )
-    discount: float = Field(
-        1.0, ge=0, le=1, description="return_to_go and gigpo: factor of a reward for each turn that it lies ahead"
-    )
-    step_weight: float = Field(
-        1.0, ge=0, le=1000, description="gigpo: weight of the comparison of turns beside that of whole rollouts"
-    )
-    custom_advantages: str | None = Field(
-        None, description="FILE.py:NAME of a function from a step's batch to advantages (docs/objectives.md)"
-    )
-    custom_loss: str | None = Field(
-        None, description="FILE.py:NAME of a function that gives each token's loss, instead of the formula of `loss`"
-    )
-    entropy_coefficient: float = Field(
-        0.0, allow_inf_nan=False, description="bonus on the entropy of sampled positions"
-    )
-    target_entropy: float | None = Field(
-        None, allow_inf_nan=False, description="steer the coefficient towards this entropy (nats a token)"
-    )
-    replay: float = Field(
-        0.0,
-        ge=0,
-        le=10,
-        description="weight of a cross-entropy term on stored successes of earlier steps and stages, which each grpo "
-        "step learns again; 0 stores none",
-    )
+    combine: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
+    """several measures: weigh and add, then normalise; or the reverse"""
+    credit: Literal["rollout", "return_to_go", "gigpo"] = "rollout"
+    """one advantage for the whole rollout; or one for each turn: by what it and the turns after it earned, or by
+    GiGPO, which also compares turns that began in the same state"""
+    discount: float = Field(1.0, ge=0, le=1)
+    """return_to_go and gigpo: factor of a reward for each turn that it lies ahead"""
+    step_weight: float = Field(1.0, ge=0, le=1000)
+    """gigpo: weight of the comparison of turns beside that of whole rollouts"""
+    custom_advantages: str | None = None
+    """FILE.py:NAME of a function from a step's batch to advantages (docs/objectives.md)"""
+    custom_loss: str | None = None
+    """FILE.py:NAME of a function that gives each token's loss, instead of the formula of `loss`"""
+    entropy_coefficient: float = Field(0.0, allow_inf_nan=False)
+    """bonus on the entropy of sampled positions"""
+    target_entropy: float | None = Field(None, allow_inf_nan=False)
+    """steer the coefficient towards this entropy (nats a token)"""
+    replay: float = Field(0.0, ge=0, le=10)
+    """weight of a cross-entropy term on stored successes of earlier steps and stages, which each grpo step learns
+    again; 0 stores none"""
     iterations: int = Field(1, ge=1, le=1000, description="optimizer passes over one batch of rollouts")
     minibatches: int = Field(1, ge=1, le=65_536, description="optimizer steps into which one pass is split")
     mask_truncated: bool = Field(True, description="rollouts cut off by length do not train, but stay in the baseline")
-    filter_equal_groups: bool = Field(
-        True, description="groups whose rewards are all equal are left out; fresh ones are drawn where too few are left"
-    )
-    signal_share: float = Field(
-        1 / 16,
-        gt=0,
-        le=1,
-        description="share of a step's groups whose rewards must differ; fresh problems are drawn while fewer do. 1 is "
-        "DAPO's dynamic sampling: each step learns more and takes longer",
-    )
-    full_update_share: float = Field(
-        1 / 4,
-        ge=0,
-        le=1,
-        description="share of a step's problems that must have signal, or be solved by every rollout, for a full "
-        "update; with fewer, the learning rate of the step is lowered in proportion; 0 always makes full updates",
-    )
-    sampling: Literal["uniform", "learnable"] = Field(
-        "uniform",
-        description="problems in shuffled passes; or mostly those that the model solves sometimes, by the pass rate of "
-        "each (docs/sampling.md)",
-    )
-    sampling_half_life: float = Field(
-        30.0,
-        gt=0,
-        le=STEPS,
-        description="learnable: steps after which an attempt counts half in the pass rate of its problem; solved and "
-        "hopeless problems are tested again sooner with fewer",
-    )
-    max_rollbacks: int = Field(
-        3,
-        ge=0,
-        le=1000,
-        description="when the model collapses, go back to its best weights with 0.3 of the learning rate, this often "
-        "before the run ends early; 0 turns the safety net off (docs/explain/safety_net.md)",
-    )
-    stop_when_solved: int = Field(
-        0,
-        ge=0,
-        le=STEPS,
-        description="end the training after this many steps in a row in which every rollout passed; 0 turns this off",
-    )
-    refill_limit: int = Field(
-        2, ge=0, le=1000, description="how often a step may draw its number of problems again to reach `signal_share`"
-    )
+    filter_equal_groups: bool = True
+    """groups whose rewards are all equal are left out; fresh ones are drawn where too few are left"""
+    signal_share: float = Field(1 / 16, gt=0, le=1)
+    """share of a step's groups whose rewards must differ; fresh problems are drawn while fewer do. 1 is DAPO's dynamic
+    sampling: each step learns more and takes longer"""
+    full_update_share: float = Field(1 / 4, ge=0, le=1)
+    """share of a step's problems that must have signal, or be solved by every rollout, for a full update; with fewer,
+    the learning rate of the step is lowered in proportion; 0 always makes full updates"""
+    sampling: Literal["uniform", "learnable"] = "uniform"
+    """problems in shuffled passes; or mostly those that the model solves sometimes, by the pass rate of each
+    (docs/sampling.md)"""
+    sampling_half_life: float = Field(30.0, gt=0, le=STEPS)
+    """learnable: steps after which an attempt counts half in the pass rate of its problem; solved and hopeless
+    problems are tested again sooner with fewer"""
+    max_rollbacks: int = Field(3, ge=0, le=1000)
+    """when the model collapses, go back to its best weights with 0.3 of the learning rate, this often before the run
+    ends early; 0 turns the safety net off (docs/explain/safety_net.md)"""
+    stop_when_solved: int = Field(0, ge=0, le=STEPS)
+    """end the training after this many steps in a row in which every rollout passed; 0 turns this off"""
+    refill_limit: int = Field(2, ge=0, le=1000)
+    """how often a step may draw its number of problems again to reach `signal_share`"""
     max_grad_norm: float = Field(1.0, gt=0)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0, le=STEPS)
-    tokens_per_micro_batch: int | None = Field(
-        None,
-        ge=1,
-        le=100_000_000,
-        description="token budget of one forward and backward; none suits it to the model: 16384, and up to 65536 on a "
-        "GPU with room for it",
-    )
+    tokens_per_micro_batch: int | None = Field(None, ge=1, le=100_000_000)
+    """token budget of one forward and backward; none suits it to the model: 16384, and up to 65536 on a GPU with room
+    for it"""
     share_prefix: bool = Field(True, description="compute the prompt of a group once for all its siblings")
-    deterministic: bool = Field(
-        False,
-        description="the same seed gives the same run also with tools that take longer than 50 ms: sampling waits "
-        "for them, so that who shares a batch does not depend on the time that they take",
-    )
+    deterministic: bool = False
+    """the same seed gives the same run also with tools that take longer than 50 ms: sampling waits for them, so that
+    who shares a batch does not depend on the time that they take"""
 
     @field_validator("custom_advantages", "custom_loss")
     @classmethod
@@ -265,18 +182,11 @@ class TrainSection(Section):
         return None if spec is None else absolute_spec(spec)
 
     @model_validator(mode="after")
-    def _half_life_of_rates(self) -> TrainSection:
-        if (
-            self.sampling == "uniform"
-            and self.sampling_half_life != type(self).model_fields["sampling_half_life"].default
-        ):
-            raise ValueError(
-                f"train.sampling_half_life = {self.sampling_half_life:g} is for train.sampling = learnable"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _credit_of_turns(self) -> TrainSection:
+    def _fit_together(self) -> TrainSection:
+        floor, correction = self.importance_floor, self.importance_correction
+        half_life = self.sampling_half_life
+        if self.sampling == "uniform" and half_life != type(self).model_fields["sampling_half_life"].default:
+            raise ValueError(f"train.sampling_half_life = {half_life:g} is for train.sampling = learnable")
         if self.credit == "rollout" and self.discount != 1:
             raise ValueError(f"train.discount = {self.discount} is for train.credit = return_to_go or gigpo")
         if self.credit != "gigpo" and self.step_weight != 1:
@@ -286,140 +196,88 @@ class TrainSection(Section):
                 "train.credit = return_to_go compares the returns of turns, of all measures together; leave "
                 "train.leave_one_out and train.combine at their defaults"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _floor_of_a_correction(self) -> TrainSection:
-        if self.importance_floor and self.importance_correction in ("auto", "none"):
+        if floor and correction in ("auto", "none"):
             raise ValueError(
-                f"train.importance_floor = {self.importance_floor} has no effect with train.importance_correction = "
-                f"{self.importance_correction}; choose token_mask, token_truncate, sequence_mask or sequence_truncate"
+                f"train.importance_floor = {floor} has no effect with train.importance_correction = {correction}; "
+                "choose token_mask, token_truncate, sequence_mask or sequence_truncate"
             )
-        if self.importance_floor >= self.importance_cap:
-            raise ValueError(
-                f"train.importance_floor = {self.importance_floor} must be less than train.importance_cap = "
-                f"{self.importance_cap}"
-            )
+        if floor >= self.importance_cap:
+            raise ValueError(f"train.importance_floor = {floor} must be less than importance_cap {self.importance_cap}")
         return self
 
 
 class RolloutSection(Section):
     """How attempts are made."""
 
-    group_size: Automatic = Field(
-        BY_RUN, ge=1, le=65_536, description="rollouts per problem; default 4 to 16, by model and GPU"
-    )
+    group_size: Automatic = Field(BY_RUN, ge=1, le=65_536)
+    """rollouts per problem; default 4 to 16, by model and GPU"""
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=10_000_000)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
-    max_new_tokens: Automatic = Field(
-        BY_RUN,
-        ge=1,
-        le=10_000_000,
-        description="all turns of a rollout together; default 1024, or an eighth of a context below 4096",
-    )
+    max_new_tokens: Automatic = Field(BY_RUN, ge=1, le=10_000_000)
+    """all turns of a rollout together; default 1024, or an eighth of a context below 4096"""
     max_tool_rounds: int = Field(5, ge=0, le=10_000)
     tool_timeout_s: float = Field(30.0, gt=0, le=WEEK_S)
-    max_tool_result_chars: int = Field(
-        20_000,
-        ge=100,
-        le=100_000_000,
-        description="a longer tool result is cut, and says so, before the model reads it",
-    )
-    max_open_episodes: int = Field(
-        1024,
-        ge=1,
-        le=65_536,
-        description="maximum number of open attempts; environments with a sandbox have their own limit",
-    )
-    policy_url: str | None = Field(
-        None, description="sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"
-    )
-    weights_folder: str = Field(
-        "weights", description="where a server at policy_url or vllm.url finds each step's weights"
-    )
-    constrain_tool_calls: bool = Field(
-        False,
-        description="sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it, "
-        "train.importance_correction weighs it); needs palestra[constrain]",
-    )
-    unexpected_call_format: Literal["execute", "error"] = Field(
-        "execute",
-        description="a call that names a tool but is not in the model's call format: execute it, or answer with an "
-        "error that shows the format",
-    )
-    compact_at: int | None = Field(
-        None,
-        ge=64,
-        le=100_000_000,
-        description="our own agent loop: tokens of a conversation from which the model summarises it and goes on "
-        "with the summary alone; none: until the context is full",
-    )
-    keep_reasoning: bool = Field(
-        True,
-        description="our own agent loop: the model reads what it thought in earlier turns; false leaves it out, as "
-        "many servers do",
-    )
-    max_staleness: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="policy versions that a rollout may lag behind when it is trained; above 0 sampling goes on while "
-        "tools run and the learner works",
-    )
+    max_tool_result_chars: int = Field(20_000, ge=100, le=100_000_000)
+    """a longer tool result is cut, and says so, before the model reads it"""
+    max_open_episodes: int = Field(1024, ge=1, le=65_536)
+    """maximum number of open attempts; environments with a sandbox have their own limit"""
+    policy_url: str | None = None
+    """sample from `palestra serve MODEL --weights-from weights_folder` instead of in this process"""
+    weights_folder: str = "weights"
+    """where a server at policy_url or vllm.url finds each step's weights"""
+    constrain_tool_calls: bool = False
+    """sample tool calls by the tools' JSON schemas; the learner scores without (kl_sampler shows it,
+    train.importance_correction weighs it); needs palestra[constrain]"""
+    unexpected_call_format: Literal["execute", "error"] = "execute"
+    """a call that names a tool but is not in the model's call format: execute it, or answer with an error that shows
+    the format"""
+    compact_at: int | None = Field(None, ge=64, le=100_000_000)
+    """our own agent loop: tokens of a conversation from which the model summarises it and goes on with the summary
+    alone; none: until the context is full"""
+    keep_reasoning: bool = True
+    """our own agent loop: the model reads what it thought in earlier turns; false leaves it out, as many servers do"""
+    max_staleness: int = Field(0, ge=0, le=1000)
+    """policy versions that a rollout may lag behind when it is trained; above 0 sampling goes on while tools run and
+    the learner works"""
 
     @model_validator(mode="after")
     def _groups_need_siblings(self) -> RolloutSection:
+        useless = "so nothing is learned; use"
         if self.group_size == 1:
-            raise ValueError(
-                "group_size (num_generations) = 1 gives every advantage 0, so nothing is learned; use 2 or more"
-            )
+            raise ValueError(f"group_size (num_generations) = 1 gives every advantage 0, {useless} 2 or more")
         if self.temperature == 0:
-            raise ValueError(
-                "temperature = 0 makes all rollouts of a group equal, so nothing is learned; use 0.7 to 1.0 "
-                "(eval.temperature is that of evaluations)"
-            )
+            raise ValueError(f"temperature = 0 (not eval.temperature) makes all rollouts equal, {useless} 0.7 to 1.0")
         return self
 
 
 class AgentSection(Section):
     """Agents with a loop of their own: a command, a function, or external programs."""
 
-    timeout_s: float = Field(
-        300.0, gt=0, le=WEEK_S, description="an attempt that takes longer is ended, and counts as failed"
-    )
+    timeout_s: float = Field(300.0, gt=0, le=WEEK_S)
+    """an attempt that takes longer is ended, and counts as failed"""
     max_at_once: int = Field(32, ge=1, le=4096, description="attempts that run at a time")
-    max_output_bytes: int = Field(
-        4_000_000, ge=1000, le=1_000_000_000, description="a program that writes more is ended, and counts as failed"
-    )
-    fork_server: bool = Field(
-        False, description="import the modules of a Python program once and fork for each attempt: starts in 0.1 s"
-    )
-    sandbox: bool = Field(
-        False, description="isolate each attempt of a command: it reaches the model and nothing else of the network"
-    )
-    roles: dict[str, str] = Field(
-        default_factory=dict,
-        max_length=16,
-        description="further agents of a program by label, each at OPENAI_BASE_URL_<LABEL>: train, start (the model "
-        "before the training), checkpoint (the run's newest), a model (folder, hub id, RUN@STEP), or URL#model of an "
-        "endpoint; only train is trained",
-    )
+    max_output_bytes: int = Field(4_000_000, ge=1000, le=1_000_000_000)
+    """a program that writes more is ended, and counts as failed"""
+    fork_server: bool = False
+    """import the modules of a Python program once and fork for each attempt: starts in 0.1 s"""
+    sandbox: bool = False
+    """isolate each attempt of a command: it reaches the model and nothing else of the network"""
+    roles: dict[str, str] = Field(default_factory=dict, max_length=16)
+    """further agents of a program by label, each at OPENAI_BASE_URL_<LABEL>: train, start (the model before the
+    training), checkpoint (the run's newest), a model (folder, hub id, RUN@STEP), or URL#model of an endpoint; only
+    train is trained"""
 
     @model_validator(mode="after")
-    def _labels_can_be_variables(self) -> AgentSection:
+    def _fit_together(self) -> AgentSection:
         variables = [label.upper() for label in self.roles]
         for label, model in self.roles.items():
             if not re.fullmatch(r"[A-Za-z]\w{0,31}", label, re.ASCII) or label == "main":
                 raise ValueError(f"agent.roles has the label {label!r}; use up to 32 letters, digits and _, not main")
             if variables.count(label.upper()) > 1 or not model.strip():
                 raise ValueError(f"agent.roles: give the label {label!r} once, with a model, start or train")
-        return self
-
-    @model_validator(mode="after")
-    def _one_way_to_start(self) -> AgentSection:
         if self.sandbox and self.fork_server:
             raise ValueError("agent.sandbox and agent.fork_server exclude each other: a forked program is not isolated")
         return self
@@ -428,17 +286,14 @@ class AgentSection(Section):
 class VllmSection(Section):
     """vLLM as the sampler."""
 
-    mode: Literal["off", "server", "colocate"] = Field(
-        "off", description="server: a running `vllm serve` at vllm.url; colocate: vLLM in this process"
-    )
+    mode: Literal["off", "server", "colocate"] = "off"
+    """server: a running `vllm serve` at vllm.url; colocate: vLLM in this process"""
     url: str = Field("http://127.0.0.1:8000", description="server: where it answers; rollout.weights_folder is shared")
-    timeout_s: float = Field(
-        300.0, gt=0, le=WEEK_S, description="server: how long it may be away or silent before the run ends"
-    )
+    timeout_s: float = Field(300.0, gt=0, le=WEEK_S)
+    """server: how long it may be away or silent before the run ends"""
     gpu_memory_utilization: float = Field(0.3, gt=0, le=1, description="colocate: its share of the GPU's memory")
-    max_model_len: int | None = Field(
-        None, ge=1, le=100_000_000, description="colocate: tokens of a conversation; default the model's"
-    )
+    max_model_len: int | None = Field(None, ge=1, le=100_000_000)
+    """colocate: tokens of a conversation; default the model's"""
     tensor_parallel_size: int = Field(1, ge=1, le=1024, description="colocate: GPUs that share the model")
 
     @model_validator(mode="after")
@@ -455,14 +310,12 @@ class VllmSection(Section):
 class LoraSection(Section):
     """Low-rank adapters: off while r is 0."""
 
-    r: int = Field(
-        0, ge=0, le=8192, description="rank; 0 trains all weights, or is 16 where load_in_4bit asks for adapters"
-    )
+    r: int = Field(0, ge=0, le=8192)
+    """rank; 0 trains all weights, or is 16 where load_in_4bit asks for adapters"""
     alpha: int = Field(32, ge=1, le=1_000_000)
     dropout: float = Field(0.0, ge=0, lt=1, description="in the learner only, so that sampler and learner differ")
-    target_modules: list[str] | None = Field(
-        None, description="default: all linear layers (`all-linear`); `experts` adds those of a mixture of experts"
-    )
+    target_modules: list[str] | None = None
+    """default: all linear layers (`all-linear`); `experts` adds those of a mixture of experts"""
     load_in_4bit: bool = Field(False, description="QLoRA: nf4 with double quantisation; needs CUDA and bitsandbytes")
 
     @model_validator(mode="after")
@@ -485,36 +338,28 @@ class LoraSection(Section):
 class TinkerSection(Section):
     """Where a model is trained with `backend: tinker`; the key is in TINKER_API_KEY."""
 
-    base_url: str | None = Field(
-        None, description="a Tinker server, of `palestra tinker` for instance; none: TINKER_BASE_URL or the service"
-    )
+    base_url: str | None = None
+    """a Tinker server, of `palestra tinker` for instance; none: TINKER_BASE_URL or the service"""
 
 
 class RaySection(Section):
     """Rollout actors on a Ray cluster, with `backend: ray`."""
 
-    address: str = Field(
-        "auto",
-        description="auto: the running cluster (RAY_ADDRESS); local: one that is started for this run; HOST:PORT, or "
-        "ray://HOST:PORT of Ray Client",
-    )
+    address: str = "auto"
+    """auto: the running cluster (RAY_ADDRESS); local: one that is started for this run; HOST:PORT, or ray://HOST:PORT
+    of Ray Client"""
     actors: int = Field(2, ge=1, le=4096, description="rollout actors; one that finds no room joins when there is some")
     cpus_per_actor: float = Field(1.0, gt=0, le=4096)
     gpus_per_actor: float = Field(0.0, ge=0, le=1024, description="0 samples on the CPU")
-    timeout_s: float = Field(
-        120.0, gt=0, le=WEEK_S, description="how long the cluster may not answer, or have no actor, before the run ends"
-    )
+    timeout_s: float = Field(120.0, gt=0, le=WEEK_S)
+    """how long the cluster may not answer, or have no actor, before the run ends"""
 
 
 class RanksSection(Section):
     """Several processes that train together: `--nproc` or torchrun (docs/scaling.md)."""
 
-    timeout_s: float = Field(
-        1800.0,
-        gt=0,
-        le=WEEK_S,
-        description="how long a rank waits for the others, for their rollouts above all, until the run ends",
-    )
+    timeout_s: float = Field(1800.0, gt=0, le=WEEK_S)
+    """how long a rank waits for the others, for their rollouts above all, until the run ends"""
 
 
 class EchoSection(Section):
@@ -539,13 +384,11 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     """What is kept on disk while training."""
 
-    every: int = Field(
-        50, ge=0, le=STEPS, description="steps between checkpoints, the last one besides; 0: none, unless by Ctrl-C"
-    )
+    every: int = Field(50, ge=0, le=STEPS)
+    """steps between checkpoints, the last one besides; 0: none, unless by Ctrl-C"""
     keep_last: int = Field(2, ge=1, le=100_000)
-    keep_best: bool = Field(
-        True, description="also keep the best: by its held-out reward if eval.every is set, else by its training reward"
-    )
+    keep_best: bool = True
+    """also keep the best: by its held-out reward if eval.every is set, else by its training reward"""
 
 
 class TrackSection(Section):
@@ -556,19 +399,13 @@ class TrackSection(Section):
     run_name: str | None = None
     entity: str | None = None
     log_every: int = Field(1, ge=1, le=STEPS, description="steps between lines for people")
-    rollouts_every: int = Field(
-        1, ge=0, le=STEPS, description="steps between those whose rollouts are written to rollouts.jsonl; 0 writes none"
-    )
-    tokens_every: int = Field(
-        1,
-        ge=0,
-        le=STEPS,
-        description="of these, steps between those whose tokens' ratios and entropies are written; 0: none",
-    )
+    rollouts_every: int = Field(1, ge=0, le=STEPS)
+    """steps between those whose rollouts are written to rollouts.jsonl; 0 writes none"""
+    tokens_every: int = Field(1, ge=0, le=STEPS)
+    """of these, steps between those whose tokens' ratios and entropies are written; 0: none"""
 
-    transcripts_every: int = Field(
-        10, ge=0, le=STEPS, description="steps between tables of transcripts in W&B and Trackio; 0: none"
-    )
+    transcripts_every: int = Field(10, ge=0, le=STEPS)
+    """steps between tables of transcripts in W&B and Trackio; 0: none"""
 
     def shows_transcripts(self, step: int) -> bool:
         """The first step has a table, too: it shows early what the agent does."""

@@ -14,51 +14,32 @@ STAGE_NAMES = ("sft", "rft", "distill", "grpo")
 class StagesSection(Section):
     """What a run does one after the other: warm starts for models that pass too rarely for GRPO to begin with."""
 
-    plan: str = Field(
-        "grpo",
-        description="stages in order: sft (learn from demonstrations), rft (from its own best attempts), distill (from "
-        "a teacher's probabilities), grpo; such as sft,rft,grpo. auto chooses (docs/warm_start.md)",
-    )
-    traces: str | None = Field(
-        None, description="sft: a file of conversations (JSON lines), or a run whose passed rollouts are learned from"
-    )
-    teacher: str | None = Field(
-        None,
-        description="sft: base URL (up to /v1) of a stronger model that plays the agent on the training cases; what "
-        "passes is learned. Its key is in PALESTRA_TEACHER_KEY",
-    )
+    plan: str = "grpo"
+    """stages in order: sft (learn from demonstrations), rft (from its own best attempts), distill (from a teacher's
+    probabilities), grpo; such as sft,rft,grpo. auto chooses (docs/warm_start.md)"""
+    traces: str | None = None
+    """sft: a file of conversations (JSON lines), or a run whose passed rollouts are learned from"""
+    teacher: str | None = None
+    """sft: base URL (up to /v1) of a stronger model that plays the agent on the training cases; what passes is
+    learned. Its key is in PALESTRA_TEACHER_KEY"""
     teacher_model: str = Field("", description="the teacher's name at that address")
     teacher_attempts: int = Field(3, ge=1, le=1000, description="how often the teacher may try one case")
     teacher_cases: int = Field(64, ge=1, le=1_000_000, description="training cases that the teacher plays")
     sft_epochs: float = Field(3.0, gt=0, le=1000, description="passes over the demonstrations, of an rft round too")
     sft_batch: int = Field(16, ge=1, le=65_536, description="demonstrations in one optimizer step")
-    sft_learning_rate: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="default: 5 times train.learning_rate, with LoRA 2 times"
-    )
+    sft_learning_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """default: 5 times train.learning_rate, with LoRA 2 times"""
     rft_rounds: int = Field(12, ge=1, le=1000, description="rounds of sampling and learning from what passed, at most")
-    rft_attempts: int | None = Field(
-        None,
-        ge=1,
-        le=65_536,
-        description="attempts at one case in a pass, at most; a round begins with few. Default: 4 times "
-        "rollout.group_size",
-    )
-    rft_pass: int | None = Field(
-        None,
-        ge=1,
-        le=10_000_000,
-        description="attempts in one pass over the cases; default: those of 4 grpo steps",
-    )
+    rft_attempts: int | None = Field(None, ge=1, le=65_536)
+    """attempts at one case in a pass, at most; a round begins with few. Default: 4 times rollout.group_size"""
+    rft_pass: int | None = Field(None, ge=1, le=10_000_000)
+    """attempts in one pass over the cases; default: those of 4 grpo steps"""
     rft_keep: int = Field(2, ge=1, le=1000, description="demonstrations that are kept of one case")
-    rft_until: float = Field(
-        0.8, gt=0, le=1, description="the rft stage ends when this share of the cases passes in a few plain attempts"
-    )
+    rft_until: float = Field(0.8, gt=0, le=1)
+    """the rft stage ends when this share of the cases passes in a few plain attempts"""
     distill_steps: int = Field(20, ge=1, le=STEPS, description="steps of a distill stage; distill.* says from whom")
-    hints: bool = Field(
-        True,
-        description="rft: cases that do not pass are attempted again with a hint in the prompt, which is left out of "
-        "what is learned",
-    )
+    hints: bool = True
+    """rft: cases that do not pass are attempted again with a hint in the prompt, which is not learned"""
 
     @model_validator(mode="after")
     def _known_stages(self) -> StagesSection:
@@ -92,40 +73,24 @@ class DistillSection(Section):
 
     coefficient: float = Field(0.0, ge=0, le=1000, description="weight of the distillation loss; 0 is off")
     only: bool = Field(False, description="leave the policy loss out, so that rewards only choose what is distilled")
-    teacher: str | None = Field(
-        None,
-        description="a model with the same tokenizer (folder, .gguf file or hub id); none: the model itself, which "
-        "reads a hint (self-distillation)",
-    )
-    teacher_url: str | None = Field(
-        None,
-        description="a server of a model with the same tokenizer (palestra serve, vLLM), up to its /v1; it scores the "
-        "sampled tokens only, at rollout.temperature = 1",
-    )
-    context: list[HintName] = Field(
-        default_factory=lambda: list(HINTS),
-        min_length=1,
-        max_length=3,
-        description="hints of self-distillation, of which the first that a rollout has is used: another rollout of the "
-        "group that passed, the reasons of failed measures, the expected answer",
-    )
-    teacher_weights: Literal["current", "initial"] = Field(
-        "current",
-        description="self-distillation: the teacher has the student's weights of now, or a copy of those that the run "
-        "began with; with the copy the aim does not move",
-    )
-    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
-        "reverse_kl", description="KL(student ‖ teacher), KL(teacher ‖ student), or Jensen-Shannon"
-    )
-    top_k: int = Field(
-        DISTILL_TOP_K,
-        ge=1,
-        le=1000,
-        description="the model's most likely tokens that are compared one by one; the rest is one sum",
-    )
-    phase_out: bool = Field(
-        True, description="weigh self-distillation of a group by 1 − its pass rate: solved problems need no hint"
-    )
+    teacher: str | None = None
+    """a model with the same tokenizer (folder, .gguf file or hub id); none: the model itself, which reads a hint
+    (self-distillation)"""
+    teacher_url: str | None = None
+    """a server of a model with the same tokenizer (palestra serve, vLLM), up to its /v1; it scores the sampled tokens
+    only, at rollout.temperature = 1"""
+    context: list[HintName] = Field(default_factory=lambda: list(HINTS), min_length=1, max_length=3)
+    """hints of self-distillation, of which the first that a rollout has is used: another rollout of the group that
+    passed, the reasons of failed measures, the expected answer"""
+    teacher_weights: Literal["current", "initial"] = "current"
+    """self-distillation: the teacher has the student's weights of now, or a copy of those that the run began with;
+    with the copy the aim does not move"""
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """KL(student ‖ teacher), KL(teacher ‖ student), or Jensen-Shannon"""
+    top_k: int = Field(DISTILL_TOP_K, ge=1, le=1000)
+    """the model's most likely tokens that are compared one by one; the rest is one sum"""
+    phase_out: bool = True
+    """weigh self-distillation of a group by 1 − its pass rate: solved problems need no hint"""
 
     @model_validator(mode="after")
     def _takes_effect(self) -> DistillSection:
@@ -140,7 +105,5 @@ class DistillSection(Section):
                 "another teacher"
             )
         if self.teacher_url is not None and self.top_k != DISTILL_TOP_K:
-            raise ValueError(
-                "distill.top_k has no effect with distill.teacher_url, which scores the sampled tokens only"
-            )
+            raise ValueError("distill.top_k has no effect with distill.teacher_url, which scores sampled tokens only")
         return self

@@ -51,9 +51,8 @@ class CallLimits:
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             above = name.endswith("per_minute") or name == "timeout_s"
             if value is not None and (not is_number or value < least or (above and not value)):
-                raise PalestraError(
-                    f"{title}: {name}={value!r}; expected a number {'above 0' if above else f'of at least {least}'}"
-                )
+                bound = "above 0" if above else f"of at least {least}"
+                raise PalestraError(f"{title}: {name}={value!r}; expected a number {bound}")
         if limits.max_cost is not None and not (limits.price_in or limits.price_out):
             raise PalestraError(f"{title}: max_cost needs the prices of a million tokens, price_in and price_out")
         return limits
@@ -180,10 +179,8 @@ class Endpoint(Budgeted):
 
     async def post(self, body: Mapping[str, Any]) -> Any:
         """The answer to a chat completion; HttpError when there is none after all attempts."""
-        limits, url = self.limits, f"{self.base_url}/chat/completions"
-        request = Request(
-            url, {"model": self.model, **body}, token=os.environ.get(self.api_key_env), timeout_s=limits.timeout_s
-        )
+        limits, url, key = self.limits, f"{self.base_url}/chat/completions", os.environ.get(self.api_key_env)
+        request = Request(url, {"model": self.model, **body}, token=key, timeout_s=limits.timeout_s)
         retries = Retries(attempts=limits.attempts, pause_s=limits.retry_pause_s, backoff=2.0)
         expected = len(json.dumps(body.get("messages", ""), default=str)) // _CHARS_PER_TOKEN
         return await self.run(lambda: ask_async(request, retries), expected + int(body.get("max_tokens") or 0))

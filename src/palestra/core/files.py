@@ -226,7 +226,13 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in [*files, aside / MANIFEST, aside]:
             _flush(path)
-        _replace(aside, folder)
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        _flush(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
@@ -252,16 +258,6 @@ def verify_folder(folder: Path) -> None:
             raise PalestraError(f"the checkpoint {folder} lacks its file {name}")
         if (path.stat().st_size, _digest(path)) != expected:
             raise PalestraError(f"the checkpoint file {path} is corrupt (its checksum differs)")
-
-
-def _replace(aside: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    _flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
@@ -401,9 +397,7 @@ def import_function(spec: str, option: str) -> Any:
     if path.endswith(".py") and name and not file.exists():
         raise PalestraError(f"{option} {spec}: there is no file {path}")
     if not path or not name or not file.is_file():
-        raise PalestraError(
-            f"{option} {spec}: expected FILE:NAME, a Python file and a function in it, as score.py:score"
-        )
+        raise PalestraError(f"{option} {spec}: expected FILE:NAME, a Python file and its function, as score.py:score")
     module = import_file(file, path, f"It should define {name}")
     if not hasattr(module, name):
         raise PalestraError(f"{option} {spec}: {path} defines no {name!r}.{did_you_mean(name, vars(module))}")

@@ -32,60 +32,71 @@ NOT_TRAINED = -100
 NO_LOGPROB = 1.0  # what clients of the wire fill in; no sampled token can have it
 
 
+# columns of a group whose names differ from those of a rollout's line
+_COLUMNS = {"reward": "scores", "scores": "verdicts", "stop": "stops", "error": "errors", "role": "roles"}
+_RARE = {"lineages": [], "info": {}, "role": "", "states": []}  # written only where there are any: their defaults
+
+
 def rollout_to_dict(rollout: Rollout, *, exact: bool = False, with_routing: bool = False) -> dict[str, Any]:
     """One rollout: what was said, who made which tokens, and how it was scored. A line of rollouts.jsonl.
 
     With `exact` it can be trained on again: logprobs to the last bit, the version of each token, its advantages.
     `with_routing` adds the experts that the sampler recorded.
     """
-    record: dict[str, Any] = {
-        "problem_id": rollout.problem_id,
-        "reward": rollout.reward,
-        "passed": rollout.passed,
-        "stop": rollout.stop,
-        "error": rollout.error,
-        "scores": _verdicts(rollout),
-        "messages": [_message_fields(message) for message in rollout.messages],
-        "turns": [_turn_to_dict(turn, exact, with_routing) for turn in rollout.turns],
-        "tool_names": list(rollout.tool_names),
-        "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
-        "seconds": round(rollout.seconds, 4),
-        "tool_seconds": round(rollout.tool_seconds, 4),
-    }
-    if rollout.lineages:
-        record["lineages"] = [_lineage_to_dict(lineage, exact, with_routing) for lineage in rollout.lineages]
-    if rollout.info:
-        record["info"] = dict(rollout.info)
-    if rollout.role:
-        record["role"] = rollout.role
-    if rollout.states:
-        record["states"] = list(rollout.states)
+    record = {"problem_id": rollout.problem_id, **_outcome(rollout, exact, with_routing)}
+    record["messages"] = [_message_fields(message) for message in rollout.messages]
+    record["turns"] = [_turn_to_dict(turn, exact, with_routing) for turn in rollout.turns]
     if exact and rollout.advantages is not None:
         record["advantages"] = rollout.advantages.tolist()
     return record
 
 
+def _outcome(rollout: Rollout, exact: bool, with_routing: bool = False) -> dict[str, Any]:
+    """What a line and the columns of a group have in common."""
+    record = {
+        "reward": rollout.reward,
+        "passed": rollout.passed,
+        "stop": rollout.stop,
+        "error": rollout.error,
+        "scores": {name: _verdict(score) for name, score in rollout.scores.items()},
+        "tool_names": list(rollout.tool_names),
+        "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
+        "seconds": round(rollout.seconds, 4),
+        "tool_seconds": round(rollout.tool_seconds, 4),
+    }
+    lineages = [_lineage_to_dict(lineage, exact, with_routing) for lineage in rollout.lineages]
+    rare = {"lineages": lineages, "info": dict(rollout.info), "role": rollout.role, "states": list(rollout.states)}
+    return record | {name: value for name, value in rare.items() if value}
+
+
 def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
     """A rollout out of such a line. The texts of its tool results are among its messages."""
-    messages = tuple(_message_from_fields(fields) for fields in record["messages"])
-    scores = {name: _score_from_dict(verdict) for name, verdict in record["scores"].items()}
-    return Rollout(
-        problem_id=record["problem_id"],
+    return _rollout(
+        record,
+        record["problem_id"],
         turns=tuple(_turn_from_dict(turn) for turn in record["turns"]),
-        messages=messages,
-        stop=record["stop"],
-        tool_results=tuple(_result_from_dict(result) for result in record.get("tool_results", ())),
-        scores=scores,
-        reward=record["reward"],
-        seconds=record["seconds"],
-        tool_seconds=record["tool_seconds"],
-        error=record["error"],
+        messages=tuple(_message_from_fields(fields) for fields in record["messages"]),
+        scores={name: _score_from_dict(verdict) for name, verdict in record["scores"].items()},
         advantages=None if "advantages" not in record else np.asarray(record["advantages"], dtype=np.float32),
-        tool_names=tuple(record.get("tool_names", ())),
-        lineages=tuple(_lineage_from_dict(lineage) for lineage in record.get("lineages", ())),
-        info=record.get("info", {}),
-        role=record.get("role", ""),
-        states=tuple(record.get("states", ())),
+    )
+
+
+def _rollout(record: Mapping[str, Any], problem_id: str, **parts: Any) -> Rollout:
+    """A rollout with these parts, and the rest of its outcome by `record`, which may lack what earlier versions did."""
+    return Rollout(
+        problem_id=problem_id,
+        stop=record.get("stop") or "answered",
+        tool_results=tuple(_result_from_dict(result) for result in record.get("tool_results") or ()),
+        reward=record["reward"],
+        seconds=record.get("seconds") or 0.0,
+        tool_seconds=record.get("tool_seconds") or 0.0,
+        error=record.get("error"),
+        tool_names=tuple(record.get("tool_names") or ()),
+        lineages=tuple(map(_lineage_from_dict, record.get("lineages") or ())),
+        info=record.get("info") or {},
+        role=record.get("role") or "",
+        states=tuple(record.get("states") or ()),
+        **parts,
     )
 
 
@@ -103,35 +114,21 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
     """The columns of a group. `mask_truncated` leaves rollouts that were cut off out of `masks`."""
     rollouts = group.rollouts
     masked = [r.error is not None or (mask_truncated and r.cut_off) for r in rollouts]
-    columns: dict[str, Any] = {
-        "problem_id": group.problem_id,
-        "scores": [r.reward for r in rollouts],
-        "passed": [r.passed for r in rollouts],
-        "verdicts": [_verdicts(r) for r in rollouts],
+    outcomes = [_outcome(rollout, exact=True) for rollout in rollouts]
+    columns: dict[str, Any] = {"problem_id": group.problem_id}
+    for key in {key: None for outcome in outcomes for key in outcome}:
+        columns[_COLUMNS.get(key, key)] = [outcome.get(key, _RARE.get(key)) for outcome in outcomes]
+    columns |= {
         "messages": [[to_dict(m, arguments_as_text=True) for m in r.messages] for r in rollouts],
         "tokens": [_flat(r, lambda turn: turn.token_ids) for r in rollouts],
         "masks": [_flat(r, _unmasked if not m else _masked) for r, m in zip(rollouts, masked, strict=True)],
         "inference_logprobs": [_flat(r, _known_logprobs) for r in rollouts],
         "versions": [_flat(r, lambda turn: _or_fill(turn.versions, turn, 0)) for r in rollouts],
         "turns": [[[turn.maker, len(turn.token_ids)] for turn in r.turns] for r in rollouts],
-        "tool_names": [list(r.tool_names) for r in rollouts],
-        "tool_results": [[_result_to_dict(result) for result in r.tool_results] for r in rollouts],
-        "stops": [r.stop for r in rollouts],
-        "errors": [r.error for r in rollouts],
-        "seconds": [round(r.seconds, 4) for r in rollouts],
-        "tool_seconds": [round(r.tool_seconds, 4) for r in rollouts],
     }
     advantages = [r.advantages.tolist() for r in rollouts if r.advantages is not None]
     if len(advantages) == len(rollouts):
         columns["advantages"] = advantages
-    if any(r.lineages for r in rollouts):
-        columns["lineages"] = [[_lineage_to_dict(lineage, exact=True) for lineage in r.lineages] for r in rollouts]
-    if any(r.info for r in rollouts):
-        columns["info"] = [dict(r.info) for r in rollouts]
-    if any(r.role for r in rollouts):
-        columns["roles"] = [r.role for r in rollouts]
-    if any(r.states for r in rollouts):
-        columns["states"] = [list(r.states) for r in rollouts]
     if metrics := {name: value for name, value in group.metrics.items() if math.isfinite(value)}:
         columns["metrics"] = metrics
     return columns
@@ -151,28 +148,22 @@ def group_from_dict(columns: Mapping[str, Any], problem_id: str, *, version: int
 def _rollout_from_dict(
     columns: Mapping[str, Any], i: int, problem_id: str, trained: Array, shared: int, version: int
 ) -> Rollout:
-    reward = float(columns["scores"][i])
+    names = ("reward", "stop", "error", "tool_names", "tool_results", "seconds", "tool_seconds", *_RARE)
+    record = {name: _entry(columns, _COLUMNS.get(name, name), i) for name in names}
+    record["reward"] = reward = float(record["reward"])
+    if _is_overridden(columns, i):
+        record["lineages"] = ()
     verdicts = _entry(columns, "verdicts", i)
-    scores = {name: _score_from_dict(v) for name, v in verdicts.items()} if verdicts is not None else None
-    error = _entry(columns, "errors", i)
-    lineages = () if _is_overridden(columns, i) else _entry(columns, "lineages", i) or ()
-    return Rollout(
-        problem_id=problem_id,
+    scores = {name: _score_from_dict(verdict) for name, verdict in (verdicts or {}).items()}
+    if verdicts is None and record["error"] is None:
+        scores = {"score": Score(reward, reward >= 1.0)}
+    return _rollout(
+        record,
+        problem_id,
         turns=_turns(columns, i, trained, shared, version),
         messages=_messages(columns, i),
-        stop=_entry(columns, "stops", i) or "answered",
-        tool_results=tuple(_result_from_dict(result) for result in _entry(columns, "tool_results", i) or ()),
-        scores={"score": Score(reward, reward >= 1.0)} if scores is None and error is None else scores or {},
-        reward=reward,
-        seconds=_entry(columns, "seconds", i) or 0.0,
-        tool_seconds=_entry(columns, "tool_seconds", i) or 0.0,
-        error=error,
+        scores=scores,
         advantages=_advantages(columns, i, trained),
-        tool_names=tuple(_entry(columns, "tool_names", i) or ()),
-        lineages=tuple(map(_lineage_from_dict, lineages)),
-        info=_entry(columns, "info", i) or {},
-        role=_entry(columns, "roles", i) or "",
-        states=tuple(_entry(columns, "states", i) or ()),
     )
 
 
@@ -264,18 +255,9 @@ def _or_fill(values: Array, turn: Turn, fill: float) -> Array:
     return values if turn.maker == "model" else np.full(len(turn.token_ids), fill)
 
 
-def _verdicts(rollout: Rollout) -> dict[str, Any]:
-    return {name: _verdict(score) for name, score in rollout.scores.items()}
-
-
 def _verdict(score: Score) -> dict[str, Any]:
     """`counts`, `roles` and `turns` only where they say something: readers of an earlier version know no such keys."""
-    verdict: dict[str, Any] = {
-        "value": score.value,
-        "passed": score.passed,
-        "reason": score.reason,
-        "error": score.error,
-    }
+    verdict: dict[str, Any] = {name: getattr(score, name) for name in ("value", "passed", "reason", "error")}
     rare: dict[str, Any] = {} if score.counts else {"counts": False}
     rare |= {"roles": dict(score.roles)} if score.roles else {}
     return verdict | rare | ({"turns": list(score.turns)} if score.turns else {})

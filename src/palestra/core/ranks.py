@@ -95,9 +95,7 @@ class RankVariables:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
         except ValueError as error:
-            raise PalestraError(
-                f"RANK, WORLD_SIZE and their like are not numbers ({error}); start with torchrun"
-            ) from None
+            raise PalestraError(f"RANK, WORLD_SIZE, … are not numbers ({error}); start with torchrun") from None
         return cls(rank, size, *local)
 
 

@@ -41,28 +41,7 @@ class PathBelow:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of one run.
-
-    runs/demo-20260131-101500/
-      run.json            format, name, source (the agent's file), when it was made, steps in total
-      config.yaml         the resolved config
-      metrics.jsonl       one object a step
-      rollouts.jsonl      one object a rollout of training: messages, scores, token ids
-      tokens/             what the learner found for each token of these: step-000050.npy, as `train.token_record` says
-      queue.sqlite        groups that were sampled ahead of their step, where rollout.max_staleness allows it
-      demonstrations.jsonl  what sft and rft stages learn from, one rollout a line
-      teacher.jsonl       what a teacher said, one conversation that passed a line, in OpenAI's chat form
-      evals/              rollouts of the evaluations: before.jsonl, step-000050.jsonl, after.jsonl
-      checkpoints/        step-000050, …
-      model/              the trained weights, once training has ended
-      export/             what `palestra export` made of them
-      report.json, report.html
-      dashboard.db        the dashboard's index of the rollouts; made again where it is missing
-      run.lock, index.json                  who trains in it, and its id
-      request.json, logs/                   runs in the background
-      wire/                                 environments in processes of their own
-      tinker/                               what a client of `palestra tinker` saved
-    """
+    """The files of one run, for example runs/demo-20260131-101500."""
 
     path: Path
 
@@ -88,9 +67,7 @@ class RunFolder:
         """A run folder that exists, in a format that this version reads."""
         run = cls(path)
         if not run.has_begun:
-            raise PalestraError(
-                f"{path} is not a run folder: it has no run.json. Give a folder that `palestra train` made"
-            )
+            raise PalestraError(f"{path} is not a run folder: it has no run.json. Give one that `palestra train` made")
         if run.format > FORMAT:
             raise PalestraError(
                 f"{path} is a run folder of format {run.format}, and this Palestra reads formats up to {FORMAT}; "
@@ -105,22 +82,22 @@ class RunFolder:
 
     # files and folders
 
-    record_file = PathBelow("run.json")
-    config_file = PathBelow("config.yaml")
-    metrics_file = PathBelow("metrics.jsonl")
-    queue_file = PathBelow("queue.sqlite")
-    rollouts_file = PathBelow("rollouts.jsonl")
-    demonstrations_file = PathBelow("demonstrations.jsonl")
-    teacher_file = PathBelow("teacher.jsonl")
-    tokens = PathBelow("tokens")
-    dashboard_index = PathBelow("dashboard.db")
-    evals = PathBelow("evals")
-    checkpoints = PathBelow("checkpoints")
-    model = PathBelow("model")  # written aside and renamed: where it exists, it is whole
-    export = PathBelow("export")
+    record_file = PathBelow("run.json")  # format, name, source (the agent's file), when it was made, steps in total
+    config_file = PathBelow("config.yaml")  # the resolved config
+    metrics_file = PathBelow("metrics.jsonl")  # one object a step
+    rollouts_file = PathBelow("rollouts.jsonl")  # one object a rollout of training: messages, scores, token ids
+    tokens = PathBelow("tokens")  # step-000050.npy: what the learner found for each token (`train.token_record`)
+    queue_file = PathBelow("queue.sqlite")  # groups sampled ahead of their step, with rollout.max_staleness
+    demonstrations_file = PathBelow("demonstrations.jsonl")  # what sft and rft stages learn from, one rollout a line
+    teacher_file = PathBelow("teacher.jsonl")  # a teacher's conversations that passed, in OpenAI's chat form
+    evals = PathBelow("evals")  # rollouts of the evaluations: before.jsonl, step-000050.jsonl, after.jsonl
+    checkpoints = PathBelow("checkpoints")  # step-000050, …
+    model = PathBelow("model")  # the trained weights; written aside and renamed: where it exists, it is whole
+    export = PathBelow("export")  # what `palestra export` made of them
     report_file = PathBelow("report.json")
     report_page = PathBelow("report.html")
-    request_file = PathBelow("request.json")
+    dashboard_index = PathBelow("dashboard.db")  # made again where it is missing
+    request_file = PathBelow("request.json")  # of a run in the background
     index_file = PathBelow("index.json")  # what the index of runs needs to list the run again, should it be lost
     lock_file = PathBelow("run.lock")  # held by the process that trains
     logs = PathBelow("logs")
@@ -170,9 +147,7 @@ class RunFolder:
             case {"name": str(name), "settings": dict(settings)}:
                 return name, settings
             case _:
-                raise PalestraError(
-                    f"{self.record_file}: {key} is not an object with name and settings; restore it from a copy"
-                )
+                raise PalestraError(f"{self.record_file}: {key} has no name and settings; restore it from a copy")
 
     def add_to_record(self, **values: Any) -> None:
         """Write more into run.json, if it is new."""
@@ -318,13 +293,12 @@ class Resume:
 
 def numbered_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
     """The rows of metrics that have a step, with their numbers; other values cannot be shown or compared."""
-    found = [{key: value for key, value in row.items() if _is_number(value)} for row in rows]
+
+    def is_number(value: Any) -> bool:  # that fits a float: integers in a file have no bound
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)
+
+    found = [{key: value for key, value in row.items() if is_number(value)} for row in rows]
     return [row for row in found if "step" in row and abs(row["step"]) < MAX_STEP]
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a number that fits a float; integers in a file have no bound."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from palestra.core.errors import PalestraError, did_you_mean
 
@@ -91,42 +92,32 @@ class Efficiency:
     host_sample_s: float  # scores, records and packing, for each attempt
     host_text_s: float  # the same and the template, for each token of an attempt
     host_step_s: float  # the rest of a step
-    origin: str = ""
+    origin: str
 
 
-GPU_EFFICIENCY = Efficiency(
-    bandwidth_share=0.85,
-    decode_layer_s=39e-6,
-    lora_layer_s=40e-6,
-    prefill_flop_share=0.5,
-    learner_flop_share=0.69,
-    attention_flop_share=0.35,
-    elementwise_passes=24.0,
-    learner_layer_s=5.5e-3,
-    host_token_s=0.4e-6,
-    host_turn_s=0.55e-3,
-    host_sample_s=1.6e-3,
-    host_text_s=0.077e-6,
-    host_step_s=0.01,
-    origin="measured on an H200 (benchmarks/RESULTS.md)",
-)
-CPU_EFFICIENCY = Efficiency(
-    bandwidth_share=0.7,
-    decode_layer_s=1e-3,
-    lora_layer_s=0.5e-3,
-    prefill_flop_share=0.7,
-    learner_flop_share=0.5,
-    attention_flop_share=0.2,
-    elementwise_passes=9.0,
-    learner_layer_s=15e-3,
-    host_token_s=10e-6,
-    host_turn_s=0.6e-3,
-    host_sample_s=1e-3,
-    host_text_s=1e-6,
-    host_step_s=0.02,
-    origin="measured on two cores with AVX-512 (benchmarks/RESULTS.md)",
-)
+_MEASURED = {  # on a GPU, on a CPU
+    "bandwidth_share": (0.85, 0.7),
+    "decode_layer_s": (39e-6, 1e-3),
+    "lora_layer_s": (40e-6, 0.5e-3),
+    "prefill_flop_share": (0.5, 0.7),
+    "learner_flop_share": (0.69, 0.5),
+    "attention_flop_share": (0.35, 0.2),
+    "elementwise_passes": (24.0, 9.0),
+    "learner_layer_s": (5.5e-3, 15e-3),
+    "host_token_s": (0.4e-6, 10e-6),
+    "host_turn_s": (0.55e-3, 0.6e-3),
+    "host_sample_s": (1.6e-3, 1e-3),
+    "host_text_s": (0.077e-6, 1e-6),
+    "host_step_s": (0.01, 0.02),
+}
+
+
+@cache
+def _efficiency(is_gpu: bool) -> Efficiency:
+    where = "an H200" if is_gpu else "two cores with AVX-512"
+    values = {name: of_gpu if is_gpu else of_cpu for name, (of_gpu, of_cpu) in _MEASURED.items()}
+    return Efficiency(**values, origin=f"measured on {where} (benchmarks/RESULTS.md)")
 
 
 def efficiency_of(device: Device) -> Efficiency:
-    return GPU_EFFICIENCY if device.is_gpu else CPU_EFFICIENCY
+    return _efficiency(device.is_gpu)

@@ -168,18 +168,15 @@ def _smaller(work: StepWork) -> Iterator[tuple[str, StepWork]]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """One decode step, and how many there are."""
+    """One decode step by what it is spent on, and how many there are."""
 
     rows: int
     steps: float
-    launch_s: float
-    weights_s: float
-    kv_s: float
-    host_s: float
+    step_parts: dict[str, float]
 
     @property
     def step_s(self) -> float:
-        return self.launch_s + self.weights_s + self.kv_s + self.host_s
+        return sum(self.step_parts.values())
 
     @property
     def total_s(self) -> float:
@@ -188,34 +185,25 @@ class DecodeTime:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of all decode steps by what they are spent on."""
-        return {
-            "starting kernels": self.steps * self.launch_s,
-            "reading weights": self.steps * self.weights_s,
-            "reading the KV cache": self.steps * self.kv_s,
-            "the scheduler": self.steps * self.host_s,
-        }
+        return {name: self.steps * seconds for name, seconds in self.step_parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of one step. Sampling and learning follow one another, or overlap where rollouts may be stale."""
 
-    prefill_s: float
     decode: DecodeTime
-    rollout_host_s: float  # agent loop, template, tools
-    learner_s: float
-    optimizer_s: float
-    communication_s: float  # what the learner waits for beyond its own work
-    rest_s: float  # records, packing, publishing
+    sampling: dict[str, float]  # seconds by part
+    learning: dict[str, float]
     overlaps: bool
 
     @property
     def sampling_s(self) -> float:
-        return self.prefill_s + self.decode.total_s + self.rollout_host_s
+        return sum(self.sampling.values())
 
     @property
     def learning_s(self) -> float:
-        return self.learner_s + self.optimizer_s + self.communication_s + self.rest_s
+        return sum(self.learning.values())
 
     @property
     def total_s(self) -> float:
@@ -224,32 +212,26 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        return {
-            "prefill": self.prefill_s,
-            "decode": self.decode.total_s,
-            "agent loop": self.rollout_host_s,
-            "learner": self.learner_s,
-            "optimizer": self.optimizer_s,
-            "communication": self.communication_s,
-            "rest": self.rest_s,
-        }
+        return self.sampling | self.learning
 
 
 def step_time(shape: ModelShape, device: Device, work: StepWork, needed: Memory) -> StepTime:
     """One step of one GPU, all of them working alike."""
     reached = efficiency_of(device)
-    host = work.sampled * work.turns * reached.host_turn_s + (work.turns - 1) * work.tool_s
+    decode = _decode(shape, device, work, needed, reached)
     learner, communication = _learner(shape, device, work, reached)
-    return StepTime(
-        prefill_s=_prefill(shape, device, work, reached),
-        decode=_decode(shape, device, work, needed, reached),
-        rollout_host_s=host,
-        learner_s=learner,
-        optimizer_s=work.iterations * work.minibatches * _optimizer(shape, device, work, reached),
-        communication_s=communication,
-        rest_s=work.sampled * (reached.host_sample_s + work.context * reached.host_text_s) + reached.host_step_s,
-        overlaps=work.max_staleness > 0,
-    )
+    sampling = {
+        "prefill": _prefill(shape, device, work, reached),
+        "decode": decode.total_s,
+        "agent loop": work.sampled * work.turns * reached.host_turn_s + (work.turns - 1) * work.tool_s,
+    }
+    learning = {
+        "learner": learner,
+        "optimizer": work.iterations * work.minibatches * _optimizer(shape, device, work, reached),
+        "communication": communication,  # what the learner waits for beyond its own work
+        "rest": work.sampled * (reached.host_sample_s + work.context * reached.host_text_s) + reached.host_step_s,
+    }
+    return StepTime(decode, sampling, learning, overlaps=work.max_staleness > 0)
 
 
 def _products(shape: ModelShape, tokens: float, scored: float) -> float:
@@ -281,15 +263,14 @@ def _decode(shape: ModelShape, device: Device, work: StepWork, needed: Memory, r
     computed = _products(shape, rows, rows) / (device.flops * reached.prefill_flop_share)
     states = 2 * rows * shape.state_bytes / bandwidth  # read and written
     launch = reached.decode_layer_s + (reached.lora_layer_s if work.method != "full" else 0.0)
-    return DecodeTime(
-        rows=rows,
-        steps=waves * work.new_tokens,
-        launch_s=shape.layers * launch,
-        weights_s=max(read * size / bandwidth, computed),
-        kv_s=_tokens_read(shape, work, rows) * of_token / (bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0))
-        + states,
-        host_s=rows * reached.host_token_s,
-    )
+    kv_bandwidth = bandwidth * (NARROW_HEADS if shape.head_dim < 128 else 1.0)
+    parts = {
+        "starting kernels": shape.layers * launch,
+        "reading weights": max(read * size / bandwidth, computed),
+        "reading the KV cache": _tokens_read(shape, work, rows) * of_token / kv_bandwidth + states,
+        "the scheduler": rows * reached.host_token_s,
+    }
+    return DecodeTime(rows, waves * work.new_tokens, parts)
 
 
 def _tokens_read(shape: ModelShape, work: StepWork, rows: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK, NEW_TOKENS
@@ -61,34 +62,20 @@ def with_suited_step(
     return config.with_step_size(*size, tokens)
 
 
-def work_of(
-    config: RunConfig,
-    shape: ModelShape,
-    device: Device,
-    *,
-    prompt_tokens: int,
-    tool_tokens: int = 0,
-    turns: int = 1,
-    gpus: int = 1,
-    signal: float = 1.0,
-    tool_s: float = 0.0,
-) -> StepWork:
-    """One step where every rollout samples all of its `rollout.max_new_tokens`."""
+def work_of(config: RunConfig, shape: ModelShape, device: Device, **rollouts: Any) -> StepWork:
+    """One step where every rollout samples all of its `rollout.max_new_tokens`.
+
+    `rollouts` are fields of StepWork that are no settings: prompt_tokens, tool_tokens, turns, gpus, signal, tool_s.
+    """
     config = config.with_step_size()
     train, model, lora = config.train, config.model, config.lora
     method: Method = "qlora" if lora.load_in_4bit else "lora" if lora.r else "full"
     work = StepWork(
         problems=train.problems_per_step,
         group_size=config.rollout.group_size,
-        prompt_tokens=prompt_tokens,
         new_tokens=config.rollout.max_new_tokens,
-        tool_tokens=tool_tokens,
-        turns=turns,
-        tool_s=tool_s,
-        signal=signal,
         method=method,
         lora_rank=lora.r or LORA_RANK,
-        gpus=gpus,
         tokens_per_micro_batch=train.tokens_per_micro_batch or MICRO_BATCH,
         gradient_checkpointing=model.gradient_checkpointing,
         master_weights=model.master_weights,
@@ -100,6 +87,7 @@ def work_of(
         iterations=train.iterations,
         minibatches=train.minibatches,
         weight_bytes=_WEIGHT_BYTES.get(model.dtype, device.weight_bytes),
+        **rollouts,
     )
     if train.tokens_per_micro_batch is None:
         work = replace(work, tokens_per_micro_batch=suited_micro_batch(shape, device, work))

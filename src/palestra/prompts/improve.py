@@ -42,9 +42,7 @@ attempts at tasks with feedback on each. Write a better one.
 - Keep what works. Add rules, facts and steps that hold for all such tasks; do not copy the answers of single tasks.
 - The assistant sees only your text{beside}, so it must be complete.{form}
 Answer with the new text in a block of three backticks, and nothing else in the block."""
-_TOOL_FORM = (
-    "\n- Keep the form: first what the tool does and when to use it, then a line `name: text` for each parameter."
-)
+_TOOL_FORM = "\n- Keep the form: first what the tool does and when to use it, then `name: text` for each parameter."
 
 
 @dataclass(frozen=True)
@@ -163,10 +161,8 @@ def improve(
             usage = asked.usage
             used: dict[str, float] = {"calls": usage.requests, "tokens": usage.tokens, "cost": asked.cost}
             used["completion_tokens"] = usage.completion_tokens
-            improved = with_texts(own, better)
-            return Improvement(
-                improved, texts, better, before, after, found.candidates, found.used, found.sampled_tokens, used
-            )
+            scores, counts = (before, after, found.candidates), (found.used, found.sampled_tokens, used)
+            return Improvement(with_texts(own, better), texts, better, *scores, *counts)
 
         return asyncio.run(search())
 
@@ -243,10 +239,7 @@ class _Trying:
             split: Split = "held_out" if self.held_out is not None else "train"
             problems = environment.problems(split)[: options.cases]
             report = await evaluate(
-                self.collector(environment),
-                problems,
-                samples_per_case=options.samples_per_case,
-                seed=self.config.seed,
+                self.collector(environment), problems, samples_per_case=options.samples_per_case, seed=self.config.seed
             )
         return replace(report, split=split)
 
@@ -270,10 +263,8 @@ class _Reflector:
 
     async def __call__(self, texts: Texts, component: str, trials: Sequence[Trial], seed: int) -> str | None:
         """None where the model gives no text that could be used."""
-        messages = [
-            {"role": "system", "content": _task(component)},
-            {"role": "user", "content": _question(texts, component, trials)},
-        ]
+        said = {"system": _task(component), "user": _question(texts, component, trials)}
+        messages = [{"role": role, "content": text} for role, text in said.items()]
         try:
             return await self.model.ask(messages, lambda text: read_text(text, texts[component]), seed=seed)
         except ValueError:
@@ -288,10 +279,8 @@ class _Reflector:
 def _task(component: str) -> str:
     if component == INSTRUCTIONS:
         return _TASK.format(what="instructions", beside=", its tools and the task", form="")
-    name = component.removeprefix(TOOL)
-    return _TASK.format(
-        what=f"description of the tool {name}", beside=", its instructions and the task", form=_TOOL_FORM
-    )
+    what = f"description of the tool {component.removeprefix(TOOL)}"
+    return _TASK.format(what=what, beside=", its instructions and the task", form=_TOOL_FORM)
 
 
 def _question(texts: Texts, component: str, trials: Sequence[Trial]) -> str:

@@ -22,126 +22,109 @@ def test_later_layers_win_and_leave_the_rest_alone() -> None:
     assert (config.train.learning_rate, config.train.epochs) == (2.0, 3)
 
 
-def test_an_unknown_key_is_refused_with_the_closest_known_one() -> None:
-    with pytest.raises(PalestraError, match=r"train\.learning_rat'\. Did you mean 'train\.learning_rate'\?"):
-        RunConfig.build({"train": {"learning_rat": 1.0}})
-
-
-def test_a_group_of_one_is_refused_with_the_reason() -> None:
-    with pytest.raises(PalestraError, match="use 2 or more"):
-        RunConfig.build({"rollout": {"group_size": 1}})
-    with pytest.raises(PalestraError, match=r"num_generations\) = 1 gives every advantage 0"):
-        GRPOTrainingConfig(num_generations=1).to_run_config()
-
-
-def test_rollouts_of_training_are_not_sampled_at_temperature_0() -> None:
-    with pytest.raises(PalestraError, match=r"eval\.temperature"):
-        RunConfig.build({"rollout": {"temperature": 0}})
-    assert RunConfig.build({"eval.temperature": 0}).eval.temperature == 0
+EXACT, FLOOR = {"model.exact": True}, {"train.importance_floor": 0.5, "train.importance_correction": "token_mask"}
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("settings", "said"),
     [
-        ("seed", 2**32),
-        ("train.adam_beta1", 1.5),
-        ("train.adam_beta2", "nan"),
-        ("train.learning_rate", "inf"),
-        ("train.entropy_coefficient", "nan"),
-        ("rollout.temperature", "inf"),
+        ({"train": {"learning_rat": 1.0}}, r"train\.learning_rat'\. Did you mean 'train\.learning_rate'\?"),
+        ({"lora": {"r": 8}, "lora.r": 16}, r"lora\.r is given twice"),
+        ({"rollout": {"group_size": 1}}, r"num_generations\) = 1 gives every advantage 0.*use 2 or more"),
+        ({"rollout": {"temperature": 0}}, r"eval\.temperature"),
+        ({"seed": 2**32}, "^seed: Input should be"),
+        ({"train.adam_beta1": 1.5}, r"^train\.adam_beta1: Input should be"),
+        ({"train.adam_beta2": "nan"}, r"^train\.adam_beta2: Input should be"),
+        ({"train.learning_rate": "inf"}, r"^train\.learning_rate: Input should be"),
+        ({"train.entropy_coefficient": "nan"}, r"^train\.entropy_coefficient: Input should be"),
+        ({"rollout.temperature": "inf"}, r"^rollout\.temperature: Input should be"),
+        (FLOOR | {"train.importance_correction": "auto"}, "importance_floor"),
+        (FLOOR | {"train.importance_correction": "none"}, "importance_floor"),
+        (FLOOR | {"train.importance_cap": 0.5}, "importance_cap"),
+        ({"train.deterministic": True, "rollout.max_staleness": 1}, "leave out rollout.max_staleness"),
+        ({"train.deterministic": True, "backend": "tinker"}, "other backends than local"),
+        (EXACT | {"model.engine": "plain"}, "model.exact needs our engine"),
+        (EXACT | {"rollout.top_p": 0.9}, "leave out rollout.top_p"),
+        (EXACT | {"rollout.constrain_tool_calls": True}, "leave out rollout.top_p"),
     ],
 )
-def test_a_number_that_no_training_can_use_is_refused_before_it_starts(key: str, value: object) -> None:
-    with pytest.raises(PalestraError, match=f"^{key}: Input should be"):
-        RunConfig.build({key: value})
+def test_what_no_training_can_use_is_refused_before_it_starts(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(PalestraError, match=said):
+        RunConfig.build(settings)
 
 
-def test_no_clipping_may_be_written_as_infinity() -> None:
-    assert RunConfig.build({"train.max_grad_norm": "inf"}).train.max_grad_norm == float("inf")
+@pytest.mark.parametrize(
+    ("settings", "key", "value"),
+    [
+        ({"train.max_grad_norm": "inf"}, "train.max_grad_norm", float("inf")),  # no clipping
+        ({"eval.temperature": 0}, "eval.temperature", 0),
+        ({"lora.load_in_4bit": "true"}, "lora.r", 16),  # implies an adapter
+        ({"lora.load_in_4bit": True, "lora.r": 4}, "lora.r", 4),
+        ({}, "lora.dropout", 0.0),  # the sampler has none, so it would sample from another policy than the learner's
+        *((FLOOR | {"train.importance_correction": name}, "train.importance_floor", 0.5)
+          for name in ("token_truncate", "sequence_mask", "sequence_truncate")),
+    ],
+)  # fmt: skip
+def test_a_setting_that_has_a_meaning_is_taken(settings: dict[str, Any], key: str, value: Any) -> None:
+    assert RunConfig.build(settings).value(key) == value
 
 
-def test_a_saved_config_reads_back_equal(tmp_path) -> None:
+def test_a_saved_config_reads_back_equal(tmp_path: Path) -> None:
     import yaml
 
-    config = RunConfig.build({"lora": {"r": 8}, "track": {"report_to": ["tensorboard"]}})
-    config.save(tmp_path / "config.yaml")
-    assert RunConfig.build(yaml.safe_load((tmp_path / "config.yaml").read_text())) == config
-
-
-def test_a_setting_that_is_an_object_is_read_from_a_file_as_a_whole(tmp_path: Path) -> None:
-    config = RunConfig.build({"model.chat_template_kwargs": {"enable_thinking": False}})
+    config = RunConfig.build({"lora": {"r": 8}, "model.chat_template_kwargs": {"enable_thinking": False}})
     config.save(tmp_path / "run.yaml")
+    assert RunConfig.build(yaml.safe_load((tmp_path / "run.yaml").read_text())) == config
     assert RunConfig.build(read_yaml_config(tmp_path / "run.yaml")) == config
 
 
-def test_the_flat_config_reaches_every_section() -> None:
-    config = GRPOTrainingConfig(
-        per_device_batch_size=3,
-        gradient_accumulation_steps=4,
-        num_generations=6,
-        use_lora=True,
-        lora_r=4,
-        world_model_coeff=0.1,
-        torch_dtype="float16",
-        report_to="wandb",
-    ).to_run_config()
-    assert config.train.problems_per_step == 12
-    assert config.rollout.group_size == 6
-    assert config.lora.r == 4
-    assert config.echo.coefficient == 0.1
-    assert config.model.dtype == "float16"
-    assert config.track.report_to == ["wandb"]
+LORA: dict[str, Any] = {"lora_r": 4, "use_lora": True}
+VLLM_SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://b:1"}
+SAVES = {"save_steps": 7, "per_device_batch_size": 2}
 
 
-def test_lora_rank_counts_only_when_lora_is_on() -> None:
-    assert GRPOTrainingConfig(lora_r=4).to_run_config().lora.r == 0
-    assert GRPOTrainingConfig(lora_r=4, load_in_4bit=True).to_run_config().lora.r == 4
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({"per_device_batch_size": 3, "gradient_accumulation_steps": 4}, {"train.problems_per_step": 12}),
+        ({"per_device_batch_size": 8}, {"train.problems_per_step": 16}),
+        ({"num_generations": 6, "world_model_coeff": 0.1}, {"rollout.group_size": 6, "echo.coefficient": 0.1}),
+        ({"torch_dtype": "float16", "report_to": "wandb"}, {"model.dtype": "float16", "track.report_to": ["wandb"]}),
+        ({}, dict.fromkeys(("train.problems_per_step", "train.epochs", "rollout.group_size"))),  # left to the run
+        ({}, {"rollout.max_new_tokens": None, "model.dtype": "auto"}),  # bfloat16 on a GPU, float32 on a CPU
+        (LORA, {"lora.r": 4, "lora.dropout": 0.0}),
+        (LORA | {"use_lora": False}, {"lora.r": 0}),
+        (LORA | {"use_lora": False, "load_in_4bit": True}, {"lora.r": 4}),
+        ({"use_vllm": True, "vllm_max_model_len": 64}, {"vllm.mode": "colocate", "vllm.max_model_len": 64}),
+        (VLLM_SERVER, {"vllm.mode": "server", "vllm.url": "http://b:1"}),
+        ({"use_vllm": False, "vllm_mode": "colocate"}, {"vllm.mode": "off"}),  # at its default
+        (SAVES | {"save_strategy": "no"}, {"checkpoint.every": 0}),
+        (SAVES | {"save_strategy": "steps"}, {"checkpoint.every": 7}),
+        (SAVES | {"save_strategy": "epoch"}, {"checkpoint.every": 3}),
+    ],
+)
+def test_the_flat_config_gives_the_settings_of_a_run(given: dict[str, Any], settings: dict[str, Any]) -> None:
+    config = GRPOTrainingConfig(**given).to_run_config(problems=10)
+    assert {key: config.value(key) for key in settings} == settings
 
 
-def test_vllm_is_used_where_it_is_asked_for() -> None:
-    config = GRPOTrainingConfig(use_vllm=True, vllm_gpu_memory_utilization=0.5, vllm_max_model_len=64).to_run_config()
-    assert config.vllm.model_dump(exclude_defaults=True) == {
-        "mode": "colocate",
-        "gpu_memory_utilization": 0.5,
-        "max_model_len": 64,
-    }
-    served = GRPOTrainingConfig(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://b:1").to_run_config()
-    assert (served.vllm.mode, served.vllm.url) == ("server", "http://b:1")
-
-
-def test_adapters_have_no_dropout_unless_it_is_given() -> None:
-    """The sampler has none, so that it would sample from another policy than the learner's."""
-    assert RunConfig().lora.dropout == GRPOTrainingConfig(use_lora=True).to_run_config().lora.dropout == 0.0
-
-
-@pytest.mark.parametrize(("strategy", "every"), [("no", 0), ("steps", 7), ("epoch", 3)])
-def test_the_save_strategy_says_when_checkpoints_are_written(strategy, every) -> None:
-    config = GRPOTrainingConfig(save_strategy=strategy, save_steps=7, per_device_batch_size=2)
-    assert config.to_run_config(problems=10).checkpoint.every == every
-
-
-def test_checkpoints_by_epoch_need_the_problems_of_a_step() -> None:
-    with pytest.raises(PalestraError, match="set per_device_batch_size"):
-        GRPOTrainingConfig(save_strategy="epoch").to_run_config(problems=10)
-
-
-@pytest.mark.parametrize(("given", "problems"), [({}, None), ({"per_device_batch_size": 8}, 16)])
-def test_the_flat_config_leaves_what_is_not_given_to_the_run(given, problems) -> None:
-    config = GRPOTrainingConfig(**given).to_run_config()
-    assert config.train.problems_per_step == problems
-    assert config.model.dtype == "auto"  # bfloat16 on a GPU, float32 on a CPU
-    assert (config.train.epochs, config.rollout.group_size, config.rollout.max_new_tokens) == (None, None, None)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"save_strategy": "epoch"}, "set per_device_batch_size"),
+        ({"num_generation": 4}, "Did you mean 'num_generations'"),
+        ({"num_generations": 1}, "use 2 or more"),
+    ],
+)
+def test_the_flat_config_refuses_what_cannot_be(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(PalestraError, match=said):
+        GRPOTrainingConfig(**given).to_run_config(problems=10)
 
 
 def test_sizes_of_a_step_that_are_given_stay() -> None:
     config = RunConfig.build({"rollout.group_size": 16}).with_step_size(8, 8, 256)
     assert (config.train.problems_per_step, config.rollout.group_size, config.rollout.max_new_tokens) == (8, 16, 256)
     assert config.with_step_size(2, 2, 2) is config
-
-
-def test_the_flat_config_refuses_a_typo() -> None:
-    with pytest.raises(PalestraError, match="Did you mean 'num_generations'"):
-        GRPOTrainingConfig(num_generation=4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -351,44 +334,8 @@ def test_every_name_of_another_trainers_file_is_a_setting_here(theirs: str, ours
     assert RunConfig.build(translate(flatten({theirs: given}), "file")) != RunConfig()
 
 
-def test_a_vllm_setting_at_its_default_is_accepted() -> None:
-    GRPOTrainingConfig(use_vllm=False, vllm_mode="colocate").to_run_config()
-
-
-def test_four_bits_imply_an_adapter_through_every_door() -> None:
-    config = RunConfig.build({"lora.load_in_4bit": "true"})
-    assert (config.lora.r, config.with_learning_rate(135_000_000).train.learning_rate) == (16, 1e-4)
-    assert RunConfig.build({"lora.load_in_4bit": True, "lora.r": 4}).lora.r == 4
-
-
 def test_settings_without_effect_are_refused_unless_they_are_at_their_default() -> None:
     config = RunConfig.build({"echo.coefficient": 0.5})
     with pytest.raises(PalestraError, match=r"echo\.coefficient = 0\.5 has no effect here: no tools; leave it at 0\.0"):
         config.refuse(["eval.every", "echo"], "no tools")
     config.refuse(["eval", "checkpoint.every", "seed"], "no reason")
-
-
-def test_a_floor_of_importance_weights_needs_a_correction_and_is_below_the_cap() -> None:
-    floor = {"train.importance_floor": 0.5}
-    for correction in ("token_mask", "token_truncate", "sequence_mask", "sequence_truncate"):
-        assert RunConfig.build(floor | {"train.importance_correction": correction})
-    for correction in ("auto", "none"):
-        with pytest.raises(PalestraError, match="importance_floor"):
-            RunConfig.build(floor | {"train.importance_correction": correction})
-    with pytest.raises(PalestraError, match="importance_cap"):
-        RunConfig.build(floor | {"train.importance_correction": "token_mask", "train.importance_cap": 0.5})
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"train.deterministic": True, "rollout.max_staleness": 1}, "leave out rollout.max_staleness"),
-        ({"train.deterministic": True, "backend": "tinker"}, "other backends than local"),
-        ({"model.exact": True, "model.engine": "plain"}, "model.exact needs our engine"),
-        ({"model.exact": True, "rollout.top_p": 0.9}, "leave out rollout.top_p"),
-        ({"model.exact": True, "rollout.constrain_tool_calls": True}, "leave out rollout.top_p"),
-    ],
-)
-def test_exactness_is_refused_where_it_cannot_be_had(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(PalestraError, match=said):
-        RunConfig.build(settings)

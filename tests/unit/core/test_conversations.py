@@ -21,45 +21,43 @@ def call(call_id: str, item: str, as_text: bool = True) -> dict[str, Any]:
     return {"id": call_id, "function": {"name": "price", "arguments": json.dumps(arguments) if as_text else arguments}}
 
 
+THOUGHT = {"reasoning_content": "Two calls."}
+TWO_CALLS = [call("a", "tea"), call("b", "milk", as_text=False)]
 OPENAI = {
     "messages": [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Tea "}, {"type": "text", "text": "and milk?"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [call("a", "tea"), call("b", "milk", as_text=False)],
-            "reasoning_content": "Two calls.",
-        },
+        {"role": "assistant", "content": None, "tool_calls": TWO_CALLS, **THOUGHT},
         {"role": "tool", "tool_call_id": "b", "content": "2"},
         {"role": "tool", "tool_call_id": "a", "content": "4"},
         {"role": "assistant", "content": "4 and 2."},
     ],
     "tools": [TOOL],
 }
+BLOCKS = [
+    {"type": "thinking", "thinking": "Two calls.", "signature": "x"},
+    {"type": "tool_use", "id": "a", "name": "price", "input": {"item": "tea"}},
+    {"type": "tool_use", "id": "b", "name": "price", "input": {"item": "milk"}},
+]
+RESULTS = [
+    {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "2"}]},
+    {"type": "tool_result", "tool_use_id": "a", "content": "4"},
+]
 ANTHROPIC = {
     "system": [{"type": "text", "text": "Be brief."}],
     "messages": [
         {"role": "user", "content": "Tea and milk?"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Two calls.", "signature": "x"},
-                {"type": "tool_use", "id": "a", "name": "price", "input": {"item": "tea"}},
-                {"type": "tool_use", "id": "b", "name": "price", "input": {"item": "milk"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "2"}]},
-                {"type": "tool_result", "tool_use_id": "a", "content": "4"},
-            ],
-        },
+        {"role": "assistant", "content": BLOCKS},
+        {"role": "user", "content": RESULTS},
         {"role": "assistant", "content": [{"type": "text", "text": "4 and 2."}]},
     ],
     "tools": [{"name": "price", "description": "Look up.", "input_schema": SCHEMA}],
 }
+CALLS = [
+    {"tool_call_id": call_id, "function_name": "price", "arguments": {"item": item}}
+    for call_id, item in (("a", "tea"), ("b", "milk"))
+]
+SEEN = {"results": [{"source_call_id": "b", "content": "2"}, {"source_call_id": "a", "content": "4"}]}
 ATIF = {
     "schema_version": "ATIF-v1.5",
     "session_id": "s",
@@ -67,19 +65,7 @@ ATIF = {
     "steps": [
         {"step_id": 1, "source": "system", "message": "Be brief."},
         {"step_id": 2, "source": "user", "message": "Tea and milk?"},
-        {
-            "step_id": 3,
-            "source": "agent",
-            "message": "",
-            "reasoning_content": "Two calls.",
-            "tool_calls": [
-                {"tool_call_id": "a", "function_name": "price", "arguments": {"item": "tea"}},
-                {"tool_call_id": "b", "function_name": "price", "arguments": {"item": "milk"}},
-            ],
-            "observation": {
-                "results": [{"source_call_id": "b", "content": "2"}, {"source_call_id": "a", "content": "4"}]
-            },
-        },
+        {"step_id": 3, "source": "agent", "message": "", **THOUGHT, "tool_calls": CALLS, "observation": SEEN},
         {"step_id": 4, "source": "agent", "message": "4 and 2."},
     ],
 }
@@ -113,6 +99,14 @@ def test_parallel_calls_results_reasoning_and_tools_are_the_same_in_each_format(
     assert conversation.origin == f"{tmp_path / 'traces.jsonl'}, line 1"
 
 
+def said(conversation: Conversation) -> list[tuple[str, str, list[str]]]:
+    return [(m.role, m.text, [call.arguments["item"] for call in m.tool_calls]) for m in conversation.messages]
+
+
+def sharegpt(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": value} for role, value in turns], **more}
+
+
 def test_sharegpt_may_have_calls_and_results_in_the_text(tmp_path):
     calls = """<tool_call>
 {"name": "price", "arguments": {"item": "tea"}}
@@ -120,15 +114,13 @@ def test_sharegpt_may_have_calls_and_results_in_the_text(tmp_path):
 <tool_call>
 {'name': 'price', 'arguments': {'item': 'milk'}}
 </tool_call>"""
-    turns = [
+    record = sharegpt(
         ("human", "Tea and milk?"),
         ("gpt", f"One moment.\n{calls}"),
         ("tool", "<tool_response>\n4\n</tool_response>\n<tool_response>\n2\n</tool_response>"),
         ("gpt", "4 and 2."),
-    ]
-    conversation = read_one(tmp_path, {"conversations": [{"from": role, "value": value} for role, value in turns]})
-    said = [(m.role, m.text, [call.arguments["item"] for call in m.tool_calls]) for m in conversation.messages]
-    assert said == [
+    )
+    assert said(read_one(tmp_path, record)) == [
         ("user", "Tea and milk?", []),
         ("assistant", "One moment.", ["tea", "milk"]),
         ("tool", "4", []),
@@ -152,7 +144,7 @@ def test_a_completion_is_trained_and_its_prompt_is_not(tmp_path, as_text):
 
 def test_sharegpt_calls_belong_to_the_text_before_them(tmp_path):
     calls = [{"name": "price", "arguments": {"item": item}} for item in ("tea", "milk")]
-    turns = [
+    record = sharegpt(
         ("human", "Tea and milk?"),
         ("gpt", "One moment."),
         ("function_call", json.dumps(calls)),
@@ -162,15 +154,11 @@ def test_sharegpt_calls_belong_to_the_text_before_them(tmp_path):
         ("function_call", json.dumps(calls[0])),
         ("tool", "4"),
         ("gpt", "4."),
-    ]
-    record = {
-        "conversations": [{"from": role, "value": value} for role, value in turns],
-        "system": "Be brief.",
-        "tools": json.dumps([TOOL["function"]]),
-    }
+        system="Be brief.",
+        tools=json.dumps([TOOL["function"]]),
+    )
     conversation = read_one(tmp_path, record)
-    said = [(m.role, m.text, [call.arguments["item"] for call in m.tool_calls]) for m in conversation.messages]
-    assert said == [
+    assert said(conversation) == [
         ("system", "Be brief.", []),
         ("user", "Tea and milk?", []),
         ("assistant", "One moment.", ["tea", "milk"]),
@@ -274,10 +262,7 @@ def changed(place: int, **fields: Any) -> dict[str, Any]:
         (changed(2, tool_calls=[{"id": "a", "function": {"arguments": "{}"}}]), "no name"),
         (changed(2, tool_calls=[call("a", "x"), call("a", "y")]), "same id"),
         ({**ANTHROPIC, "messages": [{"role": "system", "content": "x"}]}, "Anthropic's are user and assistant"),
-        (
-            {"system": "x", "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "type 'image'",
-        ),
+        ({"system": "x", "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
         ({"conversations": [{"from": "bot", "value": "x"}]}, "'bot'"),
         ({"conversations": [{"from": "human"}]}, 'no text in "value"'),
         ({"conversations": [{"from": "function_call", "value": "price()"}]}, "function call is not JSON"),

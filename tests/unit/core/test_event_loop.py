@@ -26,9 +26,6 @@ def test_work_with_a_loop_of_its_own_runs_inside_of_a_running_one():
 
     assert inside_a_loop(lambda: asyncio.run(answer())) == 42
     assert outside_event_loop(lambda: asyncio.run(answer())) == 42
-
-
-def test_what_the_work_raises_arrives():
     with pytest.raises(ZeroDivisionError):
         inside_a_loop(lambda: 1 / 0)
 

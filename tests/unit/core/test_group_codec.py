@@ -66,9 +66,6 @@ def test_a_rollout_is_read_back_from_its_line():
     again = rollout_from_dict(through_json(rollout_to_dict(whole)))
     assert_same(again, whole, logprobs=5e-5)
     assert [t.versions.tolist() for t in again.turns] == [[], [4, 4], [], [], [4, 4]], "a turn's oldest"
-
-
-def test_a_failed_rollout_without_any_turn_is_read_back():
     failed = Rollout("p", (), (Message("user", "hi"),), "failed", error="the prompt is too long")
     assert_same(rollout_from_dict(through_json(rollout_to_dict(failed))), failed)
 
@@ -161,17 +158,13 @@ def test_columns_of_the_protocol_alone_are_read_by_their_masks():
     assert (first.passed, second.passed) == (True, False)
 
 
-def test_columns_given_as_null_are_as_good_as_absent():
+def test_columns_given_as_null_are_as_good_as_absent_and_messages_that_cannot_be_read_are_left_out():
     absent = dict.fromkeys(("turns", "versions", "stops", "errors", "verdicts", "tool_results", "messages", "seconds"))
     ours, theirs = (group_from_dict(row, "g", version=0) for row in (columns(**absent), columns()))
     assert [r.turns for r in ours.rollouts] == [r.turns for r in theirs.rollouts]
     assert [r.scores for r in ours.rollouts] == [r.scores for r in theirs.rollouts]
-
-
-def test_messages_that_cannot_be_read_are_left_out():
-    group = group_from_dict(
-        columns(messages=[[{"role": "user", "content": "hi"}], [{"role": "judge"}]]), "g", version=0
-    )
+    messages = [[{"role": "user", "content": "hi"}], [{"role": "judge"}]]
+    group = group_from_dict(columns(messages=messages), "g", version=0)
     assert [r.messages for r in group.rollouts] == [(Message("user", "hi"),), ()]
 
 

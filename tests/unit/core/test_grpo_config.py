@@ -25,12 +25,9 @@ def test_the_adapter_is_the_one_that_training_builds() -> None:
     assert adapter.to_dict() == build_peft_config(config.to_run_config().lora).to_dict()
 
 
-def test_without_lora_there_is_no_adapter_config() -> None:
-    assert GRPOTrainingConfig().build_peft_config() is None
-
-
-def test_four_bits_imply_lora_on_all_linear_layers() -> None:
+def test_without_lora_there_is_no_adapter_config_and_four_bits_imply_one_on_all_linear_layers() -> None:
     pytest.importorskip("peft")
+    assert GRPOTrainingConfig().build_peft_config() is None
     adapter = GRPOTrainingConfig(load_in_4bit=True, use_vllm=True).build_peft_config()
     assert adapter is not None
     assert (adapter.r, adapter.target_modules) == (16, "all-linear")
@@ -77,14 +74,11 @@ def test_trl_sees_as_many_problems_a_step_as_we_do(tmp_path: Path) -> None:
     assert completions // theirs.num_generations == ours.to_run_config().train.problems_per_step == 6
 
 
-def test_trl_trains_for_all_epochs_when_no_steps_are_given(tmp_path: Path) -> None:
-    assert trl_config(tmp_path).max_steps == -1
-
-
 def test_trl_gets_our_objective(tmp_path: Path) -> None:
     from palestra.algo.losses import Objective
 
     theirs, ours = trl_config(tmp_path), GRPOTrainingConfig().to_run_config().train
+    assert theirs.max_steps == -1, "all epochs"
     assert theirs.loss_type == ours.loss
     assert (theirs.epsilon, 1 + theirs.epsilon_high) == (ours.epsilon, Objective(epsilon_high=ours.epsilon_high).upper)
     assert (theirs.beta, theirs.num_iterations) == (ours.beta, ours.iterations)

@@ -23,52 +23,22 @@ def add_checkpoint(run: RunFolder, step: int) -> Path:
     return run.step_folder(step)
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        ("record_file", "run.json"),
-        ("config_file", "config.yaml"),
-        ("metrics_file", "metrics.jsonl"),
-        ("rollouts_file", "rollouts.jsonl"),
-        ("demonstrations_file", "demonstrations.jsonl"),
-        ("teacher_file", "teacher.jsonl"),
-        ("evals", "evals"),
-        ("checkpoints", "checkpoints"),
-        ("model", "model"),
-        ("export", "export"),
-        ("queue_file", "queue.sqlite"),
-        ("tokens", "tokens"),
-        ("tinker", "tinker"),
-        ("dashboard_index", "dashboard.db"),
-        ("report_file", "report.json"),
-        ("report_page", "report.html"),
-        ("request_file", "request.json"),
-        ("index_file", "index.json"),
-        ("lock_file", "run.lock"),
-        ("logs", "logs"),
-        ("wire", "wire"),
-        ("env_checkpoints", "environments"),
-        ("tokenizer", "tokenizer"),
-        ("tensorboard", "tensorboard"),
-        ("wandb_id_file", "wandb_run_id"),
-        ("wandb_url_file", "wandb_url"),
-        ("mlflow_id_file", "mlflow_run_id"),
-        ("mlflow_database", "mlflow.db"),
-        ("mlflow_artifacts", "mlflow_artifacts"),
-    ],
-)
-def test_every_path_is_the_one_of_version_0_1(name: str, path: str) -> None:
-    assert getattr(RunFolder(Path("a")), name) == Path("a", path)
+NAMES = """
+record_file run.json, config_file config.yaml, metrics_file metrics.jsonl, rollouts_file rollouts.jsonl,
+demonstrations_file demonstrations.jsonl, teacher_file teacher.jsonl, evals evals, checkpoints checkpoints, model model,
+export export, queue_file queue.sqlite, tokens tokens, tinker tinker, dashboard_index dashboard.db,
+report_file report.json, report_page report.html, request_file request.json, index_file index.json, lock_file run.lock,
+logs logs, wire wire, env_checkpoints environments, tokenizer tokenizer, tensorboard tensorboard,
+wandb_id_file wandb_run_id, wandb_url_file wandb_url, mlflow_id_file mlflow_run_id, mlflow_database mlflow.db,
+mlflow_artifacts mlflow_artifacts
+"""
 
 
-def test_every_path_is_tested() -> None:
-    (mark,) = test_every_path_is_the_one_of_version_0_1.pytestmark  # type: ignore[attr-defined]
-    paths = {name for name, value in vars(RunFolder).items() if isinstance(value, PathBelow)}
-    assert {name for name, _ in mark.args[1]} == paths
-
-
-def test_paths_of_steps_evaluations_and_logs() -> None:
+def test_every_path_is_the_one_of_version_0_1() -> None:
     run = RunFolder(Path("a"))
+    names = [name for name, value in vars(RunFolder).items() if isinstance(value, PathBelow)]
+    expected = dict(pair.split() for pair in NAMES.split(","))
+    assert {name: getattr(run, name) for name in names} == {key: Path("a", name) for key, name in expected.items()}
     assert run.step_folder(50) == Path("a/checkpoints/step-000050")
     assert run.eval_file("before") == Path("a/evals/before.jsonl")
     assert run.eval_file(50) == Path("a/evals/step-000050.jsonl")
@@ -96,14 +66,16 @@ def test_a_folder_without_a_format_is_of_version_0_1_and_opens(tmp_path: Path) -
     assert (run.format, run.record["name"]) == (0, "old")
 
 
-def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"format": FORMAT + 1}))
-    with pytest.raises(PalestraError, match=rf"format {FORMAT + 1}, and this Palestra reads formats up to {FORMAT};"):
-        RunFolder.open(tmp_path)
-
-
-@pytest.mark.parametrize(("record", "words"), [(None, "has no run.json"), ("{", "is not valid JSON")])
-def test_what_is_no_run_folder_is_refused(tmp_path: Path, record: str | None, words: str) -> None:
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (None, "has no run.json"),
+        ("{", "is not valid JSON"),
+        (json.dumps({"format": FORMAT + 1}), f"format {FORMAT + 1}, and this Palestra reads formats up to {FORMAT};"),
+    ],
+    ids=["missing", "cut", "newer"],
+)
+def test_what_is_no_run_folder_of_ours_is_refused(tmp_path: Path, record: str | None, words: str) -> None:
     if record is not None:
         (tmp_path / "run.json").write_text(record)
     with pytest.raises(PalestraError, match=words):
@@ -122,24 +94,18 @@ def test_a_config_that_was_cut_at_the_end_of_a_line_is_refused(tmp_path: Path) -
         assert run.config.train.max_steps == 7
 
 
-def test_a_cut_last_line_is_not_read(tmp_path: Path) -> None:
+def test_rows_are_read_one_at_a_time_and_a_cut_last_line_is_not(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
+    assert list(run.rollouts()) == []
     run.metrics_file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
     assert run.metrics() == [{"step": 1, "loss": 0.5}]
     whole, cut = json.dumps({"text": "für\u2028immer"}, ensure_ascii=False).encode(), '{"text": "f\u00fc'.encode()[:-1]
-    run.rollouts_file.write_bytes(whole + b"\n" + cut)  # in the middle of a character
-    assert list(run.rollouts()) == [{"text": "für\u2028immer"}]
-
-
-def test_rollouts_are_read_one_at_a_time(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    assert list(run.rollouts()) == []
-    run.rollouts_file.write_text('{"step": 1}\n{"step": 2}\n')
+    run.rollouts_file.write_bytes(b'{"step": 1}\n{"step": 2}\n')
     rollouts = run.rollouts()
     assert next(rollouts) == {"step": 1}
-    with run.rollouts_file.open("a") as file:
-        file.write('{"step": 3}\n')
-    assert list(rollouts) == [{"step": 2}, {"step": 3}]
+    with run.rollouts_file.open("ab") as file:
+        file.write(whole + b"\n" + cut)  # in the middle of a character
+    assert list(rollouts) == [{"step": 2}, {"text": "für\u2028immer"}]
 
 
 def test_evaluations_are_listed_in_the_order_in_which_they_ran(tmp_path: Path) -> None:
@@ -173,17 +139,13 @@ def test_only_finished_checkpoints_are_listed_oldest_first(tmp_path: Path) -> No
     assert [path.name for path in run.partial_checkpoints()] == [".step-000060.partial"]
 
 
-@pytest.mark.parametrize("steps", [60, 61, 80, 500])
-def test_a_run_ends_anywhere_after_the_steps_that_it_has(tmp_path: Path, steps: int) -> None:
+def test_a_run_ends_anywhere_after_the_steps_that_it_has(tmp_path: Path) -> None:
     run = make(tmp_path, {"max_steps": 100})
-    assert Resume(run.path, max_steps=steps).config(run.config, done=60).train.max_steps == steps
+    for steps in (60, 61, 80, 500):
+        assert Resume(run.path, max_steps=steps).config(run.config, done=60).train.max_steps == steps
     assert Resume(run.path, finish=True).config(run.config, done=60).train.max_steps == 60
     assert Resume(run.path).config(run.config, done=60) == run.config
     assert Resume(str(run.path)) == Resume(run.path)  # type: ignore[arg-type]
-
-
-def test_a_run_cannot_have_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
-    run = make(tmp_path, {"epochs": 2})
     go_back = f"or go back: palestra train --resume {run.path} --from-checkpoint STEP"
     with pytest.raises(PalestraError, match=re.escape(f"has 60 steps already; give 60 or more, {go_back}")):
         Resume(run.path, max_steps=59).config(run.config, done=60)
