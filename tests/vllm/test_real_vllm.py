@@ -18,7 +18,7 @@ import torch
 from served import free_port
 
 from palestra.backends.vllm.server import VllmServerPolicy
-from palestra.core.config import LoraSection
+from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights

@@ -15,7 +15,7 @@ from test_vllm_server import turn
 
 from palestra.backends.ray.pool import GroupSampler, PackedWeights, PoolPolicy
 from palestra.backends.vllm.common import Adapter, AdapterFolders
-from palestra.core.config import LoraSection
+from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams
 from palestra.core.weights import Weights
