@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "agent_source": "core evals agents sources servers",  # servers: an address without a token is refused at once
     "run": "core models policy envs runs servers train sources agent_source api env_api",
     "suite": "evals api",
-    "__init__": "evals agents envs api prompts suite",
+    "__init__": "core evals agents envs api prompts suite",
     "demo": "__init__",
     "agent_tools": "core evals agents envs runs servers dashboard sources",
     "cli": "core plan models engine evals agents policy envs runs rollout servers train dashboard sources "

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from palestra.agents.tools.schema import Context
     from palestra.agents.tools.tool import Tool, function_tool
     from palestra.api import GRPOTrainer, GRPOTrainingConfig, GRPOTrainingResult, evaluate, train_grpo, train_sft
+    from palestra.core.errors import PalestraError
     from palestra.envs.env import Env, EnvConfig
     from palestra.envs.user_simulator import UserSimulator
     from palestra.evals.judge import judge, ruler
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agent", "Context", "Env", "EnvConfig", "EvalSuite", "GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult",
-    "McpServer", "Tool", "UserSimulator", "command_agent", "evaluate", "fail_reason", "function_tool", "improve",
-    "judge", "measure", "pass_reason", "ruler", "train_grpo", "train_sft", "turn_scores",
+    "McpServer", "PalestraError", "Tool", "UserSimulator", "command_agent", "evaluate", "fail_reason", "function_tool",
+    "improve", "judge", "measure", "pass_reason", "ruler", "train_grpo", "train_sft", "turn_scores",
 ]  # fmt: skip
 _MODULES = {
     "agents.agent": "Agent",
@@ -33,6 +34,7 @@ _MODULES = {
     "agents.tools.schema": "Context",
     "agents.tools.tool": "Tool function_tool",
     "api": "GRPOTrainer GRPOTrainingConfig GRPOTrainingResult evaluate train_grpo train_sft",
+    "core.errors": "PalestraError",
     "envs.env": "Env EnvConfig",
     "envs.user_simulator": "UserSimulator",
     "evals.judge": "judge ruler",

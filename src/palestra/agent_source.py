@@ -16,7 +16,15 @@ from palestra.agents.programs import command_agent
 from palestra.agents.texts import read_texts, with_texts
 from palestra.agents.tools.mcp_client import McpServer
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, did_you_mean, needs_extra
+from palestra.core.errors import (
+    InputError,
+    NotFoundError,
+    PalestraError,
+    SettingError,
+    UnreadableFileError,
+    did_you_mean,
+    needs_extra,
+)
 from palestra.core.files import absolute_spec, import_file, import_function
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.evals.suite import EvalSuite, hold_out
@@ -46,12 +54,12 @@ def load_agent_file(path: str | None) -> AgentFile:
     module = importlib.import_module(DEMO) if source == DEMO else _import_file(Path(source), str(path))
     suite = _required(module, "suite", source)
     if not isinstance(suite, EvalSuite):
-        raise PalestraError(f"{source}: `suite` is a {type(suite).__name__}; expected EvalSuite.from_records(…)")
+        raise InputError(f"{source}: `suite` is a {type(suite).__name__}; expected EvalSuite.from_records(…)")
     held_out = getattr(module, "held_out", HELD_OUT_SHARE)
     try:
         trained, _ = hold_out(suite, held_out)
     except PalestraError as error:
-        raise PalestraError(f"{source}: {error}") from None
+        raise InputError(f"{source}: {error}") from None
     return AgentFile(
         source=source,
         agent=as_agent(_required(module, "agent", source)),
@@ -73,22 +81,22 @@ def open_agent_file(path: str | None, settings: Mapping[str, Any]) -> tuple[Agen
 
 def _import_file(path: Path, shown: str) -> ModuleType:
     if path.is_dir():
-        raise PalestraError(f"{shown} is a folder; give a Python file. {_EXPECTED}")
+        raise InputError(f"{shown} is a folder; give a Python file. {_EXPECTED}")
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
-        raise PalestraError(f"there is no agent file {shown}.{near} Without one, `palestra train` trains the demo")
+        raise NotFoundError(f"there is no agent file {shown}.{near} Without one, `palestra train` trains the demo")
     try:
         return import_file(path, shown, _EXPECTED)
     except PalestraError as error:
         if "palestra" in path.read_text(encoding="utf-8", errors="replace"):
             raise
         program = f"a program with a loop of its own trains by --agent-cmd 'python {shown}'"
-        raise PalestraError(f"{error}\n{_EXPECTED}; {program}") from error
+        raise InputError(f"{error}\n{_EXPECTED}; {program}") from error
 
 
 def _required(module: ModuleType, name: str, source: str) -> Any:
     if not hasattr(module, name):
-        raise PalestraError(f"{source} defines no `{name}`. {_EXPECTED}, and may define held_out, measures and config")
+        raise InputError(f"{source} defines no `{name}`. {_EXPECTED}, and may define held_out, measures and config")
     return getattr(module, name)
 
 
@@ -97,7 +105,7 @@ def _config(value: Any, cases: int, source: str) -> Mapping[str, Any]:
         return value.to_run_config(cases).model_dump()
     if isinstance(value, Mapping):
         return value
-    raise PalestraError(
+    raise InputError(
         f"{source}: `config` is a {type(value).__name__}; expected a dict such as {{'train.max_steps': 50}} "
         "or a GRPOTrainingConfig"
     )
@@ -140,7 +148,9 @@ class AgentOptions:
         try:
             return cls(**{"cwd": str(Path.cwd()), **record}) if record else cls()
         except TypeError:
-            raise PalestraError("run.json: agent_options are not those of a run; restore it from a copy") from None
+            raise UnreadableFileError(
+                "run.json: agent_options are not those of a run; restore it from a copy"
+            ) from None
 
     def record(self) -> dict[str, Any]:
         """For run.json; empty where none was given."""
@@ -177,18 +187,18 @@ class AgentOptions:
 
     def _check(self) -> None:
         if self._is_started_here and self.agent_port is not None:
-            raise PalestraError("--agent-cmd and --agent-image start agents, --agent-port waits for others; choose one")
+            raise SettingError("--agent-cmd and --agent-image start agents, --agent-port waits for others; choose one")
         if self.agent_host is not None and not self.is_program:
-            raise PalestraError("--agent-host goes with --agent-port, --agent-cmd or --agent-image")
+            raise SettingError("--agent-host goes with --agent-port, --agent-cmd or --agent-image")
         if self.is_program and (self.mcp or self.mcp_shared or self.instructions is not None or self.improved):
-            raise PalestraError(
+            raise SettingError(
                 "--mcp, --instructions and --improved are for our own agent loop; a program has tools and instructions "
                 "of its own"
             )
         if self.held_out is not None and self.cases is None:
-            raise PalestraError("--held-out goes with --cases; an agent file has its own `held_out`")
+            raise SettingError("--held-out goes with --cases; an agent file has its own `held_out`")
         if self.cases is not None and not self.measure and self.agent_port is None:
-            raise PalestraError(
+            raise SettingError(
                 "--cases needs a measure, which tells good from bad: --measure score.py:score, where "
                 "def score(ctx): return ctx.expect in ctx.final_assistant_message.text"
             )
@@ -248,5 +258,5 @@ def _is_share(text: str) -> bool:
     except ValueError:
         return False
     if not 0.0 <= share < 1.0 and not Path(text).exists():
-        raise PalestraError(f"--held-out {text} is no share of the cases; use a number from 0 to below 1, or a file")
+        raise SettingError(f"--held-out {text} is no share of the cases; use a number from 0 to below 1, or a file")
     return 0.0 <= share < 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.config import RunConfig, flatten
-from palestra.core.errors import PalestraError, explain_arguments
+from palestra.core.errors import SettingError, explain_arguments
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
@@ -101,9 +101,9 @@ def train_sft(
     """
     settings = config if isinstance(config, RunConfig) else RunConfig.build(dict(config or {}))
     if settings.stages.traces is None:
-        raise PalestraError("there is nothing to learn from; give stages.traces, a file of conversations or a run")
+        raise SettingError("there is nothing to learn from; give stages.traces, a file of conversations or a run")
     if settings.stages.plan != "sft":
-        raise PalestraError(f"stages.plan = {settings.stages.plan!r} attempts cases; use train_grpo with an agent")
+        raise SettingError(f"stages.plan = {settings.stages.plan!r} attempts cases; use train_grpo with an agent")
 
     def task(config: RunConfig) -> Task:
         from palestra.train.tasks import FinishTask
@@ -140,7 +140,7 @@ def evaluate(
     not made again.
     """
     if resume and out is None:
-        raise PalestraError("resume needs the file of the evaluation: out=…")
+        raise SettingError("resume needs the file of the evaluation: out=…")
     refuse_in_import("an evaluation")
     require_suite(suite)
     trainer = GRPOTrainer(agent, measures, config=config, progress=progress, watcher=watcher)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
 from palestra.agents.tools.tool import Tool, as_tool
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, StateError
 from palestra.core.files import slug
 from palestra.core.messages import as_messages
 from palestra.core.run_folder import RunFolder
@@ -151,7 +151,7 @@ class GRPOTrainingResult:
         chat = ChatFormat(self.tokenizer)
         chosen = self.agent.tools if tools is None else [self._as_tool(t) for t in tools]
         if context is None and (needing := next((t.name for t in chosen if t.needs_context), None)):
-            raise PalestraError(f"tool {needing!r} takes a context; pass one: generate(…, context=…)")
+            raise SettingError(f"tool {needing!r} takes a context; pass one: generate(…, context=…)")
         chosen = [tool.bind(context) for tool in chosen]
         system = self.instructions if instructions is None else instructions
         messages = [Message("system", system)] if system else []
@@ -167,7 +167,7 @@ class GRPOTrainingResult:
             answering = converse(policy, chat, messages, chosen, AttemptLimits(sampling))
             rollout = outside_event_loop(lambda: asyncio.run(answering))
         if rollout.error:
-            raise PalestraError(f"the model could not answer: {rollout.error}")
+            raise StateError(f"the model could not answer: {rollout.error}")
         return strip_reasoning(rollout.messages[-1].text).strip()
 
     @cached_property
@@ -194,7 +194,7 @@ class GRPOTrainingResult:
         name = tool.get("function", tool).get("name")
         known = {own.name: own for own in self.agent.tools}
         if name not in known:
-            raise PalestraError(
+            raise InputError(
                 f"the schema of a tool {name!r} has no function behind it: the agent's tools are "
                 f"{', '.join(known) or 'none'}. Pass the function itself"
             )
@@ -244,5 +244,5 @@ def _interval(rate: Rate | Mean) -> str:
 
 def _scored(report: EvalReport | None) -> EvalReport:
     if report is None:
-        raise PalestraError("this run was not scored: its environments, over the wire, have the problems")
+        raise StateError("this run was not scored: its environments, over the wire, have the problems")
     return report

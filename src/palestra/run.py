@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.agent_source import AgentOptions
 from palestra.api import train_grpo, train_sft
 from palestra.core.config import RunConfig, flatten
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError
 from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, RankVariables, is_first_rank, launch_ranks
 from palestra.core.run_folder import Resume, RunFolder
@@ -96,7 +96,7 @@ def resume(
             with watching(run.config) as watcher:
                 return run, finish_wire(run, resumed, watcher=watcher)
         if request is None or request.env_url is None:
-            raise PalestraError(f"{run.path} trains over the wire; continue it with: {run.wire_command}")
+            raise SettingError(f"{run.path} trains over the wire; continue it with: {run.wire_command}")
         return run, _train_wire(request, run, watching, resumed)
     source = agent_file or run.record.get("source")
     if run.record.get("only_learns_traces"):
@@ -104,7 +104,7 @@ def resume(
             return train_sft(run.config, name=run.record["name"], watcher=watcher, resume=resumed)
     options = AgentOptions.from_record(run.record.get("agent_options"))
     if source is None and not options.are_set:
-        raise PalestraError(
+        raise SettingError(
             f"{run.path} was started from Python. Continue it there with train_grpo(…, resume={str(run.path)!r}), "
             f"or give the agent's file: palestra train my_agent.py --resume {shlex.quote(str(run.path))}"
         )
@@ -146,7 +146,7 @@ def wire_config(request: RunRequest, own: Any = ()) -> RunConfig:
     """The config of a run over the wire, which needs a last step."""
     config = request.config(WIRE_DEFAULTS, dict(own))
     if config.train.max_steps is None:
-        raise PalestraError("environments over the wire have no last problem; set an end: --train.max_steps 100")
+        raise SettingError("environments over the wire have no last problem; set an end: --train.max_steps 100")
     return config
 
 

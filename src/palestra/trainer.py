@@ -15,7 +15,7 @@ from palestra.agents.agent import agent_examples
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, needs_extra, refuse_arguments
+from palestra.core.errors import NotFoundError, SettingError, needs_extra, refuse_arguments
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
@@ -154,7 +154,7 @@ class GRPOTrainer:
                 layer = dict(self._config or {})
             case other:
                 kind = type(other).__name__
-                raise PalestraError(f"config is of type {kind}; expected a dict of settings or a GRPOTrainingConfig")
+                raise SettingError(f"config is of type {kind}; expected a dict of settings or a GRPOTrainingConfig")
         overrides = {"name": self.model_name, "dtype": self.torch_dtype, "device": self.device_map}
         return RunConfig.build(dict(layer), {"model": {key: v for key, v in overrides.items() if v is not None}})
 
@@ -181,10 +181,10 @@ class GRPOTrainer:
         """
         if suite is None:
             if self._trl is None:
-                raise PalestraError("there is nothing to train on; give a suite: trainer.train(suite)")
+                raise SettingError("there is nothing to train on; give a suite: trainer.train(suite)")
             suite, held_out = self._trl.train, self._trl.held_out
         if resume_from_checkpoint is True:
-            raise PalestraError("resume_from_checkpoint=True: name the run's folder, for example 'runs/clerk-20260131'")
+            raise SettingError("resume_from_checkpoint=True: name the run's folder, for example 'runs/clerk-20260131'")
         resume = resume or resume_from_checkpoint or None
         train_suite, held = hold_out(suite, held_out)
         factory = self.environment_factory
@@ -249,7 +249,7 @@ class GRPOTrainer:
             scored = self._trl is None or bool(environment.problems("held_out"))
             return EnvironmentTask(environment, rewards, self.rollout_func, self, examples, scored=scored)
         if self.rollout_func is not None or not isinstance(environment, SuiteEnvironment):
-            raise PalestraError(
+            raise SettingError(
                 f"{self.agent.name} is a program with a loop of its own; train it on a suite, without rollout_func and "
                 "environment_factory"
             )
@@ -268,9 +268,9 @@ _OWN_ARGUMENTS = [name for name in signature(GRPOTrainer.__init__).parameters if
 def _read_trl(trl: Mapping[str, Any], own: Mapping[str, Any], *, has_environment: bool) -> TrlArguments:
     """TRL's arguments, which cannot be mixed with those that stand for the same here."""
     if not trl:
-        raise PalestraError("GRPOTrainer needs an agent, or a model, reward_funcs and train_dataset as in TRL")
+        raise SettingError("GRPOTrainer needs an agent, or a model, reward_funcs and train_dataset as in TRL")
     if mixed := [name for name, value in own.items() if value is not None]:
-        raise PalestraError(f"{', '.join(mixed)}: leave it out; TRL's args and reward_funcs stand for it")
+        raise SettingError(f"{', '.join(mixed)}: leave it out; TRL's args and reward_funcs stand for it")
     return read_arguments(trl, _OWN_ARGUMENTS, has_environment=has_environment)
 
 
@@ -343,7 +343,7 @@ def _new_folder(config: RunConfig, name: str, record: Mapping[str, Any], folder:
     output_dir = Path(config.output_dir)
     run = join(config).from_first(lambda: RunFolder.create(output_dir, name, config, record, at=folder))
     if not run.has_begun:
-        raise PalestraError(
+        raise NotFoundError(
             f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir that "
             "all machines share"
         )

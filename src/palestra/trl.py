@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.config import load_yaml
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import InputError, SettingError, needs_extra
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.messages import as_messages, to_dict
 from palestra.core.types import Message, Problem
@@ -93,7 +93,7 @@ class TrlParser:
         for name, value in values.items():
             kind = known.get(name, GRPOConfig)
             if kind not in given:
-                raise PalestraError(f"--{name} is no argument of this script; it takes --{', --'.join(known)}")
+                raise SettingError(f"--{name} is no argument of this script; it takes --{', --'.join(known)}")
             given[kind][name] = value
         return tuple(kind(**given[kind]) for kind in self._types)
 
@@ -108,7 +108,7 @@ def _options(args: Sequence[str]) -> dict[str, Any]:
             last = words.setdefault(name.replace("-", "_"), [])
             last += [value] if equals else []
         elif last is None:
-            raise PalestraError(f"{arg!r} has no name; expected --name {arg}")
+            raise SettingError(f"{arg!r} has no name; expected --name {arg}")
         else:
             last.append(arg)
     return {name: _value(found) for name, found in words.items()}
@@ -159,7 +159,7 @@ def combine_rewards(functions: Sequence[RewardFunction], weights: Sequence[float
     """One reward function: the weighted sum of several; None where none of them applies."""
     factors = [1.0] * len(functions) if weights is None else list(weights)
     if len(factors) != len(functions):
-        raise PalestraError(f"{len(factors)} weights for {len(functions)} reward functions; give one each")
+        raise InputError(f"{len(factors)} weights for {len(functions)} reward functions; give one each")
 
     def combined(**columns: Any) -> list[float | None]:
         rows = zip(*(function(**columns) for function in functions), strict=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.agents.agent import Agent
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.evals.suite import EvalSuite
 from palestra.rollout.rewards import RewardFunction, as_list
@@ -68,7 +68,7 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
         problems.append("peft_config, quantization_config: use the settings lora.… of the config in args")
     if problems or train is None or model is None:
         lines = "\n".join(f"- {problem}" for problem in problems)
-        raise PalestraError(f"these arguments of TRL's GRPOTrainer are missing, or not supported here:\n{lines}")
+        raise UnsupportedError(f"these arguments of TRL's GRPOTrainer are missing, or not supported here:\n{lines}")
     if isinstance(train.cases[0].input, str):
         log.warning("the prompts of train_dataset are texts; each is sent as a user message, by the chat template")
         functions = tuple(_on_texts(function) for function in functions)

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import InputError, did_you_mean
 from palestra.core.grpo_config import GRPOTrainingConfig
 
 # TRL's name -> TRL's default, and the setting that it is here.
@@ -158,7 +158,7 @@ def values_of(args: Any) -> dict[str, Any]:
     if isinstance(args, GRPOConfig):
         return dict(vars(args))
     if not is_dataclass(args):
-        raise PalestraError(f"args is of type {type(args).__name__}; expected a GRPOConfig, of TRL or of palestra.trl")
+        raise InputError(f"args is of type {type(args).__name__}; expected a GRPOConfig, of TRL or of palestra.trl")
     found = dict(DEFAULTS)
     for f in fields(args):  # of TRL's own config
         value = getattr(args, f.name)

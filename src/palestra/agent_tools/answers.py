@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError
 from palestra.core.secrets import redact
 
 MAX_ARGUMENT_CHARS = 100_000
@@ -29,7 +29,7 @@ class Page(NamedTuple):
     about: dict[str, int]  # count, and next_offset unless it is the last page
 
 
-class Refusal(PalestraError):
+class Refusal(InputError):
     """An error with additional data, such as the available choices or the locked value."""
 
     def __init__(self, text: str, **more: Any) -> None:
@@ -41,15 +41,14 @@ def answer(make: Callable[[], Mapping[str, Any]]) -> Answer:
     """Return the result of `make` as JSON without secrets, or an answer with `error` if it raises."""
     try:
         made: Mapping[str, Any] = make()
-    except Refusal as refusal:
-        made = {"error": str(refusal), **refusal.more}
     except PalestraError as error:
-        made = {"error": str(error)}
+        made = {"error": str(error), "code": error.code, **getattr(error, "more", {})}
     except Exception as error:  # a tool never takes its server down
         log.exception("a tool failed")
         made = {
             "error": f"this is a fault of Palestra: {type(error).__name__}: {short(error)}. "
-            "`palestra doctor` shows what this machine lacks; please report it with the server's log"
+            "`palestra doctor` shows what this machine lacks; please report it with the server's log",
+            "code": "internal_error",
         }
     return dict(json.loads(redact(json.dumps(to_json(made)))))
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from palestra.agent_tools.answers import short
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, NotAllowedError, PalestraError, SettingError
 from palestra.core.http import HttpError, Request
 from palestra.runs.agent_settings import is_hub_name
 from palestra.runs.locks import Site
@@ -59,13 +59,13 @@ def choose_models(
     url, key, usual = _endpoint(site, environ)
     names = list(models) if models else usual or [f"local:{current}"]
     if len(names) > site.limits.test_models:
-        raise PalestraError(f"{len(names)} models were named; at most {site.limits.test_models} are tested together")
+        raise NotAllowedError(f"{len(names)} models were named; at most {site.limits.test_models} are tested together")
     if len(set(names)) != len(names):
-        raise PalestraError("a model is named twice; name each once")
+        raise SettingError("a model is named twice; name each once")
     candidates = [_candidate(name, url, key) for name in names]
     paths = [c.label for c in candidates if models and c.base_url is None and not is_hub_name(c.name)]
     if paths and "model.name" not in site.unlock:
-        raise PalestraError(
+        raise NotAllowedError(
             f"{short(paths[0])}: only models of the hub can be named here, such as local:Qwen/Qwen3-0.6B; "
             "the site file allows paths with unlock: [model.name]"
         )
@@ -87,7 +87,7 @@ def _endpoint(site: Site, environ: Mapping[str, str]) -> tuple[str | None, str |
 def _candidate(label: str, url: str | None, key: str | None) -> Candidate:
     name, at, place = label.rpartition("@http")
     if not label.strip() or len(label) > _MAX_NAME_CHARS or not label.isprintable():
-        raise PalestraError(f"{short(label)!r} is not the name of a model")
+        raise InputError(f"{short(label)!r} is not the name of a model")
     if at:
         return Candidate(label, name, _loopback(f"http{place}", label))
     if label.startswith("local:"):
@@ -95,7 +95,7 @@ def _candidate(label: str, url: str | None, key: str | None) -> Candidate:
     if label.startswith("palestra/") or (label.startswith(("/", "./", "~")) and Path(label).expanduser().exists()):
         return Candidate(label, label)
     if url is None:
-        raise PalestraError(
+        raise SettingError(
             f"nothing says where {short(label)} is: set OPENROUTER_API_KEY, or OPENAI_BASE_URL and OPENAI_API_KEY, "
             "for an "
             f"endpoint; write local:{short(label)} to load it here, or {short(label)}@http://127.0.0.1:8000/v1 for a "
@@ -108,7 +108,7 @@ def _loopback(url: str, label: str) -> str:
     """A URL that a caller names may only lead to this machine, and gets no key."""
     host = urlsplit(url).hostname
     if host not in ("127.0.0.1", "localhost", "::1"):
-        raise PalestraError(
+        raise NotAllowedError(
             f"{short(label)}: only a server on this machine can be named here; for another one, set inference.base_url "
             "in the site file, or OPENAI_BASE_URL"
         )
@@ -206,12 +206,12 @@ class Relay:
         except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
-            raise PalestraError("the body is not a JSON object")
+            raise InputError("the body is not a JSON object")
         name, count = self._models[index].name, request.get("n") or 1
         if request.get("model") != name:
-            raise PalestraError(f"this is a test of {name}; another model is not asked")
+            raise NotAllowedError(f"this is a test of {name}; another model is not asked")
         if not isinstance(count, int) or count < 1 or not self.usage[index].reserve(count, self._max_completions):
-            raise PalestraError(f"n={short(count)}: this test may ask for {self._max_completions} completions in all")
+            raise NotAllowedError(f"n={short(count)}: this test may ask for {self._max_completions} completions in all")
         return request
 
     def _post(self, model: Candidate, request: dict[str, Any]) -> tuple[int, bytes]:

@@ -46,7 +46,7 @@ def http_app(clients: Clients, token: str | None, dashboard: ASGIApp | None = No
 
     @app.exception_handler(PalestraError)
     async def unknown(request: Request, error: PalestraError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 404)
+        return JSONResponse({"error": str(error), "code": error.code}, 404)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -15,7 +15,7 @@ from palestra.agent_tools.answers import short
 from palestra.agent_tools.endpoints import Candidate, Relay, Usage
 from palestra.agent_tools.pending_run import PendingRunConfig
 from palestra.core import children
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError, SettingError, UnsupportedError
 from palestra.core.files import new_folder, open_private, read_jsonl, write_json
 from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
@@ -41,7 +41,7 @@ class InferenceTest:
         local = [model.label for model in models if model.base_url is None]
         if local and self.draft.found.dialect != "palestra":
             found = self.draft.found
-            raise PalestraError(
+            raise UnsupportedError(
                 f"{found.name} is written for {found.dialect}, and asks its model over HTTP: serve it "
                 f"with `palestra serve {local[0].removeprefix('local:')}`, and name it NAME@http://127.0.0.1:PORT/v1"
             )
@@ -76,12 +76,12 @@ class InferenceTest:
     def _require_bounds(self) -> None:
         limit = self.draft.site.limits.test_completions
         if self.num_steps < 1 or self.group_size < 2:
-            raise PalestraError(
+            raise SettingError(
                 f"num_steps={self.num_steps}, group_size={self.group_size}; "
                 "expected at least 1 problem and 2 attempts at each"
             )
         if self.num_steps * self.group_size > limit:
-            raise PalestraError(
+            raise NotAllowedError(
                 f"num_steps × group_size = {short(self.num_steps * self.group_size)} attempts a model; "
                 f"this site allows {limit}. Ask for fewer"
             )

@@ -18,7 +18,7 @@ from palestra.agent_tools.inference import InferenceTest
 from palestra.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, describe
 from palestra.core import children
 from palestra.core.config import RunConfig, flatten
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.core.files import read_regular, slug
 from palestra.dashboard.action_routes import Progress, SubjectBody, TestBody
 from palestra.envs.config_fields import EnvDescription
@@ -91,7 +91,7 @@ class FormLauncher:
     def test(self, body: TestBody, progress: Progress, cancelled: threading.Event) -> Mapping[str, Any]:
         draft = self._edited(body)
         if body.environment is None:
-            raise PalestraError("only an environment can be tested this way; score an agent with `palestra eval`")
+            raise UnsupportedError("only an environment can be tested this way; score an agent with `palestra eval`")
         chosen = choose_models(body.models, self._site, str(draft.value("model.name")))
         with self._testing:
             home = self._manager.home
@@ -106,7 +106,7 @@ class FormLauncher:
 
     def _draft(self, body: SubjectBody) -> PendingRunConfig:
         if (body.environment is None) == (body.agent_file is None):
-            raise PalestraError("name an environment or an agent file, and not both")
+            raise SettingError("name an environment or an agent file, and not both")
         found = _agent(str(body.agent_file)) if body.environment is None else discover().named(body.environment)
         changed = found.file_path.stat().st_mtime_ns if found.file_path.is_file() else 0
         return PendingRunConfig.of(found, self._description(found, changed), self._site)
@@ -145,7 +145,7 @@ def _agent(agent_file: str) -> DiscoveredEnv:
     """An agent file as something that can be drafted; it has no class."""
     path = Path(agent_file)
     if agent_file != DEMO and not (path.is_file() and path.suffix == ".py"):
-        raise PalestraError(f"there is no agent file {agent_file[:200]}; give a Python file, or {DEMO}")
+        raise NotFoundError(f"there is no agent file {agent_file[:200]}; give a Python file, or {DEMO}")
     return DiscoveredEnv(DEMO if agent_file == DEMO else path.stem, "", path, "", "configured")
 
 
@@ -157,11 +157,11 @@ def _describe_agent(found: DiscoveredEnv) -> EnvDescription:
     try:
         out, complaints = child.communicate(timeout=_CONFIG_S)
     except subprocess.TimeoutExpired:
-        raise PalestraError(f"reading {agent_file} took longer than {_CONFIG_S:g} s") from None
+        raise UserCodeError(f"reading {agent_file} took longer than {_CONFIG_S:g} s") from None
     finally:
         children.end(child)
     if child.returncode:
-        raise PalestraError(complaints.strip().rpartition("Error: ")[2] or f"{agent_file} cannot be read")
+        raise UserCodeError(complaints.strip().rpartition("Error: ")[2] or f"{agent_file} cannot be read")
     defaults = flatten(RunConfig().model_dump(mode="json"))
     own = {key: value for key, value in flatten(json.loads(out)).items() if value != defaults.get(key)}
     return EnvDescription([], own)

@@ -16,7 +16,14 @@ from typing import Any
 from palestra.agent_tools.answers import Refusal, closest, short
 from palestra.agents.tools.run import find_mismatch
 from palestra.core.config import RunConfig, flatten
-from palestra.core.errors import PalestraError, did_you_mean, missing_package
+from palestra.core.errors import (
+    MissingPackageError,
+    PalestraError,
+    ResourceError,
+    UserCodeError,
+    did_you_mean,
+    missing_package,
+)
 from palestra.core.files import slug
 from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
@@ -180,7 +187,7 @@ class PendingRunConfig:
         try:
             RunConfig.build(description.run_settings)
         except PalestraError as error:
-            raise PalestraError(f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}") from None
+            raise UserCodeError(f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}") from None
         stamp = time.strftime("%Y%m%d-%H%M%S")
         own = env_fields(description.fields, found.dialect)
         same = {f.also for f in own.values()}
@@ -383,7 +390,7 @@ def describe(
             error, package = failure, missing_package(str(failure)) or ""
             if not package:
                 raise
-    raise PalestraError(
+    raise MissingPackageError(
         f"{error}; if {package} is a package, whoever runs this server can install it: "
         f"add it to {found.file_path.parent / 'requirements.txt'}"
     )
@@ -393,7 +400,7 @@ def _read_config(
     found: DiscoveredEnv, settings: Mapping[str, Any] | None, timeout_s: float, python: Path | None = None
 ) -> EnvDescription:
     if not _DESCRIBED_AT_ONCE.acquire(timeout=_DESCRIBE_WAIT_S):
-        raise PalestraError("this server is reading the settings of too many environments; ask again in a minute")
+        raise ResourceError("this server is reading the settings of too many environments; ask again in a minute")
     try:
         return describe_env(found, settings, timeout_s=timeout_s, python=python)
     finally:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from palestra.agent_tools.tools import RlTools
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, StateError
 from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
@@ -32,17 +32,17 @@ def read_uri(tools: RlTools, uri: str) -> tuple[str, str]:
     """(MIME type, text) of a resource by its address."""
     run_id, _, kind = uri.removeprefix(_SCHEME).partition("/")
     if not uri.startswith(_SCHEME):
-        raise PalestraError(f"there is no resource {uri[:200]!r}; they look like {uri_of('RUN_ID', 'report')}")
+        raise NotFoundError(f"there is no resource {uri[:200]!r}; they look like {uri_of('RUN_ID', 'report')}")
     return read_resource(tools, run_id, kind)
 
 
 def read_resource(tools: RlTools, run_id: str, kind: str) -> tuple[str, str]:
     """(MIME type, text) of one kind for one run."""
     if kind not in KINDS:
-        raise PalestraError(f"there is no {kind[:100]!r} of a run; expected one of {', '.join(KINDS)}")
+        raise NotFoundError(f"there is no {kind[:100]!r} of a run; expected one of {', '.join(KINDS)}")
     results = tools.rl_get_results(run_id)
     if "run_id" not in results:
-        raise PalestraError(results["error"])
+        raise StateError(results["error"])
     folder = RunFolder(tools.manager.get(run_id).folder)
     match kind:
         case "report":

@@ -25,7 +25,7 @@ from palestra.agent_tools.pending_run import PendingRunConfig, Progress, describ
 from palestra.agents.tools.run import ArgumentError, read_arguments
 from palestra.agents.tools.tool import Tool, function_tool
 from palestra.core.calls import OutOfThreads, call_with_limit
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import MissingPackageError, did_you_mean
 from palestra.envs.discover import discover
 from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Site, load_site
@@ -104,7 +104,7 @@ def rl_start_training(call: Call) -> views.Data:
     """Start a training on the selected environment with the current settings. It goes on when you disconnect."""
     tools, pending = call.tools, call.tools.pending
     if not check_rl_python_version():
-        raise PalestraError("Palestra needs Python 3.11 or newer; start this server with one")
+        raise MissingPackageError("Palestra needs Python 3.11 or newer; start this server with one")
     trackers = {*pending.value("track.report_to"), *(["wandb"] if pending.env_settings().get("use_wandb") else [])}
     missing = get_missing_keys(pending.site.profile, trackers)
     if missing:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from palestra.agents.tools.mcp_client import as_mcp_server
 from palestra.agents.tools.tool import as_tool, tools_by_name
-from palestra.core.errors import PalestraError, did_you_mean, refuse_arguments
+from palestra.core.errors import InputError, PalestraError, did_you_mean, refuse_arguments
 
 if TYPE_CHECKING:
     from palestra.core.conversations import Conversation
@@ -39,7 +39,7 @@ class Agent:
     def __post_init__(self) -> None:
         for name in ("tools", "mcp_servers"):
             if not isinstance(given := getattr(self, name) or (), Iterable) or isinstance(given, str):
-                raise PalestraError(
+                raise InputError(
                     f"{name} of agent {self.name!r} is a {type(given).__name__}; expected a list, such as {name}=[…]"
                 )
         enabled = (
@@ -55,7 +55,7 @@ class Agent:
     def fixed_instructions(self) -> str:
         """The instructions as text; training needs the same ones for every rollout."""
         if callable(self.instructions):
-            raise PalestraError(
+            raise InputError(
                 f"the instructions of agent {self.name!r} are a function, so they may differ from call to call; "
                 f"training needs fixed ones. Pass a string, Agent({self.name!r}, instructions='You are …'), and write "
                 "what differs from case to case into the case's input."
@@ -66,7 +66,7 @@ class Agent:
     def required_model(self) -> str:
         """The model's name; training cannot do without."""
         if not self.model:
-            raise PalestraError(
+            raise InputError(
                 f"agent {self.name!r} has no model. Name one: Agent({self.name!r}, model='palestra/tiny'), "
                 "a hub id such as 'Qwen/Qwen3-0.6B', or a local folder."
             )
@@ -79,7 +79,7 @@ class Agent:
             unknown = [name for name in called if known is not None and name not in known]
             if known is not None and unknown:
                 has = f"it has {', '.join(known)}" if known else "it has no tools"
-                raise PalestraError(
+                raise InputError(
                     f"{example.origin} calls {unknown[0]!r}, which is no tool of agent {self.name!r}; {has}."
                     f"{did_you_mean(unknown[0], known)}"
                 )
@@ -113,7 +113,7 @@ def _read_examples(examples: Any, name: str) -> Iterator[Conversation]:
             is_record = isinstance(example, Mapping)
             found = conversation_from(dict(example), origin) if is_record else conversation_of(example, (), origin)
         except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PalestraError(
+            raise InputError(
                 f"{origin}: {str(error).rstrip('.')}. Give a list of messages, "
                 "[{'role': 'user', 'content': …}, {'role': 'assistant', 'content': …}], or the path of a file"
             ) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import MissingPackageError, UnsupportedError
 from palestra.core.http import is_loopback
 
 FOLDER = "/palestra"  # of the attempt, in its container
@@ -40,7 +40,7 @@ class Containers:
             if not (reason := _why_not(engine)):
                 return cls(engine, image)
             reasons.append(reason)
-        raise PalestraError(
+        raise MissingPackageError(
             f"--agent-image {image} needs docker or podman: {'; '.join(reasons)}. Install one or start its service, or "
             "run the program without a container by --agent-cmd"
         )
@@ -55,7 +55,7 @@ class Containers:
         options = []
         if is_loopback(urlsplit(base_url).hostname or ""):  # only the host's network reaches our loopback address
             if sys.platform != "linux":  # containers run in a virtual machine
-                raise PalestraError(
+                raise UnsupportedError(
                     "containers on this system cannot reach 127.0.0.1; set --agent-host 0.0.0.0 and PALESTRA_TOKEN"
                 )
             options.append("--network=host")

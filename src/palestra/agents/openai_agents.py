@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.agents.agent import Agent
 from palestra.agents.programs import function_agent
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UnsupportedError
 
 # attribute -> (what it is, what to do instead)
 _UNTRAINABLE = {
@@ -40,16 +40,16 @@ def as_agent(obj: Any) -> Agent:
     if inspect.isroutine(obj):
         return function_agent(obj)
     if not all(hasattr(obj, key) for key in ("name", "instructions", "tools")):
-        raise PalestraError(
+        raise InputError(
             f"expected an agent, got {type(obj).__name__}. Pass palestra.Agent(name, model, instructions, tools), "
             "an Agent of the openai-agents SDK, command_agent([…]), or a function (case, base_url, api_key)."
         )
     for key, (words, remedy) in _UNTRAINABLE.items():
         if getattr(obj, key, None):
-            raise PalestraError(f"agent {obj.name!r} has {words} ({key}), which training would not see. {remedy}.")
+            raise UnsupportedError(f"agent {obj.name!r} has {words} ({key}), which training would not see. {remedy}.")
     behavior = getattr(obj, "tool_use_behavior", "run_llm_again")
     if behavior != "run_llm_again":
-        raise PalestraError(
+        raise UnsupportedError(
             f"agent {obj.name!r} has tool_use_behavior={behavior!r}; in training the model always reads its tools' "
             "results and answers. Use 'run_llm_again' in the agent that you train."
         )
@@ -64,7 +64,7 @@ def _refuse_model_settings(obj: Any) -> None:
         if value is None or key in ignored or _HOW_IT_IS.get(key) == value:
             continue
         instead = f"Set {_OURS[key]} in the config instead" if key in _OURS else "Training has no such setting"
-        raise PalestraError(
+        raise UnsupportedError(
             f"agent {obj.name!r} has model_settings.{key}={value!r}, which training would not keep. {instead}, and "
             "train agent.clone(model_settings=ModelSettings())."
         )
@@ -76,7 +76,7 @@ def _model_name(obj: Any) -> str | None:
         return model
     name = getattr(model, "model", None)  # the SDK's model objects keep their name there
     if not isinstance(name, str):
-        raise PalestraError(
+        raise InputError(
             f"agent {obj.name!r} has a model of type {type(model).__name__} without a name; pass the name as a string"
         )
     return name

@@ -21,7 +21,7 @@ from palestra.agents.containers import ENGINE_VARIABLES, FOLDER, Containers
 from palestra.agents.process import ForkServer, ProgramLimits, run_process, supervised
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.children import split_command
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import InputError, RolloutError
 from palestra.core.files import scratch_root
 from palestra.core.messages import read_json
 from palestra.core.secrets import clean_environment, passed_on
@@ -197,9 +197,7 @@ def command_agent(
     words = split_command(command)
     containers = None if image is None else Containers.of_image(image)
     if not words and containers is None:
-        raise PalestraError(
-            "the agent's command is empty; give the program and its arguments: ['python', 'my_agent.py']"
-        )
+        raise InputError("the agent's command is empty; give the program and its arguments: ['python', 'my_agent.py']")
     own_name = name or _name_of(words or [str(image).rpartition("/")[2].partition(":")[0]])
     folder = None if cwd is None else str(cwd)
     return CommandAgent(own_name, model, command=tuple(words), env=dict(env or {}), cwd=folder, containers=containers)

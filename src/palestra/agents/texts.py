@@ -13,7 +13,7 @@ from typing import Any
 
 from palestra.agents.agent import Agent
 from palestra.agents.tools.tool import Tool
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import NotFoundError, UnreadableFileError, did_you_mean
 
 INSTRUCTIONS = "instructions"
 TOOL = "tool "  # prefix of a tool's component
@@ -34,7 +34,7 @@ def with_texts(agent: Agent, texts: Texts) -> Agent:
     known = texts_of(agent)
     for name in texts:
         if name not in known:
-            raise PalestraError(
+            raise NotFoundError(
                 f"the agent {agent.name!r} has no {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
             )
     tools = [_with_text(tool, texts.get(f"{TOOL}{tool.name}")) for tool in agent.tools]
@@ -51,9 +51,11 @@ def read_texts(path: Path) -> dict[str, str]:
         texts = json.loads(path.read_text(encoding="utf-8"))["texts"]
         return {str(name): str(text) for name, text in texts.items()}
     except OSError as error:
-        raise PalestraError(f"{path} cannot be read: {error.strerror}; `palestra improve` writes such a file") from None
+        raise UnreadableFileError(
+            f"{path} cannot be read: {error.strerror}; `palestra improve` writes such a file"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise PalestraError(f"{path} has no texts of an agent; `palestra improve` writes such a file") from None
+        raise UnreadableFileError(f"{path} has no texts of an agent; `palestra improve` writes such a file") from None
 
 
 def texts_diff(old: Texts, new: Texts) -> str:

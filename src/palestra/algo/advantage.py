@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UserCodeError
 
 Scale = Literal["group", "batch", "mean", "none"]
 Numbers = Sequence[float] | Tensor
@@ -49,7 +49,7 @@ def advantages(
         deviation = reward.std() if len(reward) > 1 else torch.zeros(())
     elif scale == "mean":
         if (reward < 0).any():
-            raise PalestraError("train.advantage_scale = mean needs rewards of 0 or more, and there are negative ones")
+            raise InputError("train.advantage_scale = mean needs rewards of 0 or more, and there are negative ones")
         deviation = (lowest + mean)[row_group]
     else:
         deviation = None
@@ -85,7 +85,7 @@ def _dense(group: Sequence[int] | Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Groups numbered 0, 1, … for each row, and the size of each."""
     ids = torch.as_tensor(group, dtype=torch.int64)
     if ids.shape != (rows,):
-        raise PalestraError(f"{rows} rewards but a group list of shape {list(ids.shape)}; expected one group a row")
+        raise InputError(f"{rows} rewards but a group list of shape {list(ids.shape)}; expected one group a row")
     _, row_group, size = ids.unique(return_inverse=True, return_counts=True)
     return row_group, size.double()
 
@@ -98,7 +98,7 @@ def _finite(values: Tensor, name: str) -> Tensor:
     bad = (~values.isfinite()).nonzero()
     if len(bad):
         row = int(bad[0])
-        raise PalestraError(
+        raise UserCodeError(
             f"{name.format(row)} is {values[row].item()}; expected a finite number. Look at the measure that gave it"
         )
     return values

@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, UserCodeError
 from palestra.core.machine import in_one_order
 
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo", "cross_entropy"]
@@ -66,7 +66,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.loss == "vespo" and self.importance_correction.startswith("sequence"):
-            raise PalestraError(
+            raise SettingError(
                 f"vespo weighs whole sequences itself, got importance_correction={self.importance_correction!r}; "
                 "use token_truncate, token_mask or none"
             )
@@ -203,21 +203,21 @@ def custom_loss(function: LossFunction, tokens: PolicyTokens) -> Tensor:
     try:
         loss = function(tokens)
     except Exception as error:
-        raise PalestraError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(loss, Tensor) or loss.shape != (count,) or not loss.is_floating_point():
         got = f"a {loss.dtype} tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:80]
-        raise PalestraError(
+        raise UserCodeError(
             f"{name} gave {got}; expected a float tensor of shape [{count}], the loss of each token before they are "
             "added up"
         )
     if not (finite := loss.isfinite()).all():
         at = int((~finite).nonzero()[0])
-        raise PalestraError(
+        raise UserCodeError(
             f"{name} gave {loss[at].item()} for token {at} (logprob {tokens.logprobs[at].item():.4g}, advantage "
             f"{tokens.advantages[at].item():.4g}); expected finite numbers. Clamp ratios and logarithms"
         )
     if count and tokens.logprobs.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
-        raise PalestraError(f"{name} has no gradient; compute it from tokens.logprobs or tokens.ratio, not detached")
+        raise UserCodeError(f"{name} has no gradient; compute it from tokens.logprobs or tokens.ratio, not detached")
     return loss
 
 
@@ -340,5 +340,5 @@ def _row_mean(values: Tensor, row: Tensor, rows: int) -> Tensor:
 
 def _needed(value: Tensor | None, name: str, setting: str) -> Tensor:
     if value is None:
-        raise PalestraError(f"{setting} needs {name}, got None; pass {name} [N] to policy_loss")
+        raise InputError(f"{setting} needs {name}, got None; pass {name} [N] to policy_loss")
     return value

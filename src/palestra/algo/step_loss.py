@@ -27,7 +27,7 @@ from torch import Tensor
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective, TokenStats, policy_loss, token_weights
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.types import Array
 
 ENTROPY_INCREMENT = 0.005  # by which the controller moves the coefficient, between 0 and 1
@@ -298,7 +298,7 @@ def coefficient_at(
             return initial
         case "linear":
             if steps_total is None:
-                raise PalestraError("a linear echo schedule needs the number of steps, got None; set max_steps")
+                raise SettingError("a linear echo schedule needs the number of steps, got None; set max_steps")
             done = min(step / max(steps_total - 1, 1), 1.0)
             return initial + (final - initial) * done
         case "step":

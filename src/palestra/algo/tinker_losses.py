@@ -20,7 +20,7 @@ from torch import Tensor
 from palestra.algo.batch import Batch
 from palestra.algo.losses import TokenStats, row_sum
 from palestra.algo.step_loss import Loss, LossTerms, LossTokens
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import SettingError, UnsupportedError, did_you_mean
 from palestra.core.types import Array
 
 _SAMPLED = ("logprobs", "advantages")
@@ -43,7 +43,7 @@ def check_loss(loss_fn: str, config: Mapping[str, float | str]) -> dict[str, flo
     """The settings of a loss with their defaults; raises for an unknown loss or setting."""
     if loss_fn not in INPUTS:
         known = ", ".join(INPUTS)
-        raise PalestraError(
+        raise UnsupportedError(
             f"loss_fn {loss_fn!r} is not served here; use one of {known}, or forward_backward_custom."
             f"{did_you_mean(loss_fn, INPUTS)}"
         )
@@ -51,12 +51,12 @@ def check_loss(loss_fn: str, config: Mapping[str, float | str]) -> dict[str, flo
     for key, value in config.items():
         if key not in defaults and key not in needed:
             knows = ", ".join([*defaults, *needed]) or "none"
-            raise PalestraError(f"{loss_fn} has no setting {key!r} in loss_fn_config; it has {knows}")
+            raise SettingError(f"{loss_fn} has no setting {key!r} in loss_fn_config; it has {knows}")
         if not isinstance(value, float | int) or value != value:
-            raise PalestraError(f"loss_fn_config[{key!r}] of {loss_fn} is {value!r}; expected a number")
+            raise SettingError(f"loss_fn_config[{key!r}] of {loss_fn} is {value!r}; expected a number")
     for key in needed:
         if key not in config:
-            raise PalestraError(f"{loss_fn} needs loss_fn_config[{key!r}] here: its default is not published")
+            raise SettingError(f"{loss_fn} needs loss_fn_config[{key!r}] here: its default is not published")
     return {**defaults, **{key: float(value) for key, value in config.items()}}
 
 
@@ -102,7 +102,7 @@ def token_losses(
             return _clipped((mean + logprobs - logprobs.detach()).exp(), advantages, settings)
         case "dro":
             return -(logprobs * advantages - 0.5 * settings["beta"] * log_ratio.square())
-    raise PalestraError(f"loss_fn {loss_fn!r} is unknown")
+    raise SettingError(f"loss_fn {loss_fn!r} is unknown")
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, settings: Mapping[str, float]) -> Tensor:

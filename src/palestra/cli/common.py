@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, SettingError, StorageError
 from palestra.models.progress_bars import is_local
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def plot_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def check(ctx: click.Context, param: click.Parameter, plot: Path | None) -> Path | None:
         if plot is not None and plot.suffix.lower() != ".svg":
-            raise PalestraError(f"--plot {plot} is no .svg file; charts are written as SVG, for example chart.svg")
+            raise SettingError(f"--plot {plot} is no .svg file; charts are written as SVG, for example chart.svg")
         if plot is not None and not plot.parent.is_dir():
-            raise PalestraError(f"--plot {plot}: there is no folder {plot.parent}; make it, or name another")
+            raise NotFoundError(f"--plot {plot}: there is no folder {plot.parent}; make it, or name another")
         return plot
 
     return click.option("--plot", type=PATH, metavar="FILE.svg", callback=check, help=help)
@@ -87,10 +87,10 @@ def out_option(help: str, default: str | None = None) -> Callable[[Callable[...,
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise PalestraError(f"--out {out} cannot be written ({error.strerror}); choose another") from None
+            raise StorageError(f"--out {out} cannot be written ({error.strerror}); choose another") from None
         if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
             why = "it is a folder" if out.is_dir() else "no permission"
-            raise PalestraError(f"--out {out} cannot be written ({why}); choose another")
+            raise StorageError(f"--out {out} cannot be written ({why}); choose another")
         return out
 
     kind = click.Path(path_type=Path)

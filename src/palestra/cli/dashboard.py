@@ -10,7 +10,7 @@ from palestra.agent_tools.launcher import FormLauncher
 from palestra.cli.common import PATH, debug_option
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.trust import trust_option
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
@@ -39,7 +39,7 @@ def command(path: Path | None, host: str, port: int, token: str | None, trust: b
     folders = None if path is None else list(run_folders(path))
     foreign = open_foreign(path) if path is not None and not folders else None
     if folders == [] and foreign is None:
-        raise PalestraError(
+        raise NotFoundError(
             f"{path} holds no run; give a run folder or a folder of some, TRL's completions, verifiers' results, ATIF "
             "trajectories or the logs of the Tinker cookbook"
         )

@@ -16,7 +16,7 @@ from palestra.cli import settings
 from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, load_libraries, out_option
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import capability_of, print_evaluation
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.evals.evidence import RunFacts
 from palestra.evals.suite import EvalSuite, hold_out
 from palestra.train.progress import make_display
@@ -60,7 +60,7 @@ def command(
     `palestra config --keys` lists every setting.
     """
     if resume and out is None:
-        raise PalestraError("--resume needs the file of the evaluation: --out FILE --resume")
+        raise SettingError("--resume needs the file of the evaluation: --out FILE --resume")
     own = AgentOptions.take(parameters)
     options = with_model_of_run(settings.from_options(parameters))
     file, agent, config = own.open(agent_file, settings.layer(config_file, options))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from palestra.cli.common import PATH, debug_option, json_line_option, load_libraries
 from palestra.cli.find_run import find_run, model_of, require_run
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.files import slug, write_text
 from palestra.train.progress import task
 
@@ -67,7 +67,7 @@ def command(
     if kind == "hub":
         _refuse_other_options("hub", {"--out": out, "--name": name})
         if not repo:
-            raise PalestraError("--to hub needs a repository: --repo USER/NAME")
+            raise SettingError("--to hub needs a repository: --repo USER/NAME")
         from palestra.models.export.hub import check_repo
 
         check_repo(repo)
@@ -114,7 +114,7 @@ def _to_hf(console: Console, model: str, folder: Path) -> dict[str, Any]:
 
 def _refuse_other_options(kind: str, options: dict[str, Any]) -> None:
     if given := [name for name, value in options.items() if value]:
-        raise PalestraError(f"--to {kind} takes no {' and no '.join(given)}; leave out what is of another format")
+        raise SettingError(f"--to {kind} takes no {' and no '.join(given)}; leave out what is of another format")
 
 
 def _to_html(console: Console, word: str, out: Path | None, groups: int | None) -> dict[str, Any]:

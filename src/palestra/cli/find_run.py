@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import InputError, NotFoundError, SettingError, StateError, did_you_mean
 from palestra.core.run_folder import RunFolder, step_of
 from palestra.core.show import show_path
 
@@ -57,7 +57,7 @@ def find_run(word: str, *, or_model: bool = False) -> FoundRun | None:
     )
     if len(matches) > 1:
         ids = ", ".join(row.run_id for row in matches[:_MAX_LISTED])
-        raise PalestraError(f"{len(matches)} runs match {word!r}; give one id: {ids}")
+        raise SettingError(f"{len(matches)} runs match {word!r}; give one id: {ids}")
     return FoundRun(RunFolder(Path(matches[0].folder)), matches[0].run_id) if matches else None
 
 
@@ -70,9 +70,9 @@ def require_run(word: str) -> RunFolder:
         return RunFolder.open(Path(word))
     recent = recent_runs()
     if not recent:
-        raise PalestraError(f"there is no run {word}, and ./{RUNS} has none; `palestra train` starts one")
+        raise NotFoundError(f"there is no run {word}, and ./{RUNS} has none; `palestra train` starts one")
     listing = "".join(f"\n  {path}" for path in recent)
-    raise PalestraError(f"there is no run {word}. The most recent ones in ./{RUNS} are:{listing}")
+    raise NotFoundError(f"there is no run {word}. The most recent ones in ./{RUNS} are:{listing}")
 
 
 def require_run_id(word: str) -> str:
@@ -81,7 +81,7 @@ def require_run_id(word: str) -> str:
     if run is None:
         return word
     if run.run_id is None:
-        raise PalestraError(
+        raise NotFoundError(
             f"{run.folder.path} is not in the index of runs; "
             f"`palestra train --resume {shlex.quote(str(run.folder.path))}` continues it"
         )
@@ -115,7 +115,7 @@ def model_of(word: str) -> tuple[str, Path]:
         return str(folder.model), folder.export
     last = folder.last_checkpoint()
     if last is None:
-        raise PalestraError(
+        raise StateError(
             f"the run {folder.path} has no trained model and no checkpoint yet; continue it with: "
             f"palestra train --resume {shlex.quote(str(folder.path))}"
         )
@@ -126,12 +126,12 @@ def model_of(word: str) -> tuple[str, Path]:
 def _explain_missing(word: str) -> None:
     """Before a model of that name is looked for, on the network in the end: what else may have been meant."""
     if word.endswith(".py"):
-        raise PalestraError(f"{word} is a Python file, no run and no model; `palestra train {word}` makes a run of it")
+        raise InputError(f"{word} is a Python file, no run and no model; `palestra train {word}` makes a run of it")
     if "/" in word or word.endswith(".gguf") or Path(word).expanduser().exists():
         return
     names = [name for row in _index_rows() for name in (row.run_id, row.name, Path(row.folder).name)]
     if near := did_you_mean(word, [*names, *(path.name for path in recent_runs())]):
-        raise PalestraError(f"there is no run {word!r}.{near} `palestra runs list` shows all")
+        raise NotFoundError(f"there is no run {word!r}.{near} `palestra runs list` shows all")
     click.echo(f"there is no run {word!r}; looking for a model of this name", err=True)
 
 

@@ -20,7 +20,7 @@ from palestra.cli.common import PATH, config_option, debug_option, json_line_opt
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import show_interval
 from palestra.core.chat_model import POLICY
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.files import write_jsonl
 from palestra.core.show import visible
 from palestra.evals.report import compare
@@ -91,9 +91,9 @@ def command(
     layer = settings.layer(config_file, options)
     file, agent, config = AgentOptions().open(agent_file, layer)
     if isinstance(agent, ProgramAgent) or (write and file.source == DEMO):
-        raise PalestraError("improve changes agents of our own loop, and --write their file; the demo has none")
+        raise UnsupportedError("improve changes agents of our own loop, and --write their file; the demo has none")
     if then_train and agent_url:
-        raise PalestraError("--then-train needs a model of this machine; --agent-url names one elsewhere")
+        raise SettingError("--then-train needs a model of this machine; --agent-url names one elsewhere")
     console = Console(stderr=as_json)
     if agent_url is None:
         load_libraries(console, config.model.name)

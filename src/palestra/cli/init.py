@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StateError
 
 dumps = partial(json.dumps, ensure_ascii=False)
 _NAME, _MODEL = "stock-clerk", "palestra/tiny"
@@ -77,7 +77,7 @@ def command(folder: Path, name: str | None, model: str | None, instructions: str
     """
     files = [folder / "agent.py", folder / "cases.jsonl"]
     if existing := [str(file) for file in files if file.exists()]:
-        raise PalestraError(f"{' and '.join(existing)} exist; choose another folder, as in palestra init new_agent")
+        raise StateError(f"{' and '.join(existing)} exist; choose another folder, as in palestra init new_agent")
     name = _answer(name, "Name of the agent", _NAME, yes)
     model = _answer(model, "Its model (a folder, a .gguf file or a hub id)", _MODEL, yes)
     instructions = _answer(instructions, "Its instructions", _INSTRUCTIONS, yes)

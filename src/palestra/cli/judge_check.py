@@ -15,7 +15,7 @@ from rich.table import Table
 
 from palestra.cli.common import PATH, debug_option, json_line_option
 from palestra.core.chat_model import hosting, logging_calls
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, NotFoundError, PalestraError, SettingError
 from palestra.core.files import import_function, read_jsonl
 from palestra.core.messages import as_messages, prompt_length
 from palestra.core.show import visible
@@ -66,10 +66,10 @@ def command(
 
 def _measure(spec: str | None, model: str | None, base_url: str | None, rubric: str, rank: bool) -> Measure:
     if (spec is None) == (model is None):
-        raise PalestraError("name the judge: --measure my_agent.py:quality, or --model NAME with --rubric")
+        raise SettingError("name the judge: --measure my_agent.py:quality, or --model NAME with --rubric")
     if spec is not None:
         if base_url or rubric or rank:
-            raise PalestraError("--base-url, --rubric and --rank go with --model; a --measure has its own")
+            raise SettingError("--base-url, --rubric and --rank go with --model; a --measure has its own")
         return as_measure(import_function(spec, "--measure"))
     own = rubric or (lambda case: case.get("rubric", ""))
     return (ruler if rank else judge)(str(model), own, base_url=base_url)
@@ -81,14 +81,14 @@ Labelled = tuple[MeasureContext, float]
 def read_labels(path: Path) -> list[list[Labelled]]:
     """The attempts with their labels, by case."""
     if not path.is_file():
-        raise PalestraError(f"there is no file {path}; each of its lines is an attempt with a label: {_FORM}")
+        raise NotFoundError(f"there is no file {path}; each of its lines is an attempt with a label: {_FORM}")
     groups: dict[str, list[Labelled]] = {}
     for number, row in enumerate(read_jsonl(path), start=1):
         context, label = _labelled(row, f"{path}, attempt {number}")
         key = row.get("case", row.get("input"))
         groups.setdefault(json.dumps(key if key is not None else to_key(context)), []).append((context, label))
     if not groups:
-        raise PalestraError(f"{path} has no attempts; each line is one with a label: {_FORM}")
+        raise InputError(f"{path} has no attempts; each line is one with a label: {_FORM}")
     return list(groups.values())
 
 
@@ -100,16 +100,16 @@ def to_key(context: MeasureContext) -> list[str]:
 def _labelled(row: Mapping[str, Any], where: str) -> Labelled:
     label = row.get("label")
     if not isinstance(label, bool | int | float):
-        raise PalestraError(f"{where} has the label {label!r}; expected a number or true/false: {_FORM}")
+        raise InputError(f"{where} has the label {label!r}; expected a number or true/false: {_FORM}")
     try:
         if "messages" in row:
             messages = as_messages(row["messages"])
         else:
             messages = (*as_messages(row["input"]), Message("assistant", str(row["answer"])))
     except KeyError as error:
-        raise PalestraError(f"{where} has no {error}; expected `messages`, or `input` and `answer`: {_FORM}") from None
+        raise InputError(f"{where} has no {error}; expected `messages`, or `input` and `answer`: {_FORM}") from None
     except PalestraError as error:
-        raise PalestraError(f"{where}: {error}") from None
+        raise InputError(f"{where}: {error}") from None
     case = Problem(str(row.get("case", "")), messages[:1], row.get("expect"), row)
     return MeasureContext(messages, (), case.expect, case), float(label)
 

@@ -16,7 +16,7 @@ from palestra.cli import settings
 from palestra.cli.common import config_option, debug_option, json_option
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.machine import memory_gib, processors
 from palestra.plan.device import GIB, Device, cpu, efficiency_of, find_device
 from palestra.plan.estimate import RunEstimate, duration_text, estimate
@@ -112,7 +112,7 @@ def command(
         tool_s=parameters["tool_seconds"],
     )
     if shape.context and work.context > shape.context:
-        raise PalestraError(
+        raise SettingError(
             f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
             "--context"
         )
@@ -166,7 +166,7 @@ def _lengths(new: int, context: int | None, turns: int, tool_tokens: int | None)
     tools = 128 * (turns - 1) if tool_tokens is None else tool_tokens
     whole = context or max(_DEFAULT_CONTEXT, 2 * (new + tools))
     if whole <= new + tools:
-        raise PalestraError(
+        raise SettingError(
             f"--context {whole} leaves no room for a prompt next to {new} sampled tokens and {tools} tool tokens; "
             "raise it, or lower --new-tokens or --tool-tokens"
         )

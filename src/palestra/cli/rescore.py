@@ -15,7 +15,7 @@ from palestra.agent_source import load_agent_file
 from palestra.cli.common import PATH, debug_option, json_line_option
 from palestra.cli.find_run import require_run, run_argument
 from palestra.cli.trust import code_for_tools, require_trust, trust_option
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, NotFoundError, SettingError
 from palestra.core.files import import_file, read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import visible
@@ -61,12 +61,12 @@ def command(
 def measures_of(file: Path) -> Sequence[Measure]:
     """The measures that a file declares, or names in its list `measures`."""
     if not file.is_file():
-        raise PalestraError(f"there is no file {file}; give a Python file with functions that have @measure")
+        raise NotFoundError(f"there is no file {file}; give a Python file with functions that have @measure")
     module = import_file(file.resolve(), str(file), "It declares measures with @measure")
     declared = [value for value in vars(module).values() if isinstance(value, Measure)]
     found = as_measures(getattr(module, "measures", None) or list({m.name: m for m in declared}.values()))
     if not found:
-        raise PalestraError(f"{file} declares no measure; write a function with @measure above it")
+        raise InputError(f"{file} declares no measure; write a function with @measure above it")
     return found
 
 
@@ -74,7 +74,7 @@ def rollouts_path(folder: RunFolder, kind: str) -> Path:
     names = {str(name): folder.eval_file(name) for name in folder.eval_names()}
     names |= {"train": folder.rollouts_file} if folder.rollouts_file.is_file() else {}
     if kind not in names:
-        raise PalestraError(f"{folder.path} has no rollouts of the kind {kind!r}; it has {', '.join(names) or 'none'}")
+        raise NotFoundError(f"{folder.path} has no rollouts of the kind {kind!r}; it has {', '.join(names) or 'none'}")
     return names[kind]
 
 
@@ -86,7 +86,7 @@ def problems_of(folder: RunFolder, split: str, agent_file: str | None) -> Mappin
         return {problem.id: problem for problem in env.problems(split)}  # type: ignore[arg-type]
     source = agent_file or record.get("source")
     if source is None:
-        raise PalestraError(f"{folder.path} was started from Python: name the file with its cases by --agent FILE")
+        raise SettingError(f"{folder.path} was started from Python: name the file with its cases by --agent FILE")
     file = load_agent_file(None if source == "demo" else str(source))
     trained, held_out = hold_out(file.suite, file.held_out)
     cases = trained if split == "train" or held_out is None else held_out

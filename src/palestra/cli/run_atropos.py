@@ -17,7 +17,7 @@ from palestra.cli.serve import require_serve_extra
 from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.cli.summary import print_outcome
 from palestra.cli.trust import code_of_run, require_trust, trust_option
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, StateError, UnreadableFileError
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path, visible
 from palestra.evals.findings import recorded_findings
@@ -64,7 +64,7 @@ def command(
     manager, log_size = RunManager(), 0
     if resume is not None:
         if file is not None or packages or read.env or read.openai:
-            raise PalestraError("a resumed run keeps its file, its packages and its settings; leave them out")
+            raise SettingError("a resumed run keeps its file, its packages and its settings; leave them out")
         max_steps = settings.max_steps_of_resumed(read.run, config_file)
         run_id = _resumable(manager, resume, trust)
         log = manager.folder(run_id).log_file("trainer")
@@ -77,7 +77,7 @@ def command(
             environment.python(lambda text: console.print(text, highlight=False))
         run = manager.start(request)
     else:
-        raise PalestraError("which environment? Give its FILE, or --resume RUN")
+        raise SettingError("which environment? Give its FILE, or --resume RUN")
     _follow(manager, run, console, log_size)
     folder = RunFolder.open(run.folder)
     print_outcome(console, folder, _outcome(folder), as_json)
@@ -106,7 +106,9 @@ def _resumable(manager: RunManager, name: str, trust: bool) -> str:
     refuse_busy(run.path)
     if not run.request_file.is_file() and "atropos" not in run.record:
         command = run.wire_command or f"palestra train --resume {name}"
-        raise PalestraError(f"{run.path} does not say which Atropos environment it had; continue it with: {command}")
+        raise UnreadableFileError(
+            f"{run.path} does not say which Atropos environment it had; continue it with: {command}"
+        )
     return manager.adopt(run)
 
 
@@ -124,7 +126,7 @@ def _follow(manager: RunManager, run: Run, console: Console, log_size: int) -> N
         raise click.exceptions.Exit(130) from None
     ended = manager.get(run.run_id)
     if ended.state != "completed":
-        raise PalestraError(f"the run {ended.run_id} is {ended.state}: {ended.reason or 'it was stopped'}")
+        raise StateError(f"the run {ended.run_id} is {ended.state}: {ended.reason or 'it was stopped'}")
 
 
 def _outcome(folder: RunFolder) -> Any:

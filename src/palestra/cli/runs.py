@@ -16,7 +16,7 @@ from palestra.cli import runs_tables as tables
 from palestra.cli.common import debug_option, json_line_option, plot_option
 from palestra.cli.find_run import require_run, require_run_id, run_argument, run_of
 from palestra.cli.trust import code_of_run, require_trust, trust_option
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError, StateError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.show import show_path, show_size, visible
 from palestra.runs.compare import compared as compared_run
@@ -156,7 +156,7 @@ def finish(run: str, from_checkpoint: str | None, trust: bool, as_json: bool) ->
     folder, console = require_run(run), Console(stderr=as_json)
     require_trust(folder, code_of_run(folder.record), trust)
     if folder.last_checkpoint() is None:
-        raise PalestraError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
+        raise StateError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
     command = "palestra train"
     if "env_url" in folder.record:
         url = folder.record["env_url"]
@@ -201,7 +201,7 @@ def compare(runs: Sequence[str], plot: Path | None, as_json: bool) -> None:
     palestra runs compare k3f9 p2x7 --plot curves.svg
     """
     if len(set(runs)) < 2:
-        raise PalestraError("one run cannot be compared; give two or more")
+        raise SettingError("one run cannot be compared; give two or more")
     reader = RunReader()
     compared = [compared_run(run_of(reader, word)) for word in runs]
     if plot is not None:
@@ -235,7 +235,7 @@ def _print_changed(runs: Sequence[Run], errors: list[str], as_json: bool) -> Non
         for run in runs:
             click.echo(f"{run.run_id} {run.name}: {run.state}")
     if errors:
-        raise PalestraError("\n".join(errors))
+        raise StateError("\n".join(errors))
 
 
 @_subcommand("prune")

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from palestra.cli.settings import show
 from palestra.cli.summary import print_findings
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StateError
 from palestra.core.files import folder_size
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path, show_seconds, show_size, sparkline, visible
@@ -136,7 +136,7 @@ def draw(compared: Sequence[ComparedRun]) -> str:
     """The reward curves as SVG."""
     curves = {f"{one.label} {one.run.name}": one.rewards for one in compared if one.rewards}
     if not curves:
-        raise PalestraError("none of these runs has finished a step; there is no curve to draw yet")
+        raise StateError("none of these runs has finished a step; there is no curve to draw yet")
     bounded = all(0 <= y <= 1 for points in curves.values() for _, y in points)
     return curves_svg(curves, "Mean reward over steps", percent=bounded)
 

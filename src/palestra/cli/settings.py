@@ -16,7 +16,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config, translate
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 
 PREFIXES = ("env", "openai")
 ENV_OPTIONS = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
@@ -70,7 +70,7 @@ def _split_plan(plan: str) -> dict[str, str]:
     stages = [stage.strip().partition(":") for stage in plan.split(",")]
     files = [file for _, _, file in stages if file]
     if len(files) > 1:
-        raise PalestraError(f"--stages {plan} names {len(files)} files; put the conversations into one")
+        raise SettingError(f"--stages {plan} names {len(files)} files; put the conversations into one")
     traces = {"stages.traces": files[0]} if files else {}
     return {"stages.plan": ",".join(name for name, _, _ in stages)} | traces
 
@@ -79,14 +79,14 @@ def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -
     """train.max_steps, the only setting of a resumed run that may change; None leaves it as it is."""
     others = [f"--{key}" for key in options if key != "train.max_steps"] + (["--config"] if config_file else [])
     if others:
-        raise PalestraError(
+        raise SettingError(
             f"{', '.join(others)}: a resumed run keeps its own settings, except for --train.max_steps. "
             "Leave this out, or start a new run without --resume"
         )
     if "train.max_steps" not in options:
         return None
     if options["train.max_steps"] is None:
-        raise PalestraError("--train.max_steps none: say how many steps the resumed run will have, or leave it out")
+        raise SettingError("--train.max_steps none: say how many steps the resumed run will have, or leave it out")
     return RunConfig().with_settings({"train.max_steps": options["train.max_steps"]}).train.max_steps
 
 
@@ -200,7 +200,7 @@ def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSetti
     prefixed = {prefix: sections.pop(prefix, None) or {} for prefix in PREFIXES}
     for prefix, section in prefixed.items():
         if not isinstance(section, dict):
-            raise PalestraError(f"{config_file}: {prefix!r} is {section!r}; expected a section with names and values")
+            raise SettingError(f"{config_file}: {prefix!r} is {section!r}; expected a section with names and values")
     typed = click.get_current_context().meta[_META]
     run = {**translate(flatten(sections), str(config_file)), **options}
     return EnvSettings({**prefixed["env"], **typed["env"]}, {**prefixed["openai"], **typed["openai"]}, run)

@@ -23,7 +23,7 @@ from palestra.cli.serve import require_serve_extra
 from palestra.cli.settings import EnvCommand, EnvSettings, layer, read_settings
 from palestra.cli.summary import print_outcome
 from palestra.cli.trust import code_of_run, require_trust, trust_option
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.ranks import RankVariables, is_first_rank, launch_ranks
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.show import show_path
@@ -145,10 +145,10 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
     """Whether this process only starts the ranks; False in a rank itself, and for one."""
     for option, value in refused.items():
         if value and nproc > 1:
-            raise PalestraError(f"--nproc {nproc} trains in this terminal; leave out --nproc, or {option}")
+            raise SettingError(f"--nproc {nproc} trains in this terminal; leave out --nproc, or {option}")
     place = RankVariables.of_environment()
     if place is not None and place.local_size != nproc:
-        raise PalestraError(f"--nproc {nproc}: torchrun has started {place.local_size} ranks here; leave --nproc out")
+        raise SettingError(f"--nproc {nproc}: torchrun has started {place.local_size} ranks here; leave --nproc out")
     return place is None and nproc > 1
 
 
@@ -157,17 +157,17 @@ def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
     names = ("agent_file", "env", "env_url", "resume", "detach", "folder")
     agent_file, env, env_url, resume, detach, folder = (parameters[name] for name in names)
     if own.are_set and (env or env_url or resume):
-        raise PalestraError(f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url, --resume")
+        raise SettingError(f"{own.arguments()[0]} says what to train; it does not go with --env, --env-url, --resume")
     if env is not None and agent_file is not None:
-        raise PalestraError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
+        raise SettingError(f"train on the agent file {agent_file} or on the environment {env}, not on both")
     if env_url is not None and agent_file is not None:
-        raise PalestraError(f"train on what comes from {env_url} or on {agent_file}, not on both")
+        raise SettingError(f"train on what comes from {env_url} or on {agent_file}, not on both")
     if parameters["from_checkpoint"] is not None and resume is None:
-        raise PalestraError("--from-checkpoint says where a run goes on; name the run with --resume")
+        raise SettingError("--from-checkpoint says where a run goes on; name the run with --resume")
     if parameters["dry_run"] and (detach or resume or env_url or folder):
-        raise PalestraError("--dry-run is for a new run in this terminal; leave the other options out")
+        raise SettingError("--dry-run is for a new run in this terminal; leave the other options out")
     if detach and (resume or env_url or folder):
-        raise PalestraError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
+        raise SettingError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
 
 
 def _is_trusted(run: RunFolder, trust: bool) -> bool:

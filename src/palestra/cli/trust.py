@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import visible
 
@@ -36,9 +36,9 @@ def require_trust(folder: RunFolder, code: Sequence[str], trust: bool) -> None:
     listing = "".join(f"\n  {visible(line)}" for line in code)
     reason = f"{folder.path} is not one of your runs, and this would use, with your rights:{listing}"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise PalestraError(f"{reason}\nread it first; if you trust it, repeat the command with --trust")
+        raise NotAllowedError(f"{reason}\nread it first; if you trust it, repeat the command with --trust")
     if not click.confirm(f"{reason}\nDo you trust it?", default=False, err=True):
-        raise PalestraError("nothing was run, because the folder is not trusted")
+        raise NotAllowedError("nothing was run, because the folder is not trusted")
 
 
 def is_own(folder: RunFolder) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from palestra.core.endpoints import Budgeted, BudgetSpent, CallLimits, Endpoint, EndpointUsage
-from palestra.core.errors import PalestraError, RolloutError, text_of
+from palestra.core.errors import PalestraError, RolloutError, UnsupportedError, text_of
 from palestra.core.files import append_jsonl, read_jsonl
 
 POLICY = "policy"  # the model that is trained or scored
@@ -189,7 +189,7 @@ class ChatModel:
     async def _local(self, messages: Chat, seed: int) -> Any:
         host = _host.get()
         if host is None:
-            raise PalestraError("a model of this process is asked in a run; elsewhere, name an endpoint by base_url")
+            raise UnsupportedError("a model of this process is asked in a run; elsewhere, name an endpoint by base_url")
         name = self.model.removeprefix(LOCAL)
         tokens, temperature = self._max_new_tokens or _LOCAL_TOKENS, self._temperature or 0.0
         call = host.chat(name, messages, tokens, temperature, seed)

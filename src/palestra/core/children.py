@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.secrets import clean_environment
 
 END_WITH_PARENT = "PALESTRA_END_WITH_PARENT"  # set it for an isolated child whose stdin is a pipe of its parent's
@@ -48,7 +48,7 @@ def split_command(command: str | Sequence[str]) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError as error:  # an open quotation
-        raise PalestraError(f"the command {command!r} has {str(error).lower()}; quote it as for a shell") from error
+        raise SettingError(f"the command {command!r} has {str(error).lower()}; quote it as for a shell") from error
 
 
 def isolated(*words: object, python: str | Path = sys.executable) -> list[str]:

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from palestra.core import config_sections as sections
 from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, TINKER_LORA_RANK, Section
 from palestra.core.config_stages import DistillSection, StagesSection
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError, did_you_mean
 from palestra.core.files import write_text
 
 
@@ -173,7 +173,7 @@ class RunConfig(Section):
         try:
             return cls.model_validate(_nested(flat))
         except ValidationError as error:
-            raise PalestraError(explain(error, list(cls.keys()))) from None
+            raise SettingError(explain(error, list(cls.keys()))) from None
 
     def save(self, path: Path) -> None:
         """As one YAML document, from `---` to `...`: without its end a file was cut off, though the rest parses."""
@@ -188,7 +188,7 @@ class RunConfig(Section):
             if any(key == name or key.startswith(f"{name}.") for name in keys):
                 value, default = self.value(key), info.get_default(call_default_factory=True)
                 if value != default:
-                    raise PalestraError(f"{key} = {value!r} has no effect here: {why}; leave it at {default!r}")
+                    raise SettingError(f"{key} = {value!r} has no effect here: {why}; leave it at {default!r}")
 
     def value(self, key: str) -> Any:
         """The setting of this dotted key."""
@@ -271,13 +271,13 @@ def load_yaml(path: Path) -> dict[str, Any]:
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PalestraError(f"there is no config file {path}; `palestra config my_agent.py` prints one") from None
+        raise NotFoundError(f"there is no config file {path}; `palestra config my_agent.py` prints one") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise PalestraError(f"the config file {path} cannot be read: {error}") from None
+        raise UnreadableFileError(f"the config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise PalestraError(f"the config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise UnreadableFileError(f"the config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if data is not None and not isinstance(data, dict):
-        raise PalestraError(f"the config file {path} holds a {type(data).__name__}; expected sections such as 'train:'")
+        raise SettingError(f"the config file {path} holds a {type(data).__name__}; expected sections such as 'train:'")
     return data or {}
 
 
@@ -339,7 +339,7 @@ def flatten(data: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         elif value is not None or not any(k.startswith(f"{key}.") for k in known):
             found = {key: value}
         if twice := sorted(flat.keys() & found):
-            raise PalestraError(f"{twice[0]} is given twice, in its section and by its dotted name; keep one of them")
+            raise SettingError(f"{twice[0]} is given twice, in its section and by its dotted name; keep one of them")
         flat |= found
     return flat
 
@@ -349,23 +349,23 @@ def translate(flat: dict[str, Any], where: str) -> dict[str, Any]:
     known = [*RunConfig.keys(), *TRANSLATIONS]
     for key, value in flat.items():
         if any(k.startswith(f"{key}.") for k in known):
-            raise PalestraError(
+            raise SettingError(
                 f"{where}: {key!r} is {value!r}; it is a section, with settings such as "
                 f"{next(k for k in known if k.startswith(f'{key}.'))}"
             )
         if key not in known:
-            raise PalestraError(f"{where}: unknown setting {key!r}.{did_you_mean(key, known)}")
+            raise SettingError(f"{where}: unknown setting {key!r}.{did_you_mean(key, known)}")
     out: dict[str, Any] = {}
     for key, value in flat.items():
         name = TRANSLATIONS.get(key, key)
         if name in out:
             twice = " and ".join(k for k in flat if TRANSLATIONS.get(k, k) == name)
-            raise PalestraError(f"{where}: {twice} are one setting; keep one of them")
+            raise SettingError(f"{where}: {twice} are one setting; keep one of them")
         out[name] = _trackers(value, where) if key == "wandb.enabled" else value
     return out
 
 
 def _trackers(enabled: Any, where: str) -> list[str]:
     if not isinstance(enabled, bool):
-        raise PalestraError(f"{where}: wandb.enabled is {enabled!r}; expected true or false")
+        raise SettingError(f"{where}: wandb.enabled is {enabled!r}; expected true or false")
     return ["wandb"] if enabled else []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, UnreadableFileError
 from palestra.core.messages import from_dict, read_json, to_dict
 from palestra.core.trace_formats import FORMATS, to_chat
 from palestra.core.types import Message, ToolCall
@@ -71,9 +71,9 @@ def read_conversations(path: Path) -> list[Conversation]:
         try:
             conversations.append(conversation_from(record, origin))
         except _CONVERSION_ERRORS as error:
-            raise PalestraError(f"{origin}: {_reason(error)}. Correct it, or take it out") from None
+            raise InputError(f"{origin}: {_reason(error)}. Correct it, or take it out") from None
     if not conversations:
-        raise PalestraError(f"{path} holds no conversations; give JSON lines in one of these formats: {FORMATS}")
+        raise InputError(f"{path} holds no conversations; give JSON lines in one of these formats: {FORMATS}")
     merged = _without_beginnings(conversations)
     if len(merged) < len(conversations):
         count = len(conversations) - len(merged)
@@ -166,7 +166,9 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise PalestraError(f"the conversations in {path} cannot be read ({reason}); give a JSON-lines file") from None
+        raise UnreadableFileError(
+            f"the conversations in {path} cannot be read ({reason}); give a JSON-lines file"
+        ) from None
     try:
         whole = read_json(text)
     except ValueError:
@@ -185,7 +187,7 @@ def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         try:
             yield f"{path}, line {number}", read_json(line)
         except ValueError as error:
-            raise PalestraError(
+            raise UnreadableFileError(
                 f"{path}, line {number} is not valid JSON ({error}); write one JSON object per line, "
                 "or one JSON document"
             ) from None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from palestra.core.errors import PalestraError, refuse_arguments
+from palestra.core.errors import NotAllowedError, SettingError, refuse_arguments
 from palestra.core.http import ConcurrencyLimit, Request, Retries, ask_async
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -20,7 +20,7 @@ _CHARS_PER_TOKEN = 4  # a guess, until the answer says how many tokens it took
 _MINUTE_S = 60.0
 
 
-class BudgetSpent(PalestraError):
+class BudgetSpent(NotAllowedError):
     """A model that may not be asked any more; raise its budget."""
 
 
@@ -52,9 +52,9 @@ class CallLimits:
             above = name.endswith("per_minute") or name == "timeout_s"
             if value is not None and (not is_number or value < least or (above and not value)):
                 bound = "above 0" if above else f"of at least {least}"
-                raise PalestraError(f"{title}: {name}={value!r}; expected a number {bound}")
+                raise SettingError(f"{title}: {name}={value!r}; expected a number {bound}")
         if limits.max_cost is not None and not (limits.price_in or limits.price_out):
-            raise PalestraError(f"{title}: max_cost needs the prices of a million tokens, price_in and price_out")
+            raise SettingError(f"{title}: max_cost needs the prices of a million tokens, price_in and price_out")
         return limits
 
 
@@ -168,7 +168,7 @@ class Endpoint(Budgeted):
     def require_key(self) -> None:
         """PalestraError where OpenAI itself would be asked without a key."""
         if self.base_url == OPENAI_URL and not os.environ.get(self.api_key_env):
-            raise PalestraError(
+            raise SettingError(
                 f"the model {self.model!r} needs the key of {OPENAI_URL} in the environment variable "
                 f"{self.api_key_env}. Set it, name another endpoint (base_url='http://localhost:11434/v1'), or a model "
                 f"of this machine ('local/{self.model}')."

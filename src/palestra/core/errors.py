@@ -15,15 +15,96 @@ R = TypeVar("R")
 
 
 class PalestraError(Exception):
-    """Bad input or a failed requirement; its text names the remedy. The command line prints it and exits with 2."""
+    """Bad input or a failed requirement; its text names the remedy. The command line prints it and exits with 2.
+
+    Each class has a stable `code`, by which programs can tell errors apart (docs/errors.md).
+    """
+
+    code = "error"
+
+
+class SettingError(PalestraError):
+    """A setting, an option or an argument that is unknown, out of range, or excluded by another one."""
+
+    code = "invalid_setting"
+
+
+class InputError(PalestraError):
+    """An agent, a tool, a case, a message or another value that does not have the expected form."""
+
+    code = "invalid_input"
+
+
+class NotFoundError(PalestraError):
+    """A file, model, environment, run or checkpoint that does not exist."""
+
+    code = "not_found"
+
+
+class UnreadableFileError(PalestraError):
+    """A file that exists and cannot be used: corrupt, incomplete or in another format."""
+
+    code = "unreadable_file"
+
+
+class StorageError(PalestraError):
+    """A file or folder that cannot be written."""
+
+    code = "cannot_write"
+
+
+class MissingPackageError(PalestraError):
+    """A Python package or program that is not installed."""
+
+    code = "missing_package"
+
+
+class UnsupportedError(PalestraError):
+    """A valid request that this model, backend, server or platform cannot fulfil."""
+
+    code = "unsupported"
+
+
+class ServiceError(PalestraError):
+    """A server or another process that failed, or that cannot be reached."""
+
+    code = "service_failed"
+
+
+class ResourceError(PalestraError):
+    """Too little memory or disk space, too few GPUs, or no free port."""
+
+    code = "not_enough_resources"
+
+
+class StateError(PalestraError):
+    """A call that does not fit the current state, such as resuming a run that is complete."""
+
+    code = "wrong_state"
+
+
+class UserCodeError(PalestraError):
+    """A function or file of the user that raised, or returned something else than expected."""
+
+    code = "user_code_failed"
+
+
+class NotAllowedError(PalestraError):
+    """A request that the site's limits, a missing token or a missing permission forbid."""
+
+    code = "not_allowed"
 
 
 class NotFiniteError(PalestraError):
     """A loss or gradient that is NaN or infinite; the weights are unchanged."""
 
+    code = "not_finite"
+
 
 class ContextLengthError(PalestraError):
     """A conversation that has no room for another token: in the context of `limit` tokens, or in a token budget."""
+
+    code = "context_length_exceeded"
 
     def __init__(self, text: str, limit: int, tokens: int | None = None) -> None:
         super().__init__(text)
@@ -32,7 +113,9 @@ class ContextLengthError(PalestraError):
 
 
 class RolloutError(PalestraError):
-    """A rollout that could not go on; recorded on the rollout, never fatal to a run."""
+    """A rollout that could not continue; recorded on the rollout, never fatal to a run."""
+
+    code = "rollout_failed"
 
 
 def text_of(error: BaseException) -> str:
@@ -97,7 +180,7 @@ def refuse_arguments(title: str, given: Iterable[str], known: Sequence[str], mea
         if name not in known:
             word = meant.get(name, name)
             hint = did_you_mean(word, known if word == name else {word}.intersection(known))
-            raise PalestraError(f"{title} has no argument {name!r}.{hint} It takes {', '.join(known)}")
+            raise SettingError(f"{title} has no argument {name!r}.{hint} It takes {', '.join(known)}")
 
 
 @contextmanager
@@ -106,8 +189,8 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as missing:
-        raise PalestraError(f"{what} needs {missing.name}; pip install 'palestra[{extra}]'") from None
+        raise MissingPackageError(f"{what} needs {missing.name}; pip install 'palestra[{extra}]'") from None
 
 
-class UnsupportedModel(PalestraError):
+class UnsupportedModel(UnsupportedError):
     """A model that a fast path cannot compute, for a known reason; a slower path can."""

@@ -24,7 +24,17 @@ from typing import IO, Any
 
 from pydantic_core import to_json
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import (
+    InputError,
+    NotFoundError,
+    PalestraError,
+    SettingError,
+    StateError,
+    StorageError,
+    UnreadableFileError,
+    UserCodeError,
+    did_you_mean,
+)
 
 MANIFEST = "manifest.json"  # the last file of a folder to be written: without it the folder is not complete
 _TAIL_BYTES = 64 * 1024
@@ -155,8 +165,8 @@ def new_folder(parent: Path, name: str, remedy: str = "choose another --output_d
         except FileExistsError:
             continue
         except OSError as error:
-            raise PalestraError(f"cannot make the folder {path} ({error.strerror}); {remedy}") from None
-    raise PalestraError(f"too many folders named {name} in {parent}; {remedy}")
+            raise StorageError(f"cannot make the folder {path} ({error.strerror}); {remedy}") from None
+    raise StorageError(f"too many folders named {name} in {parent}; {remedy}")
 
 
 def slug(name: str) -> str:
@@ -246,18 +256,18 @@ def partial_folder(folder: Path) -> Path:
 def verify_folder(folder: Path) -> None:
     """Compare every file with the manifest; PalestraError names the first that is not as it was written."""
     if not (folder / MANIFEST).is_file():
-        raise PalestraError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
+        raise UnreadableFileError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_text()))
         expected_files = {str(name): (int(row["bytes"]), str(row["sha256"])) for name, row in manifest.items()}
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise PalestraError(f"{folder / MANIFEST} is corrupt") from None
+        raise UnreadableFileError(f"{folder / MANIFEST} is corrupt") from None
     for name, expected in expected_files.items():
         path = folder / name
         if not path.is_file():
-            raise PalestraError(f"the checkpoint {folder} lacks its file {name}")
+            raise UnreadableFileError(f"the checkpoint {folder} lacks its file {name}")
         if (path.stat().st_size, _digest(path)) != expected:
-            raise PalestraError(f"the checkpoint file {path} is corrupt (its checksum differs)")
+            raise UnreadableFileError(f"the checkpoint file {path} is corrupt (its checksum differs)")
 
 
 def _flush(path: Path) -> None:
@@ -364,7 +374,7 @@ _importing: list[str] = []  # files that are being imported, as their users name
 def refuse_in_import(what: str) -> None:
     """Raise where a file that the command line reads would train or score by itself, too."""
     if _importing:
-        raise PalestraError(
+        raise StateError(
             f"{what} is called while {_importing[-1]} is read. "
             'Put the call below `if __name__ == "__main__":`, or run the file with python'
         )
@@ -375,7 +385,7 @@ def import_file(path: Path, label: str, expected: str) -> ModuleType:
     name = f"palestra_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PalestraError(f"{label} is not a Python file; give one that ends in .py. {expected}")
+        raise InputError(f"{label} is not a Python file; give one that ends in .py. {expected}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look their module up
     if str(path.parent) not in sys.path:
@@ -384,7 +394,7 @@ def import_file(path: Path, label: str, expected: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise PalestraError(f"{label}{_line(error, path)}: {_reason(error)}") from error
+        raise UserCodeError(f"{label}{_line(error, path)}: {_reason(error)}") from error
     finally:
         _importing.pop()
     return module
@@ -395,12 +405,12 @@ def import_function(spec: str, option: str) -> Any:
     path, _, name = spec.rpartition(":")
     file = Path(path)
     if path.endswith(".py") and name and not file.exists():
-        raise PalestraError(f"{option} {spec}: there is no file {path}")
+        raise NotFoundError(f"{option} {spec}: there is no file {path}")
     if not path or not name or not file.is_file():
-        raise PalestraError(f"{option} {spec}: expected FILE:NAME, a Python file and its function, as score.py:score")
+        raise SettingError(f"{option} {spec}: expected FILE:NAME, a Python file and its function, as score.py:score")
     module = import_file(file, path, f"It should define {name}")
     if not hasattr(module, name):
-        raise PalestraError(f"{option} {spec}: {path} defines no {name!r}.{did_you_mean(name, vars(module))}")
+        raise InputError(f"{option} {spec}: {path} defines no {name!r}.{did_you_mean(name, vars(module))}")
     return getattr(module, name)
 
 

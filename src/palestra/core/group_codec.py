@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError
 from palestra.core.messages import from_dict, to_dict
 from palestra.core.types import Array, Group, Lineage, Message, Rollout, Score, ToolCall, ToolResult, Turn
 
@@ -185,7 +185,7 @@ def _turns(columns: Mapping[str, Any], i: int, trained: Array, shared: int, vers
             turns.append(Turn(maker, ids[part]))
         start += count
     if start != len(ids):
-        raise PalestraError(f"the turns of sequence {i} have {start} tokens; the sequence has {len(ids)}")
+        raise InputError(f"the turns of sequence {i} have {start} tokens; the sequence has {len(ids)}")
     return tuple(turns)
 
 

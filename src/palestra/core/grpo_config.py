@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from palestra.core.config import RunConfig, explain
 from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, STEP_GROUP_SIZE
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import InputError, SettingError, needs_extra
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -93,7 +93,7 @@ class GRPOTrainingConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise PalestraError(explain(error, list(type(self).model_fields))) from None
+            raise InputError(explain(error, list(type(self).model_fields))) from None
 
     def to_run_config(self, problems: int | None = None) -> RunConfig:
         """The whole config that this one stands for; `problems` is needed for save_strategy='epoch'."""
@@ -120,7 +120,7 @@ class GRPOTrainingConfig(BaseModel):
         changed = [n for n, f in type(self).model_fields.items() if "vllm" in n and getattr(self, n) != f.default]
         if not self.use_vllm:
             if changed:
-                raise PalestraError(f"{', '.join(changed)}: without effect, as use_vllm is False; set use_vllm=True")
+                raise SettingError(f"{', '.join(changed)}: without effect, as use_vllm is False; set use_vllm=True")
             return {}
         names = {name: name.removeprefix("vllm_").replace("server_base_url", "url") for name in changed}
         options = {f"vllm.{key}": getattr(self, name) for name, key in names.items() if name != "use_vllm"}
@@ -181,7 +181,7 @@ class GRPOTrainingConfig(BaseModel):
             case "steps":
                 return self.save_steps
             case "epoch" if batch is None:
-                raise PalestraError(
+                raise SettingError(
                     "save_strategy='epoch' needs the problems of a step to know where an epoch ends; set "
                     "per_device_batch_size, or save_strategy='steps'"
                 )

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError
 
 _CONNECT_S = 30.0
 _MAX_RETRY_AFTER_S = 60.0
@@ -38,7 +38,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class HttpError(PalestraError):
+class HttpError(ServiceError):
     """A request without a usable answer; `status` is None when there was no answer at all.
 
     >>> print(HttpError("http://host/x", "no room", 503))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StorageError
 
 T = TypeVar("T")
 Change = Callable[[sqlite3.Connection], Any]
@@ -29,7 +29,7 @@ class Journal:
             self._db = self._thread.submit(self._open, tables).result()
         except (OSError, sqlite3.Error) as error:
             self._thread.shutdown()
-            raise PalestraError(f"{self.path} cannot be used ({error}); {remedy}") from None
+            raise StorageError(f"{self.path} cannot be used ({error}); {remedy}") from None
 
     def _open(self, tables: str) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, timeout=1.0, isolation_level=None)

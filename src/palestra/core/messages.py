@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.types import Message, ToolCall, ToolResult
 
 MAX_JSON_DEPTH = 100  # Python's recursion limit ends writing and walking values that are nested much deeper
@@ -36,7 +36,7 @@ def from_dict(row: Mapping[str, Any]) -> Message:
     """A message out of a dict: content as text, None or text parts; arguments as object or JSON text."""
     role = _ROLES.get(row.get("role", ""))
     if role is None:
-        raise PalestraError(f"a message has the role {row.get('role')!r}; expected one of {', '.join(_ROLES)}")
+        raise InputError(f"a message has the role {row.get('role')!r}; expected one of {', '.join(_ROLES)}")
     return Message(
         role=role,  # type: ignore[arg-type]
         text=_text(row.get("content")),
@@ -59,7 +59,7 @@ def as_messages(value: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Mes
     items = tuple(value) if isinstance(value, Iterable) else (value,)
     for item in items:
         if not isinstance(item, (Message, Mapping)):
-            raise PalestraError(f"{item!r:.100} is no message; expected a text, or dicts with `role` and `content`")
+            raise InputError(f"{item!r:.100} is no message; expected a text, or dicts with `role` and `content`")
     return tuple(item if isinstance(item, Message) else from_dict(item) for item in items)
 
 
@@ -128,7 +128,7 @@ def _text(content: Any) -> str:
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             shown = repr(part) if len(repr(part)) < 200 else f"{repr(part)[:100]} …"  # an image is long
-            raise PalestraError(f"a message has a content part that is not text: {shown}; only text is supported")
+            raise InputError(f"a message has a content part that is not text: {shown}; only text is supported")
         parts.append(text)
     return encodable("".join(parts))
 

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from palestra.core.children import end_group, ends_with_parent
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError, SettingError, UnsupportedError
 from palestra.core.files import scratch_root
 from palestra.core.secrets import own_environment
 
@@ -29,7 +29,7 @@ LAUNCHER = "PALESTRA_LAUNCHER"  # the process that `palestra train --nproc` star
 RENDEZVOUS = "PALESTRA_RENDEZVOUS"  # the file by which its ranks find each other; ranks of torchrun have none
 
 
-class RankFailed(PalestraError):
+class RankFailed(ServiceError):
     """The failure of a run over several ranks. All of them have it, so that only the first need report it."""
 
 
@@ -95,7 +95,7 @@ class RankVariables:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
         except ValueError as error:
-            raise PalestraError(f"RANK, WORLD_SIZE, … are not numbers ({error}); start with torchrun") from None
+            raise SettingError(f"RANK, WORLD_SIZE, … are not numbers ({error}); start with torchrun") from None
         return cls(rank, size, *local)
 
 
@@ -108,7 +108,7 @@ def is_first_rank() -> bool:
 def refuse_ranks(what: str, remedy: str) -> None:
     """PalestraError where several processes would each do by themselves what one should."""
     if place := RankVariables.of_environment():
-        raise PalestraError(f"{what} runs in one process, and this is one of {place.size} ranks; {remedy}")
+        raise UnsupportedError(f"{what} runs in one process, and this is one of {place.size} ranks; {remedy}")
 
 
 _POLL_S = 0.1

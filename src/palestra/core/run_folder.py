@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import (
+    NotFoundError,
+    SettingError,
+    StateError,
+    StorageError,
+    UnreadableFileError,
+    UnsupportedError,
+)
 from palestra.core.files import MANIFEST, new_folder, read_jsonl, read_regular, slug, write_json
 
 FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
@@ -52,11 +59,11 @@ class RunFolder:
         """Make a new run folder in `output_dir`, or turn the folder `at`, which must not hold a run, into one."""
         run = cls(new_folder(output_dir, name) if at is None else at)
         if run.has_begun:
-            raise PalestraError(f"{run.path} holds a run already; continue it with --resume, or choose another folder")
+            raise StateError(f"{run.path} holds a run already; continue it with --resume, or choose another folder")
         try:
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise PalestraError(f"cannot make the run folder {run.path} ({error.strerror}); choose another") from None
+            raise StorageError(f"cannot make the run folder {run.path} ({error.strerror}); choose another") from None
         config.save(run.config_file)
         about = {"format": FORMAT, "name": slug(name), "created": time.strftime("%Y%m%d-%H%M%S")}
         write_json(run.record_file, {**about, **record})  # last: from here on the folder counts as a run
@@ -67,9 +74,9 @@ class RunFolder:
         """A run folder that exists, in a format that this version reads."""
         run = cls(path)
         if not run.has_begun:
-            raise PalestraError(f"{path} is not a run folder: it has no run.json. Give one that `palestra train` made")
+            raise NotFoundError(f"{path} is not a run folder: it has no run.json. Give one that `palestra train` made")
         if run.format > FORMAT:
-            raise PalestraError(
+            raise UnsupportedError(
                 f"{path} is a run folder of format {run.format}, and this Palestra reads formats up to {FORMAT}; "
                 "update it: pip install -U palestra"
             )
@@ -137,7 +144,9 @@ class RunFolder:
         try:
             return dict(json.loads(read_regular(self.record_file)))
         except (ValueError, TypeError, RecursionError) as error:
-            raise PalestraError(f"{self.record_file} is not valid JSON ({error}); restore it from a copy") from None
+            raise UnreadableFileError(
+                f"{self.record_file} is not valid JSON ({error}); restore it from a copy"
+            ) from None
 
     def environment(self, key: str = "environment") -> tuple[str, dict[str, Any]] | None:
         """Name and settings of the environment that run.json names; None if it names none."""
@@ -147,7 +156,7 @@ class RunFolder:
             case {"name": str(name), "settings": dict(settings)}:
                 return name, settings
             case _:
-                raise PalestraError(f"{self.record_file}: {key} has no name and settings; restore it from a copy")
+                raise UnreadableFileError(f"{self.record_file}: {key} has no name and settings; restore it from a copy")
 
     def add_to_record(self, **values: Any) -> None:
         """Write more into run.json, if it is new."""
@@ -158,7 +167,7 @@ class RunFolder:
     def format(self) -> int:
         version = self.record.get("format", 0)
         if type(version) is not int:
-            raise PalestraError(f"{self.record_file}: format is not a whole number; restore the file from a copy")
+            raise UnreadableFileError(f"{self.record_file}: format is not a whole number; restore the file from a copy")
         return version
 
     @property
@@ -183,7 +192,7 @@ class RunFolder:
         else:
             reason = "it holds no settings"
         if not isinstance(settings, dict):
-            raise PalestraError(f"{self.config_file} cannot be read ({reason}); restore it from a copy")
+            raise UnreadableFileError(f"{self.config_file} cannot be read ({reason}); restore it from a copy")
         return RunConfig.build(settings)
 
     def tracking(self) -> dict[str, str | None]:
@@ -250,7 +259,7 @@ class RunFolder:
         path = words.get(name.removeprefix("step-").lstrip("0") or name)
         if path is None:
             known = ", ".join(word for word, path in words.items() if path is not None)
-            raise PalestraError(f"{self.path} has no checkpoint {name!r}; it has {known or 'none'}")
+            raise NotFoundError(f"{self.path} has no checkpoint {name!r}; it has {known or 'none'}")
         return path
 
     @classmethod
@@ -284,7 +293,7 @@ class Resume:
             return planned
         config = planned.with_settings({"train.max_steps": steps})
         if int(steps) < done:
-            raise PalestraError(
+            raise SettingError(
                 f"train.max_steps={steps}, but {self.folder} has {done} steps already; give {done} or more, "
                 f"or go back: palestra train --resume {shlex.quote(str(self.folder))} --from-checkpoint STEP"
             )

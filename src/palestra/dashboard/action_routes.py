@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StateError
 from palestra.core.files import folder_size
 from palestra.dashboard.answers import answer
 from palestra.dashboard.catalog import Catalog, CatalogRun
@@ -184,7 +184,7 @@ class ActionRoutes:
     def _allowed(self, request: Request, action: str) -> CatalogRun:
         found = self._catalog.get(request.path_params["run"])
         if action not in actions(found):
-            raise PalestraError(f"the run {found.id} is {found.run.state}, and cannot {action} now")
+            raise StateError(f"the run {found.id} is {found.run.state}, and cannot {action} now")
         return found
 
     def _summary(self, found: CatalogRun) -> Response:

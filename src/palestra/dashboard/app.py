@@ -71,11 +71,13 @@ def dashboard_app(
 async def _failed(request: Request, error: Exception) -> Response:
     match error:
         case HTTPException():
-            status, text = error.status_code, error.detail
+            status = error.status_code
+            body = error_body(status, error.detail)
         case PalestraError():
-            status, text = 404 if isinstance(error, UnknownRun | UnknownRollout) else 400, str(error)
+            status = 404 if isinstance(error, UnknownRun | UnknownRollout) else 400
+            body = error_body(status, error)
         case _:
-            status, text = 500, f"{type(error).__name__}: {error}"
-    body = error_body(status, text)
+            status = 500
+            body = error_body(status, error)
     body["error"] |= getattr(error, "more", {})
     return answer(body, status)

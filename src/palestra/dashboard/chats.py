@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from palestra.core import children
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, ServiceError, SettingError, StateError, UserCodeError
 from palestra.core.secrets import own_environment, redact
 from palestra.dashboard.answers import Event, answer, events
 from palestra.dashboard.catalog import Catalog
@@ -86,12 +86,12 @@ class Chat:
         except queue.Empty:
             if not timeout_s:
                 raise
-            raise PalestraError(f"the model did not answer for {timeout_s:g} s") from None
+            raise ServiceError(f"the model did not answer for {timeout_s:g} s") from None
         if line is None:
             self._lines.put(None)
             self._complaints.seek(0)
             text = redact(self._complaints.read()).strip()[-_COMPLAINTS:]
-            raise PalestraError(text.rpartition("Error: ")[2] or "the chat's process has ended")
+            raise UserCodeError(text.rpartition("Error: ")[2] or "the chat's process has ended")
         return line
 
     def say(self, text: str) -> None:
@@ -101,7 +101,7 @@ class Chat:
             self._process.stdin.write(json.dumps({"say": text}) + "\n")
             self._process.stdin.flush()
         except (OSError, ValueError):
-            raise PalestraError("the chat's process has ended; open a new one") from None
+            raise StateError("the chat's process has ended; open a new one") from None
 
     def interrupt(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -133,7 +133,7 @@ class Chats:
 
     def _open(self, body: ChatBody) -> Response:
         if (body.run is None) == (body.model is None):
-            raise PalestraError("name a run or a model, and not both")
+            raise SettingError("name a run or a model, and not both")
         word = str(body.model)
         if body.run is not None:
             folder = self._catalog.get(body.run).folder
@@ -149,7 +149,7 @@ class Chats:
         try:
             kind, about = chat.next(_LOAD_S)
             if kind != "ready":
-                raise PalestraError(f"the chat began with {kind!r}")
+                raise InputError(f"the chat began with {kind!r}")
         except PalestraError:
             self._forget(chat.id)
             raise

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import InputError, PalestraError, needs_extra
 from palestra.core.files import append_jsonl, cache_folder, read_jsonl, write_json
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.messages import from_dict
@@ -85,7 +85,7 @@ def _convert(known: _Format, path: Path, folder: RunFolder) -> None:
             folder.evals.mkdir(exist_ok=True)
             append_jsonl(folder.eval_file(evaluation), group)
     if not folder.rollouts_file.is_file():
-        raise PalestraError(f"{path} looks like a run of {known.source} but holds no readable rollout")
+        raise InputError(f"{path} looks like a run of {known.source} but holds no readable rollout")
     created = time.strftime("%Y%m%d-%H%M%S", time.localtime(max(file.stat().st_mtime for file in files)))
     about = {"format": 1, "name": path.resolve().name, "created": created, "agent": known.source, "stamp": stamp}
     write_json(folder.record_file, about)

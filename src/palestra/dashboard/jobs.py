@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from palestra.core import children
-from palestra.core.errors import PalestraError, text_of
+from palestra.core.errors import SettingError, text_of
 from palestra.core.secrets import own_environment, redact
 from palestra.dashboard.answers import Event, answer, events
 from palestra.runs.request import PALESTRA
@@ -137,7 +137,7 @@ def command(words: Sequence[str]) -> Work:
             children.end(child, terminate_s=2.0)
         if child.returncode:
             text = complaints.strip()[-_COMPLAINTS:]
-            raise PalestraError(text.rpartition("Error: ")[2] or f"it ended with exit code {child.returncode}")
+            raise SettingError(text.rpartition("Error: ")[2] or f"it ended with exit code {child.returncode}")
         return json.loads(out.strip().splitlines()[-1])
 
     return work

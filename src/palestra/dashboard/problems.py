@@ -6,7 +6,7 @@ import json
 from itertools import groupby, pairwise
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError
 from palestra.core.files import read_regular
 from palestra.core.run_folder import STATE, RunFolder
 from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
@@ -21,7 +21,7 @@ _VISIT = "WITH visits AS (SELECT problem_id, group_id, min(id) AS first_id, step
 def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str, Any]:
     """The problems of training, with how their pass rates went."""
     if sort not in _SORTS:
-        raise PalestraError(f"sort={sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
+        raise SettingError(f"sort={sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
     kinds = _sampling(index.folder)
     with index.open() as db:
         visits = db.execute(f"{_VISIT} SELECT * FROM visits ORDER BY problem_id, first_id").fetchall()

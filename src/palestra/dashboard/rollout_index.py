@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, StorageError
 from palestra.core.files import cache_folder
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.rollout_row import COLUMNS, columns_of, parse, search_text, shown
@@ -59,7 +59,7 @@ class RolloutIndex:
             return self.folder.rollouts_file
         if kind in ("before", "after") or kind.isdecimal():
             return self.folder.eval_file(int(kind) if kind.isdecimal() else kind)  # type: ignore[arg-type]
-        raise PalestraError(f"there are no rollouts of the kind {kind[:40]!r}; expected train, before, after or a step")
+        raise NotFoundError(f"there are no rollouts of the kind {kind[:40]!r}; expected train, before, after or a step")
 
     def kinds(self) -> list[str]:
         train = ["train"] if self.folder.rollouts_file.is_file() else []
@@ -80,7 +80,7 @@ class RolloutIndex:
             except sqlite3.DatabaseError:  # damaged: all that is in it is in the files, too
                 path.unlink(missing_ok=True)
                 return _connect(path)
-        raise PalestraError(
+        raise StorageError(
             f"no index can be written beside {self.folder.path}, nor in {cache_folder()}; free some space"
         )
 
@@ -176,7 +176,7 @@ class RolloutIndex:
         return position, ended
 
 
-class UnknownRollout(PalestraError):
+class UnknownRollout(NotFoundError):
     """There is no rollout of this id."""
 
 

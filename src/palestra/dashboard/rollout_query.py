@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, SettingError
 from palestra.dashboard.cheating import ids_of_shape
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_row import search_text, shown, snippet
@@ -96,7 +96,7 @@ def match(text: str) -> str | None:
 def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
     """A page of rows, the cursor of the next one, and how many there are in all."""
     if query.sort not in _SORTS:
-        raise PalestraError(f"sort={query.sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
+        raise SettingError(f"sort={query.sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
     column, direction = _SORTS[query.sort]
     conditions, values = query.where(None if query.shape is None else ids_of_shape(index, query.shape))
     with index.open() as db:
@@ -111,9 +111,7 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
                 [*values, *further, query.limit + 1],
             ).fetchall()
         except sqlite3.OperationalError as error:
-            raise PalestraError(
-                f"the search {query.q[:80]!r} cannot be understood ({error}); use plain words"
-            ) from None
+            raise InputError(f"the search {query.q[:80]!r} cannot be understood ({error}); use plain words") from None
     page = rows[: query.limit]
     following = json.dumps([page[-1][column], page[-1]["id"]]) if len(rows) > len(page) and page else None
     return {"rollouts": [_with_snippet(index, row, query.q) for row in page], "next": following, "count": count}
@@ -128,7 +126,7 @@ def _after(cursor: str | None, column: str, direction: str) -> tuple[list[str], 
         if not is_known or any(abs(part) >= 2**63 for part in (value or 0, last_id)):
             raise ValueError
     except (ValueError, TypeError, RecursionError):
-        raise PalestraError(f"cursor={cursor[:40]!r} is not one that an answer gave as `next`") from None
+        raise SettingError(f"cursor={cursor[:40]!r} is not one that an answer gave as `next`") from None
     sign = "<" if direction == "DESC" else ">"
     if value is None:  # advantages that are not known come first, or last, all together
         unknown = f"({column} IS NULL AND id {sign} ?)"

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, SettingError
 from palestra.core.files import read_from
 from palestra.core.secrets import redact
 from palestra.dashboard.answers import Event, answer, events, number, whole
@@ -148,7 +148,7 @@ class RunRoutes:
     def compare(self, request: Request) -> Response:
         ids = [word for word in request.query_params.get("runs", "").split(",") if word]
         if len(set(ids)) < 2:
-            raise PalestraError("one run cannot be compared; give two or more: ?runs=a,b")
+            raise SettingError("one run cannot be compared; give two or more: ?runs=a,b")
         found = [self._catalog.get(run_id) for run_id in dict.fromkeys(ids)]
         return answer({"runs": [summary(run) for run in found], **compare({run.id: run.folder for run in found})})
 
@@ -174,7 +174,7 @@ def _log(found: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:
     """The log that is asked for, or the first that the run has."""
     logs = found.run.logs
     if part and part not in logs:
-        raise PalestraError(f"the run {found.id} has no log of {part[:80]!r}; it has {', '.join(logs) or 'none'}")
+        raise NotFoundError(f"the run {found.id} has no log of {part[:80]!r}; it has {', '.join(logs) or 'none'}")
     name = part or next((name for name, path in logs.items() if path.is_file()), None)
     return name, logs[name] if name else None
 

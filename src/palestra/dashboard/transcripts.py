@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
 
@@ -168,5 +168,5 @@ def _short_call(call: Mapping[str, Any], max_chars: int | None) -> dict[str, Any
 
 def require_id(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
-        raise PalestraError(f"{text[:40]!r} is not the number of a rollout")
+        raise InputError(f"{text[:40]!r} is not the number of a rollout")
     return int(text)

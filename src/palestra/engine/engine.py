@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from palestra.core.errors import ContextLengthError, PalestraError, UnsupportedModel
+from palestra.core.errors import (
+    ContextLengthError,
+    InputError,
+    ResourceError,
+    SettingError,
+    StateError,
+    UnsupportedModel,
+)
 from palestra.core.phases import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import unchunked_context
@@ -47,7 +54,7 @@ class Step:
 
 
 def no_grammars(text: str) -> Grammar:
-    raise PalestraError("this engine was built without a grammar compiler; leave SamplingParams.grammar out")
+    raise SettingError("this engine was built without a grammar compiler; leave SamplingParams.grammar out")
 
 
 def build_runner(
@@ -154,7 +161,7 @@ class Engine:
         ids = self._valid_ids(prompt_ids)
         limit = self._capacity
         if not ids:
-            raise PalestraError("the prompt is empty; a session needs at least one token to go on from")
+            raise InputError("the prompt is empty; a session needs at least one token to go on from")
         if len(ids) >= limit:
             where = "the model's context" if limit == self.context else "the engine's KV memory (kv_memory_gib)"
             raise ContextLengthError(
@@ -167,7 +174,7 @@ class Engine:
     def fork(self, session: Session, n: int) -> list[Session]:
         """n sessions that go on from here; the session itself is closed by this."""
         if n < 1:
-            raise PalestraError(f"fork into n={n} sessions; expected 1 or more")
+            raise SettingError(f"fork into n={n} sessions; expected 1 or more")
         self._check_idle(session)
         session.closed = True
         session.forks = session.children = n
@@ -177,10 +184,10 @@ class Engine:
     def branch(self, session: Session, length: int) -> Session:
         """A session of the first `length` tokens that shares their computed KV; the session itself stays open."""
         if session.closed:
-            raise PalestraError("the session is closed; branch one that is open, or open a new one")
+            raise StateError("the session is closed; branch one that is open, or open a new one")
         if not 1 <= length <= len(session.token_ids):
             held = len(session.token_ids)
-            raise PalestraError(f"branch at length={length}; expected 1 to {held}, the tokens that the session holds")
+            raise SettingError(f"branch at length={length}; expected 1 to {held}, the tokens that the session holds")
         branched = Session(session.token_ids[:length], routing=self._new_record())
         if branched.routing is not None and session.routing is not None:
             branched.routing.inherit(session.routing, length)
@@ -233,7 +240,7 @@ class Engine:
         all may be branched.
         """
         if self._asleep:
-            raise PalestraError("the engine sleeps and has no KV memory; call wake before sampling")
+            raise StateError("the engine sleeps and has no KV memory; call wake before sampling")
         with phases("planning"):
             chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
@@ -311,7 +318,7 @@ class Engine:
         longest = max((len(job.session.token_ids) for job in self.scheduler.waiting), default=0)
         while True:
             if pages <= self.pool.needed(longest + 1):
-                raise PalestraError(
+                raise ResourceError(
                     f"CUDA out of memory: a KV cache of {pages * size} tokens does not hold a rollout of {longest}; "
                     "lower rollout.max_new_tokens, or set model.sleep_mode"
                 )
@@ -429,13 +436,13 @@ class Engine:
             ids = list(map(int, ids))
         wrong = [token for token in set(ids) if not 0 <= token < self.vocabulary]
         if wrong:
-            raise PalestraError(
+            raise InputError(
                 f"token id {wrong[0]} is outside the vocabulary 0..{self.vocabulary - 1}; use the model's tokenizer"
             )
         return ids
 
     def _check_idle(self, session: Session) -> None:
         if session.closed:
-            raise PalestraError("the session is closed (fork closes the session that it copies); open a new one")
+            raise StateError("the session is closed (fork closes the session that it copies); open a new one")
         if session.job is not None:
-            raise PalestraError("the session is being sampled; wait for its turn to end, or fork it before sampling")
+            raise StateError("the session is being sampled; wait for its turn to end, or fork it before sampling")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.types import Matching, SamplingParams
 from palestra.engine.session import Job
 
@@ -48,7 +48,7 @@ def check_params(params: SamplingParams, has_tokenizer: bool) -> None:
     )
     for holds, complaint in rules:
         if not holds:
-            raise PalestraError(complaint.format(p=p))
+            raise SettingError(complaint.format(p=p))
 
 
 def uniforms(seeds: Sequence[int] | np.ndarray, positions: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -179,7 +179,7 @@ class StopStrings:
     def found(self, turn_ids: Sequence[int], stop: Sequence[str]) -> bool:
         """True when the turn's newest token completed a stop string."""
         if self._tokenizer is None:
-            raise PalestraError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
+            raise SettingError("stop strings need a tokenizer; give the engine one, or use stop_token_ids")
         longest = max(len(text.encode()) for text in stop)
         tail = self._tokenizer.decode(list(turn_ids[-longest - 4 :]), skip_special_tokens=False)
         return any(text in tail for text in stop)

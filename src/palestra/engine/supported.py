@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.core.errors import PalestraError, UnsupportedModel
+from palestra.core.errors import ResourceError, UnsupportedModel
 from palestra.engine.attention import (
     CHUNKED,
     ENGINE_ATTENTION,
@@ -28,7 +28,7 @@ from palestra.engine.recurrent import RecurrentLayers, StateShape, state_shape
 from palestra.engine.routing import expert_count
 
 
-class CacheTooLarge(PalestraError):
+class CacheTooLarge(ResourceError):
     """The GPU has no room for so much KV."""
 
 

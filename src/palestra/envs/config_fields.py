@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UserCodeError
 from palestra.core.secrets import clean_environment
 from palestra.envs.child_process import ChildFailed, ChildProcess, ChildTimeout
 from palestra.envs.discover import DiscoveredEnv, package_of
@@ -49,11 +49,11 @@ def describe_env(
             )
             return EnvDescription(list(answer["fields"]), dict(answer["run_settings"]))
         except ChildTimeout as error:
-            raise PalestraError(
+            raise UserCodeError(
                 f"the config of {found.name} cannot be read: {error}. If this machine is busy, try again or raise "
                 "limits.config_minutes in the site file; otherwise import and config_init should load no data or model"
             ) from None
         except (ChildFailed, TypeError, KeyError, ValueError) as error:
-            raise PalestraError(f"the config of {found.name} cannot be read: {error}") from None
+            raise UserCodeError(f"the config of {found.name} cannot be read: {error}") from None
         finally:
             child.close()

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import NotFoundError, PalestraError, SettingError, UserCodeError, did_you_mean
 from palestra.core.files import read_regular, slug
 from palestra.envs.env import default_name
 from palestra.envs.reasoning_gym_tasks import FAMILY, task_names
@@ -54,12 +54,12 @@ class Discovery:
         if not found:
             for path, reason in self.errors.items():
                 if slug(path.stem) == slug(name):
-                    raise PalestraError(f"{path}: {reason}")
+                    raise NotFoundError(f"{path}: {reason}")
             names = [env.name for env in self.environments]
-            raise PalestraError(f"there is no environment {name!r}.{did_you_mean(name, names)} See `palestra envs`")
+            raise NotFoundError(f"there is no environment {name!r}.{did_you_mean(name, names)} See `palestra envs`")
         if len(found) > 1:
             files = " and ".join(str(env.file_path) for env in found)
-            raise PalestraError(f"{len(found)} environments are named {name!r}; give the file instead: {files}")
+            raise SettingError(f"{len(found)} environments are named {name!r}; give the file instead: {files}")
         return found[0]
 
 
@@ -84,7 +84,7 @@ def in_file(path: Path) -> list[DiscoveredEnv]:
     """The environments of one file; its neighbours are read too, for the bases that it may have there."""
     source = read_source(path)
     if source.error:
-        raise PalestraError(f"{path}: {source.error}")
+        raise UserCodeError(f"{path}: {source.error}")
     neighbours = [read_source(p) for folder in (LIBRARY, path.parent) for p in python_files(folder) if p != path]
     return _Classes([source, *neighbours]).environments(source, "configured")
 

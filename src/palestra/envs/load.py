@@ -12,7 +12,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from palestra.core.config import explain
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import (
+    InputError,
+    NotFoundError,
+    SettingError,
+    UnsupportedError,
+    UserCodeError,
+    did_you_mean,
+)
 from palestra.core.files import import_file
 from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
@@ -35,13 +42,13 @@ def find_env(name_or_file: str) -> DiscoveredEnv:
     path = Path(file).resolve()
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
-        raise PalestraError(f"there is no environment file {file}.{near}")
+        raise NotFoundError(f"there is no environment file {file}.{near}")
     found = [env for env in in_file(path) if class_name in ("", env.class_name)]
     if not found:
-        raise PalestraError(f"{file} defines no environment{class_name and f' {class_name}'}. {_WANTED}")
+        raise InputError(f"{file} defines no environment{class_name and f' {class_name}'}. {_WANTED}")
     if len(found) > 1:
         choices = ", ".join(f"{file}:{env.class_name}" for env in found)
-        raise PalestraError(f"{file} defines several environments; name one: {choices}")
+        raise SettingError(f"{file} defines several environments; name one: {choices}")
     return found[0]
 
 
@@ -56,7 +63,7 @@ def load_env(name_or_file: str, settings: Mapping[str, Any] | None = None) -> Ru
 def env_class(found: DiscoveredEnv) -> type[Env]:
     """Import the class. Built-in ones are modules of Palestra, all others are separate files."""
     if found.dialect != "palestra":
-        raise PalestraError(
+        raise UnsupportedError(
             f"{found.file_path} is written for {found.dialect}; run it as a separate service: "
             f"palestra env run-{found.dialect} {found.file_path}"
         )
@@ -68,7 +75,7 @@ def env_class(found: DiscoveredEnv) -> type[Env]:
         module = import_file(found.file_path, str(found.file_path), _WANTED)
     cls = getattr(module, found.class_name, None)
     if not isinstance(cls, type) or not issubclass(cls, Env):
-        raise PalestraError(f"{found.file_path}: {found.class_name} is not a subclass of palestra.Env when it runs")
+        raise UserCodeError(f"{found.file_path}: {found.class_name} is not a subclass of palestra.Env when it runs")
     return cls
 
 
@@ -77,20 +84,20 @@ def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:
     try:
         config = cls.config_init()
     except Exception as error:
-        raise PalestraError(f"{cls.__name__}.config_init raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{cls.__name__}.config_init raised {type(error).__name__}: {error}") from error
     if not isinstance(config, BaseModel):
         kind = type(config).__name__
-        raise PalestraError(f"{cls.__name__}.config_init returned a {kind}; expected a pydantic model")
+        raise UserCodeError(f"{cls.__name__}.config_init returned a {kind}; expected a pydantic model")
     fields = list(type(config).model_fields)
     for name in settings:
         if name not in fields:
-            raise PalestraError(
+            raise SettingError(
                 f"unknown setting 'env.{name}'.{did_you_mean(name, fields)} This environment has: {', '.join(fields)}"
             )
     try:
         return type(config).model_validate({**config.model_dump(), **{k: _read(v) for k, v in settings.items()}})
     except ValidationError as error:
-        raise PalestraError(explain(error, fields)) from None
+        raise SettingError(explain(error, fields)) from None
 
 
 def _read(value: Any) -> Any:

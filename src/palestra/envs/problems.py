@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UserCodeError
 from palestra.core.messages import as_messages
 from palestra.core.types import Problem
 from palestra.envs.base import Split
@@ -34,7 +34,7 @@ def as_problem(item: Any, problem_id: str) -> Problem:
             prompt = item["input"] if isinstance(item["input"], str) else as_messages(item["input"])
             return Problem(str(item.get("id", problem_id)), prompt, item.get("expect"), dict(item))
         case _:
-            raise PalestraError(
+            raise InputError(
                 f"a problem is {item!r}; expected a question, a pair (question, expected), a dict with "
                 "`input` and `expect`, or a Problem"
             )
@@ -46,7 +46,7 @@ def is_held_out(problem: Problem, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big") < share * 2**48
 
 
-class NoProblem(PalestraError):
+class NoProblem(UserCodeError):
     """A split has no problem to give."""
 
 

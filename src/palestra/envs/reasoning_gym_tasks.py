@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UserCodeError
 from palestra.envs.child_process import ChildFailed, ChildProcess
 
 FAMILY = "reasoning_gym"
@@ -63,7 +63,7 @@ class ScorerProcess:
         try:
             self._child.ask("score", _START_S, **first)
         except ChildFailed as error:
-            raise PalestraError(f"the process that scores answers cannot run reasoning-gym: {error}") from None
+            raise UserCodeError(f"the process that scores answers cannot run reasoning-gym: {error}") from None
 
     def close(self) -> None:
         self._child.close()

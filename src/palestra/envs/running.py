@@ -12,7 +12,7 @@ from typing import Any
 
 from palestra.agents.tools.tool import Tool, as_tool, tools_by_name
 from palestra.core.calls import call_with_limit
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import PalestraError, RolloutError, UserCodeError
 from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
@@ -138,7 +138,7 @@ class RunningEnv:
     def problems(self, split: Split) -> Sequence[Problem]:
         found = self._problems[split]
         if split == "train" and not found:
-            raise PalestraError(f"the environment {self.name} gave no problems to train on")
+            raise UserCodeError(f"the environment {self.name} gave no problems to train on")
         return found
 
     def open(self, problem: Problem) -> EnvEpisode:
@@ -180,4 +180,4 @@ class RunningEnv:
             raise
         except (Exception, SystemExit) as error:
             where = f"{type(self.env).__name__}.{method}"
-            raise PalestraError(f"{where} raised {type(error).__name__}: {error}") from error
+            raise UserCodeError(f"{where} raised {type(error).__name__}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.agents.tools.mcp_client import McpConnection, McpTools, close_connections
 from palestra.agents.tools.tool import Tool, shared_state, tools_by_name
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import InputError, PalestraError, SettingError, UserCodeError, did_you_mean
 from palestra.core.messages import as_messages
 from palestra.core.types import Message, Problem, ProgramResult, Score, ToolResult
 from palestra.envs.base import Split
@@ -93,7 +93,7 @@ class SuiteEnvironment:
         """
         self._measures = as_measures(train.measures if measures is None else measures)
         if not self._measures and measures_required:
-            raise PalestraError(
+            raise InputError(
                 f"there are no measures for the suite {train.name!r}, so nothing tells good from bad. Declare one with "
                 "@measure and pass it: EvalSuite.from_records(…, measures=[right_answer])."
             )
@@ -121,7 +121,7 @@ class SuiteEnvironment:
     def open(self, problem: Problem) -> SuiteEpisode:
         context = self._suite.context_of(problem)
         if context is self._context and not isinstance(context, _IMMUTABLE):
-            raise PalestraError("context_fn gave the same object twice; make a new one for each attempt")
+            raise UserCodeError("context_fn gave the same object twice; make a new one for each attempt")
         self._context = context
         connections = self._mcp.open()
         served = [tool for connection in connections for tool in connection.tools]
@@ -154,7 +154,7 @@ def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
     """A tool that needs a context must get one, and one that keeps its state outside of the context is warned about."""
     for tool in tools:
         if tool.needs_context and suite.context_fn is None:
-            raise PalestraError(
+            raise InputError(
                 f"tool {tool.name!r} takes a context, and the suite makes none. Say how: "
                 "EvalSuite.from_records(…, context_fn=lambda record: …)"
             )
@@ -170,18 +170,18 @@ def _weights(names: Sequence[str], weights: Sequence[float] | Mapping[str, float
     if isinstance(weights, Mapping):
         for name in weights:
             if name not in names:
-                raise PalestraError(
+                raise SettingError(
                     f"reward_weights names {name!r}, which is no measure here.{did_you_mean(name, names)} "
                     f"The measures are: {', '.join(names)}."
                 )
         result = {name: float(weights.get(name, 0.0)) for name in names}
     else:
         if len(weights) != len(names):
-            raise PalestraError(
+            raise SettingError(
                 f"reward_weights has {len(weights)} values for {len(names)} measures ({', '.join(names)}); "
                 "give one each"
             )
         result = {name: float(weight) for name, weight in zip(names, weights, strict=True)}
     if not all(math.isfinite(weight) for weight in result.values()) or not any(result.values()):
-        raise PalestraError(f"reward_weights are {result}; expected finite numbers, and at least one that is not 0")
+        raise SettingError(f"reward_weights are {result}; expected finite numbers, and at least one that is not 0")
     return result

@@ -7,7 +7,7 @@ from typing import Any
 
 from palestra.core.chat_model import ChatModel
 from palestra.core.endpoints import CallLimits
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.types import Message, Problem
 
 DONE = "###DONE###"
@@ -45,7 +45,7 @@ class UserSimulator:
         **limits: Any,
     ) -> None:
         if max_messages < 1:
-            raise PalestraError(f"UserSimulator: max_messages={max_messages}; expected at least 1")
+            raise SettingError(f"UserSimulator: max_messages={max_messages}; expected at least 1")
         self._persona, self._goal = persona, goal
         self._max_messages = max_messages
         self._model = ChatModel(

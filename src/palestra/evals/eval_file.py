@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, SettingError, StateError, UnreadableFileError
 from palestra.core.files import append_jsonl, read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Problem, Rollout
@@ -26,18 +26,18 @@ class EvalFile:
         self._path = path
         self._about = dict(about)
         if path.exists() and not resume:
-            raise PalestraError(f"{path} exists; add --resume to continue its evaluation, or choose another file")
+            raise StateError(f"{path} exists; add --resume to continue its evaluation, or choose another file")
         if not resume:
             return
         if not path.is_file():
-            raise PalestraError(f"there is no file {path} to resume from; leave out --resume to start")
+            raise NotFoundError(f"there is no file {path} to resume from; leave out --resume to start")
         first = next(read_jsonl(path), {}).get(_ABOUT)
         if not isinstance(first, dict):
-            raise PalestraError(f"{path} is no file that `palestra eval --out` wrote; choose another")
+            raise UnreadableFileError(f"{path} is no file that `palestra eval --out` wrote; choose another")
         changed = [key for key in {**first, **about} if first.get(key) != about.get(key)]
         if changed:
             key, more = changed[0], f" ({len(changed)} differences)" if len(changed) > 1 else ""
-            raise PalestraError(
+            raise SettingError(
                 f"{path} was made with {key} = {first.get(key)!r}, not {about.get(key)!r}{more}; resume with the same "
                 "settings, or write to another file"
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 from palestra.core.chat_model import ChatModel, log_judge
 from palestra.core.endpoints import CallLimits
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError
 from palestra.core.types import Message, Score
 from palestra.evals.measures import Measure, MeasureContext
 
@@ -65,7 +65,7 @@ def judge(
     takes away. `limits` are those of `CallLimits`: max_concurrent, requests_per_minute, max_cost, ….
     """
     if not rubric and criteria is None:
-        raise PalestraError("judge needs a rubric or criteria: judge(model, 'The answer is polite.')")
+        raise SettingError("judge needs a rubric or criteria: judge(model, 'The answer is polite.')")
     if criteria is not None and not callable(criteria):
         _read_criteria(criteria)
     options: dict[str, Any] = dict(api_key_env=api_key_env, temperature=temperature, max_new_tokens=max_new_tokens)
@@ -175,7 +175,7 @@ def _read_criteria(given: Any) -> dict[str, float]:
     rows = given.items() if isinstance(given, Mapping) else [_criterion(row) for row in given or ()]
     found = {str(text): float(weight) for text, weight in rows}
     if not any(weight > 0 for weight in found.values()):
-        raise PalestraError(
+        raise SettingError(
             f"criteria are {given!r}; expected texts with weights, at least one above 0: {{'names the price': 2}}"
         )
     return found
@@ -189,7 +189,7 @@ def _criterion(row: Any) -> tuple[str, float]:
         weights = [row[key] for key in ("weight", "points") if key in row]
         if texts:
             return str(texts[0]), float(weights[0]) if weights else 1.0
-    raise PalestraError(f"a criterion is {row!r}; expected a text, or {{'criterion': …, 'weight': …}}")
+    raise InputError(f"a criterion is {row!r}; expected a text, or {{'criterion': …, 'weight': …}}")
 
 
 def _of_case(given: Any, context: MeasureContext) -> Any:

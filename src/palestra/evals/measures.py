@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from palestra.core.calls import CallTimeout, call_with_limit
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import InputError, NotFoundError, PalestraError, SettingError, did_you_mean
 from palestra.core.types import Message, Problem, ProgramResult, Score, ToolCall, ToolResult
 
 _EXAMPLE = """
@@ -89,12 +89,12 @@ def measure(
 ) -> Measure | Callable[[Callable[..., Any]], Measure]:
     """Declare a measure: `@measure`, `@measure("name")`, `@measure(threshold=0.7)` or `@measure(group=True)`."""
     if not 0.0 < threshold <= 1.0:
-        raise PalestraError(f"threshold={threshold} of a measure; expected above 0 and at most 1")
+        raise SettingError(f"threshold={threshold} of a measure; expected above 0 and at most 1")
     given_name = target if isinstance(target, str) else name
 
     def declare(fn: Callable[..., Any]) -> Measure:
         if not callable(fn):
-            raise PalestraError(f"@measure declares a function, got {fn!r}; for example:\n{_EXAMPLE}")
+            raise InputError(f"@measure declares a function, got {fn!r}; for example:\n{_EXAMPLE}")
         declared = Measure(given_name or _name_of(fn), fn, threshold, group=group)
         _declared[declared.name] = declared
         return declared
@@ -107,7 +107,7 @@ def get_measure(name: str) -> Measure:
     if name not in _declared:
         names = ", ".join(sorted(_declared))
         known = f"Declared are: {names}." if names else f"None is declared; write one:\n{_EXAMPLE}"
-        raise PalestraError(f"there is no measure {name!r}.{did_you_mean(name, _declared)} {known}")
+        raise NotFoundError(f"there is no measure {name!r}.{did_you_mean(name, _declared)} {known}")
     return _declared[name]
 
 
@@ -122,7 +122,7 @@ def as_measure(obj: Any) -> Measure:
         return get_measure(obj)
     if callable(obj):
         return Measure(_name_of(obj), obj)
-    raise PalestraError(
+    raise InputError(
         f"{obj!r} is not a measure; pass a function, the name of a declared one, or an object with "
         f"calculate_combined_reward(output, expected_answer):\n{_EXAMPLE}"
     )
@@ -136,7 +136,7 @@ def as_measures(objs: Any) -> tuple[Measure, ...]:
     names = [m.name for m in measures]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise PalestraError(f"two measures are named {twice!r}; rename one: @measure('another_name')")
+        raise InputError(f"two measures are named {twice!r}; rename one: @measure('another_name')")
     return measures
 
 
@@ -156,7 +156,7 @@ def turn_scores(values: Any, *, passed: bool | None = None, reason: str = "") ->
     try:
         turns = tuple(float(value) for value in values)
     except (TypeError, ValueError):
-        raise PalestraError(f"turn_scores takes one number for each turn, got {values!r}") from None
+        raise InputError(f"turn_scores takes one number for each turn, got {values!r}") from None
     return Score(sum(turns), passed, reason, turns=turns)
 
 

@@ -13,7 +13,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import (
+    InputError,
+    NotFoundError,
+    PalestraError,
+    SettingError,
+    UnreadableFileError,
+    needs_extra,
+)
 from palestra.core.messages import as_messages
 from palestra.core.types import HELD_OUT_PREFIX, Message, Problem
 from palestra.evals.measures import as_measures
@@ -52,14 +59,14 @@ class EvalSuite:
         object.__setattr__(self, "cases", tuple(self.cases))
         object.__setattr__(self, "measures", as_measures(self.measures))
         if not self.cases:
-            raise PalestraError(
+            raise InputError(
                 f"the suite {self.name!r} has no cases, so there is nothing to train on or to score. "
                 "Give it at least one record: EvalSuite.from_records([{'input': …, 'expect': …}], measures=[…])."
             )
         ids = [case.id for case in self.cases]
         if len(set(ids)) < len(ids):
             twice = next(case_id for case_id in ids if ids.count(case_id) > 1)
-            raise PalestraError(f"two cases of the suite {self.name!r} have the id {twice!r}; give each its own")
+            raise InputError(f"two cases of the suite {self.name!r} have the id {twice!r}; give each its own")
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -103,9 +110,9 @@ class EvalSuite:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise PalestraError(f"{path}, line {number} is not JSON: {error}") from None
+                raise UnreadableFileError(f"{path}, line {number} is not JSON: {error}") from None
             if not isinstance(record, dict):
-                raise PalestraError(f"{path}, line {number} is not a JSON object, got {type(record).__name__}")
+                raise UnreadableFileError(f"{path}, line {number} is not a JSON object, got {type(record).__name__}")
             records.append(record)
         return cls.from_records(records, input_fn, **{"name": Path(path).stem, **options})
 
@@ -120,11 +127,11 @@ class EvalSuite:
         with needs_extra("reading Parquet", "data"):
             import pyarrow.parquet
         if not Path(path).exists():
-            raise PalestraError(f"there is no file {path}")
+            raise NotFoundError(f"there is no file {path}")
         try:
             records = pyarrow.parquet.read_table(path).to_pylist()
         except pyarrow.ArrowInvalid as error:
-            raise PalestraError(f"{path} cannot be read as Parquet: {error}") from None
+            raise UnreadableFileError(f"{path} cannot be read as Parquet: {error}") from None
         return cls.from_records(records, input_fn, **{"name": Path(path).stem, **options})
 
     @classmethod
@@ -142,7 +149,7 @@ class EvalSuite:
         if isinstance(path_or_dataset, Mapping):  # a DatasetDict, as load_dataset gives without a split
             if split not in path_or_dataset:
                 known = ", ".join(map(str, path_or_dataset))
-                raise PalestraError(f"the dataset has no split {split!r}; it has {known}: from_hf_dataset(…, split=…)")
+                raise NotFoundError(f"the dataset has no split {split!r}; it has {known}: from_hf_dataset(…, split=…)")
             path_or_dataset = path_or_dataset[split]
         return cls.from_records(path_or_dataset, input_fn, **options)
 
@@ -153,9 +160,9 @@ class EvalSuite:
     def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Self, Self]:
         """(train, held-out), drawn by `seed`; both keep the order of the cases."""
         if not 0.0 < held_out < 1.0:
-            raise PalestraError(f"held_out={held_out}; expected a share between 0 and 1, for example 0.2")
+            raise SettingError(f"held_out={held_out}; expected a share between 0 and 1, for example 0.2")
         if len(self) < 2:
-            raise PalestraError(f"the suite {self.name!r} has one case, which cannot be split; give it two or more")
+            raise InputError(f"the suite {self.name!r} has one case, which cannot be split; give it two or more")
         count = min(max(round(held_out * len(self)), 1), len(self) - 1)
         chosen = set(random.Random(seed).sample(range(len(self)), count))
         train = [case for i, case in enumerate(self.cases) if i not in chosen]
@@ -164,7 +171,7 @@ class EvalSuite:
 
 def require_suite(suite: Any) -> None:
     if not isinstance(suite, EvalSuite):
-        raise PalestraError(
+        raise InputError(
             f"the suite is a {type(suite).__name__}; make one of it: EvalSuite.from_records(rows, measures=[…]), or "
             "EvalSuite.from_hf_dataset(dataset, …)"
         )
@@ -184,19 +191,17 @@ def hold_out(suite: EvalSuite, held_out: EvalSuite | float | None) -> tuple[Eval
     if held_out is None or held_out == 0 or (len(suite) == 1 and isinstance(held_out, float)):
         return suite, None
     if not isinstance(held_out, float):
-        raise PalestraError(f"held_out is a {type(held_out).__name__}; expected an EvalSuite, a share, or 0 for none")
+        raise InputError(f"held_out is a {type(held_out).__name__}; expected an EvalSuite, a share, or 0 for none")
     return suite.split(held_out)
 
 
 def _apply(fn: Callable[[Record], Any], record: Record, index: int, what: str) -> Any:
     if not isinstance(record, Mapping):
-        raise PalestraError(
-            f"record {index} is of type {type(record).__name__}; expected a dict such as {{'input': …}}"
-        )
+        raise InputError(f"record {index} is of type {type(record).__name__}; expected a dict such as {{'input': …}}")
     try:
         return fn(record)
     except KeyError as error:
-        raise PalestraError(
+        raise InputError(
             f"record {index} has no {error}; its keys are {', '.join(map(str, record))}. "
             f"Rename one, or pass {what}=lambda record: record['…'] with the right one."
         ) from None
@@ -209,8 +214,8 @@ def _as_input(value: Any, index: int) -> str | tuple[Message, ...]:
         try:
             return as_messages(value)
         except PalestraError as error:
-            raise PalestraError(f"record {index}: {error}") from None
-    raise PalestraError(f"input_fn gave {value!r} for record {index}; expected a text or a list of messages")
+            raise InputError(f"record {index}: {error}") from None
+    raise InputError(f"input_fn gave {value!r} for record {index}; expected a text or a list of messages")
 
 
 def _lines(path: str | Path) -> Iterable[str]:
@@ -218,11 +223,11 @@ def _lines(path: str | Path) -> Iterable[str]:
     try:
         return io.StringIO(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise PalestraError(f"there is no file {path}") from None
+        raise NotFoundError(f"there is no file {path}") from None
     except OSError as error:
-        raise PalestraError(f"{path} cannot be read: {error.strerror}") from None
+        raise UnreadableFileError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise PalestraError(
+        raise UnreadableFileError(
             f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at {error.start}); save it as UTF-8"
         ) from None
 
@@ -238,10 +243,10 @@ def _csv_records(path: str | Path) -> list[dict[str, str]]:
         csv.field_size_limit(limit)
     columns = list(reader.fieldnames or ())
     if twice := next((name for name in columns if columns.count(name) > 1), None):
-        raise PalestraError(f"{path} has two columns {twice!r}; rename one")
+        raise InputError(f"{path} has two columns {twice!r}; rename one")
     for line, row in rows:
         if None in row:
-            raise PalestraError(
+            raise UnreadableFileError(
                 f"{path}, line {line} has more values than the header has columns ({len(columns)}); put "
                 'texts with commas in quotes: "…, …"'
             )

@@ -19,7 +19,7 @@ from torch import Tensor
 from palestra.algo.batch import Batch
 from palestra.algo.step_loss import Loss
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.ranks import Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
@@ -82,7 +82,7 @@ class FsdpLearner:
         self._ranks = ranks
         sums = ranks.gather(sum(float(p.detach().double().sum()) for p in trained.parameters() if p.requires_grad))
         if len(set(sums)) > 1:
-            raise PalestraError(
+            raise InputError(
                 f"the ranks have loaded different weights (their sums are {', '.join(map(str, sums))}); give all "
                 "machines the same model folder, and the same versions of torch and transformers"
             )

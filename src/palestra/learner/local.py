@@ -22,7 +22,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import Loss, LossTokens
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError, UnsupportedModel
+from palestra.core.errors import NotFiniteError, SettingError, UnsupportedModel
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
@@ -84,7 +84,7 @@ class LocalLearner:
         self._ranks = ranks
         self._has_adapter = hasattr(model, "disable_adapter")
         if config.lora.r > 0 and not self._has_adapter:
-            raise PalestraError(
+            raise SettingError(
                 "lora.r > 0 but the model has no adapter; wrap it with palestra.learner.lora.add_lora first"
             )
         if config.model.exact and self.device.type != "cuda":
@@ -147,7 +147,7 @@ class LocalLearner:
     @torch.no_grad()
     def forward(self, batch: Batch, *, reference: bool = False) -> Array:
         if reference and self._reference is None:
-            raise PalestraError(
+            raise SettingError(
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
         scorer = self._reference if reference and self._reference is not None else self._scorer

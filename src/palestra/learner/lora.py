@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from palestra.core.config_sections import LoraSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import MissingPackageError, SettingError, UnsupportedError
 from palestra.engine.supported import adapted_product
 from palestra.learner.tree_attention_cuda import HALF
 
@@ -26,7 +26,7 @@ EXPERTS = "experts"  # among lora.target_modules: the stacked weights of a mixtu
 def build_peft_config(lora: LoraSection, model: nn.Module | None = None) -> LoraConfig:
     """peft's LoraConfig of a config section; all linear layers unless modules are named."""
     if lora.r < 1:
-        raise PalestraError(f"lora.r={lora.r} makes no adapter; use 1 or more")
+        raise SettingError(f"lora.r={lora.r} makes no adapter; use 1 or more")
     from peft import LoraConfig
 
     arguments = lora.peft_arguments()
@@ -42,7 +42,7 @@ def _targets_in(model: nn.Module, names: list[str]) -> dict[str, Any]:
         weights = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3]  # [experts, ...]
         stacked = {f"{EXPERTS}.{name[-1]}" for name in weights if name[-2] == EXPERTS}
         if not stacked:
-            raise PalestraError(f"lora.target_modules names {EXPERTS!r}, and the model has no experts; leave it out")
+            raise SettingError(f"lora.target_modules names {EXPERTS!r}, and the model has no experts; leave it out")
         linear = [name for name in names if name not in (EXPERTS, ALL_LINEAR)]
         found["target_parameters"] = sorted(stacked)
         found["target_modules"] = ALL_LINEAR if ALL_LINEAR in names else linear
@@ -77,16 +77,14 @@ def add_lora(model: Any, lora: LoraSection, *, in_model_dtype: bool | None = Non
     from peft import get_peft_model
 
     if lora.load_in_4bit and not getattr(model, "is_loaded_in_4bit", False):
-        raise PalestraError(
-            "lora.load_in_4bit needs a model loaded in 4 bits; pass quantization_config() to its loader"
-        )
+        raise SettingError("lora.load_in_4bit needs a model loaded in 4 bits; pass quantization_config() to its loader")
     by_default = model.device.type == "cuda" and not getattr(model, "is_loaded_in_4bit", False)
     if (by_default if in_model_dtype is None else in_model_dtype) and model.dtype in HALF:
         config._register_custom_module({nn.Linear: _half_precision_linear()})
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        raise PalestraError(f"lora.target_modules={lora.target_modules} cannot be adapted: {error}") from error
+        raise SettingError(f"lora.target_modules={lora.target_modules} cannot be adapted: {error}") from error
 
 
 @cache
@@ -147,9 +145,9 @@ def quantization_config(lora: LoraSection, dtype: torch.dtype = torch.bfloat16) 
     if not lora.load_in_4bit:
         return None
     if not torch.cuda.is_available():
-        raise PalestraError("lora.load_in_4bit needs a CUDA GPU, and none is there; use lora.load_in_4bit=false")
+        raise UnsupportedError("lora.load_in_4bit needs a CUDA GPU, and none is there; use lora.load_in_4bit=false")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise PalestraError("lora.load_in_4bit needs bitsandbytes; pip install 'palestra[qlora]'")
+        raise MissingPackageError("lora.load_in_4bit needs bitsandbytes; pip install 'palestra[qlora]'")
     from transformers import BitsAndBytesConfig
 
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, StateError
 
 log = logging.getLogger("palestra")
 
@@ -30,7 +30,7 @@ class Optimizer:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.weights = list(trained), list(trained.values())
         if not self.weights:
-            raise PalestraError("the model has no trainable weight; unfreeze it or add LoRA adapters")
+            raise SettingError("the model has no trainable weight; unfreeze it or add LoRA adapters")
         self.masters: list[Tensor] = []
         self._pairs: list[tuple[nn.Parameter, Tensor]] = []
         for weight in self.weights:
@@ -226,7 +226,7 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved: Sequence[Tensor] = state["masters"]
         if len(saved) != len(self._pairs):
-            raise PalestraError(
+            raise StateError(
                 f"the checkpoint has {len(saved)} master weights, this run {len(self._pairs)}; "
                 "set model.master_weights and model.dtype as they were"
             )
@@ -267,16 +267,16 @@ class UserOptimizer(Optimizer):
     def use(self, optimizer: Any | None, scheduler: Any | None) -> None:
         """From now on step this optimizer (or the scheduler's own), and the scheduler once a training step."""
         if self._pairs:
-            raise PalestraError(
+            raise SettingError(
                 "model.master_weights keeps its own copies of the weights, which another optimizer does not update; "
                 "set it to false, or leave the optimizer out"
             )
         chosen = optimizer if optimizer is not None else getattr(scheduler, "optimizer", None)
         if chosen is None:
-            raise PalestraError("a scheduler without its optimizer cannot be used; give the optimizer too")
+            raise SettingError("a scheduler without its optimizer cannot be used; give the optimizer too")
         held = {id(p) for group in chosen.param_groups for p in group["params"]}
         if not any(id(weight) in held for weight in self.weights):
-            raise PalestraError("the optimizer holds no trainable weight of this model; build it from this model's")
+            raise SettingError("the optimizer holds no trainable weight of this model; build it from this model's")
         self._user, self._scheduler = chosen, scheduler
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.engine.routing import ExpertRouting, Routers
 
 RoutingMode = Literal["own", "compare", "replay"]
@@ -41,7 +41,7 @@ class RoutingReplay:
         """Set the sampler's experts [T, layers, k] of the next pass, in the order in which its tokens are computed."""
         shape = (self._routing.layers, self._routing.per_token)
         if sampled is not None and sampled.shape[1:] != shape:
-            raise PalestraError(
+            raise InputError(
                 f"the recorded routing has (layers, experts a token) = {tuple(sampled.shape[1:])}, and the model "
                 f"{shape}; rollouts of another model cannot be replayed"
             )

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnreadableFileError
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.patches import decoder_layers
 
@@ -51,7 +51,7 @@ def _with_master_weights(trained: list[nn.Parameter], policy: MixedPrecisionPoli
     if types == {torch.float32}:
         return policy
     if len(types) > 1:
-        raise PalestraError(
+        raise SettingError(
             f"model.master_weights over several ranks needs weights of one type, and these are of "
             f"{', '.join(sorted(map(str, types)))}; choose one with model.dtype, or set model.master_weights to false"
         )
@@ -106,7 +106,7 @@ def load_sharded(folder: Path, optimizer: Optimizer) -> None:
             optimizer.reset()
         tensors = optimizer.tensors()
         if wrong := sorted(known.keys() ^ tensors.keys()):
-            raise PalestraError(
+            raise SettingError(
                 f"{folder / SHARDS} and this run differ in their weights, such as {wrong[0].partition('/')[2]}; "
                 "resume with the model and the lora settings of the checkpoint"
             )
@@ -116,7 +116,7 @@ def load_sharded(folder: Path, optimizer: Optimizer) -> None:
             load(tensors, storage_reader=reader, no_dist=alone)
     except (CheckpointException, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = _first_failure(error)
-        raise PalestraError(f"{folder / SHARDS} cannot be read ({reason}); use another checkpoint") from error
+        raise UnreadableFileError(f"{folder / SHARDS} cannot be read ({reason}); use another checkpoint") from error
     optimizer.round_masters()
 
 

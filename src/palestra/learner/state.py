@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError, UnreadableFileError
 
 STATE = "learner.pt"
 WEIGHTS = "model.safetensors"
@@ -45,7 +45,7 @@ def read(folder: Path) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, PalestraError):
             raise
-        raise PalestraError(f"{folder / STATE} is corrupt ({error}); use another checkpoint") from error
+        raise UnreadableFileError(f"{folder / STATE} is corrupt ({error}); use another checkpoint") from error
     return state
 
 
@@ -73,7 +73,7 @@ def _load_adapter(folder: Path, model: nn.Module) -> None:
 
     found = set_peft_model_state_dict(model, _tensors(folder, ADAPTER))
     if found.unexpected_keys:
-        raise PalestraError(
+        raise SettingError(
             f"{folder / ADAPTER} has weights that this model lacks, such as {found.unexpected_keys[0]}; "
             "set lora.r and lora.target_modules as they were"
         )
@@ -91,7 +91,7 @@ def _load_weights(folder: Path, model: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             if own[name].shape != tensor.shape:
-                raise PalestraError(
+                raise UnreadableFileError(
                     f"{folder / WEIGHTS}: {name} has shape {list(tensor.shape)}, expected {list(own[name].shape)}; "
                     "resume with the model of the checkpoint"
                 )
@@ -103,11 +103,11 @@ def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise PalestraError(f"{path} is corrupt ({error}); use another checkpoint") from error
+        raise UnreadableFileError(f"{path} is corrupt ({error}); use another checkpoint") from error
 
 
 def _file(folder: Path, name: str) -> Path:
     path = folder / name
     if not path.is_file():
-        raise PalestraError(f"{path} is missing; use another checkpoint")
+        raise UnreadableFileError(f"{path} is missing; use another checkpoint")
     return path

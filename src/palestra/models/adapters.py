@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import NotFoundError, UnreadableFileError, needs_extra
 
 RECORD = "palestra.json"  # what a run saves beside its model
 _FINGERPRINT_ROWS = 16
@@ -26,14 +26,14 @@ def base_of(folder: Path) -> str:
     seen = [folder.resolve()]
     while is_adapter(below := Path(_named_base(seen[-1])).expanduser().resolve()):
         if below in seen:
-            raise PalestraError(
+            raise UnreadableFileError(
                 f"{folder}/adapter_config.json leads back to itself as its base model; set its "
                 "base_model_name_or_path to the model that it was trained on"
             )
         seen.append(below)
     lowest = _named_base(seen[-1])
     if Path(lowest).is_absolute() and not Path(lowest).exists():
-        raise PalestraError(
+        raise NotFoundError(
             f"the adapter in {seen[-1]} needs its base model, and {lowest} is not there; bring it back, or set "
             "base_model_name_or_path in its adapter_config.json to where it is now"
         )
@@ -46,7 +46,7 @@ def _named_base(folder: Path) -> str:
     except (ValueError, KeyError, TypeError):
         base = None
     if not base or not isinstance(base, str):
-        raise PalestraError(f"{folder}/adapter_config.json names no base model; set its base_model_name_or_path")
+        raise UnreadableFileError(f"{folder}/adapter_config.json names no base model; set its base_model_name_or_path")
     return base
 
 
@@ -61,14 +61,14 @@ def merge(base: Any, folder: Path) -> Any:
     with needs_extra(f"the LoRA adapter in {folder}", "lora"):
         from peft import PeftModel
     if mismatch := next(_mismatches(base, folder), None):
-        raise PalestraError(
+        raise UnreadableFileError(
             f"the adapter in {folder} was trained on another base than {base_of(folder)}: {mismatch}. Set "
             "base_model_name_or_path in its adapter_config.json to the model that it was trained on."
         )
     try:
         return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     except (ValueError, RuntimeError, OSError) as error:
-        raise PalestraError(
+        raise UnreadableFileError(
             f"the adapter in {folder} cannot be merged into {base_of(folder)}: {str(error).splitlines()[0]}"
         ) from error
 
@@ -79,7 +79,9 @@ def _mismatches(base: Any, folder: Path) -> Iterator[str]:
 
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
-        raise PalestraError(f"{folder} has an adapter_config.json but no adapter_model.safetensors; copy it again")
+        raise UnreadableFileError(
+            f"{folder} has an adapter_config.json but no adapter_model.safetensors; copy it again"
+        )
     layers = dict(base.named_modules())
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
 from palestra.models import adapters
@@ -75,7 +75,7 @@ def load_model(
     folder = _folder_of(source)
     if folder is not None and adapters.is_adapter(folder):
         if quantization is not None:
-            raise PalestraError(f"{name} is an adapter, which cannot be loaded in 4 bits; save it merged first")
+            raise UnsupportedError(f"{name} is an adapter, which cannot be loaded in 4 bits; save it merged first")
         base = load_model(adapters.base_of(folder), dtype="float32", device=device)
         with _explain_errors(name):
             model = adapters.merge(base.model, folder).to(torch_dtype)
@@ -176,7 +176,7 @@ def _read_tokenizer(name: str, folder: Path | None, source: str) -> Any:
         return _read(name, folder, source, partial(_pretrained, "AutoTokenizer"))
     run = RunFolder.around(folder)
     if run is None:
-        raise PalestraError(
+        raise NotFoundError(
             f"the folder {folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}. Copy them from the model "
             "that it was made from"
         )
@@ -237,7 +237,7 @@ def _folder_of(source: str) -> Path | None:
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists() and not (folder / "adapter_config.json").exists():
-            raise PalestraError(f"the folder {folder} has no config.json, so it is not a model. {REMEDY}")
+            raise UnreadableFileError(f"the folder {folder} has no config.json, so it is not a model. {REMEDY}")
         return folder
     check_name(source)
     return None
@@ -250,9 +250,9 @@ def device_named(device: str) -> torch.device:
     try:
         torch_device = torch.device(device)
     except RuntimeError:
-        raise PalestraError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:0") from None
+        raise SettingError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:0") from None
     if torch_device.type == "cuda" and not torch.cuda.is_available():
-        raise PalestraError(f"device={device!r}, but CUDA is not available; use device='auto' or 'cpu'")
+        raise UnsupportedError(f"device={device!r}, but CUDA is not available; use device='auto' or 'cpu'")
     return torch_device
 
 
@@ -262,7 +262,7 @@ def dtype_named(dtype: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in dtypes:
-        raise PalestraError(f"dtype={dtype!r} is unknown; use auto, {', '.join(dtypes)}")
+        raise SettingError(f"dtype={dtype!r} is unknown; use auto, {', '.join(dtypes)}")
     return dtypes[dtype]
 
 
@@ -277,4 +277,4 @@ def _explain_errors(name: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         first_line = " ".join(lines)[:400] if lines[0].endswith(":") else lines[0]  # it announces those below it
         reason = first_line if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {first_line}"
-        raise PalestraError(f"the model {name!r} could not be loaded: {reason} {REMEDY}") from error
+        raise UnreadableFileError(f"the model {name!r} could not be loaded: {reason} {REMEDY}") from error

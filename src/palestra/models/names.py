@@ -7,7 +7,7 @@ import re
 import threading
 from pathlib import Path
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, PalestraError, ServiceError
 from palestra.core.http import HttpError, Request
 
 TINY, SMOLLM2 = "palestra/tiny", "palestra/smollm2"
@@ -33,9 +33,9 @@ def canonical_name(name: str) -> str:
 def check_name(source: str) -> None:
     """Raise for a canonical name that is neither embedded nor a hub id."""
     if source.startswith("palestra/") and source not in (TINY, SMOLLM2):
-        raise PalestraError(f"there is no model {source!r}; palestra/ has {TINY} and {SMOLLM2}")
+        raise NotFoundError(f"there is no model {source!r}; palestra/ has {TINY} and {SMOLLM2}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.startswith("."):
-        raise PalestraError(f"there is no folder {source!r}, and it is not a hub id such as Qwen/Qwen3-0.6B. {REMEDY}")
+        raise NotFoundError(f"there is no folder {source!r}, and it is not a hub id such as Qwen/Qwen3-0.6B. {REMEDY}")
 
 
 def require_model(name: str) -> None:
@@ -44,16 +44,14 @@ def require_model(name: str) -> None:
     if source in (TINY, SMOLLM2) or Path(source).expanduser().exists():
         return
     if source.endswith(".gguf"):
-        raise PalestraError(f"there is no file {source}. {REMEDY}")
+        raise NotFoundError(f"there is no file {source}. {REMEDY}")
     check_name(source)
     if not _is_cached(source) and (reason := hub_unreachable()):
         raise not_in_cache(name, reason)
 
 
 def not_in_cache(name: str, reason: str) -> PalestraError:
-    return PalestraError(
-        f"the model {name!r} could not be loaded: it is not in the local cache, and {reason}. {REMEDY}"
-    )
+    return ServiceError(f"the model {name!r} could not be loaded: it is not in the local cache, and {reason}. {REMEDY}")
 
 
 def _is_cached(source: str) -> bool:

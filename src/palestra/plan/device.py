@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import NotFoundError, did_you_mean
 
 GIB = 1 << 30
 GPUS_OF_A_NODE = 8
@@ -68,7 +68,7 @@ def find_device(name: str) -> Device:
     if "a100" in key and "40gb" in key:
         return DEVICES["a100-40gb"]
     if not matches:
-        raise PalestraError(
+        raise NotFoundError(
             f"there are no figures for the GPU {name!r}, only for {', '.join(DEVICES)}.{did_you_mean(key, DEVICES)} "
             "Give its own: --memory-gib, --bandwidth (TB/s) and --tflops"
         )

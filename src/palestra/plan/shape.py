@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import NotFoundError, PalestraError, UnreadableFileError, UnsupportedError, did_you_mean
 
 _SUFFIXES = re.compile(r"-(instruct(-\d+|-v[\d.]+)?|base|it|pt|chat|gguf|thinking|v0\.\d)$")
 _ALIASES = {"smollm2": "smollm2-135m"}
@@ -127,14 +127,14 @@ def shape_from_config(config: Mapping[str, Any], name: str = "the config") -> Mo
     config = config.get("text_config") or config
     model_type = str(config.get("model_type"))
     if model_type in _UNKNOWN:
-        raise PalestraError(f"{name} is of the type {model_type}, whose layers the cost model does not know")
+        raise UnsupportedError(f"{name} is of the type {model_type}, whose layers the cost model does not know")
     if named := config.get("layers_block_type"):  # Nemotron's config object has no number
         config = {"num_hidden_layers": len(named), **config}
     if block := config.get("block_ff_dim"):
         config = {"intermediate_size": block, **config}
     missing = [key for key in _KEYS.values() if not isinstance(config.get(key), int)]
     if missing:
-        raise PalestraError(f"{name} has no {', '.join(missing)}; expected the config.json of a decoder")
+        raise UnreadableFileError(f"{name} has no {', '.join(missing)}; expected the config.json of a decoder")
     sizes = {field: int(config[key]) for field, key in _KEYS.items()}
     heads = sizes["heads"]
     shape = ModelShape(
@@ -198,11 +198,11 @@ def find_shape(name: str) -> ModelShape:
         try:
             return shape_from_config(json.loads(file.read_text(encoding="utf-8")), str(file))
         except ValueError as error:
-            raise PalestraError(f"{file} is not JSON: {error}") from None
+            raise UnreadableFileError(f"{file} is not JSON: {error}") from None
     known = known_shapes()
     if (short := short_name(name)) in known:
         return known[short]
-    raise PalestraError(
+    raise NotFoundError(
         f"the shape of {name!r} is not known: it is neither a folder with a config.json nor one of {', '.join(known)}."
         f"{did_you_mean(short, known)}"
     )

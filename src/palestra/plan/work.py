@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = get_args(Method)  # each needs less memory than the one before
@@ -47,11 +47,11 @@ class StepWork:
         least |= {"gpus": 1, "tokens_per_micro_batch": 1, "lora_rank": 1}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
-                raise PalestraError(f"{name}={getattr(self, name)}; use {smallest} or more")
+                raise SettingError(f"{name}={getattr(self, name)}; use {smallest} or more")
         if self.method == "qlora" and self.gpus > 1:
-            raise PalestraError("weights of 4 bits are not divided among GPUs; use --gpus 1, or LoRA without 4 bits")
+            raise SettingError("weights of 4 bits are not divided among GPUs; use --gpus 1, or LoRA without 4 bits")
         if not 0 < self.signal <= 1:
-            raise PalestraError(f"signal={self.signal}; expected a share above 0 and up to 1")
+            raise SettingError(f"signal={self.signal}; expected a share above 0 and up to 1")
 
     @property
     def completion(self) -> int:

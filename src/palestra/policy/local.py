@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from palestra.core.errors import PalestraError, text_of
+from palestra.core.errors import PalestraError, SettingError, text_of
 from palestra.core.types import Grammar, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.engine import Engine, Step
@@ -256,6 +256,6 @@ def _compiler(tokenizer: Any) -> Callable[[str], Grammar]:
         except PalestraError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise PalestraError(f"the grammar cannot be read ({text_of(error)}); leave it out") from error
+            raise SettingError(f"the grammar cannot be read ({text_of(error)}); leave it out") from error
 
     return compile_text

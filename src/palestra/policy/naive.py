@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, StateError
 from palestra.core.types import Finish, Matching, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.sampler import SamplingRow, StopStrings, check_params, sample
@@ -85,12 +85,12 @@ class NaivePolicy(Policy[NaiveSession]):
 
     def open(self, prompt_ids: Sequence[int]) -> NaiveSession:
         if not len(prompt_ids):
-            raise PalestraError("the prompt is empty; a session needs at least one token to go on from")
+            raise InputError("the prompt is empty; a session needs at least one token to go on from")
         return NaiveSession([int(i) for i in prompt_ids])
 
     def fork(self, session: NaiveSession, n: int) -> list[NaiveSession]:
         if n < 1:
-            raise PalestraError(f"fork into n={n} sessions; expected 1 or more")
+            raise SettingError(f"fork into n={n} sessions; expected 1 or more")
         _check_open(session)
         session.closed = True
         return [NaiveSession(list(session.token_ids)) for _ in range(n)]
@@ -191,7 +191,7 @@ class NaivePolicy(Policy[NaiveSession]):
 
 def _check_open(session: NaiveSession) -> None:
     if session.closed:
-        raise PalestraError("the session is closed (fork closes the session that it copies); open a new one")
+        raise StateError("the session is closed (fork closes the session that it copies); open a new one")
 
 
 def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from palestra.core.config import explain
 from palestra.core.config_sections import Section
 from palestra.core.endpoints import CallLimits, Endpoint, EndpointUsage
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.http import HttpError
 from palestra.core.messages import from_dict, to_dict
 from palestra.core.types import Finish, Message, SamplingParams
@@ -34,20 +34,20 @@ class OpenAISettings(Section):
         """From settings by our names or by those of atroposlib's servers; one that would have no effect is refused."""
         settings = {_OTHER_NAMES.get(name, name): value for name, value in settings.items()}
         if settings.pop("server_type", "openai") != "openai":
-            raise PalestraError("openai.server_type: an environment of ours asks OpenAI-style endpoints; leave it out")
+            raise SettingError("openai.server_type: an environment of ours asks OpenAI-style endpoints; leave it out")
         if str(settings.pop("health_check", False)).lower() != "false":
-            raise PalestraError("openai.health_check: the endpoint is asked without a check; leave it out")
+            raise SettingError("openai.health_check: the endpoint is asked without a check; leave it out")
         if str(settings.get("api_key", "")).lower() in _NO_KEYS:
             settings.pop("api_key", None)
         if "api_key" in settings:
-            raise PalestraError(
+            raise SettingError(
                 "openai.api_key: a key on the command line or in a file is seen by others. Put it into an environment "
                 "variable, and give the variable's name as openai.api_key_env (OPENAI_API_KEY unless given)"
             )
         try:
             return cls.model_validate(settings)
         except ValidationError as error:
-            raise PalestraError(f"openai: {explain(error, list(cls.model_fields))}") from None
+            raise SettingError(f"openai: {explain(error, list(cls.model_fields))}") from None
 
 
 class OpenAIChat:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import RolloutError, SettingError
 from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask, ask_async
 from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
@@ -58,13 +58,13 @@ class RemotePolicy(TokenSessions):
 
     def update(self, weights: Weights) -> None:
         if self._weights_folder is None:
-            raise PalestraError("a remote model gets its weights from its own trainer, not from this program")
+            raise SettingError("a remote model gets its weights from its own trainer, not from this program")
         self._weights_folder.mkdir(parents=True, exist_ok=True)
         path = weights.save(self._weights_folder.resolve() / f"version-{weights.version}.safetensors")
         try:
             ask(self._request("/update_weights_from_disk", {"model_path": str(path)}), Retries(attempts=1))
         except HttpError as error:
-            raise PalestraError(f"{self.url} did not take new weights: {error}") from None
+            raise SettingError(f"{self.url} did not take new weights: {error}") from None
         finally:
             path.unlink(missing_ok=True)
         self.version = weights.version

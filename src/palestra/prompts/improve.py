@@ -17,7 +17,7 @@ from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, texts_diff, texts_o
 from palestra.core.chat_model import POLICY, ChatModel, hosting
 from palestra.core.config import RunConfig
 from palestra.core.endpoints import BudgetSpent, CallLimits
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import RolloutError, SettingError, UnsupportedError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import
 from palestra.core.types import Problem, Rollout
@@ -117,7 +117,9 @@ def improve(
     refuse_in_import("an improvement")
     own = as_agent(agent)
     if isinstance(own, ProgramAgent):
-        raise PalestraError(f"{own.name} is a program, whose texts are in its own code; improve agents of our own loop")
+        raise UnsupportedError(
+            f"{own.name} is a program, whose texts are in its own code; improve agents of our own loop"
+        )
     texts = texts_of(own)
     chosen = _components(texts, components)
     settings = RunConfig.build(config.model_dump() if isinstance(config, RunConfig) else dict(config or {}))
@@ -172,9 +174,9 @@ def improve(
 def _components(texts: Texts, given: Sequence[str] | None) -> list[str]:
     names = list(texts) if given is None else list(given)
     if unknown := [name for name in names if name not in texts]:
-        raise PalestraError(f"components has {unknown[0]!r}; the agent has {', '.join(texts)}")
+        raise SettingError(f"components has {unknown[0]!r}; the agent has {', '.join(texts)}")
     if not names:
-        raise PalestraError("components is empty; name at least one text to improve")
+        raise SettingError("components is empty; name at least one text to improve")
     return names
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import fmean
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 
 Texts = Mapping[str, str]  # component -> text
 
@@ -81,7 +81,7 @@ class Search:
         limits = self.limits
         if limits.budget < len(self.pareto_cases) + 2 * limits.minibatch:
             least = len(self.pareto_cases) + 2 * limits.minibatch
-            raise PalestraError(
+            raise SettingError(
                 f"a budget of {limits.budget} attempts is too small for {len(self.pareto_cases)} cases and minibatches "
                 f"of {limits.minibatch}; give at least {least}, or compare on fewer cases"
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.core.calls import OutOfThreads
 from palestra.core.chat_model import CallLog, ModelHost, hosting, logging_calls
-from palestra.core.errors import NotFiniteError, PalestraError
+from palestra.core.errors import NotFiniteError, PalestraError, ResourceError, UserCodeError
 from palestra.core.phases import phases
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode, ScoresGroups
@@ -140,7 +140,7 @@ class Collector:
         """How many groups may be in progress together."""
         limit = getattr(self.environment, "max_episodes", None)
         if limit is not None and limit < group_size:
-            raise PalestraError(
+            raise ResourceError(
                 f"the environment takes {limit} attempts at a time, and a group has {group_size}; "
                 "let it take more, or lower rollout.group_size"
             )
@@ -226,7 +226,7 @@ async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFuncti
         rewards.require_working()
         return groups
     except OutOfThreads as error:
-        raise PalestraError(str(error)) from error
+        raise UserCodeError(str(error)) from error
     finally:
         for task in tasks:
             task.cancel()

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from palestra.core.calls import OutOfThreads
 from palestra.core.chat_model import hosting, logging_calls
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import PalestraError, RolloutError, UserCodeError
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
 from palestra.envs.base import Environment, Episode
@@ -76,7 +76,7 @@ class FunctionCollector:
                 for rollout in group.rollouts:
                     on_rollout(rollout)
         except OutOfThreads as error:
-            raise PalestraError(str(error)) from error
+            raise UserCodeError(str(error)) from error
         except PalestraError as error:
             failure = error
         finally:
@@ -134,7 +134,7 @@ class FunctionCollector:
 def _turns(ids: Sequence[int], logprobs: Sequence[Any], mask: Sequence[int], version: int) -> list[Turn]:
     """Runs of tokens that the model (mask 1) or the environment (mask 0) made."""
     if not len(ids) == len(logprobs) == len(mask):
-        raise PalestraError(
+        raise UserCodeError(
             f"rollout_func gave {len(ids)} completion_ids with {len(logprobs)} logprobs and a mask of {len(mask)}; "
             "return one of each for every token"
         )
@@ -153,10 +153,10 @@ def _turns(ids: Sequence[int], logprobs: Sequence[Any], mask: Sequence[int], ver
 def _checked(output: Any, count: int) -> Mapping[str, Sequence[Any]]:
     missing = [key for key in _NEEDED if not isinstance(output, Mapping) or key not in output]
     if missing:
-        raise PalestraError(f"rollout_func gave no {', '.join(missing)}; expected a dict with {', '.join(_NEEDED)}")
+        raise UserCodeError(f"rollout_func gave no {', '.join(missing)}; expected a dict with {', '.join(_NEEDED)}")
     wrong = {key: len(values) for key, values in output.items() if len(values) != count}
     if wrong:
-        raise PalestraError(
+        raise UserCodeError(
             f"rollout_func got {count} prompts, and its columns have {wrong} entries; return one for each prompt"
         )
     return cast(Mapping[str, Sequence[Any]], output)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from palestra.core.chat_model import POLICY, Chat
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError
 from palestra.core.types import Message, SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
@@ -42,7 +42,7 @@ class LocalModels:
         if name != POLICY:
             return load_chat(name)
         if self.policy is None or self.format is None:
-            raise PalestraError(
+            raise UnsupportedError(
                 f"the model {POLICY!r} is the one in training, and here there is none; name a model or an endpoint"
             )
         return self.policy, self.format

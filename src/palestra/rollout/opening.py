@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from palestra.agents.tools.tool import Tool
 from palestra.core.calls import CallTimeout, call_with_limit, calls_with_limit
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError
 from palestra.core.types import Problem
 from palestra.envs.base import Environment, Episode
 
@@ -20,7 +20,7 @@ CLOSE_LIMIT_S = 60.0
 QUICK_S = 0.001
 
 
-class OpenTimeout(PalestraError):
+class OpenTimeout(ServiceError):
     """An environment does not open an episode in time."""
 
 

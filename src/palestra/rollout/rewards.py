@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from palestra.core.calls import call_with_limit
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UserCodeError
 from palestra.core.messages import prompt_length, to_dict
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.envs.base import Episode
@@ -64,7 +64,7 @@ class RewardFunctions:
         self._functions: dict[str, RewardFunction] = {}
         for function in as_list(functions):
             if not callable(getattr(function, "calculate_combined_reward", function)):
-                raise PalestraError(
+                raise UserCodeError(
                     f"{function!r} is not a reward function; expected one of TRL's form, (prompts, completions, "
                     "**columns) -> numbers, or an object with calculate_combined_reward(output, expected_answer)"
                 )
@@ -100,7 +100,7 @@ class RewardFunctions:
         """Raise if a function has never succeeded: its reward is missing from everything that was learned."""
         for name, failures in self._failures.items():
             if failures == self._calls[name] >= _BROKEN_AFTER:
-                raise PalestraError(
+                raise UserCodeError(
                     f"the reward function {name} has failed in all of its {failures} calls; see the warning above for "
                     "the first one. Fix it, or leave it out of extra_reward_funcs"
                 )

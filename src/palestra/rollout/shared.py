@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from palestra.core.errors import PalestraError, text_of
+from palestra.core.errors import ServiceError, text_of
 from palestra.core.ranks import Ranks
 from palestra.core.types import Group, Problem
 from palestra.rollout.collect import OnRollout
@@ -46,7 +46,7 @@ class SharedCollector:
             raise KeyboardInterrupt
         for number, part in enumerate(found):
             if part.error is not None:
-                raise PalestraError(f"rank {number}: {part.error}")
+                raise ServiceError(f"rank {number}: {part.error}")
         for group in (group for number, part in enumerate(found) if number != rank for group in part.groups):
             for rollout in group.rollouts:
                 on_rollout(rollout)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError
 
 SettingClass = Literal["agent", "backend", "address", "folder", "model", "account", "code"]
 
@@ -94,7 +94,7 @@ def refuse_keys_for_unknown_hosts(
         owners = [owned.get(setting), environ.get(variable) if variable else None]
         if _origin(str(address)) not in [_origin(str(owner)) for owner in owners if owner]:
             remedy = f"under run: in the site file{f', or as {variable}' if variable else ''}"
-            raise PalestraError(
+            raise NotAllowedError(
                 f"{setting} = {address!r} would get {key}, which is sent to hosts of its owner's choice only; "
                 f"the owner names them {remedy}"
             )
@@ -107,7 +107,7 @@ def _refuse_role_keys(edited: Mapping[str, Any], owned: Mapping[str, Any], envir
         key = f"PALESTRA_ROLE_KEY_{str(label).upper()}"
         own = {str(name).upper(): str(value) for name, value in owned.items()}.get(str(label).upper(), "")
         if "://" in str(model) and environ.get(key) and _origin(str(model)) != _origin(own):
-            raise PalestraError(
+            raise NotAllowedError(
                 f"agent.roles: {label} = {model!r} would get {key}, which is sent to hosts of its owner's choice only; "
                 "the owner names them under run: in the site file"
             )

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, StorageError
 from palestra.core.files import read_regular, write_json
 from palestra.core.run_folder import RunFolder
 from palestra.runs.folder_lock import holder
@@ -70,7 +70,7 @@ class Database:
             try:
                 self._connection().close()
             except (OSError, sqlite3.Error) as error:
-                raise PalestraError(
+                raise StorageError(
                     f"the index of runs {path} cannot be opened ({error}); "
                     "set PALESTRA_HOME to a folder that you may write to"
                 ) from None

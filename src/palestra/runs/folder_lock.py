@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, StateError, StorageError
 from palestra.core.files import read_regular
 from palestra.core.run_folder import RunFolder
 from palestra.runs.processes import this_host, this_process
@@ -32,7 +32,7 @@ def hold(folder: Path) -> Iterator[None]:
         raise _held(folder) from None
     except OSError as error:
         reason = "it is a symbolic link" if path.is_symlink() else error.strerror or error
-        raise PalestraError(
+        raise StorageError(
             f"the run folder cannot be locked: {path} ({reason}); make the folder writable, or delete the file"
         ) from None
     try:
@@ -80,7 +80,7 @@ def _require_regular(path: Path) -> None:
 def _held(folder: Path) -> PalestraError:
     process = holder(folder) or {}
     host = str(process.get("host", "")).partition(" ")[0]
-    return PalestraError(
+    return StateError(
         f"another process (pid {process.get('pid', '?')} on {host or 'this machine'}) trains in {folder}; "
         f"wait for its end, or stop it first: palestra runs stop {shlex.quote(str(folder))}"
     )

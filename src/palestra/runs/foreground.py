@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, StateError
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.runs.folder_lock import hold, refuse_held
@@ -107,7 +107,7 @@ def _end(index: Index | None, folder: Path, state: State, reason: str | None = N
 
 
 def _busy(row: Row) -> PalestraError:
-    return PalestraError(
+    return StateError(
         f"{row.folder} is run {row.run_id}, which is {row.state}; watch it with: palestra runs watch {row.run_id}, "
         f"or stop it first: palestra runs stop {row.run_id}"
     )

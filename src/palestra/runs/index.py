@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import NotFoundError, ResourceError, did_you_mean
 from palestra.core.machine import port_error
 from palestra.runs.database import REBUILT, Database, insert, remember
 from palestra.runs.limits import Demand, fits
@@ -29,11 +29,11 @@ _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # without those that look alik
 _GPU_SCHEMA = "CREATE TABLE IF NOT EXISTS gpus (device TEXT PRIMARY KEY, run_id TEXT NOT NULL)"  # 0.1 has none
 
 
-class UnknownRun(PalestraError):
+class UnknownRun(NotFoundError):
     """There is no run with this id."""
 
 
-class TooManyRuns(PalestraError):
+class TooManyRuns(ResourceError):
     """As many runs are running or queued as may be."""
 
 
@@ -236,7 +236,7 @@ class Index:
                     db.execute("DELETE FROM ports WHERE run_id = ? AND part = ?", (run_id, part))
                     db.execute("INSERT INTO ports VALUES (?, ?, ?)", (port, run_id, part))
                     return port
-        raise PalestraError(f"no loopback port from {_PORTS[0]} to {_PORTS[-1]} is free")
+        raise ResourceError(f"no loopback port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
     def gpus(self, run_id: str) -> list[str]:
         """The devices that a run was given, by the names that CUDA_VISIBLE_DEVICES takes."""

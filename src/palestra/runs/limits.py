@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from palestra.core.config_sections import ModelSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ResourceError, SettingError
 from palestra.core.machine import processors
 
 MAX_RUNS_VARIABLE = "PALESTRA_MAX_RUNS"
@@ -53,7 +53,7 @@ def demand_of(model: ModelSection, machine_gpus: int, processes: int, ranks: int
     gpus = model.gpus or (ranks if model.device.startswith("cuda") or (model.device == "auto" and machine_gpus) else 0)
     require_gpus(model.gpus, machine_gpus)
     if ranks > 1 and gpus > machine_gpus:
-        raise PalestraError(
+        raise ResourceError(
             f"--nproc {ranks} needs a GPU for each process, and there are {machine_gpus}; "
             f"use --nproc {machine_gpus or 1}, or --model.device cpu"
         )
@@ -65,7 +65,7 @@ def demand_of(model: ModelSection, machine_gpus: int, processes: int, ranks: int
 def require_gpus(asked: int | None, available: int) -> None:
     """Refuse a run that could wait for ever."""
     if asked is not None and asked > available:
-        raise PalestraError(
+        raise SettingError(
             f"model.gpus = {asked}: there are {available} GPUs here; ask for at most {available}, or leave it out"
             if available
             else f"model.gpus = {asked}: there is no GPU here that a run may use; leave it out"

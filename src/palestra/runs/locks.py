@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from palestra.core.config import RunConfig, explain, load_yaml
 from palestra.core.config_sections import Section
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import NotFoundError, PalestraError, UnreadableFileError, did_you_mean
 from palestra.runs.agent_settings import AGENT_MAXIMUM, SETTING_CLASSES, SITE_SETTINGS
 
 SITE_VARIABLE = "PALESTRA_SITE"
@@ -293,12 +293,12 @@ def load_site(path: Path | None = None, environ: Mapping[str, str] = os.environ)
     if not file.is_file():
         if named is None:
             return Site()
-        raise PalestraError(f"there is no site file {file}; {SITE_VARIABLE} names it. see `palestra locks --help`")
+        raise NotFoundError(f"there is no site file {file}; {SITE_VARIABLE} names it. see `palestra locks --help`")
     sections = load_yaml(file)
     try:
         return Site.model_validate({key: value for key, value in sections.items() if value is not None})
     except ValidationError as error:
-        raise PalestraError(f"the site file {file}: {explain(error, known_keys())}") from None
+        raise UnreadableFileError(f"the site file {file}: {explain(error, known_keys())}") from None
 
 
 def known_keys() -> list[str]:

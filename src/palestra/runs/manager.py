@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, StateError
 from palestra.core.files import new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
@@ -73,7 +73,7 @@ class RunManager(RunReader):
         """
         row = self._reconciled(run_id)
         if row.state in ENDED:
-            raise PalestraError(f"the run {run_id} has ended already; it is {row.state}")
+            raise StateError(f"the run {run_id} has ended already; it is {row.state}")
         self._index.move(run_id, ["pending", "starting", "running"], "stopping")
         if row.kind == "foreground" and row.supervisor is not None and row.host == this_host():
             send(row.supervisor, signal.SIGTERM)
@@ -88,19 +88,19 @@ class RunManager(RunReader):
         row = self._reconciled(run_id)
         resumable: list[State] = ["stopped", "failed"] if max_steps is None else ["stopped", "failed", "completed"]
         if row.state == "completed" and max_steps is None:
-            raise PalestraError(f"the run {run_id} is complete; to continue it, give it more steps (--max-steps)")
+            raise StateError(f"the run {run_id} is complete; to continue it, give it more steps (--max-steps)")
         if row.state not in resumable:
-            raise PalestraError(f"the run {run_id} is {row.state}; only a stopped or failed run can be resumed")
+            raise StateError(f"the run {run_id} is {row.state}; only a stopped or failed run can be resumed")
         folder = RunFolder(Path(row.folder))
         if not folder.path.is_dir():
-            raise PalestraError(f"the folder of run {run_id} is gone: {folder.path}; start a new run")
+            raise NotFoundError(f"the folder of run {run_id} is gone: {folder.path}; start a new run")
         if not folder.request_file.is_file():
             RunRequest.of_run(folder).save(folder)
         if folder.has_begun:
             limits.require_gpus(folder.config.model.gpus, limits.count_gpus())
         if max_steps is not None:
             if not folder.has_begun:
-                raise PalestraError(f"the run {run_id} had not begun; resume it without --max-steps")
+                raise StateError(f"the run {run_id} had not begun; resume it without --max-steps")
             done = folder.last_checkpoint()
             resume = Resume(folder.path, max_steps=max_steps)
             resume.config(folder.config, 0 if done is None else step_of(done)).save(folder.config_file)
@@ -108,7 +108,7 @@ class RunManager(RunReader):
         changes: dict[str, Any] = dict.fromkeys(("reason", "ended", "pid", "born", "heartbeat"))
         changes |= {"kind": "managed", "host": this_host(), "max_runs": self.max_runs, "launched": time.time()}
         if not self._index.move(run_id, resumable, "pending", **changes):
-            raise PalestraError(f"the run {run_id} was just resumed by another process")
+            raise StateError(f"the run {run_id} was just resumed by another process")
         self._launch(run_id, folder)
         return self.get(run_id)
 
@@ -126,7 +126,7 @@ class RunManager(RunReader):
         """Remove a run that has ended from the index, and delete its folder."""
         row = self._reconciled(run_id)
         if not self._index.remove(run_id):
-            raise PalestraError(f"the run {run_id} is {row.state}; stop it first: palestra runs stop {run_id}")
+            raise StateError(f"the run {run_id} is {row.state}; stop it first: palestra runs stop {run_id}")
         folder = RunFolder(Path(row.folder))
         if not keep_folder and (folder.request_file.is_file() or folder.has_begun):
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -153,4 +153,4 @@ class RunManager(RunReader):
         if done.returncode:
             reason = f"its supervisor could not be started; see {log.name}"
             self._index.move(run_id, ["pending"], "failed", reason=reason, ended=time.time())
-            raise PalestraError(f"run {run_id}: {reason}")
+            raise StateError(f"run {run_id}: {reason}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from palestra.core.errors import PalestraError, missing_package
+from palestra.core.errors import NotFoundError, PalestraError, missing_package
 from palestra.core.files import last_lines, last_rows
 from palestra.core.run_folder import RunFolder, numbered_rows
 from palestra.core.secrets import redact
@@ -120,7 +120,7 @@ class RunReader:
         paths = self.get(run_id).logs
         if part not in paths:
             remedy = f"it has {', '.join(paths)}" if paths else "it was started in a terminal, and wrote there"
-            raise PalestraError(f"the run {run_id} has no log of {str(part)[:80]!r}; {remedy}")
+            raise NotFoundError(f"the run {run_id} has no log of {str(part)[:80]!r}; {remedy}")
         return tail(paths[part], lines)
 
     def follow(self, run_id: str, part: Part = "trainer", *, start: int | None = None) -> Iterator[str]:

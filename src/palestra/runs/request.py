@@ -13,7 +13,7 @@ from typing import Any
 
 from palestra.core import children
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError, SettingError, UnreadableFileError
 from palestra.core.files import read_regular, write_json
 from palestra.core.http import HttpError, Request
 from palestra.core.run_folder import RunFolder
@@ -74,11 +74,11 @@ class RunRequest:
     def check(self) -> RunConfig:
         """The settings as a config; PalestraError for all that is wrong without running user code."""
         if self.environment is not None and self.agent_file is not None:
-            raise PalestraError("train on an environment or on an agent file, not on both")
+            raise SettingError("train on an environment or on an agent file, not on both")
         if self.wire and self.environment is None:
-            raise PalestraError("only an environment can run in a process of its own (wire); give one")
+            raise SettingError("only an environment can run in a process of its own (wire); give one")
         if self.nproc > 1 and self.needs_wire():
-            raise PalestraError(
+            raise SettingError(
                 f"--nproc {self.nproc} shares problems among ranks, and an environment over the wire has none"
             )
         for kind in ("settings", "env_settings", "server_settings"):
@@ -125,7 +125,9 @@ class RunRequest:
             data["packages"] = tuple(data.get("packages", ()))
             return cls(**data)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise PalestraError(f"{file} does not hold a request for a run ({error}); restore it from a copy") from None
+            raise UnreadableFileError(
+                f"{file} does not hold a request for a run ({error}); restore it from a copy"
+            ) from None
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> RunRequest:
@@ -137,7 +139,7 @@ class RunRequest:
                 request = replace(request, environment=file, packages=tuple(packages))
                 return replace(request, env_settings=env, server_settings=openai)
         if folder.wire_command:
-            raise PalestraError(
+            raise SettingError(
                 f"{folder.path.name} trains on environments over the wire; continue it with: {folder.wire_command}"
             )
         return request
@@ -166,7 +168,7 @@ def refuse_secrets(settings: Mapping[str, Any], kind: str) -> None:
     for name, value in settings.items():
         has_secret_name = _SECRET.search(name) and isinstance(value, str) and value.lower() not in _PLACEHOLDERS
         if has_secret_name or redact(str(value)) != str(value):
-            raise PalestraError(
+            raise NotAllowedError(
                 f"{kind}: {name} holds a secret, and settings are written to disk; set it as an environment variable"
             )
 

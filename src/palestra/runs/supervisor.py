@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ServiceError
 from palestra.core.files import last_rows
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import hide_environment, redact
@@ -147,7 +147,7 @@ class Supervisor:
             while not step.is_ready():
                 self._tick()
                 if time.monotonic() > until:
-                    raise PalestraError(f"{step.part} was not ready within {step.ready_within_s:.0f} s; see its log")
+                    raise ServiceError(f"{step.part} was not ready within {step.ready_within_s:.0f} s; see its log")
         self._move(["starting"], "running", started=time.time())
 
     def _claim_port(self, part: str) -> int:
@@ -203,9 +203,9 @@ class Supervisor:
             self._env_ended = self._env_ended or time.monotonic()
             if time.monotonic() - self._env_ended < _LAST_POSTS_S:
                 return
-            raise PalestraError("the environment ended before the training did; its log may say why")
+            raise ServiceError("the environment ended before the training did; its log may say why")
         is_atropos = part == "env" and self._request.dialect == "atropos"
-        raise PalestraError(why_it_ended(part, code, self._folder.log_file(part), packages=is_atropos))
+        raise ServiceError(why_it_ended(part, code, self._folder.log_file(part), packages=is_atropos))
 
     def _end_parts(self) -> None:
         """End environment, trainer and API in this order, each with all that it has started: SIGTERM, then SIGKILL."""

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from palestra.core.errors import ContextLengthError, text_of
+from palestra.core.errors import ContextLengthError, PalestraError, text_of
 
 _CODES = {
     401: "invalid_api_key",
@@ -35,8 +35,8 @@ def error_body(status: int, error: Exception | str) -> dict[str, Any]:
     """An error in OpenAI's form. Its code is a text by which clients decide what to do, as they do with OpenAI's."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = _CODES.get(status, "invalid_request" if status < 500 else "server_error")
-    if isinstance(error, ContextLengthError):
-        code = "context_length_exceeded"
+    if isinstance(error, PalestraError) and status == 400:
+        code = error.code
     return {"error": {"message": message_of(error), "type": kind, "param": None, "code": code}}
 
 

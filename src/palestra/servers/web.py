@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError, PalestraError, ResourceError, SettingError
 from palestra.core.http import is_loopback
 from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
 from palestra.servers.guard import Guard
@@ -144,11 +144,11 @@ def check_token(host: str, token: str | None) -> None:
     """Refuse a token that no header can carry, and an address other than loopback without one."""
     if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
         got = "an empty text" if not token else "one with outer blanks or characters beyond ASCII"
-        raise PalestraError(
+        raise SettingError(
             f"the token is {got}, which a header cannot carry; use letters and digits, or leave --token out"
         )
     if not is_loopback(host) and not token:
-        raise PalestraError(
+        raise NotAllowedError(
             f"host={host!r} can be reached from other machines; set a token (--token or PALESTRA_TOKEN), "
             "or use 127.0.0.1"
         )
@@ -164,7 +164,7 @@ def open_port(host: str, port: int, token: str | None) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise PalestraError(
+        raise ResourceError(
             f"port {port} of {host} cannot be opened ({error.strerror}); choose another one, 0 takes any free one"
         ) from None
     return sock

@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.backends.ray.pool import PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner
@@ -90,7 +90,7 @@ def ray_config(config: RunConfig, model: Any) -> RunConfig:
     """For a run that rollout actors sample for: in the dtype of the model that is trained, whatever their devices."""
     config.refuse(["model.sleep_mode"], "the sampler's memory is that of the rollout actors")
     if config.vllm.mode == "colocate":
-        raise PalestraError(
+        raise SettingError(
             "vllm.mode = colocate is a vLLM in the process that trains, and backend: ray samples with rollout actors; "
             "leave it out (they have our engine), or use vllm.mode = server"
         )

@@ -13,7 +13,7 @@ from palestra.algo.advantage import advantages as normalise
 from palestra.algo.advantage import combine_measures
 from palestra.algo.batch import Batch
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UserCodeError
 from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout, Score, Turn
 
 
@@ -57,7 +57,7 @@ def _require_finite(groups: Sequence[Group]) -> None:
     for group in groups:
         for i, reward in enumerate(group.rewards):
             if not math.isfinite(reward):
-                raise PalestraError(
+                raise UserCodeError(
                     f"the reward of rollout {i} in the group of problem {group.problem_id!r} is {reward}; "
                     "a measure or reward function must return finite numbers"
                 )
@@ -148,7 +148,7 @@ def routing_column(rows: Sequence[Sequence[Turn]]) -> Array | None:
                 continue
             first = end - 1 - len(turn.routing)
             if first < start:
-                raise PalestraError(f"a row of {end - start} tokens has the experts of {len(turn.routing)}")
+                raise InputError(f"a row of {end - start} tokens has the experts of {len(turn.routing)}")
             part = column[first : end - 1]
             np.copyto(part, turn.routing, where=turn.routing != unknown)
     return column

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, StateError, StorageError, UnreadableFileError
 from palestra.core.files import free_bytes, partial_folder, verify_folder, write_folder
 from palestra.core.run_folder import MANIFEST, STATE, RunFolder, last_checkpoint, step_checkpoints, step_folder, step_of  # noqa: F401
 from palestra.train.safety_net import UNTOUCHED, SafetyState
@@ -62,7 +62,7 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
     try:
         return write_folder(folder, write_all)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of these, by who was writing
-        raise PalestraError(
+        raise StorageError(
             f"the checkpoint {folder} could not be written ({getattr(error, 'strerror', None) or error}); earlier "
             "checkpoints are whole. Free some space or choose another output_dir, then resume"
         ) from error
@@ -91,7 +91,7 @@ def read_checkpoint(folder: Path) -> TrainState:
     try:
         return _read_state(folder)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise PalestraError(f"the checkpoint file {folder / STATE} is corrupt ({type(error).__name__})") from None
+        raise UnreadableFileError(f"the checkpoint file {folder / STATE} is corrupt ({type(error).__name__})") from None
 
 
 def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], None]) -> tuple[Path, TrainState] | None:
@@ -108,10 +108,10 @@ def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], No
         return path, state
     if damaged is not None:
         others = "choose another with --from-checkpoint" if name else "no other is whole, so start a new run"
-        raise PalestraError(f"{damaged}; {others}")
+        raise UnreadableFileError(f"{damaged}; {others}")
     # without a report, a run that writes checkpoints was killed between its model and its first checkpoint
     if run.model.is_dir() and (run.report() is not None or not run.config.checkpoint.every):
-        raise PalestraError(
+        raise StateError(
             f"{run.path} has ended and has no checkpoint, so there is nothing to go on from; train a new run on its "
             f"model: --model.name {shlex.quote(str(run.model))}"
         )
@@ -133,7 +133,7 @@ def _read_state(folder: Path) -> TrainState:
     state = json.loads((folder / STATE).read_text())
     version = state.pop("format", 1)
     if version > FORMAT:
-        raise PalestraError(
+        raise UnreadableFileError(
             f"the checkpoint {folder} has format {version}, this version of Palestra reads up to {FORMAT}; "
             "resume with the version that wrote it"
         )

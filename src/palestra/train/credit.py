@@ -12,7 +12,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.credit import gigpo_advantages, return_advantages
 from palestra.algo.losses import LossFunction
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UserCodeError
 from palestra.core.files import import_function
 from palestra.core.types import Array, Group, Lineage, Rollout, Turn
 from palestra.rollout.rewards import role_score
@@ -45,7 +45,7 @@ class CustomObjective:
         """PalestraError unless it has the functions that a resumed run was trained with."""
         if missing := {name: function for name, function in names.items() if getattr(self, name) is None}:
             given = ", ".join(f"{name}={function}" for name, function in missing.items())
-            raise PalestraError(
+            raise SettingError(
                 f"the run was trained with functions of its own; continue it from Python with them: "
                 f"train_grpo(…, {given}, resume=…), or train with train.custom_loss and train.custom_advantages"
             )
@@ -54,10 +54,10 @@ class CustomObjective:
 def _function(name: str, given: Any, spec: str | None) -> Any:
     key = f"train.custom_{name}"
     if given is not None and spec is not None:
-        raise PalestraError(f"{name} is given as a function and as {key} = {spec}; give one of them")
+        raise SettingError(f"{name} is given as a function and as {key} = {spec}; give one of them")
     function = given if spec is None else import_function(spec, key)
     if function is not None and not callable(function):
-        raise PalestraError(f"{name} is {function!r}; expected a function (docs/objectives.md)")
+        raise SettingError(f"{name} is {function!r}; expected a function (docs/objectives.md)")
     return function
 
 
@@ -247,15 +247,15 @@ def custom_advantages(function: AdvantageFunction, batch: Batch) -> Array:
         found = found.detach().cpu().numpy() if hasattr(found, "detach") else found
         values = np.array(found, dtype=np.float64)
     except Exception as error:
-        raise PalestraError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{name} raised {type(error).__name__}: {error}") from error
     rows, tokens = batch.rows, len(batch.token_ids)
     if values.shape not in ((rows,), (tokens,)):
-        raise PalestraError(
+        raise UserCodeError(
             f"{name} gave an array of shape {list(values.shape)} for {rows} rows with {tokens} tokens; expected "
             f"[{rows}], one number a row, or [{tokens}], one a token"
         )
     if len(bad := np.flatnonzero(~np.isfinite(values))):
         what = "row" if values.shape == (rows,) else "token"
-        raise PalestraError(f"{name} gave {values[bad[0]]} for {what} {bad[0]}; expected finite numbers")
+        raise UserCodeError(f"{name} gave {values[bad[0]]} for {what} {bad[0]}; expected finite numbers")
     column: Array = (values if values.shape == (tokens,) else np.repeat(values, batch.lengths)).astype(np.float32)
     return column

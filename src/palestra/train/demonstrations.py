@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from palestra.core.conversations import Conversation
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, UnreadableFileError
 from palestra.core.files import append_jsonl, read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder
@@ -33,7 +33,7 @@ Schemas = Sequence[dict[str, Any]]
 TooLong = Literal["error", "skip"]
 
 
-class TooLongError(PalestraError):
+class TooLongError(InputError):
     """A conversation with more tokens than the context."""
 
 
@@ -96,7 +96,7 @@ def demonstration(
         _check_tools(conversation, schemas)
         rollout = _demonstration(conversation, _steps(conversation, chat), chat, schemas)
     except PalestraError as error:
-        raise PalestraError(f"{conversation.origin}: {error}") from None
+        raise InputError(f"{conversation.origin}: {error}") from None
     count = sum(len(turn.token_ids) for turn in rollout.turns)
     if max_tokens is not None and count > max_tokens:
         raise TooLongError(
@@ -154,14 +154,14 @@ def run_conversations(folder: RunFolder, tools: Schemas = ()) -> list[Conversati
 
 def _passed(folder: RunFolder) -> Iterator[Rollout]:
     if not folder.rollouts_file.is_file():
-        raise PalestraError(f"{folder.path} has no rollouts.jsonl; give the folder of a run that has trained")
+        raise UnreadableFileError(f"{folder.path} has no rollouts.jsonl; give the folder of a run that has trained")
     for number, row in enumerate(folder.rollouts(), start=1):
         if not row.get("passed"):
             continue
         try:
             rollout = rollout_from_dict(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PalestraError(
+            raise UnreadableFileError(
                 f"{folder.rollouts_file}, row {number} is no rollout ({type(error).__name__}: {error}); "
                 "restore the file from a copy"
             ) from None
@@ -175,7 +175,7 @@ def _check_tools(conversation: Conversation, schemas: Schemas) -> None:
         for call in message.tool_calls:
             if call.name not in known:
                 has = f"the tools are {', '.join(known)}" if known else "it has no tools"
-                raise PalestraError(f"it calls {call.name!r}, and {has}; give the schema of that tool, or take it out")
+                raise InputError(f"it calls {call.name!r}, and {has}; give the schema of that tool, or take it out")
 
 
 def _steps(conversation: Conversation, chat: ChatFormat) -> list[_Step]:
@@ -248,7 +248,7 @@ def _as_reply(message: Message, calls: dict[str | None, ToolCall]) -> Message:
         return message
     call = calls.get(message.tool_call_id)
     if call is None:
-        raise PalestraError(f"a tool result belongs to no call before it (id {message.tool_call_id!r}); take it out")
+        raise InputError(f"a tool result belongs to no call before it (id {message.tool_call_id!r}); take it out")
     return replace(message, tool_call_id=call.id, name=call.name)
 
 

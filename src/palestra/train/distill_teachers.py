@@ -10,7 +10,7 @@ import numpy as np
 
 from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ServiceError, SettingError, UnsupportedError
 from palestra.core.http import Request, Retries, ask
 from palestra.core.types import Array, Group, Message, Problem, Rollout
 from palestra.envs.base import Environment
@@ -86,7 +86,7 @@ class SelfTeacher(Teacher):
             if schemas is not None and np.array_equal(self.chat.prompt(opening, schemas).token_ids, own):
                 self._known[names], self._rendered = schemas, (own, schemas)
                 return schemas
-        raise PalestraError(
+        raise UnsupportedError(
             f"self-distillation renders the prompt of problem {problem.id!r} again, with a hint; without one it "
             "differs from what the rollout was sampled with: its tools are not the same when it is opened again. Set "
             "distill.coefficient to 0, or name another model as distill.teacher"
@@ -146,7 +146,7 @@ class ServerTeacher(Teacher):
         try:
             return cls(url.rstrip("/"), str(found["data"][0]["id"]))
         except (KeyError, IndexError, TypeError):
-            raise PalestraError(
+            raise ServiceError(
                 f"distill.teacher_url = {url} lists no model at /v1/models; give a server of one"
             ) from None
 
@@ -169,7 +169,7 @@ class ServerTeacher(Teacher):
         except (KeyError, TypeError, ValueError):
             values = []
         if [len(value) for value in values] != [len(row) for row in rows]:
-            raise PalestraError(
+            raise ServiceError(
                 f"distill.teacher_url = {self.url} does not give the log-probabilities of a prompt of token ids "
                 "(/v1/completions with echo, logprobs and max_tokens=0); use palestra serve or vLLM"
             )
@@ -197,7 +197,7 @@ def teacher_of(
     if config.distill.teacher is not None:
         return ModelTeacher.load(config, tokenizer, str(learner.device), learner.vocabulary)
     if environment is None:
-        raise PalestraError(
+        raise UnsupportedError(
             "self-distillation writes hints into the prompts of an agent file's or an environment's problems, and "
             "these rollouts come from elsewhere; name another model as distill.teacher, or set distill.coefficient to 0"
         )
@@ -217,19 +217,19 @@ def require_same_tokens(name: str, teacher: LoadedModel, tokenizer: Any, vocabul
     theirs, ours = teacher.tokenizer.get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
         different = sum(theirs.get(token) != i for token, i in ours.items())
-        raise PalestraError(
+        raise SettingError(
             f"distill.teacher = {name} has another tokenizer: {different} of the student's {len(ours)} tokens have "
             f"another id or none, and it has {len(theirs)}; use a teacher of the student's own model family"
         )
     if teacher.vocabulary < vocabulary:
-        raise PalestraError(
+        raise SettingError(
             f"distill.teacher = {name} has logits for {teacher.vocabulary} tokens, and the student for {vocabulary}; "
             "use a teacher whose output layer is at least as large"
         )
 
 
 def no_top_tokens(learner: Learner) -> PalestraError:
-    return PalestraError(
+    return UnsupportedError(
         f"distillation needs the model's most likely tokens, which a {type(learner).__name__} does not give; train in "
         "one process with backend: local, or set distill.coefficient to 0"
     )

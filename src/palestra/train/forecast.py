@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ResourceError
 from palestra.core.ranks import RankVariables
 from palestra.learner.micro_batches import data_sheet, device_of
 from palestra.plan.device import GIB
@@ -62,7 +62,7 @@ def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.de
     usable = found.device.memory_gib * USABLE
     if smallest.memory.total > usable * GIB:
         need, states = smallest.memory, smallest.memory.states
-        raise PalestraError(
+        raise ResourceError(
             f"{config.model.name} does not fit: training it needs at least {need.total / GIB:.1f} GiB (weights "
             f"{need.weights / GIB:.1f}, gradients and optimizer {(states - need.weights) / GIB:.1f}, activations of "
             f"one rollout {need.working / GIB:.1f}), and {usable:.1f} GiB of the GPU can be used; "

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StateError
 from palestra.core.types import Group, Problem, oldest_version
 from palestra.evals.case_rates import CaseRates, Choice, retest_size
 from palestra.rollout.collect import OnRollout, any_good, require_one_good
@@ -157,7 +157,7 @@ class NoMoreGroups(GroupSource):
     reward_weights: Mapping[str, float] = field(default_factory=dict)
 
     async def next(self, count: int, version: int) -> list[Group]:
-        raise PalestraError("this run takes no more steps")
+        raise StateError("this run takes no more steps")
 
     def state(self) -> dict[str, Any]:
         return dict(self.position)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError, text_of
+from palestra.core.errors import NotFiniteError, PalestraError, ResourceError, StateError, text_of
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import step_folder
@@ -403,7 +403,7 @@ class Training:
     def checkpoint(self, reward: float = NEVER_BEST) -> Path:
         """Save where the run stands, and delete what need not be kept. The best is the one of the highest reward."""
         if self.checkpoints is None:
-            raise PalestraError("this training has no folder to save a checkpoint in")
+            raise StateError("this training has no folder to save a checkpoint in")
         keep = self.config.checkpoint
         if reward > self.state.best_reward:
             self.state = replace(self.state, best_reward=reward, best_step=self.state.step)
@@ -447,4 +447,4 @@ class Training:
         """What failed, doing what, how to get by with less memory if that was it, and what is left."""
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         left = f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
-        return PalestraError(f"{doing}: {text_of(error).rstrip('.')}. {memory_remedy(error, self.config)}{left}")
+        return ResourceError(f"{doing}: {text_of(error).rstrip('.')}. {memory_remedy(error, self.config)}{left}")

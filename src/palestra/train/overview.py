@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ResourceError
 from palestra.core.files import free_bytes
 from palestra.core.types import Rollout
 from palestra.evals.report import EvalReport
@@ -86,7 +86,7 @@ class Overview:
         least = self.model_bytes + (self.checkpoint_bytes if self.config.checkpoint.every else 0)
         free = free_bytes(folder)
         if free < least:
-            raise PalestraError(
+            raise ResourceError(
                 f"the disk of {folder} has {_size(free)} free; a checkpoint and the final model need {_size(least)}. "
                 "Free some space, choose another output_dir, or set checkpoint.every=0"
             )

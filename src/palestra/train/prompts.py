@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from palestra.core.calls import call_with_limit
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UserCodeError
 from palestra.core.messages import as_messages
 from palestra.core.run_folder import RunKind
 from palestra.core.types import Message, Problem, Score, ToolResult, Turn
@@ -39,7 +39,7 @@ def reward_function(reward: Reward) -> Callable[[str, Any], float]:
     """A function, or an object's calculate_combined_reward, as a function that gives floats."""
     combined = getattr(reward, "calculate_combined_reward", reward)
     if not callable(combined):
-        raise PalestraError(
+        raise UserCodeError(
             f"the reward is a {type(reward).__name__}; expected a function (output, expected_answer) -> float, "
             "or an object with calculate_combined_reward(output, expected_answer)"
         )
@@ -52,7 +52,7 @@ def reward_function(reward: Reward) -> Callable[[str, Any], float]:
         try:
             return float(value)
         except (TypeError, ValueError):
-            raise PalestraError(f"the reward of an answer is {value!r}; expected a number") from None
+            raise UserCodeError(f"the reward of an answer is {value!r}; expected a number") from None
 
     return call
 
@@ -66,7 +66,7 @@ def as_problem(index: int, row: Any) -> Problem:
     elif isinstance(row, (tuple, list)) and len(row) == 2:
         return Problem(str(index), as_input(row[0]), row[1])
     got = sorted(row) if isinstance(row, Mapping) else type(row).__name__
-    raise PalestraError(f"row {index} of the dataset is {got}; expected `prompt` and `expected_answer`, or a pair")
+    raise InputError(f"row {index} of the dataset is {got}; expected `prompt` and `expected_answer`, or a pair")
 
 
 def as_input(prompt: Prompt) -> Input:
@@ -81,7 +81,7 @@ def encode_prompt(tokenizer: Any, prompt: Input) -> tuple[int, ...]:
     else:
         ids = ChatFormat(tokenizer).prompt(prompt).token_ids.tolist()
     if not ids:
-        raise PalestraError("a prompt has no tokens; give it some text")
+        raise InputError("a prompt has no tokens; give it some text")
     return tuple(ids)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, text_of
+from palestra.core.errors import PalestraError, ResourceError, ServiceError, SettingError, text_of
 from palestra.core.ranks import LAUNCHER, ONE_PROCESS, RENDEZVOUS, RankFailed, Ranks, RankVariables
 
 log = logging.getLogger("palestra")
@@ -53,11 +53,11 @@ def rank_device(place: RankVariables, config: RunConfig) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if device not in ("auto", "cuda"):
-        raise PalestraError(
+        raise SettingError(
             f"model.device = {device!r} is one GPU, and there are {place.size} ranks; leave it at 'auto'"
         )
     if place.local_size > (count := torch.cuda.device_count()):
-        raise PalestraError(
+        raise ResourceError(
             f"{place.local_size} ranks on this machine need as many GPUs, and there are {count}; use --nproc {count}, "
             "or --model.device cpu"
         )
@@ -90,7 +90,7 @@ class TorchRanks(Ranks):
             dist.init_process_group(backend, timeout=timeout, **where)
         except (RuntimeError, ValueError) as error:
             address = file or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise PalestraError(
+            raise ServiceError(
                 f"rank {place.rank} of {place.size} could not meet the others at {address} "
                 f"({str(error).splitlines()[0]}); start all of them, with one address"
             ) from error
@@ -110,7 +110,7 @@ class TorchRanks(Ranks):
                 f"the other ranks do not answer ({str(error).splitlines()[0]}); if one is only slow, raise "
                 f"ranks.timeout_s (now {self._timeout_s:g})"
             )
-            raise PalestraError(reason) from error
+            raise ServiceError(reason) from error
         return found
 
     def from_first(self, work: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.types import Group, Rollout
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
@@ -94,9 +94,9 @@ def replay_for(
 ) -> Replay:
     """The replay of a run with `train.replay` above 0, checked."""
     if "grpo" not in plan:
-        raise PalestraError(f"train.replay = {coefficient:g} is for grpo steps, and stages.plan has none; set it to 0")
+        raise SettingError(f"train.replay = {coefficient:g} is for grpo steps, and stages.plan has none; set it to 0")
     if not isinstance(learner, LocalLearner):
-        raise PalestraError(
+        raise UnsupportedError(
             f"train.replay adds a second gradient to each step, which a {type(learner).__name__} does not support; "
             "train in one process with backend: local, or set train.replay to 0"
         )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError
+from palestra.core.errors import NotFiniteError, PalestraError, StateError, UserCodeError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group
 from palestra.evals.capability import Capability
@@ -236,7 +236,7 @@ class Run:
         """Write down what the run is, and cut its records back to where it goes on."""
         training, folder, after = self.training, self.folder, self.resume_after
         if self.resume_from is not None and not self.resume_from[0].exists():
-            raise PalestraError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
+            raise StateError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
         training.config.save(folder.config_file)  # with what was suited to the model, and changed for a resume
         weights = dict(training.source.reward_weights)
         several = {"ranks": training.ranks.size} if training.ranks.size > 1 or "ranks" in folder.record else {}
@@ -332,7 +332,7 @@ class Run:
         if before is None or self.resume_from is not None:
             return
         if reason := broken_tool(before.rollouts):
-            raise PalestraError(
+            raise UserCodeError(
                 f"scoring before: {reason}. Fix the tool, or take it from the agent; if the calls are at fault, let it "
                 "return the message as its result instead of raising"
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from palestra.algo.step_loss import coefficient_at, next_entropy_coefficient
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.types import Group
 from palestra.train.batch import has_signal
 
@@ -53,7 +53,7 @@ def learning_rate_at(step: int, train: TrainSection, total_steps: int | None) ->
     if train.scheduler == "constant":
         return highest
     if total_steps is None:
-        raise PalestraError(f"a {train.scheduler} schedule needs the number of steps; set train.max_steps")
+        raise SettingError(f"a {train.scheduler} schedule needs the number of steps; set train.max_steps")
     done = min((step - train.warmup_steps) / max(total_steps - train.warmup_steps, 1), 1.0)
     factor = 1.0 - done if train.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return highest * factor
@@ -64,7 +64,7 @@ def total_steps(config: RunConfig, problems: int | None) -> int:
     if config.train.max_steps is not None:
         return config.train.max_steps
     if problems is None:
-        raise PalestraError("these environments have no last problem; say when to stop with train.max_steps")
+        raise SettingError("these environments have no last problem; say when to stop with train.max_steps")
     per_epoch = math.ceil(problems / config.train.problems_per_step)
     return max(MIN_STEPS, per_epoch) if config.train.epochs is None else config.train.epochs * per_epoch
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import MissingPackageError, SettingError
 from palestra.learner.lora import add_lora, quantization_config
 from palestra.models.export.hf import save_base
 from palestra.models.loading import (
@@ -53,7 +53,7 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     ranks = join(config)
     if config.backend == "tinker":
         if find_spec("tinker") is None:
-            raise PalestraError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
+            raise MissingPackageError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
         tokenizer = load_tokenizer(config.model.name)
         set_template_variables(tokenizer, config.model.chat_template_kwargs)
         return LoadedModel(None, tokenizer, config.model.name, "")
@@ -76,7 +76,7 @@ def load_for_run(config: RunConfig) -> LoadedModel:
 
 def require_ray(config: RunConfig) -> None:
     if find_spec("ray") is None:
-        raise PalestraError("backend: ray needs Ray, here and on every node; pip install 'palestra[ray]'")
+        raise MissingPackageError("backend: ray needs Ray, here and on every node; pip install 'palestra[ray]'")
     from palestra.backends.ray.ray_cluster import require_answer
 
     require_answer(config.ray)  # before anything is loaded or written
@@ -127,7 +127,7 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
         }
         return build_policy(sampled, tokenizer, config.model.engine, **options)
     if config.lora.r:
-        raise PalestraError(
+        raise SettingError(
             "rollout.policy_url serves whole weights, and lora.r trains an adapter; set lora.r to 0, or leave it out"
         )
     token, folder = os.environ.get("PALESTRA_TOKEN"), Path(config.rollout.weights_folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.conversations import Conversation, read_conversations
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
 from palestra.learner.local import LocalLearner
@@ -91,11 +91,11 @@ class Stages:
     def _require_support(self) -> None:
         training = self.training
         if training.ranks.size > 1:
-            raise PalestraError("stages other than grpo train in one process; start it without --nproc")
+            raise SettingError("stages other than grpo train in one process; start it without --nproc")
         if training.learner_thread is not None:
             training.config.refuse(["rollout.max_staleness"], "a run with several stages samples and learns in turns")
         if "rft" in self.plan and (not isinstance(self.task, EnvironmentTask) or self.task.rollout_func is not None):
-            raise PalestraError(
+            raise UnsupportedError(
                 "an rft stage attempts the cases with our agent loop; agents that are programs, rollout_func and "
                 "environments over the wire cannot be attempted with hints. Use sft or grpo"
             )
@@ -170,7 +170,7 @@ class Stages:
         self.store.add(found_demonstrations(self.task, self.parts, self.folder))
         source.count = len(self.store) - source.first
         if not source.count:
-            raise PalestraError(
+            raise SettingError(
                 "the sft stage has no demonstrations; give stages.traces (a file of conversations, or a run), "
                 "Agent(examples=[…]) or --teacher, or leave sft out of stages.plan"
             )
@@ -326,7 +326,7 @@ def found_demonstrations(task: Task, parts: Parts, folder: RunFolder) -> list[Ro
 def _ask_teacher(task: Task, parts: Parts, folder: RunFolder) -> list[Conversation]:
     config, stages = parts.config, parts.config.stages
     if not isinstance(task, EnvironmentTask):
-        raise PalestraError("a teacher plays the agent in our agent loop; this agent has a program of its own")
+        raise UnsupportedError("a teacher plays the agent in our agent loop; this agent has a program of its own")
     settings = {"base_url": stages.teacher, "model_name": stages.teacher_model, "api_key_env": TEACHER_KEY}
     endpoint = OpenAIChat(OpenAISettings.read(settings))
     problems = task.environment.problems("train")[: stages.teacher_cases]

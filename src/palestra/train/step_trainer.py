@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from palestra.algo.advantage import advantages as normalise
 from palestra.core.config import RunConfig, read_yaml_config
 from palestra.core.config_sections import STEP_PROBLEMS
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, ServiceError, SettingError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.grpo_config import GRPOTrainingConfig
@@ -121,7 +121,7 @@ class StepTrainer:
         """
         refuse_ranks("StepTrainer", "use train_grpo, or start it without torchrun")
         if config is not None and config_path is not None:
-            raise PalestraError("config and config_path are one setting; give one of them")
+            raise SettingError("config and config_path are one setting; give one of them")
         settings = _resolve(config if config_path is None else config_path)
         self.config = suited_to(settings, model, max_problems=STEP_PROBLEMS)  # a dataset may have few rows
         run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -174,7 +174,7 @@ class StepTrainer:
         problem = Problem(str(self.step), as_input(prompt), reference_output)
         [group] = self._sample(self._collector([problem], self._reward if scored else None), [problem])
         if failed := next((r.error for r in group.rollouts if r.error is not None), None):
-            raise PalestraError(failed)
+            raise ServiceError(failed)
         return [Output.of(rollout, scored=scored) for rollout in group.rollouts]
 
     def calculate_advantages(self, rewards: Sequence[float], group: Sequence[int] | None = None) -> list[float]:
@@ -238,7 +238,7 @@ class StepTrainer:
         """
         problems = [as_problem(i, row) for i, row in enumerate(dataset)]
         if not problems:
-            raise PalestraError("the dataset is empty; give it at least one row with a prompt")
+            raise InputError("the dataset is empty; give it at least one row with a prompt")
         if optimizer is not None or scheduler is not None:
             self._optimizer.use(optimizer, scheduler)
         first = self.step

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from palestra.backends.ray.pool import GroupSampler, PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.conversations import Conversation
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
@@ -113,7 +113,7 @@ class EnvironmentTask:
             parts.config.refuse(ours, "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             if isinstance(parts.policy, PoolPolicy):
-                raise PalestraError("rollout_func samples in the process that trains; use backend: local with it")
+                raise UnsupportedError("rollout_func samples in the process that trains; use backend: local with it")
             return FunctionCollector(
                 self.environment,
                 self.rollout_func,
@@ -256,7 +256,7 @@ def _check_tools(environment: Environment, parts: Parts) -> None:
         if parts.config.rollout.constrain_tool_calls:
             grammar_compiler(parts.tokenizer)(json.dumps([tool.schema for tool in tools]))
     elif parts.config.echo.coefficient > 0:
-        raise PalestraError(
+        raise SettingError(
             "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
         )
 
@@ -265,12 +265,10 @@ def require_ranks_support(config: RunConfig, task: Task, own: Learner | Policy[A
     """PalestraError for what cannot be divided among ranks."""
     remedy = "start it without --nproc and torchrun"
     if own is not None:
-        raise PalestraError(
-            f"a learner or a policy of your own is one of this process, and there are several; {remedy}"
-        )
+        raise SettingError(f"a learner or a policy of your own is one of this process, and there are several; {remedy}")
     if not isinstance(task, EnvironmentTask) or task.rollout_func is not None:
         what = "a rollout_func" if isinstance(task, EnvironmentTask) else f"a {type(task).__name__}"
-        raise PalestraError(
+        raise UnsupportedError(
             f"{what} gives its groups to one process, and there are several; ranks share the problems of agent files "
             f"and environments. Otherwise {remedy}"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.conversations import Conversation, conversation_from, conversation_of
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, ServiceError, UnreadableFileError
 from palestra.core.files import append_jsonl, read_jsonl
 from palestra.core.types import Problem, Rollout
 from palestra.envs.base import Environment, Episode
@@ -115,7 +115,7 @@ async def teacher_demonstrations(
     file has demonstrations for are not attempted again. PalestraError if every attempt failed with an error.
     """
     if not 1 <= group_size <= attempts:
-        raise PalestraError(f"group_size={group_size} with attempts={attempts}; expected 1 ≤ group_size ≤ attempts")
+        raise InputError(f"group_size={group_size} with attempts={attempts}; expected 1 ≤ group_size ≤ attempts")
     teacher = _Teacher(
         environment, endpoint, limits, rewards or RewardFunctions(), group_size, attempts, seed, file, on_rollout
     )
@@ -139,7 +139,7 @@ async def teacher_demonstrations(
             setattr(teacher.cost, name, value - before[name])
     cost = teacher.cost
     if cost.attempts and cost.errors == cost.attempts:
-        raise PalestraError(f"every attempt of the teacher failed; the first error was: {teacher.first_error}")
+        raise ServiceError(f"every attempt of the teacher failed; the first error was: {teacher.first_error}")
     found = {problem_id: task.result() for problem_id, task in tasks.items()} | saved
     return [each for problem in problems for each in found.get(problem.id, [])], cost
 
@@ -152,5 +152,7 @@ def saved_demonstrations(file: Path | None) -> dict[str, list[Conversation]]:
             conversation = conversation_from(row, f"{file}, line {number}")
             found.setdefault(str(row["problem_id"]), []).append(conversation)
         except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PalestraError(f"{file}, line {number}: {error}. Take the line out to attempt it again") from None
+            raise UnreadableFileError(
+                f"{file}, line {number}: {error}. Take the line out to attempt it again"
+            ) from None
     return found

@@ -13,7 +13,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.losses import LossFunction, Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UserCodeError
 from palestra.core.types import Array
 from palestra.learner.base import Learner, noop
 from palestra.train.distill import DistillRows
@@ -144,11 +144,11 @@ def filled(old: Array | None, own: Array) -> Array:
 
 def check_batch(batch: Batch) -> None:
     if not batch.rows:
-        raise PalestraError("the batch has no rows; give the learner at least one group")
+        raise InputError("the batch has no rows; give the learner at least one group")
     bad = np.flatnonzero(~np.isfinite(batch.advantages))
     if len(bad):
         group = batch.groups[batch.row_of(bad[0])]
-        raise PalestraError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
+        raise UserCodeError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
 
 
 def any_logprobs(batch: Batch) -> bool:

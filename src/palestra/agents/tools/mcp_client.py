@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from palestra.agents.tools.tool import Tool, tools_by_name
 from palestra.core.children import split_command
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import InputError, PalestraError, ServiceError, needs_extra
 from palestra.core.secrets import clean_environment
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class McpServer:
     def __post_init__(self) -> None:
         words = split_command(self.command)
         if not words:
-            raise PalestraError("an MCP server has an empty command; give the command that starts it, or its URL")
+            raise InputError("an MCP server has an empty command; give the command that starts it, or its URL")
         object.__setattr__(self, "command", tuple(words))
         object.__setattr__(self, "shared", self.shared or self.is_url)
 
@@ -65,7 +65,7 @@ def as_mcp_server(obj: Any) -> McpServer:
         return obj
     if isinstance(obj, str) or (isinstance(obj, Sequence) and all(isinstance(word, str) for word in obj)):
         return McpServer(obj)
-    raise PalestraError(f"{obj!r} is no MCP server; give its command as text, its URL, or McpServer(command, …)")
+    raise InputError(f"{obj!r} is no MCP server; give its command as text, its URL, or McpServer(command, …)")
 
 
 class McpTools:
@@ -180,7 +180,7 @@ async def _start(server: McpServer) -> _Live:
             await asyncio.wait([task], timeout=10)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise PalestraError(f"the MCP server {server} did not start: {_why(error, server, complaints)}") from None
+            raise ServiceError(f"the MCP server {server} did not start: {_why(error, server, complaints)}") from None
     return _Live(client, tools, stop, task)
 
 
@@ -204,7 +204,7 @@ async def _live(server: McpServer, ready: asyncio.Future[Any], stop: asyncio.Eve
             await stop.wait()
     except BaseException as error:
         if not ready.done():
-            ready.set_exception(PalestraError(_first_leaf(error)))
+            ready.set_exception(ServiceError(_first_leaf(error)))
         elif isinstance(error, asyncio.CancelledError):
             raise
         # after that a broken connection shows in the calls
@@ -241,4 +241,4 @@ def _wait(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
     with contextlib.suppress(TimeoutError):
         return future.result(timeout_s)
     future.cancel()
-    raise PalestraError(f"an MCP server gave no answer within {timeout_s:g} s")
+    raise ServiceError(f"an MCP server gave no answer within {timeout_s:g} s")

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import docstring_parser
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 
 T = TypeVar("T")
 
@@ -103,12 +103,12 @@ def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
     name = getattr(fn, "__name__", type(fn).__name__)
     docstring = inspect.getdoc(fn)
     if not docstring or not docstring.strip():
-        raise PalestraError(
+        raise InputError(
             f"tool {name!r} has no docstring, so a model cannot know what it does. "
             f"Write one with a line for each parameter, for example:\n{EXAMPLE}"
         )
     if inspect.isasyncgenfunction(fn):
-        raise PalestraError(f"tool {name!r} is an async generator, of which a model would see no item; return a list")
+        raise InputError(f"tool {name!r} is an async generator, of which a model would see no item; return a list")
     description, texts = parse_docstring(docstring)
     hints = _type_hints(fn, name)
     properties: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
         annotation = _annotation(parameter, hints, name)
         if is_context(annotation):
             if context is not None:
-                raise PalestraError(f"tool {name!r} has two contexts, {context} and {key}; an attempt has one")
+                raise InputError(f"tool {name!r} has two contexts, {context} and {key}; an attempt has one")
             context = key
             continue
         readers[key], schema = _reader(annotation, name, key)
@@ -148,7 +148,7 @@ def _type_hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(target, include_extras=True)
     except (NameError, TypeError) as error:
-        raise PalestraError(
+        raise InputError(
             f"the type hints of tool {name!r} cannot be read: {error}. "
             "Define the types that it uses at the top of its module."
         ) from None
@@ -156,12 +156,12 @@ def _type_hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
 
 def _annotation(parameter: inspect.Parameter, hints: dict[str, Any], name: str) -> Any:
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-        raise PalestraError(
+        raise InputError(
             f"tool {name!r} has the parameter {str(parameter)!r}, which a model cannot fill by name. "
             f"Name each parameter, for example:\n{EXAMPLE}"
         )
     if parameter.name not in hints:
-        raise PalestraError(
+        raise InputError(
             f"parameter {parameter.name!r} of tool {name!r} has no type hint. Give it one, for example:\n{EXAMPLE}"
         )
     return hints[parameter.name]
@@ -176,7 +176,7 @@ def _reader(annotation: Any, name: str, key: str) -> tuple[TypeAdapter[Any], dic
         return adapter, _without_titles(adapter.json_schema())
     except (PydanticUserError, NameError) as error:
         reason = str(error).splitlines()[0]
-        raise PalestraError(
+        raise InputError(
             f"parameter {key!r} of tool {name!r} has the type {annotation!r}, which has no JSON form ({reason}). "
             "Use str, int, float, bool, list, dict, Literal, an Enum, a dataclass or a pydantic model."
         ) from None

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, overload
 
 from palestra.agents.tools.schema import function_schema
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UnsupportedError
 
 _NO_DEFAULT = inspect.Parameter.empty
 
@@ -91,7 +91,7 @@ def function_tool(
 
     def make(function: Callable[..., Any]) -> Tool:
         if isinstance(function, type) or not callable(function):
-            raise PalestraError(f"a tool is made of a function, got {function!r}; pass the function itself")
+            raise InputError(f"a tool is made of a function, got {function!r}; pass the function itself")
         schema = function_schema(function)
         own_name = getattr(function, "__name__", type(function).__name__)
         return Tool(
@@ -114,7 +114,7 @@ def as_tool(obj: Any) -> Tool:
         return from_openai_agents(obj)
     if callable(obj):
         return function_tool(obj)
-    raise PalestraError(
+    raise InputError(
         f"{obj!r} of type {type(obj).__name__} is not a tool. Pass a typed function with a docstring, "
         "a @function_tool, or a FunctionTool of openai-agents (hosted tools run only on their provider's servers)."
     )
@@ -125,7 +125,7 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     named: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in named:
-            raise PalestraError(
+            raise InputError(
                 f"two tools are named {tool.name!r}, so a call could mean either. "
                 "Rename one: @function_tool(name='another_name')."
             )
@@ -172,18 +172,18 @@ def _reads_context(sdk_tool: Any) -> bool:
 def _refuse_untrainable(sdk_tool: Any) -> None:
     for key, reason in _REFUSED.items():
         if getattr(sdk_tool, key, None):
-            raise PalestraError(
+            raise UnsupportedError(
                 f"tool {sdk_tool.name!r} {reason} ({key}). Leave {key} out of the tool that you train with, and let it "
                 "change nothing that matters; the agent that you deploy keeps it"
             )
     if callable(getattr(sdk_tool, "is_enabled", True)):
-        raise PalestraError(
+        raise UnsupportedError(
             f"tool {sdk_tool.name!r} is enabled by a function (is_enabled), which would be asked in no training; "
             "use True or False in the agent that you train"
         )
     inner = getattr(sdk_tool, "_agent_instance", None)
     if inner is not None and (inner.model is None or isinstance(inner.model, str)):
-        raise PalestraError(
+        raise UnsupportedError(
             f"tool {sdk_tool.name!r} is the agent {inner.name!r} (as_tool), which would ask the SDK's own provider at "
             "each call. Give that agent a model object, such as OpenAIChatCompletionsModel(…), or give its tools to "
             "the agent that you train"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from palestra.core.errors import PalestraError, text_of
+from palestra.core.errors import ResourceError, ServiceError, UnsupportedError, text_of
 from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
@@ -102,7 +102,7 @@ Recipe = Callable[[], GroupSampler]  # builds it in the actor's own process
 
 def read_group(answer: Mapping[str, Any]) -> Group:
     if "error" in answer:
-        raise PalestraError(answer["error"])
+        raise ServiceError(answer["error"])
     return group_from_record(answer)
 
 
@@ -177,7 +177,7 @@ class RolloutPool:
             finally:
                 member.groups -= 1
                 self._changed.set()
-        raise PalestraError(
+        raise ServiceError(
             f"{MAX_LOSSES} rollout actors died one after the other with the group of problem {job.problem.id}: "
             f"{reason}. If they run out of memory, give each more (ray.cpus_per_actor, ray.gpus_per_actor), or lower "
             "rollout.group_size or rollout.max_new_tokens"
@@ -201,7 +201,7 @@ class RolloutPool:
             if self._members or self._building:
                 began = time.monotonic()
             elif time.monotonic() - began > self._timeout_s:
-                raise PalestraError(
+                raise ResourceError(
                     f"no rollout actor could start for {self._timeout_s:g} s (ray.timeout_s): each needs "
                     f"{self._needs}, and the cluster has {self._cluster.resources()}. Add nodes, or ask for less: "
                     "ray.cpus_per_actor, ray.gpus_per_actor"
@@ -278,7 +278,7 @@ class RolloutPool:
 
     def _fail(self, reason: str) -> None:
         if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(PalestraError(reason))
+            self._failed.set_exception(ServiceError(reason))
             self._failed.exception()  # mark as retrieved, in case no group is being sampled
 
     def _lose(self, member: Member, reason: str) -> None:
@@ -359,4 +359,4 @@ class PoolPolicy(TokenSessions):
             self._server.release()
 
     async def sample(self, session: Any, params: Any) -> Any:
-        raise PalestraError("this run samples whole groups with a pool of rollout actors, not turn by turn")
+        raise UnsupportedError("this run samples whole groups with a pool of rollout actors, not turn by turn")

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from palestra.backends.ray.pool import ActorLost, GroupJob, PackedWeights, Recipe, read_group
 from palestra.backends.ray.rollout_actor import RolloutActor, dumps
 from palestra.core.config_sections import RaySection
-from palestra.core.errors import PalestraError, text_of
+from palestra.core.errors import InputError, PalestraError, ServiceError, SettingError, text_of
 from palestra.core.types import Group
 
 CLIENT = "ray://"
@@ -122,7 +122,7 @@ class RayCluster:
             try:
                 pickled = dumps(recipe)
             except Exception as error:
-                raise PalestraError(
+                raise InputError(
                     f"the agent or environment cannot be sent to Ray's actors ({type(error).__name__}: {error}). Keep "
                     "locks, connections and open files out of its attributes; open them in the tool, in context_fn or "
                     "in Env.start"
@@ -132,7 +132,7 @@ class RayCluster:
 
     def share(self, weights: PackedWeights) -> Any:
         if not _takes_connections(self._head, HEAD_S):  # to put anything there would end this process without a message
-            raise PalestraError(self._lost())
+            raise ServiceError(self._lost())
         return ray.put(weights)
 
     def update_all(self, actors: Sequence[RayActor], shared: Any, timeout_s: float) -> list[RayActor]:
@@ -194,7 +194,7 @@ def require_answer(options: RaySection) -> str:
     address = os.environ.get("RAY_ADDRESS", "auto") if options.address == "auto" else options.address
     limit_s = min(options.timeout_s, HEAD_S)
     if address not in ("auto", "local") and not _takes_connections(_host_and_port(address), limit_s):
-        raise PalestraError(f"no Ray cluster answers at {address}; {_REMEDY}")
+        raise ServiceError(f"no Ray cluster answers at {address}; {_REMEDY}")
     return address
 
 
@@ -218,11 +218,11 @@ def connect(options: RaySection) -> None:
         thread.join(timeout_s)
         if thread.is_alive():
             atexit.register(_leave)
-            raise PalestraError(
+            raise ServiceError(
                 f"no Ray cluster answered at {address} within {timeout_s:g} s (ray.timeout_s); {_REMEDY}"
             )
     if failures:
-        raise PalestraError(f"cannot connect to Ray at {address}: {_first_line(failures[0])}; {_REMEDY}")
+        raise ServiceError(f"cannot connect to Ray at {address}: {_first_line(failures[0])}; {_REMEDY}")
 
 
 def cause_of(error: exceptions.RayTaskError) -> PalestraError:
@@ -231,7 +231,7 @@ def cause_of(error: exceptions.RayTaskError) -> PalestraError:
     text = text_of(cause)
     if isinstance(cause, ModuleNotFoundError):
         text += "; every node of the cluster needs the packages that the agent uses, and Palestra of this version"
-    return PalestraError(text)
+    return ServiceError(text)
 
 
 def _first_line(error: BaseException) -> str:
@@ -241,7 +241,7 @@ def _first_line(error: BaseException) -> str:
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix(CLIENT).partition("/")[0].rpartition(":")
     if not host or not port.isdecimal():
-        raise PalestraError(f"ray.address = {address!r}; expected auto, local, HOST:PORT or ray://HOST:PORT")
+        raise SettingError(f"ray.address = {address!r}; expected auto, local, HOST:PORT or ray://HOST:PORT")
     return host.strip("[]"), int(port)
 
 

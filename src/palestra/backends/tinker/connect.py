@@ -11,7 +11,7 @@ import tinker
 from palestra.backends.tinker.model import TinkerModel, refusal
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_LEARNING_RATE
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import NotFoundError, SettingError, did_you_mean
 
 KEY = "TINKER_API_KEY"
 _UNSTATED_CONTEXT = 1 << 15
@@ -42,7 +42,7 @@ def suited(config: RunConfig) -> RunConfig:
     for why, keys in _NOT_ON_THE_WIRE.items():
         config.refuse(keys, why)
     if config.rollout.temperature != 1.0:
-        raise PalestraError(
+        raise SettingError(
             f"rollout.temperature = {config.rollout.temperature:g}: a Tinker server scores tokens at temperature 1, so "
             "that another distribution would be trained than the one sampled from; use 1.0"
         )
@@ -52,7 +52,7 @@ def suited(config: RunConfig) -> RunConfig:
             "distribution; prefer the defaults"
         )
     if config.train.learning_rate is None and not config.lora.r:
-        raise PalestraError(
+        raise SettingError(
             "lora.r = 0 trains all weights, and a Tinker server does not say how many there are; "
             f"give train.learning_rate, or an adapter's rank (its rate is then {LORA_LEARNING_RATE:g})"
         )
@@ -64,7 +64,7 @@ def context_tokens(service: Any, name: str) -> int:
     """How many tokens the server's model of this name holds at once; one that it does not have is refused."""
     models = {str(model.model_name): model for model in service.get_server_capabilities().supported_models}
     if models and name not in models:
-        raise PalestraError(
+        raise NotFoundError(
             f"the Tinker server has no model {name!r}.{did_you_mean(name, models)} It has: {', '.join(sorted(models))}"
         )
     return int(getattr(models.get(name), "max_context_length", None) or _UNSTATED_CONTEXT)
@@ -87,7 +87,7 @@ def connect(base_url: str | None) -> Any:
     """A session with the server, by the key in TINKER_API_KEY, or the one that `tinker auth login` stored."""
     key = os.environ.get(KEY)
     if key and not key.startswith(("tml-", "eyJ")):
-        raise PalestraError(f"{KEY} does not begin with tml-, so that it is no key of Tinker; {_ANY_KEY}")
+        raise SettingError(f"{KEY} does not begin with tml-, so that it is no key of Tinker; {_ANY_KEY}")
     try:
         logging.getLogger("tinker.lib.api_future_impl").addFilter(_is_news)
         service = tinker.ServiceClient(base_url=base_url)
@@ -95,7 +95,7 @@ def connect(base_url: str | None) -> Any:
         return service
     except tinker.TinkerError as error:
         if key is None and "api_key" in str(error):
-            raise PalestraError(f"backend: tinker needs a key; set {KEY} ({_ANY_KEY})") from None
+            raise SettingError(f"backend: tinker needs a key; set {KEY} ({_ANY_KEY})") from None
         raise refusal(error) from error
 
 

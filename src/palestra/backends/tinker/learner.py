@@ -27,7 +27,7 @@ from palestra.backends.tinker.losses import (
 )
 from palestra.backends.tinker.model import ModelChange, Sampler, TinkerModel
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.types import Array
@@ -105,7 +105,7 @@ class TinkerLearner:
     def forward_backward(self, batch: Batch, loss: Loss) -> TinkerOutputs:
         assert isinstance(loss, StepLoss)
         if loss.entropy_coefficient:
-            raise PalestraError(
+            raise UnsupportedError(
                 f"entropy_coefficient = {loss.entropy_coefficient}: a Tinker server gives the logprobs of tokens, not "
                 "the entropy of their distributions; set train.entropy_coefficient to 0"
             )
@@ -205,7 +205,7 @@ class TinkerLearner:
     def _reference_logprobs(self, batch: Batch) -> Array:
         """Under the base model, by its sampler: the adapter of the beginning changes nothing."""
         if not self._train.beta:
-            raise PalestraError(
+            raise SettingError(
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
         sent, ids = trained_rows(batch, echo=False), batch.split(batch.token_ids)
@@ -271,7 +271,7 @@ def read_state(folder: Path) -> str:
     try:
         return str(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8"))["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PalestraError(
+        raise UnreadableFileError(
             f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); the run was trained by another backend"
         ) from None
 
@@ -279,7 +279,7 @@ def read_state(folder: Path) -> str:
 def _require_finite(column: Array, batch: Batch) -> Array:
     bad = np.flatnonzero(~np.isfinite(column))
     if len(bad):
-        raise PalestraError(_sentence(sorted(set(batch.groups[batch.row_of(bad)].tolist())), "the loss is nan"))
+        raise InputError(_sentence(sorted(set(batch.groups[batch.row_of(bad)].tolist())), "the loss is nan"))
     return column
 
 
@@ -291,7 +291,7 @@ def _not_finite(pending: Sequence[TinkerOutputs], what: str) -> PalestraError:
         for group, value in zip(found.batch.groups.tolist(), found.terms.row_losses, strict=True)
     ]
     groups = {group for value, group in losses if not math.isfinite(value)}
-    return PalestraError(_sentence(sorted(groups or {max(losses)[1]}), what))
+    return InputError(_sentence(sorted(groups or {max(losses)[1]}), what))
 
 
 def _sentence(groups: Sequence[int], what: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import tinker
 from tinker.types import RequestErrorCategory
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ServiceError
 from palestra.core.http import HttpError, Request
 
 log = logging.getLogger("palestra")
@@ -172,7 +172,7 @@ class TinkerModel:
         for file, url in urls.items():
             target = (folder / file).resolve()
             if not target.is_relative_to(folder.resolve()):
-                raise PalestraError(f"the Tinker server names a file {file!r} outside of the model's folder")
+                raise ServiceError(f"the Tinker server names a file {file!r} outside of the model's folder")
             target.parent.mkdir(parents=True, exist_ok=True)
             reply = Request(url, headers=self._headers(url), timeout_s=600.0, max_bytes=_MAX_FILE_BYTES).send()
             if reply.status != 200:
@@ -306,7 +306,7 @@ class TinkerModel:
 
     def _lost(self, error: Exception) -> PalestraError:
         last = f"the last state that it saved is {self.state}" if self.state else "it has saved no state yet"
-        return PalestraError(f"the Tinker session is lost, and could not be opened again ({refusal(error)}); {last}")
+        return ServiceError(f"the Tinker session is lost, and could not be opened again ({refusal(error)}); {last}")
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:
@@ -347,14 +347,14 @@ def refusal(error: Exception) -> Exception:
         return error
     status = _status_error(error)
     if isinstance(status, tinker.AuthenticationError | tinker.PermissionDeniedError):
-        return PalestraError(f"the Tinker server does not accept the key in TINKER_API_KEY: {_detail(status)}")
+        return ServiceError(f"the Tinker server does not accept the key in TINKER_API_KEY: {_detail(status)}")
     if status is not None:
-        return PalestraError(f"the Tinker server answers {status.status_code}: {_detail(status)}")
+        return ServiceError(f"the Tinker server answers {status.status_code}: {_detail(status)}")
     if isinstance(error, tinker.RequestFailedError):
         text = error.message.removeprefix("Request failed: ").partition(" for self.request_id")[0]
-        return PalestraError(f"the Tinker server refuses a request: {text}")
+        return ServiceError(f"the Tinker server refuses a request: {text}")
     if isinstance(error, tinker.TinkerError):
-        return PalestraError(f"Tinker: {error}")
+        return ServiceError(f"Tinker: {error}")
     return error
 
 

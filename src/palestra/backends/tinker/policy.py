@@ -7,7 +7,7 @@ from tinker import types
 
 from palestra.backends.tinker.learner import TinkerWeights
 from palestra.backends.tinker.model import Sampler, TinkerModel
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import PalestraError, RolloutError, UnsupportedError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.base import BoundedSessions
@@ -24,7 +24,7 @@ class TinkerPolicy(BoundedSessions):
 
     def update(self, weights: Weights) -> None:
         if not isinstance(weights, TinkerWeights) or weights.sampler is None:
-            raise PalestraError(
+            raise UnsupportedError(
                 "a Tinker server samples the weights that it has trained itself; train with --backend tinker, too"
             )
         self._sampler, self.version = weights.sampler, weights.sampler.version
@@ -47,7 +47,7 @@ def sampling_params(params: SamplingParams) -> types.SamplingParams:
         "stop strings beside stop tokens": bool(params.stop and params.stop_token_ids),
     }
     if refused := [name for name, used in missing.items() if used]:
-        raise PalestraError(f"a Tinker server cannot sample with {', '.join(refused)}; leave it out")
+        raise UnsupportedError(f"a Tinker server cannot sample with {', '.join(refused)}; leave it out")
     stops: list[str] | list[int] = list(params.stop) if params.stop else list(params.stop_token_ids)
     return types.SamplingParams(
         max_tokens=params.max_new_tokens,

@@ -18,7 +18,7 @@ from palestra.backends.vllm.common import (
     sampling_fields,
     turn_of,
 )
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import MissingPackageError, RolloutError, ServiceError
 from palestra.core.phases import phases
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
@@ -46,7 +46,7 @@ class VllmColocatePolicy(BoundedSessions):
         try:
             from vllm import LLM
         except ImportError as error:
-            raise PalestraError(
+            raise MissingPackageError(
                 f"vllm.mode = colocate needs vLLM in this environment ({error}); pip install 'palestra[vllm]', or use "
                 "vllm.mode = server"
             ) from None
@@ -62,7 +62,7 @@ class VllmColocatePolicy(BoundedSessions):
                 **options,
             )
         except (ValueError, RuntimeError) as error:
-            raise PalestraError(
+            raise ServiceError(
                 f"vLLM did not start with {model!r}: {error}. Lower vllm.max_model_len, or raise or lower "
                 "vllm.gpu_memory_utilization if it is about memory"
             ) from error
@@ -130,7 +130,7 @@ class VllmColocatePolicy(BoundedSessions):
         try:
             self._engine.add_lora(self._adapter)
         except Exception as error:
-            raise PalestraError(
+            raise ServiceError(
                 f"vLLM did not load the adapter: {error}. Name modules that it supports as lora.target_modules, or use "
                 "our own engine (vllm.mode = off)"
             ) from error
@@ -146,7 +146,7 @@ class VllmColocatePolicy(BoundedSessions):
         try:
             getattr(self._llm, name)()
         except Exception as error:
-            raise PalestraError(
+            raise ServiceError(
                 f"vLLM cannot {name.replace('_', ' ')} here: {error}. model.sleep_mode needs a GPU; set it to false"
             ) from error
 

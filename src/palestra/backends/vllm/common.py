@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import RolloutError, ServiceError, SettingError, UnsupportedError
 from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.policy.module import token_logprobs
@@ -34,7 +34,7 @@ MAX_MEAN_GAP = 0.25  # nats; float32 agrees to 1e-5, bfloat16 to a few hundredth
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """By the names of vLLM's SamplingParams. Only our stop tokens end a turn, not those of the model's own config."""
     if params.grammar is not None:
-        raise PalestraError("vLLM samples without our grammars; leave rollout.constrain_tool_calls out")
+        raise UnsupportedError("vLLM samples without our grammars; leave rollout.constrain_tool_calls out")
     return {
         "max_tokens": params.max_new_tokens,
         "temperature": params.temperature,
@@ -74,7 +74,7 @@ def check_agreement(
     own = [value for piece in pieces for value in piece.logprobs]
     gap = float(np.abs(np.asarray(own) - turn.logprobs).mean())
     if not gap <= MAX_MEAN_GAP:  # NaN, too
-        raise PalestraError(
+        raise ServiceError(
             f"{who} gives other log-probabilities than the learner: {gap:.3g} nats a token apart after version "
             f"{weights.version} of the weights was loaded, expected at most {MAX_MEAN_GAP}. {remedy}"
         )
@@ -109,7 +109,7 @@ class AdapterFolders:
 
     def write(self, weights: Weights) -> Adapter:
         if not hasattr(weights.module, "peft_config"):
-            raise PalestraError("the learner has no LoRA adapter in this process; set lora.r to 0 to train all weights")
+            raise SettingError("the learner has no LoRA adapter in this process; set lora.r to 0 to train all weights")
         number = next(self._numbers)
         adapter = Adapter(f"{self._run}-{number}-v{weights.version}", number, self._root / str(number))
         adapter.folder.mkdir(parents=True)
@@ -140,5 +140,7 @@ def rank_limit(rank: int) -> int:
     """
     fitting = [limit for limit in MAX_LORA_RANKS if limit >= rank]
     if not fitting:
-        raise PalestraError(f"vLLM takes adapters of rank {MAX_LORA_RANKS[-1]} at most, and lora.r is {rank}; lower it")
+        raise UnsupportedError(
+            f"vLLM takes adapters of rank {MAX_LORA_RANKS[-1]} at most, and lora.r is {rank}; lower it"
+        )
     return fitting[0]

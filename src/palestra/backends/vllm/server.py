@@ -19,7 +19,7 @@ from palestra.backends.vllm.common import (
     sampling_fields,
     turn_of,
 )
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import RolloutError, ServiceError, StorageError
 from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask, ask_async
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
@@ -71,7 +71,7 @@ class WholeWeights:
             self._server.tell("/collective_rpc", {"method": "palestra_version"})
         except HttpError as error:
             if error.status == 404:
-                raise PalestraError(
+                raise ServiceError(
                     f"{self._server.url} takes no weights: it has no /collective_rpc. Start it with {self.start}"
                 ) from None
             self._method = "reload_weights"  # vLLM's own
@@ -88,7 +88,7 @@ class WholeWeights:
             finally:
                 server.tell("/resume")
         except HttpError as error:
-            raise PalestraError(
+            raise ServiceError(
                 f"{server.url} did not take new weights: {error}. Restart it, as they may be half loaded. Start it "
                 f"with {self.start}"
             ) from None
@@ -119,7 +119,7 @@ class LoraAdapters:
         try:
             server.tell("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
         except HttpError as error:
-            raise PalestraError(
+            raise ServiceError(
                 f"{server.url} did not load the adapter: {error}. {remedy(error.reason, self._rank)}. Start it with "
                 f"{self.start}"
             ) from None
@@ -217,7 +217,7 @@ class VllmServerPolicy(BoundedSessions):
         try:
             self.served_model = self._sync.load(weights) or self.served_model
         except OSError as error:
-            raise PalestraError(
+            raise StorageError(
                 f"version {weights.version} could not be saved to rollout.weights_folder: {error}; free some space, or "
                 "choose another folder that the server can read"
             ) from error
@@ -238,7 +238,7 @@ class VllmServerPolicy(BoundedSessions):
         try:
             self._server.tell(path)
         except HttpError as error:
-            raise PalestraError(
+            raise ServiceError(
                 f"{error}. model.sleep_mode needs a GPU and a vLLM that was started with --enable-sleep-mode; or set "
                 "it to false"
             ) from None
@@ -250,9 +250,9 @@ class VllmServerPolicy(BoundedSessions):
             [model, *_] = answer["data"]  # adapters come after it
             return str(model["id"]), int(model["max_model_len"])
         except HttpError as error:
-            raise PalestraError(f"no vLLM answers at vllm.url: {error}. Start it with {self._sync.start}") from None
+            raise ServiceError(f"no vLLM answers at vllm.url: {error}. Start it with {self._sync.start}") from None
         except (KeyError, TypeError, ValueError):
-            raise PalestraError(
+            raise ServiceError(
                 f"{self.url}/v1/models is not that of a vLLM server; give its address as vllm.url"
             ) from None
 
@@ -263,9 +263,9 @@ class VllmServerPolicy(BoundedSessions):
         try:
             theirs = self._server.ask("/tokenize", body)["tokens"]
         except HttpError as error:
-            raise PalestraError(f"{self.url} tokenises nothing: {error}. Start it with {self._sync.start}") from None
+            raise ServiceError(f"{self.url} tokenises nothing: {error}. Start it with {self._sync.start}") from None
         if theirs != own:
-            raise PalestraError(
+            raise ServiceError(
                 f"{self.url} serves {self.served_model!r} with another tokenizer: a text of {len(own)} tokens here has "
                 f"{len(theirs)} there, or others. Let it serve the model that is trained"
             )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from palestra.cli.benchmark.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload, check_least
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ResourceError, SettingError
 from palestra.core.types import SamplingParams
 from palestra.engine.supported import text_config
 from palestra.models.loading import load_model
@@ -56,7 +56,7 @@ class Bench:
         config = text_config(model)
         context = getattr(config, "max_position_embeddings", None)
         if context and workload.longest_rollout > context:
-            raise PalestraError(
+            raise SettingError(
                 f"a rollout of {workload.prompt_tokens} prompt tokens, {workload.tool_rounds + 1} turns of "
                 f"{workload.new_tokens} and {workload.tool_rounds} tool results of {TOOL_RESULT_TOKENS} has "
                 f"{workload.longest_rollout} tokens; the model's context holds {context}; "
@@ -89,7 +89,7 @@ class Bench:
             wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         expected = self._work.rollouts * self._work.new_tokens * (tool_rounds + 1)
         if sampled != expected:
-            raise PalestraError(
+            raise ResourceError(
                 f"{side} sampled {sampled} tokens, expected {expected}: memory does not hold one rollout; "
                 "lower prompt_tokens, new_tokens or tool_rounds"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 
 Side = Literal["engine", "plain", "generate"]  # plain is NaivePolicy
 SIDES: tuple[Side, ...] = get_args(Side)
@@ -76,4 +76,4 @@ Results = dict[str, dict[Side, Measurement]]  # scenario -> side -> its result
 def check_least(name: str, value: int, least: int) -> None:
     """Raise for a count that leaves nothing to measure."""
     if value < least:
-        raise PalestraError(f"{name}={value} leaves nothing to measure; use {least} or more")
+        raise SettingError(f"{name}={value} leaves nothing to measure; use {least} or more")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from palestra.core.errors import PalestraError, needs_extra, text_of
+from palestra.core.errors import PalestraError, UserCodeError, needs_extra, text_of
 from palestra.envs.adapters.gymnasium import GymEnv
 from palestra.envs.adapters.openenv import OpenEnv
 from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
@@ -81,7 +81,7 @@ class NamedVerifiersEnv(Env):
         except PalestraError:
             raise
         except (Exception, SystemExit) as error:
-            raise PalestraError(
+            raise UserCodeError(
                 f"the verifiers environment {config.target!r} cannot be loaded: {text_of(error)}. It must be installed "
                 "with all that it needs (pip install verifiers[…] or its own package), and be an environment or a "
                 "taskset; its arguments are env.arguments"

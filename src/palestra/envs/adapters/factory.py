@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from palestra.agents.tools.tool import as_tool
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import InputError, SettingError, did_you_mean
 from palestra.core.types import Problem
 from palestra.envs.base import Environment, Split
 from palestra.envs.env import Env
@@ -42,9 +42,7 @@ class FactoryEnv(Env):
         for factory in factories:
             instance = factory()
             if not callable(getattr(instance, "reset", None)):
-                raise PalestraError(
-                    f"{type(instance).__name__} has no method reset(); an environment_factory needs one"
-                )
+                raise InputError(f"{type(instance).__name__} has no method reset(); an environment_factory needs one")
             for method in _methods(instance):
                 as_tool(method)
             with suppress(Exception):  # it may count on a reset() that there was none of
@@ -64,7 +62,7 @@ class FactoryEnv(Env):
             name = row.pop("environment", None)
             if name not in factory:
                 near = did_you_mean(str(name), factory)
-                raise PalestraError(f"the case has environment={name!r}, expected one of {', '.join(factory)}.{near}")
+                raise SettingError(f"the case has environment={name!r}, expected one of {', '.join(factory)}.{near}")
             factory = factory[name]
         self.environment = factory()
         observation = self.environment.reset(**row)

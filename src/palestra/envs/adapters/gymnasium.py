@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import RolloutError, SettingError, UnsupportedError
 from palestra.core.types import Problem
 from palestra.envs.base import Split
 from palestra.envs.env import Env, EnvConfig, seeded_problems
@@ -49,13 +49,13 @@ class GymEnv(Env):
         if kind == "Text":
             return
         if kind == "MultiBinary" or not hasattr(space, "n"):
-            raise PalestraError(
+            raise UnsupportedError(
                 f"the environment's actions are {space}; only Discrete and Text can be answered in words. "
                 "Turn text into its actions with a gymnasium.ActionWrapper whose action_space is one of these"
             )
         self._first, self._count = int(getattr(space, "start", 0)), int(space.n)
         if self._actions and len(self._actions) != self._count:
-            raise PalestraError(f"{len(self._actions)} names for {self._count} actions; name every one of {space}")
+            raise SettingError(f"{len(self._actions)} names for {self._count} actions; name every one of {space}")
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return seeded_problems(self.config, split, self._question)

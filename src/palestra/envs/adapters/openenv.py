@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from palestra.agents.tools.tool import Tool
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError
 from palestra.core.http import HttpError, Request
 from palestra.core.types import Problem
 from palestra.envs.base import Split
@@ -50,7 +50,7 @@ class OpenEnv(Env):
         try:
             schema = request.parse(request.send())["action"]
         except (HttpError, KeyError, TypeError) as error:
-            raise PalestraError(f"{self._url} is no OpenEnv server that can be asked for its schema: {error}") from None
+            raise ServiceError(f"{self._url} is no OpenEnv server that can be asked for its schema: {error}") from None
         properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
         self._parameters = {**schema, "properties": properties}
         self._about = schema.get("description", "Act in the environment.").strip().splitlines()[0]

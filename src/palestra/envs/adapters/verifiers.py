@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError, UserCodeError
 from palestra.core.messages import as_messages, to_dict
 from palestra.core.types import Message, Problem
 from palestra.envs.base import Split
@@ -39,12 +39,12 @@ class VerifiersEnv(Env):
         turns = int(getattr(environment, "max_turns", -1))
         self.max_turns = turns if turns > 0 else None
         if hasattr(environment, "harness"):
-            raise PalestraError(
+            raise UnsupportedError(
                 f"{type(environment).__name__} plays and scores its attempts by a harness of its own, which this "
                 "adapter has not; run it with verifiers against `palestra serve`, or write it as a palestra.Env"
             )
         if hasattr(environment, "update_tool_args"):
-            raise PalestraError(
+            raise UnsupportedError(
                 f"{type(environment).__name__} fills in arguments of its tools itself, which is not supported; "
                 "serve it as an environment of its own, or write it as a palestra.Env"
             )
@@ -225,7 +225,7 @@ class TasksetEnv(Env):
         """Refuse what a conversation alone cannot play or score, before anything is trained on half of it."""
         task = next(iter(self.taskset))
         if missing := [*_toolsets(self.taskset), *_needs(task)]:
-            raise PalestraError(
+            raise UnsupportedError(
                 f"{type(task).__name__} needs {', '.join(missing)}, which this adapter has not; run it with verifiers' "
                 "own harness against `palestra serve`, or write it as a palestra.Env"
             )
@@ -251,7 +251,7 @@ class TasksetEnv(Env):
         trace = Trace(task, [AttributeDict.of(message) for message in self.messages])
         await task.score(trace, None)
         if not any(value is not None for value in trace.rewards.values()):
-            raise PalestraError(f"{type(task).__name__} has no reward that can be given without a runtime")
+            raise UserCodeError(f"{type(task).__name__} has no reward that can be given without a runtime")
         return {"reward": trace.reward}
 
 

@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import (
+    InputError,
+    MissingPackageError,
+    NotFoundError,
+    SettingError,
+    UnsupportedError,
+    did_you_mean,
+)
 from palestra.core.types import Message, Problem, Score
 from palestra.envs.base import Split
 from palestra.envs.child_process import ChildFailed
@@ -44,11 +51,11 @@ class ReasoningGym(Env):
     def setup(self) -> None:
         task = self.config.task
         if not task_names():
-            raise PalestraError("reasoning-gym is not installed; pip install 'palestra[reasoning-gym]'")
+            raise MissingPackageError("reasoning-gym is not installed; pip install 'palestra[reasoning-gym]'")
         if task not in task_names():
-            raise PalestraError(f"reasoning-gym has no dataset {task!r}.{did_you_mean(task, task_names())}")
+            raise NotFoundError(f"reasoning-gym has no dataset {task!r}.{did_you_mean(task, task_names())}")
         if task in WRONG_SCORERS:
-            raise PalestraError(
+            raise UnsupportedError(
                 f"reasoning-gym's scorer of {task} is wrong: {WRONG_SCORERS[task]}; choose another dataset"
             )
         self.datasets: list[Any] = []
@@ -81,7 +88,7 @@ class ReasoningGym(Env):
         training = (e for e in entries if not is_held_out(Problem("example", e["question"], e["answer"]), share))
         for entry in itertools.islice(training, self.config.shots):
             if entry["answer"] is None:
-                raise PalestraError(f"{self.config.task} names no right answer that could be shown; set env.shots to 0")
+                raise SettingError(f"{self.config.task} names no right answer that could be shown; set env.shots to 0")
             answer = str(entry["answer"])
             yield Message("user", entry["question"])
             yield Message("assistant", answer.join(_ANSWER) if self.config.answer_tags else answer)
@@ -118,4 +125,4 @@ class _Entries(Sequence[Problem]):
             if is_held_out(problem, self._env.config.held_out_share) == (self._split == "held_out"):
                 shown = self._env.shown
                 return replace(problem, input=(*shown, Message("user", entry["question"]))) if shown else problem
-        raise PalestraError(f"{self._env.config.task} has too few different questions to hold some out")
+        raise InputError(f"{self._env.config.task} has too few different questions to hold some out")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError
 from palestra.envs.env import EnvConfig
 from palestra.envs.sandbox.isolation import CONTAINER_IMAGE, SandboxLimits
 from palestra.envs.sandbox.sandbox import Sandbox, choose_isolation, why_not
@@ -28,7 +28,7 @@ class SandboxConfig(EnvConfig):
         if self.isolation == "auto":
             choose_isolation(self.allow_unsandboxed)
         elif reason := why_not(self.isolation, self.container_image):
-            raise PalestraError(f"isolation={self.isolation} does not work here: {reason}")
+            raise UnsupportedError(f"isolation={self.isolation} does not work here: {reason}")
 
     def sandbox(self, limits: SandboxLimits) -> Sandbox:
         kind = choose_isolation(self.allow_unsandboxed) if self.isolation == "auto" else self.isolation

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError
 from palestra.envs.sandbox.inside import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, become, install_filter, prctl
 from palestra.envs.sandbox.isolation import seccomp_filter, visible
 from palestra.envs.sandbox.namespaces import NEW_NS, check, libc, new_root, unshare
@@ -74,7 +74,7 @@ class ProgramSandbox:
 def check_sandbox() -> None:
     """Refuse a machine on which programs cannot be isolated."""
     if (reason := why_not("namespaces")) is not None:
-        raise PalestraError(f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out")
+        raise UnsupportedError(f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out")
 
 
 def program_paths(command: Sequence[str], cwd: Path) -> list[str]:

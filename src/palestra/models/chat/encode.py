@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, UserCodeError
 from palestra.core.messages import encodable
 from palestra.core.types import Maker, Message, Turn
 
@@ -135,7 +135,7 @@ class TokenRuns:
 
 
 def not_append_only(reason: str) -> PalestraError:
-    return PalestraError(
+    return UserCodeError(
         f"the chat template cannot be extended message by message: {reason}. Train with a template that only "
         "appends (ChatML templates do): set tokenizer.chat_template."
     )

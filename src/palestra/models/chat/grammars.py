@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import MissingPackageError, UnsupportedError, UserCodeError
 from palestra.core.types import Grammar, Matching
 from palestra.models.chat.callformats import CallFormat, format_of
 from palestra.models.chat.callrules import json_rule, rules_of, trigger_of
@@ -67,7 +67,7 @@ class CallGrammar(Grammar):
                 self.places, self._masks = {}, 0
             mask = matcher.compute_bitmask()
             if mask.count(0) == len(mask):
-                raise PalestraError(f"the tokenizer cannot write the call that was begun; {matcher.get_error()}")
+                raise UserCodeError(f"the tokenizer cannot write the call that was begun; {matcher.get_error()}")
             place.mask, self._masks = mask, self._masks + 1
         return place.mask
 
@@ -104,7 +104,7 @@ class CallMatching(Matching):
     def accept(self, token_id: int) -> None:
         if self._call is not None:
             if not self._call.consume_token(token_id):
-                raise PalestraError(f"a tool call left its grammar: {self._call.get_error()}")
+                raise UserCodeError(f"a tool call left its grammar: {self._call.get_error()}")
             if self._call.is_accepting():
                 self._call, self._has_called = None, True
             else:
@@ -178,14 +178,14 @@ class TurnMatching(Matching):
         if self._matcher.is_accepting():
             mask = bytes(a | b for a, b in zip(mask, self._grammar.stops.ljust(len(mask), b"\0"), strict=False))
         if mask.count(0) == len(mask):
-            raise PalestraError(f"the tokenizer cannot write what was begun; {self._matcher.get_error()}")
+            raise UserCodeError(f"the tokenizer cannot write what was begun; {self._matcher.get_error()}")
         return mask
 
     def accept(self, token_id: int) -> None:
         if token_id in self._grammar.stop_token_ids or self._matcher.is_stopped():
             return
         if not self._matcher.consume_token(token_id):
-            raise PalestraError(f"a turn left its grammar: {self._matcher.get_error()}")
+            raise UserCodeError(f"a turn left its grammar: {self._matcher.get_error()}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +215,13 @@ class _Vocabulary:
         try:
             from llguidance import hf
         except ModuleNotFoundError:
-            raise PalestraError(f"{_SETTINGS} need llguidance; pip install 'palestra[constrain]'") from None
+            raise MissingPackageError(f"{_SETTINGS} need llguidance; pip install 'palestra[constrain]'") from None
         try:
             self.tokens: LLTokenizer = hf.from_tokenizer(tokenizer)
         except ValueError as error:
-            raise PalestraError(f"{_SETTINGS} cannot use {type(tokenizer).__name__}: {error}. Leave them off") from None
+            raise UnsupportedError(
+                f"{_SETTINGS} cannot use {type(tokenizer).__name__}: {error}. Leave them off"
+            ) from None
         self.trigger = trigger.encode()
         self.at_start = trigger == "{"
 
@@ -274,7 +276,7 @@ class _Compiler:
             return CallGrammar(self._vocabulary, matcher, bits(end_after_call, self._vocabulary.tokens.vocab_size))
         for tool in tools if len(tools) > 1 else ():
             self._calls([tool])  # raises for the one that is to blame
-        raise PalestraError(
+        raise UnsupportedError(
             f"rollout.constrain_tool_calls cannot keep to the schema of {tools[0]['function']['name']!r}: {refusal}. "
             "Leave the setting off, or write the schema without it"
         )
@@ -298,7 +300,7 @@ class _Compiler:
             start = f"reasoning WS? ({start})"
         matcher, refusal = self._matcher(start, rules)
         if refusal:
-            raise PalestraError(f"the model cannot be kept to the JSON schema: {refusal}; change the schema")
+            raise UnsupportedError(f"the model cannot be kept to the JSON schema: {refusal}; change the schema")
         stops = bits(text.stop_token_ids, self._vocabulary.tokens.vocab_size)
         return TurnGrammar(matcher, frozenset(text.stop_token_ids), stops or b"")
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from importlib import resources
 from typing import Any, Literal
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError, UserCodeError
 from palestra.core.messages import to_dict
 from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.core.types import Message, ToolCall
@@ -70,7 +70,7 @@ PROBE = {
 RENDER_S = 10.0  # a real template takes milliseconds
 
 
-class TemplateRefusal(PalestraError):
+class TemplateRefusal(UnsupportedError):
     """The template takes no such messages."""
 
 
@@ -92,7 +92,7 @@ def render(
                 **variables,
             )
     except TimeLimitError:
-        raise PalestraError(
+        raise UserCodeError(
             f"the chat template took longer than {RENDER_S:g} s for {len(messages)} messages; "
             "set tokenizer.chat_template to one that ends"
         ) from None

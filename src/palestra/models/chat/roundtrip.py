@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, UnsupportedError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.written import common_start
@@ -55,7 +55,7 @@ def takes_parallel_calls(chat: ChatFormat) -> bool:
 def check_tool_calls(chat: ChatFormat, *, appends: bool = True) -> None:
     """Raise PalestraError if there is a `tool_call_problem`."""
     if reason := tool_call_problem(chat, appends=appends):
-        raise PalestraError(
+        raise UnsupportedError(
             f"tool calls of this model cannot be used: {reason}. Its chat template was taken to write the call format "
             f"{chat.call_format.name!r}, like this:\n{chat.call_format.example}\n"
             "Use a model whose template is supported (docs/models.md lists them), or set tokenizer.chat_template to "

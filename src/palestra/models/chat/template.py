@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, UnsupportedError
 from palestra.core.types import Message, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of
 from palestra.models.chat.calls_tokens import find_harmony
@@ -66,13 +66,13 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise PalestraError(
+            raise InputError(
                 "the tokenizer has no chat template, so messages cannot become tokens. "
                 "Its special tokens belong to no known family either (ChatML, Llama 3, Mistral, Gemma, Phi-3). "
                 "Use an instruction-tuned model, or set tokenizer.chat_template to a Jinja template."
             )
         if not getattr(tokenizer, "is_fast", False):
-            raise PalestraError(
+            raise UnsupportedError(
                 f"{type(tokenizer).__name__} is a slow tokenizer, which cannot tell which characters a token covers. "
                 "Load the fast one: AutoTokenizer.from_pretrained(name, use_fast=True)."
             )
@@ -140,7 +140,7 @@ class ChatFormat:
             except TemplateRefusal:  # it needs tools
                 self._shows_tools = True
             if not self._shows_tools:
-                raise PalestraError(
+                raise UnsupportedError(
                     "the chat template does not show tools to the model. Use a model whose template does "
                     "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
                 )
@@ -291,7 +291,7 @@ class ChatFormat:
         if self.call_format is HARMONY:  # ends every message of a turn
             found.discard(self._special.get(_HARMONY_END, -1))
         if not found:
-            raise PalestraError(
+            raise InputError(
                 "the tokenizer has no end-of-sequence token, and its chat template ends an assistant message without "
                 "a special token, so a turn would never end. Set tokenizer.eos_token."
             )
@@ -399,5 +399,5 @@ class ChatFormat:
     def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in variables:
             if not self.has_variable(name):
-                raise PalestraError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
+                raise UnsupportedError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
         return variables

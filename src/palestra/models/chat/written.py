@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.encode import ForgedTexts, Piece, not_append_only, with_texts
 from palestra.models.chat.reasoning import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
@@ -55,7 +55,7 @@ def write_reply(
         found = chat.read(ids, tools, prompt_end)
         if _same(found, attempt):
             return WrittenReply(ids, found, _left_out(message, reasoning, found, pieces))
-        refusal = refusal or PalestraError(
+        refusal = refusal or InputError(
             f"the chat template writes the assistant's message {_shown(message)} so that it is read back as "
             f"{_shown(found)}. Change the message, or take the conversation out"
         )

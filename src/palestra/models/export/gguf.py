@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import SettingError, did_you_mean
 from palestra.models.export.source import ModelSource
 from palestra.models.gguf.config import is_written_here
 from palestra.models.gguf.write import (
@@ -36,9 +36,7 @@ def to_gguf(
     type = type.lower()
     types = (*TYPES, *QUANTIZED)
     if type not in types:
-        raise PalestraError(
-            f"there is no GGUF type {type!r}; use one of {', '.join(types)}.{did_you_mean(type, types)}"
-        )
+        raise SettingError(f"there is no GGUF type {type!r}; use one of {', '.join(types)}.{did_you_mean(type, types)}")
 
     converter = None if is_written_here(source.config) else find_llama_converter(llama_cpp)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StorageError, UnsupportedError
 from palestra.core.files import write_json, write_text
 from palestra.models.adapters import RECORD, base_record, is_adapter
 from palestra.models.export.card import agent_section
@@ -89,7 +89,7 @@ def _written_aside(folder: Path) -> Iterator[Path]:
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise PalestraError(
+        raise StorageError(
             f"the model could not be saved to {folder} ({reason}); free some space or choose another path"
         ) from error
     finally:
@@ -139,7 +139,7 @@ def _merged_copy(model: Any) -> Any:
     if not hasattr(model, "merge_and_unload"):
         return model
     if getattr(model, "is_loaded_in_4bit", False):
-        raise PalestraError(
+        raise UnsupportedError(
             "the base of this adapter is held in 4 bits, too coarse to merge into; save the adapter (merged=False), "
             "then `palestra export FOLDER --to hf` merges it into the base in full precision"
         )

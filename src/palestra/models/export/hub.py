@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError, SettingError
 from palestra.core.files import write_json, write_text
 from palestra.models.export.card import model_card
 
@@ -42,7 +42,7 @@ def to_hub(
     check_repo(repo)
     folder = Path(model).expanduser()
     if adapter and not is_adapter(folder):
-        raise PalestraError(f"{model} is no adapter; leave out --adapter to upload the whole model")
+        raise SettingError(f"{model} is no adapter; leave out --adapter to upload the whole model")
     with tempfile.TemporaryDirectory() as made:
         copy = Path(made, "model")
         shutil.copytree(folder, copy) if adapter else to_hf(model, copy)
@@ -57,13 +57,13 @@ def to_hub(
 def check_repo(repo: str) -> None:
     """Raise for a repository or a machine to which nothing can be uploaded, before any work."""
     if not _REPO.fullmatch(repo):
-        raise PalestraError(f"{repo!r} is no repository of the hub; expected USER/NAME, such as my-name/my-agent")
+        raise SettingError(f"{repo!r} is no repository of the hub; expected USER/NAME, such as my-name/my-agent")
     from huggingface_hub import constants, get_token
 
     if constants.is_offline_mode():
-        raise PalestraError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or use --to hf for a folder")
+        raise SettingError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or use --to hf for a folder")
     if not get_token():
-        raise PalestraError("uploading needs a token of the hub that may write; run `hf auth login`, or set HF_TOKEN")
+        raise SettingError("uploading needs a token of the hub that may write; run `hf auth login`, or set HF_TOKEN")
 
 
 def _upload(folder: Path, repo: str, private: bool) -> HubRepo:
@@ -78,10 +78,10 @@ def _upload(folder: Path, repo: str, private: bool) -> HubRepo:
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         remedy = "; check that the token may write to it (`hf auth whoami`)" if status in (401, 403, 404) else ""
-        raise PalestraError(f"the hub refused the upload to {repo} ({_first_line(error)}){remedy}") from error
+        raise ServiceError(f"the hub refused the upload to {repo} ({_first_line(error)}){remedy}") from error
     except (httpx.HTTPError, OSError, json.JSONDecodeError) as error:
         where = os.environ.get("HF_ENDPOINT", "huggingface.co")
-        raise PalestraError(f"the upload to {repo} failed ({_first_line(error)}); is {where} reachable?") from error
+        raise ServiceError(f"the upload to {repo} failed ({_first_line(error)}); is {where} reachable?") from error
     return HubRepo(repo, str(url), private)
 
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.files import write_text
 from palestra.models.export.gguf import to_gguf
 from palestra.models.export.source import ModelSource
@@ -69,9 +69,7 @@ def to_ollama(
 ) -> OllamaModel:
     """Write the GGUF file and the Modelfile to `folder`, and create the model if `ollama` is on PATH."""
     if not _NAME.fullmatch(name):
-        raise PalestraError(
-            f"{name!r} is not a valid name in Ollama; use letters, digits, . - _ and one : before a tag"
-        )
+        raise SettingError(f"{name!r} is not a valid name in Ollama; use letters, digits, . - _ and one : before a tag")
     file = f"{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-.')}-{type.lower()}.gguf"
     text = modelfile(source, file)
     gguf = to_gguf(source, folder / file, type=type, llama_cpp=llama_cpp, progress=progress)
@@ -126,7 +124,7 @@ def family_of(tokenizer: Any) -> str:
         return "gemma"
     if "<|end|>" in text:
         return "phi3"
-    raise PalestraError(
+    raise UnsupportedError(
         f"there is no Ollama template for this model's conversation format; supported are {', '.join(STOPS)}. "
         "Use --to gguf and write a Modelfile for it"
     )
@@ -148,5 +146,5 @@ def _context(source: ModelSource) -> int:
 
 def _quoted(text: str) -> str:
     if '"""' in text:
-        raise PalestraError('a Modelfile cannot hold three quotation marks in a row (""") in the instructions')
+        raise InputError('a Modelfile cannot hold three quotation marks in a row (""") in the instructions')
     return f'"""{text}"""'

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnreadableFileError
 from palestra.models.adapters import RECORD, is_adapter
 from palestra.models.loading import canonical_name, load_model, load_tokenizer
 
@@ -87,7 +87,7 @@ def _from_folder(folder: Path, name: str) -> ModelSource:
         has_generation = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if has_generation else GenerationConfig()
     except (OSError, ValueError) as error:
-        raise PalestraError(f"{folder} cannot be read as a model: {str(error).splitlines()[0]}") from error
+        raise UnreadableFileError(f"{folder} cannot be read as a model: {str(error).splitlines()[0]}") from error
     instructions = str(read_record(folder).get("instructions") or "")
     return ModelSource(name, FolderWeights(folder), config, tokenizer, generation, instructions)
 
@@ -103,7 +103,9 @@ class FolderWeights(Mapping[str, torch.Tensor]):
                 with safe_open(path, "pt") as file:
                     self._file_of |= {name: path for name in file.keys()}  # noqa: SIM118 (not a mapping)
             except (OSError, SafetensorError) as error:
-                raise PalestraError(f"the weights {path} cannot be read ({error}); save the model again") from error
+                raise UnreadableFileError(
+                    f"the weights {path} cannot be read ({error}); save the model again"
+                ) from error
 
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError
 from palestra.models.gguf.file import GgufFile
 from palestra.models.gguf.rope import head_dim_of, rope_from_gguf, rope_to_gguf
 
@@ -110,9 +110,9 @@ def architecture_of(config: Any) -> Architecture:
     for row in ARCHITECTURES:
         if row.model_type == config.model_type:
             if row.always_tied and not config.tie_word_embeddings:
-                raise PalestraError(f"{config.model_type} with an output layer of its own cannot be written as GGUF")
+                raise UnsupportedError(f"{config.model_type} with an output layer of its own cannot be written as GGUF")
             return row
-    raise PalestraError(
+    raise UnsupportedError(
         f"the architecture {config.model_type!r} cannot be written as GGUF; supported are "
         f"{', '.join(row.model_type for row in ARCHITECTURES)}. For others, give the folder of llama.cpp (--llama-cpp, "
         "llama_cpp_path or LLAMA_CPP_PATH), whose convert_hf_to_gguf.py is then used"
@@ -126,7 +126,7 @@ def architecture_of_file(file: GgufFile) -> Architecture:
         if row.name == file.architecture and not experts:
             return row
     names = dict.fromkeys(row.name for row in ARCHITECTURES)
-    raise PalestraError(
+    raise UnsupportedError(
         f"{file.path} has the architecture {file.architecture or '(none)'}{experts}, which cannot be loaded from GGUF; "
         f"supported are {', '.join(names)}. Give the model's Hugging Face folder instead."
     )
@@ -218,7 +218,7 @@ def config_to_gguf(config: Any) -> dict[str, str | int | float]:
     architecture = architecture_of(config)
     scale, derived = getattr(config, "query_pre_attn_scalar", None), _attention_scale(architecture, config)
     if scale is not None and scale != derived:
-        raise PalestraError(
+        raise UnsupportedError(
             f"query_pre_attn_scalar={scale} cannot be written as GGUF: llama.cpp uses {derived} for this shape"
         )
     fields: dict[str, Any] = {}
@@ -266,7 +266,7 @@ def _window_to_gguf(architecture: Architecture, config: Any) -> dict[str, int]:
     full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
     period = full[0] + 1 if full else max(default, config.num_hidden_layers + 1)
     if full != list(range(period - 1, config.num_hidden_layers, period)):
-        raise PalestraError(
+        raise UnsupportedError(
             f"GGUF needs layers with full attention at regular intervals; this model has them at {full}"
         )
     pattern = {} if period == default else {"attention.sliding_window_pattern": period}

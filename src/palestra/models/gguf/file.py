@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import NotFoundError, PalestraError, UnreadableFileError, UnsupportedError, needs_extra
 
 COPY_AGAIN = "download or copy it again, or give the model's Hugging Face folder"
 _STRING, _ARRAY = 8, 9
@@ -58,7 +58,7 @@ class GgufFile:
     def required(self, key: str) -> Any:
         value = self.field(key)
         if value is None:
-            raise PalestraError(f"{self.path} is incomplete: it has no {self.architecture}.{key}; {COPY_AGAIN}")
+            raise UnreadableFileError(f"{self.path} is incomplete: it has no {self.architecture}.{key}; {COPY_AGAIN}")
         return value
 
     def number(self, key: str, kind: type[Number], default: float | None = None, least: float = 0) -> Number | None:
@@ -82,11 +82,11 @@ class GgufFile:
         return value
 
     def corrupt(self, reason: str) -> PalestraError:
-        return PalestraError(f"{self.path} is corrupt: {reason}; {COPY_AGAIN}")
+        return UnreadableFileError(f"{self.path} is corrupt: {reason}; {COPY_AGAIN}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.tensors:
-            raise PalestraError(f"{self.path} is incomplete: it has no tensor {name}; {COPY_AGAIN}")
+            raise UnreadableFileError(f"{self.path} is incomplete: it has no tensor {name}; {COPY_AGAIN}")
         return self.tensors[name].shape
 
     def tensor(self, name: str) -> np.ndarray:
@@ -99,7 +99,7 @@ class GgufFile:
             rows = stored.data.reshape(gguf.quant_shape_to_byte_shape(shape, quantization))
             return np.asarray(gguf.dequantize(rows, quantization), np.float32).reshape(shape)
         except (NotImplementedError, ValueError, KeyError):
-            raise PalestraError(
+            raise UnsupportedError(
                 f"{self.path}: the tensor {name} has the type {quantization.name}, which the gguf package cannot "
                 "dequantise; give a file in F16, BF16, Q8_0, Q4_K_M or another common type"
             ) from None
@@ -114,16 +114,16 @@ def require_gguf() -> None:
 def open_gguf(path: Path) -> GgufFile:
     """Read a file's metadata and locate its tensors; raises for a file that is missing, truncated or not GGUF."""
     if not path.is_file():
-        raise PalestraError(f"there is no file {path}; check the path of the .gguf file")
+        raise NotFoundError(f"there is no file {path}; check the path of the .gguf file")
     require_gguf()
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise PalestraError(f"{path} is not a GGUF file: it does not begin with GGUF; {COPY_AGAIN}")
+            raise UnreadableFileError(f"{path} is not a GGUF file: it does not begin with GGUF; {COPY_AGAIN}")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         metadata, tensors = _Header(mapped).read()
     except (ValueError, TypeError, KeyError, OverflowError, MemoryError, struct.error) as error:
-        raise PalestraError(
+        raise UnreadableFileError(
             f"{path} cannot be read as GGUF: it is truncated or corrupt ({error}); {COPY_AGAIN}"
         ) from None
     return GgufFile(path, metadata, tensors)

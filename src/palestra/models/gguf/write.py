@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import (
+    InputError,
+    MissingPackageError,
+    ResourceError,
+    ServiceError,
+    SettingError,
+    StorageError,
+    UnsupportedError,
+    did_you_mean,
+)
 from palestra.core.files import replacing
 from palestra.core.secrets import clean_environment
 from palestra.models.gguf.config import architecture_of, config_to_gguf, tensor_names, weight_to_gguf
@@ -80,7 +89,7 @@ def write_gguf(
     `type` is that of the matrices: f32, f16, bf16 or q8_0; vectors stay f32. An existing file is replaced at the end.
     """
     if type not in TYPES:
-        raise PalestraError(f"the GGUF type {type!r} is not one of {', '.join(TYPES)}.{did_you_mean(type, TYPES)}")
+        raise SettingError(f"the GGUF type {type!r} is not one of {', '.join(TYPES)}.{did_you_mean(type, TYPES)}")
     require_gguf()
     metadata = _metadata(config, tokenizer, type, name)
     tensors = sorted(_plan(config, weights, type), key=_by_name_and_layer)
@@ -91,7 +100,7 @@ def write_gguf(
         with replacing(path) as temporary:
             _write(temporary, architecture_of(config).name, metadata, tensors, lambda done: progress(done, total))
     except OSError as error:
-        raise PalestraError(
+        raise StorageError(
             f"{path} could not be written ({error.strerror or error}); free some space or choose another path"
         ) from error
     return path
@@ -128,7 +137,7 @@ def _plan(config: Any, weights: Mapping[str, torch.Tensor], type: str) -> Iterat
             continue
         target = gguf_name(name)
         if target is None:
-            raise PalestraError(
+            raise UnsupportedError(
                 f"the tensor {name!r} has no place in a GGUF file of {config.model_type}; "
                 f"give an unmodified {config.model_type} model"
             )
@@ -196,7 +205,7 @@ def _encode(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
         case "f16":
             half = values.half()
             if not torch.isfinite(half).all():
-                raise PalestraError(f"{tensor.name} has numbers that f16 cannot hold; use type bf16 or f32")
+                raise InputError(f"{tensor.name} has numbers that f16 cannot hold; use type bf16 or f32")
             return half.numpy()
         case "bf16":
             return values.bfloat16().view(torch.uint8).numpy()
@@ -206,7 +215,7 @@ def _encode(tensor: PlannedTensor) -> np.ndarray[Any, Any]:
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise PalestraError(
+        raise ResourceError(
             f"{folder} has {free / 2**20:,.0f} MiB free, and the export needs about {needed / 2**20:,.0f} MiB; "
             "free some space or choose another path"
         )
@@ -219,7 +228,7 @@ def run_program(
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
     if result.returncode or (made is not None and not made.is_file()):
         lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
-        raise PalestraError(f"{failure} (exit {result.returncode}): {lines[-1]}{hint}")
+        raise ServiceError(f"{failure} (exit {result.returncode}): {lines[-1]}{hint}")
 
 
 def find_llama_quantize(llama_cpp: str | None = None) -> Path:
@@ -228,7 +237,7 @@ def find_llama_quantize(llama_cpp: str | None = None) -> Path:
         if folder:
             program = next(_programs_in(Path(folder).expanduser()), None)
             if program is None:
-                raise PalestraError(
+                raise SettingError(
                     f"{name}={folder} has no {PROGRAM} (searched: the folder itself, bin and build/bin); build it "
                     f"there with: {_BUILD}"
                 )
@@ -240,8 +249,8 @@ def find_llama_quantize(llama_cpp: str | None = None) -> Path:
         return program
     needed = f"types other than f32, f16, bf16 and q8_0 need llama.cpp's {PROGRAM}"
     if checkout := next((folder for folder in folders if (folder / "CMakeLists.txt").is_file()), None):
-        raise PalestraError(f"{needed}, which {checkout} has not built yet; build it there with: {_BUILD}")
-    raise PalestraError(
+        raise MissingPackageError(f"{needed}, which {checkout} has not built yet; build it there with: {_BUILD}")
+    raise MissingPackageError(
         f"{needed}, which was not found on PATH nor in {', '.join(_USUAL_FOLDERS)}; "
         "set LLAMA_CPP_PATH to llama.cpp's folder, or use type q8_0"
     )
@@ -269,7 +278,7 @@ def llama_quantize(program: Path, source: Path, path: Path, type: str) -> Path:
             command = [str(program), str(source), str(partial), type.upper()]
             run_program(command, f"{program} could not make {type}", made=partial)
     except OSError as error:
-        raise PalestraError(f"{program} could not be run ({error.strerror or error})") from error
+        raise ServiceError(f"{program} could not be run ({error.strerror or error})") from error
     return path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrackSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import MissingPackageError, PalestraError, ServiceError, SettingError
 from palestra.core.run_folder import RunFolder
 from palestra.runs.tracking.base import GuardedTracker, JsonlTracker, Tracker, Trackers
 from palestra.runs.tracking.services import (
@@ -49,7 +49,7 @@ def check_trackers(track: TrackSection) -> None:
 
 
 def _not_installed(name: str, package: str | None) -> PalestraError:
-    return PalestraError(
+    return MissingPackageError(
         f"report_to {name!r} needs a package that is not installed ({package}); pip install 'palestra[{name}]'"
     )
 
@@ -73,7 +73,7 @@ def _start(
     except PalestraError:
         raise
     except Exception as error:
-        raise PalestraError(
+        raise ServiceError(
             f"{name} could not be started ({type(error).__name__}: {error}); fix that, or leave it out of report_to"
         ) from error
-    raise PalestraError(f"unknown tracker {name!r}; expected wandb, tensorboard, mlflow or trackio")
+    raise SettingError(f"unknown tracker {name!r}; expected wandb, tensorboard, mlflow or trackio")

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from palestra.core.config import flatten
 from palestra.core.config_sections import TrackSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.files import write_text
 from palestra.core.messages import prompt_length
 from palestra.core.run_folder import RunFolder
@@ -78,7 +78,7 @@ class WandbService(Tracker):
 def check_wandb_key() -> None:
     """Raise where W&B would ask for a key."""
     if needs_wandb_key():
-        raise PalestraError(
+        raise SettingError(
             "report_to 'wandb' needs WANDB_API_KEY, which is not set; set it, run `wandb login`, "
             "or set WANDB_MODE=offline to keep the run on this machine"
         )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import InputError, UnsupportedError, did_you_mean
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.streaming import Delta
 from palestra.servers.gateway.request import ChatRequest, Event, ToolChoice, grammar_of, json_schema
@@ -45,7 +45,7 @@ class CountBody(BaseModel):
         for name in known:
             if name not in cls.model_fields:
                 hint = did_you_mean(name[:100], cls.model_fields)
-                raise PalestraError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
+                raise InputError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
         return cls.model_validate(known)
 
     def request(self, model: Completer) -> ChatRequest:
@@ -57,16 +57,16 @@ class CountBody(BaseModel):
         for i, message in enumerate(self.messages):
             where, content, role = f"messages.{i}", message.get("content"), message.get("role")
             if role not in ("user", "assistant", "system"):
-                raise PalestraError(f"{where}.role is {short(role)}; expected user, assistant or system")
+                raise InputError(f"{where}.role is {short(role)}; expected user, assistant or system")
             blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
             if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-                raise PalestraError(f"{where}.content is {short(content)}; expected a text or a list of blocks")
+                raise InputError(f"{where}.content is {short(content)}; expected a text or a list of blocks")
             if role == "system":  # Claude Code sends some between the user's messages
                 yield Message("system", _text(blocks, where))
             else:
                 yield from _user(blocks, where) if role == "user" else [_assistant(blocks, where)]
         if self.messages[-1].get("role") == "assistant":
-            raise PalestraError("the last message is the assistant's; prefilled answers are not supported")
+            raise UnsupportedError("the last message is the assistant's; prefilled answers are not supported")
 
 
 class MessagesBody(CountBody):
@@ -223,7 +223,7 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> Message:
     uses = [block for block in visible if block.get("type") == "tool_use"]
     for block in uses:
         if not (isinstance(block.get("name"), str) and isinstance(block.get("input"), dict)):
-            raise PalestraError(f"{where}: a tool_use block needs a name and an input object")
+            raise InputError(f"{where}: a tool_use block needs a name and an input object")
     calls = tuple(ToolCall(str(block.get("id")), block["name"], block["input"]) for block in uses)
     return Message("assistant", _text([block for block in visible if block not in uses], where), calls)
 
@@ -236,7 +236,7 @@ def _text(content: Any, where: str) -> str:
         text = block.get("text") if isinstance(block, dict) else None
         if not isinstance(text, str):
             kind = block.get("type") if isinstance(block, dict) else block
-            raise PalestraError(f"{where}: a block of type {short(kind)} is not supported here; only text is")
+            raise UnsupportedError(f"{where}: a block of type {short(kind)} is not supported here; only text is")
         texts.append(text)
     return "".join(texts)
 
@@ -244,7 +244,9 @@ def _text(content: Any, where: str) -> str:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool in OpenAI's form."""
     if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
-        raise PalestraError(f"the tool {short(tool.get('type'))} is not supported; only custom tools with a name are")
+        raise UnsupportedError(
+            f"the tool {short(tool.get('type'))} is not supported; only custom tools with a name are"
+        )
     about = {"description": tool["description"]} if "description" in tool else {}
     return {
         "type": "function",
@@ -258,5 +260,5 @@ def _choice(value: dict[str, Any] | None) -> ToolChoice:
     if kind == "tool" and value is not None:
         return ToolChoice("required", (str(value.get("name")),), one_call)
     if kind not in ("auto", "any", "none"):
-        raise PalestraError(f"tool_choice={short(value)} is not supported; use auto, any, none or tool with a name")
+        raise UnsupportedError(f"tool_choice={short(value)} is not supported; use auto, any, none or tool with a name")
     return ToolChoice("required" if kind == "any" else kind, one_call=one_call)

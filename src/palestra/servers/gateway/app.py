@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 
-from palestra.core.errors import ContextLengthError, PalestraError
+from palestra.core.errors import ContextLengthError, InputError, PalestraError
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.agent_requests import AgentRequests, fit_template
@@ -165,9 +165,9 @@ def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
     try:
         return fit_template(body.request(model), model.chat)
     except RecursionError:
-        raise PalestraError("the request is nested too deeply") from None
+        raise InputError("the request is nested too deeply") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
-        raise PalestraError(f"the request is not in the form that this endpoint takes: {error}") from error
+        raise InputError(f"the request is not in the form that this endpoint takes: {error}") from error
 
 
 async def _connected(request: Request, first: Piece, pieces: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:

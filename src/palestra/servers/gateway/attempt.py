@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.core.errors import ContextLengthError, PalestraError
+from palestra.core.errors import ContextLengthError, InputError, PalestraError, StateError
 from palestra.core.messages import with_unique_ids
 from palestra.core.types import (
     Lineage,
@@ -38,7 +38,7 @@ from palestra.servers.openai.completer import Completer, SamplingRequest, TextSt
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
 
 
-class AttemptEnded(PalestraError):
+class AttemptEnded(StateError):
     """The attempt is over; its key opens nothing any more."""
 
 
@@ -186,7 +186,7 @@ class Attempt:
         try:
             return await self.tree.place(request.messages, request.tools, request.variables)
         except RecursionError:
-            raise PalestraError("the request is nested too deeply") from None
+            raise InputError("the request is nested too deeply") from None
 
     @contextlib.contextmanager
     def _turns(self, request: ChatRequest, prompt: Prompt) -> Iterator[list[_PendingTurn]]:

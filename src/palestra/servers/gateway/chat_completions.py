@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.messages import call_to_dict, from_dict
 from palestra.core.types import Message
 from palestra.models.chat.streaming import Delta
@@ -34,12 +34,12 @@ class ChatCompletionBody(SamplingFields):
     @classmethod
     def read(cls, raw: dict[str, Any]) -> ChatCompletionBody:
         if raw.get("grammar") is not None:  # a field of palestra's own inference protocol, inherited
-            raise PalestraError("grammar is not supported in chats; use tool_choice or response_format")
+            raise UnsupportedError("grammar is not supported in chats; use tool_choice or response_format")
         return cls.model_validate(known_fields(cls, raw))
 
     def request(self, model: Completer) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise PalestraError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+            raise SettingError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
         tools = function_tools(self.tools or ())
         schema = json_schema(self.response_format, "response_format")
         choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
@@ -58,11 +58,11 @@ class ChatCompletionBody(SamplingFields):
     def _messages(self) -> list[Message]:
         for i, message in enumerate(self.messages):
             if message.get("content") is None and not message.get("tool_calls"):
-                raise PalestraError(f"messages.{i}: a message of {short(message.get('role'))} needs content")
+                raise InputError(f"messages.{i}: a message of {short(message.get('role'))} needs content")
         try:
             return [from_dict(message) for message in self.messages]
         except (TypeError, AttributeError) as error:
-            raise PalestraError(f"messages: not in the form of a chat ({error})") from None
+            raise InputError(f"messages: not in the form of a chat ({error})") from None
 
     def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         choices = [self._choice(i, answer, model) for i, answer in enumerate(answers)]

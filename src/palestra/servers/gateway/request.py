@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.types import Message, SamplingParams
 from palestra.models.chat.grammars import GrammarText
 from palestra.servers.openai.completer import SEED_STRIDE, Completer
@@ -87,7 +87,7 @@ def _function_tools(marshalled: bytes) -> tuple[dict[str, Any], ...]:
 def function_tool(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise PalestraError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")
+        raise UnsupportedError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")
     return tool_schema(tool)
 
 
@@ -104,7 +104,7 @@ def openai_choice(value: Any, parallel: bool | None) -> ToolChoice:
         allowed = value.get("allowed_tools", value)
         names = tuple(tool.get("function", tool).get("name", "") for tool in allowed.get("tools", ()))
         return ToolChoice("required" if allowed.get("mode") == "required" else "auto", names, one_call)
-    raise PalestraError(f"tool_choice={short(value)} is not supported; use auto, none, required or one function")
+    raise UnsupportedError(f"tool_choice={short(value)} is not supported; use auto, none, required or one function")
 
 
 def json_schema(form: Any, name: str) -> dict[str, Any] | None:
@@ -116,7 +116,7 @@ def json_schema(form: Any, name: str) -> dict[str, Any] | None:
         return {"type": "object"}
     schema = form.get("json_schema", form).get("schema") if kind == "json_schema" else None
     if not isinstance(schema, dict):
-        raise PalestraError(
+        raise UnsupportedError(
             f"{name}={short(form)} is not supported; use text, json_object, or json_schema with a schema"
         )
     return schema
@@ -135,9 +135,9 @@ def grammar_of(
     """
     known = {tool.get("function", {}).get("name"): tool for tool in tools}
     if unknown := [name for name in choice.only if name not in known]:
-        raise PalestraError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
+        raise InputError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
     if choice.mode == "required" and not tools:
-        raise PalestraError("tool_choice requires a call, and there are no tools; give some, or use auto")
+        raise SettingError("tool_choice requires a call, and there are no tools; give some, or use auto")
     callable_tools = () if choice.mode == "none" else tuple(known[n] for n in choice.only) or tuple(tools)
     is_bound = schema is not None or choice.mode == "required"
     if not is_bound and not (callable_tools and (choice.one_call or choice.only)):

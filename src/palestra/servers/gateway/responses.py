@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, NotFoundError, UnsupportedError
 from palestra.core.messages import from_dict
 from palestra.core.types import Message
 from palestra.models.chat.streaming import Delta
@@ -34,7 +34,7 @@ class StoredResponses:
 
     def __getitem__(self, response_id: str) -> tuple[Message, ...]:
         if response_id not in self._messages:
-            raise PalestraError(f"previous_response_id={short(response_id)} is no response that is stored here")
+            raise NotFoundError(f"previous_response_id={short(response_id)} is no response that is stored here")
         return self._messages[response_id]
 
     def __setitem__(self, response_id: str, messages: tuple[Message, ...]) -> None:
@@ -86,7 +86,7 @@ class ResponseBody(BaseModel):
             *(("include", each, _INCLUDED) for each in self.include or ()),
         ):
             if value not in allowed:
-                raise PalestraError(f"{name}={short(value)} is not supported by this server; leave it out")
+                raise UnsupportedError(f"{name}={short(value)} is not supported by this server; leave it out")
         before = () if self.previous_response_id is None else self._stored[self.previous_response_id]
         self._history = (*before, *input_messages(self.input))
         system = (Message("system", self.instructions),) if self.instructions else ()
@@ -96,7 +96,7 @@ class ResponseBody(BaseModel):
         effort = (self.reasoning or {}).get("effort")
         variables = {} if effort is None else {"reasoning_effort": effort}
         if not (system + self._history):
-            raise PalestraError("the input is empty; send a text or at least one item")
+            raise InputError("the input is empty; send a text or at least one item")
         return ChatRequest(
             (*system, *self._history),
             SamplingFields(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
@@ -247,7 +247,7 @@ class _ItemEvents:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as Chat Completions and chat templates have it."""
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise PalestraError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")
+        raise UnsupportedError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")
     return function_tool({"type": "function", "function": tool})
 
 
@@ -269,12 +269,12 @@ def input_messages(items: str | Sequence[dict[str, Any]]) -> list[Message]:
         elif kind == "message":
             rows.append({"role": item.get("role"), "content": item.get("content")})
         elif kind != "reasoning":
-            raise PalestraError(f"input.{i}: an item of type {short(kind)} is not supported; leave it out")
+            raise UnsupportedError(f"input.{i}: an item of type {short(kind)} is not supported; leave it out")
         speaks = kind == "function_call" or (kind == "message" and item.get("role") == "assistant")
     try:
         return [from_dict(message) for message in rows]
     except (TypeError, AttributeError) as error:
-        raise PalestraError(f"input: not in the form of a conversation ({error})") from None
+        raise InputError(f"input: not in the form of a conversation ({error})") from None
 
 
 def output_items(answer: ChatAnswer, model: Completer, message_id: str, with_logprobs: bool) -> list[dict[str, Any]]:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from palestra.core.errors import ContextLengthError, PalestraError
+from palestra.core.errors import (
+    ContextLengthError,
+    InputError,
+    NotAllowedError,
+    PalestraError,
+    SettingError,
+    UnsupportedError,
+)
 from palestra.core.messages import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
 from palestra.models.chat.roundtrip import check_tool_calls
@@ -110,7 +117,7 @@ class Completer:
     @property
     def chat(self) -> ChatFormat:
         if self._chat is None:
-            raise PalestraError(self._no_chat)
+            raise UnsupportedError(self._no_chat)
         return self._chat
 
     def prompt_end(self, prompt_ids: Sequence[int]) -> str:
@@ -173,7 +180,7 @@ class Completer:
         """
         sequences = len(prompts) * fields.choices
         if sequences > _MAX_SEQUENCES:
-            raise PalestraError(
+            raise NotAllowedError(
                 f"{len(prompts)} prompts x n={fields.choices} at once; up to {_MAX_SEQUENCES} completions are made, "
                 "send the rest apart"
             )
@@ -187,14 +194,16 @@ class Completer:
     def check_total(self, tokens: int) -> None:
         """Refuse a request for too many choices of long prompts."""
         if tokens > _MAX_TOKENS:
-            raise PalestraError(f"the prompts have {tokens} tokens x n together; up to {_MAX_TOKENS} are taken at once")
+            raise NotAllowedError(
+                f"the prompts have {tokens} tokens x n together; up to {_MAX_TOKENS} are taken at once"
+            )
 
     def _request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
         """The sampling request for a prompt; new tokens are limited by the rest of the context."""
         if not prompt_ids:
-            raise PalestraError("the prompt is empty; give at least one token to go on from")
+            raise InputError("the prompt is empty; give at least one token to go on from")
         if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
-            raise PalestraError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
+            raise InputError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
         params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)
         return SamplingRequest(tuple(prompt_ids), fields.choices, params)
 
@@ -211,14 +220,14 @@ class Completer:
             return
         params = request.params
         if self.score is None:
-            raise PalestraError("this server knows the sampled tokens' own logprobs alone; leave top_logprobs out")
+            raise UnsupportedError("this server knows the sampled tokens' own logprobs alone; leave top_logprobs out")
         if params.top_p < 1 or params.top_k or params.min_p or params.repetition_penalty != 1 or params.grammar:
-            raise PalestraError(
+            raise SettingError(
                 "the most likely tokens are those of the whole distribution; leave top_p, top_k, min_p, "
                 "repetition_penalty and grammar out, or the top logprobs"
             )
         if request.scores_prompt and params.temperature not in (0.0, 1.0):
-            raise PalestraError(
+            raise SettingError(
                 f"temperature={params.temperature:g} with prompt logprobs, which are not sampled; use 0 or 1"
             )
 

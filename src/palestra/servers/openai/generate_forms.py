@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest
 from palestra.servers.openai.sampling_fields import Prompts, SamplingFields, TokenIds, is_batch, known_fields
 
@@ -32,7 +32,7 @@ class SglangBody(BaseModel):
     @property
     def prompts(self) -> list[Any]:
         if not self._input:
-            raise PalestraError("/generate needs input_ids or text; got neither")
+            raise SettingError("/generate needs input_ids or text; got neither")
         return self._input if self.is_batch else [self._input]
 
     @property
@@ -51,7 +51,7 @@ class SglangBody(BaseModel):
 
     def requests(self, model: Completer) -> list[SamplingRequest]:
         if not self.return_logprob and (self.top_logprobs_num or self.logprob_start_len not in (None, -1)):
-            raise PalestraError("logprob_start_len and top_logprobs_num need return_logprob=true")
+            raise SettingError("logprob_start_len and top_logprobs_num need return_logprob=true")
         scoring = {"top_logprobs": self.top_logprobs_num or 0, "scores_prompt": self.prompt_from is not None}
         return model.requests(self.prompts, self.sampling_params, _SGLANG_NEW_TOKENS, **scoring)
 
@@ -144,4 +144,4 @@ def generate_body(raw: dict[str, Any]) -> SglangBody | VllmBody:
         return SglangBody.model_validate(body)
     if "prompt" in raw:
         return VllmBody.model_validate(known_fields(VllmBody, raw))
-    raise PalestraError("/generate needs input_ids or text (SGLang's form) or prompt (vLLM's); got neither")
+    raise SettingError("/generate needs input_ids or text (SGLang's form) or prompt (vLLM's); got neither")

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError, UnsupportedError
 from palestra.core.types import Problem, SamplingParams
 from palestra.core.weights import Weights
 from palestra.servers.body import MIB, parse, read_body
@@ -83,7 +83,7 @@ class _Api:
     async def generate(self, request: Request) -> Response:
         body, to_sample = await self._read(request, generate_body)
         if body.stream:
-            raise PalestraError("/generate does not stream here; use /v1/completions or /v1/chat/completions")
+            raise UnsupportedError("/generate does not stream here; use /v1/completions or /v1/chat/completions")
         rows = await while_connected(request, self._all(to_sample))
         return JSONResponse(body.response(to_sample, rows, self._model))
 
@@ -102,11 +102,11 @@ class _Api:
     async def update_weights(self, request: Request) -> Response:
         """Load new weights into the policy (SGLang's endpoint); turns in progress continue with them."""
         if self._weights_folder is None:
-            raise PalestraError("this server takes no weights; start it with palestra serve … --weights-from FOLDER")
+            raise UnsupportedError("this server takes no weights; start it with palestra serve … --weights-from FOLDER")
         body = parse(_WeightsFile.model_validate_json, await read_body(request, MIB), 400)
         path = body.model_path.resolve()
         if not path.is_relative_to(self._weights_folder.resolve()) or not path.is_file():
-            raise PalestraError(f"{path} is no file in {self._weights_folder}, from which this server takes weights")
+            raise NotAllowedError(f"{path} is no file in {self._weights_folder}, from which this server takes weights")
         self._model.policy.update(Weights.load(path))
         version = self._model.policy.version
         return JSONResponse({"success": True, "message": f"weights of version {version}", "weight_version": version})

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.types import Message
 from palestra.models.chat.streaming import Delta
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Completion, SamplingRequest, decode
@@ -63,10 +63,10 @@ class CompletionBody(SamplingFields):
 
     def requests(self, model: Completer) -> list[SamplingRequest]:
         if self.max_tokens == 0 and not self.echo:
-            raise PalestraError("max_tokens=0 samples nothing; use 1 or more, or echo=true")
+            raise SettingError("max_tokens=0 samples nothing; use 1 or more, or echo=true")
         several = is_batch(self.prompt)
         if self.stream and (self.echo or several):
-            raise PalestraError("streaming takes one prompt at a time, without echo; send the prompts apart")
+            raise SettingError("streaming takes one prompt at a time, without echo; send the prompts apart")
         prompts: list[Any] = self.prompt if several else [self.prompt]  # type: ignore[assignment]
         scoring = {"top_logprobs": self.logprobs or 0, "scores_prompt": bool(self.echo) and self.logprobs is not None}
         requests = model.requests(prompts, self, _DEFAULT_COMPLETION_TOKENS, **scoring)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import SettingError, UnsupportedError, did_you_mean
 from palestra.core.types import SamplingParams
 
 T = TypeVar("T")
@@ -112,10 +112,10 @@ def known_fields(form: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
         if name in form.model_fields:
             known[name] = value
         elif changes_answer(name, value):
-            raise PalestraError(f"{name}={short(value)} is not supported by this server; leave it out")
+            raise UnsupportedError(f"{name}={short(value)} is not supported by this server; leave it out")
         elif name not in _NOT_BUILT and name not in NO_EFFECT:
             hint = did_you_mean(name[:100], form.model_fields)
-            raise PalestraError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
+            raise SettingError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
     return known
 
 

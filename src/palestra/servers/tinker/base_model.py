@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from palestra.core.config_sections import LoraSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.module import sampling_copy
@@ -33,9 +33,9 @@ class AdapterSpec:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank <= MAX_RANK:
-            raise PalestraError(f"lora rank {self.rank} is outside 0..{MAX_RANK}; 0 trains all weights")
+            raise SettingError(f"lora rank {self.rank} is outside 0..{MAX_RANK}; 0 trains all weights")
         if self.rank and not (self.train_attn or self.train_mlp or self.train_unembed):
-            raise PalestraError("train_attn, train_mlp and train_unembed are all false, so nothing would be trained")
+            raise SettingError("train_attn, train_mlp and train_unembed are all false, so nothing would be trained")
 
 
 class BaseModel:

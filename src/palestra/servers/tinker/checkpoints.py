@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, StateError, StorageError
 from palestra.core.files import MANIFEST, folder_size, verify_folder, write_folder, write_json
 from palestra.core.run_folder import RunFolder
 from palestra.core.weights import saved_tensors
@@ -39,7 +39,7 @@ class TinkerPath:
     def parse(cls, text: str) -> TinkerPath:
         parts = text.removeprefix("tinker://").split("/")
         if not text.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
-            raise PalestraError(f"{text!r} is no path of a checkpoint; they look like tinker://RUN/weights/NAME")
+            raise InputError(f"{text!r} is no path of a checkpoint; they look like tinker://RUN/weights/NAME")
         return cls(parts[0], parts[1], checkpoint_name(parts[2]))
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Checkpoint:
 
 def checkpoint_name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise PalestraError(f"{name!r} cannot name a checkpoint; use letters, digits, '_', '-' and '.', at most 128")
+        raise InputError(f"{name!r} cannot name a checkpoint; use letters, digits, '_', '-' and '.', at most 128")
     return name
 
 
@@ -111,7 +111,7 @@ class Checkpoints:
     ) -> None:
         folder = self._folder(path)
         if folder.exists() and not overwrite:
-            raise PalestraError(f"{path} exists; give another name, or overwrite=True")
+            raise StateError(f"{path} exists; give another name, or overwrite=True")
         now = time.time()
         about = {
             "base_model": base_model, "spec": asdict(spec), "created": now,
@@ -126,7 +126,7 @@ class Checkpoints:
             folder.parent.mkdir(parents=True, exist_ok=True)
             write_folder(folder, write_all)
         except OSError as error:
-            raise PalestraError(f"{path} could not be written ({error.strerror}); earlier ones are whole") from error
+            raise StorageError(f"{path} could not be written ({error.strerror}); earlier ones are whole") from error
 
     def find(self, path: TinkerPath, *, check: bool = False) -> Checkpoint:
         """A checkpoint that is there; with `check` its files are compared with their sums."""
@@ -175,5 +175,5 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Any]:
     verify_folder(checkpoint.folder)
     tensors = saved_tensors(checkpoint.folder)
     if not tensors:
-        raise PalestraError(f"{checkpoint.path} has no weights")
+        raise StateError(f"{checkpoint.path} has no weights")
     return {name: t for name, t in tensors.items() if ".lora_" in name or not checkpoint.spec.rank}

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, StateError
 
 Result = bytes | dict[str, Any]  # protobuf, or what becomes JSON
 KEPT_BYTES = 256 << 20  # of results that were fetched, in case that the answer was lost on its way
@@ -118,10 +118,10 @@ class OrderedWorker:
             known = self._known.get(seq_id)
             if known is not None:
                 if known.kind != kind:
-                    raise PalestraError(f"seq_id {seq_id} was a {known.kind} before and is a {kind} now; count up")
+                    raise StateError(f"seq_id {seq_id} was a {known.kind} before and is a {kind} now; count up")
                 return known
             if seq_id < self._next:
-                raise PalestraError(f"seq_id {seq_id} is below {self._next}, the next one; numbers begin at 1")
+                raise StateError(f"seq_id {seq_id} is below {self._next}, the next one; numbers begin at 1")
             if seq_id - self._next >= MAX_AHEAD:
                 raise TooBusy(f"seq_id {seq_id} is {MAX_AHEAD} or more ahead of {self._next}, which has not come yet")
             request = self._known[seq_id] = self._requests.new(kind)
@@ -140,7 +140,7 @@ class OrderedWorker:
         """Count the number of a request that is not done."""
 
         def refused() -> Result:
-            raise PalestraError(reason)
+            raise StateError(reason)
 
         self.submit(seq_id, "refused", refused)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.core.errors import PalestraError, needs_extra
+from palestra.core.errors import InputError, PalestraError, UnsupportedError, needs_extra
 from palestra.core.types import Array, Turn
 
 EMPTY_LOGPROB = -99999.0  # of a cell of a top-k matrix that holds nothing
@@ -150,10 +150,10 @@ def csr_cells(crow: Array, col: Array, shape: tuple[int, ...]) -> Array:
     counts = np.diff(crow)
     whole = len(shape) == 2 and len(crow) == shape[0] + 1 and len(counts) and crow[0] == 0 and crow[-1] == len(col)
     if not whole or (counts < 0).any() or (len(col) and (col.min() < 0 or col.max() >= shape[1])):
-        raise PalestraError(f"the sparse indices do not describe a matrix of shape {list(shape)}")
+        raise InputError(f"the sparse indices do not describe a matrix of shape {list(shape)}")
     cells: Array = np.repeat(np.arange(shape[0]), counts) * shape[1] + col
     if (np.diff(cells) <= 0).any():
-        raise PalestraError("the cells of a sparse matrix are not in ascending order, each once")
+        raise InputError("the cells of a sparse matrix are not in ascending order, each once")
     return cells
 
 
@@ -166,13 +166,13 @@ def _read_datum(datum: Any) -> Datum:
 def _read_chunk(chunk: Any) -> Array:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":  # None for a kind of a newer SDK
-        raise PalestraError(f"model_input holds a chunk of kind {kind}; this server accepts text tokens only")
+        raise UnsupportedError(f"model_input holds a chunk of kind {kind}; this server accepts text tokens only")
     return _array(chunk.encoded_text.tokens, np.dtype("<i4"))
 
 
 def _read_tensor(name: str, tensor: Any) -> Tensor:
     if tensor.dtype not in _DTYPES:
-        raise PalestraError(f"loss_fn_inputs[{name!r}] has data type {tensor.dtype}, which is none that the SDK sends")
+        raise InputError(f"loss_fn_inputs[{name!r}] has data type {tensor.dtype}, which is none that the SDK sends")
     is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
     sparse, shape = tensor.sparse_csr, list(tensor.shape)
     values = _array(sparse.values if is_sparse else tensor.dense, _DTYPES[tensor.dtype])
@@ -180,20 +180,20 @@ def _read_tensor(name: str, tensor: Any) -> Tensor:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     size = tuple(shape) or (len(values),)
     if min(size, default=0) < 0 or len(size) > 2:
-        raise PalestraError(f"loss_fn_inputs[{name!r}] has the shape {shape}; expected [N] or [N, K]")
+        raise InputError(f"loss_fn_inputs[{name!r}] has the shape {shape}; expected [N] or [N, K]")
     if not is_sparse:
         if int(np.prod(size, dtype=object)) != len(values):
-            raise PalestraError(f"loss_fn_inputs[{name!r}] has {len(values)} values and the shape {shape}")
+            raise InputError(f"loss_fn_inputs[{name!r}] has {len(values)} values and the shape {shape}")
         return Tensor(values, size)
     crow, col = (_array(part, np.dtype("<i8")) for part in (sparse.crow_indices, sparse.col_indices))
     cells = csr_cells(crow, col, size)
     if len(cells) != len(values):
-        raise PalestraError(f"loss_fn_inputs[{name!r}] has {len(values)} values and {len(cells)} sparse indices")
+        raise InputError(f"loss_fn_inputs[{name!r}] has {len(values)} values and {len(cells)} sparse indices")
     return Tensor(values, size, cells)
 
 
 def _malformed(reason: str) -> PalestraError:
-    return PalestraError(f"the body is not a valid protobuf message of the Tinker SDK: {reason}")
+    return InputError(f"the body is not a valid protobuf message of the Tinker SDK: {reason}")
 
 
 def _array(data: bytes, dtype: np.dtype[Any]) -> Array:

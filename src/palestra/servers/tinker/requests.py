@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import SamplingParams
 from palestra.servers.tinker.base_model import AdapterSpec
 from palestra.servers.tinker.messages import Tensor, csr_cells, parse_request
@@ -196,7 +196,7 @@ class TargetTokens(Body):
         values, shape = np.array(self.data, np.int64), tuple(self.shape or [len(self.data)])
         if self.sparse_crow_indices is None or self.sparse_col_indices is None:
             if math.prod(shape) != len(values):
-                raise PalestraError(f"target_prompt_logprobs has {len(values)} values and the shape {list(shape)}")
+                raise InputError(f"target_prompt_logprobs has {len(values)} values and the shape {list(shape)}")
             return Tensor(values, shape)
         crow, col = np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64)
         return Tensor(values, shape, csr_cells(crow, col, shape))

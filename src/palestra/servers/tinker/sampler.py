@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.types import Array, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.attention import plain_forward
@@ -211,7 +211,7 @@ class Sampler:
 
     async def _score_targets(self, prompt: list[int], targets: Tensor) -> Tensor:
         if len(targets.shape) != 2 or targets.shape[0] != len(prompt) - 1:
-            raise PalestraError(
+            raise InputError(
                 f"target_prompt_logprobs has the shape {list(targets.shape)}; expected [{len(prompt) - 1}, K]"
             )
         ids = torch.tensor([prompt], device=self._base.device)

@@ -17,7 +17,7 @@ from palestra.algo.step_loss import LossTokens
 from palestra.algo.tinker_losses import INPUTS, TinkerLoss
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import NotFiniteError, PalestraError
+from palestra.core.errors import InputError, NotFiniteError, StateError
 from palestra.core.types import Array
 from palestra.learner import state as learner_state
 from palestra.learner.local import LocalLearner
@@ -79,16 +79,16 @@ class TrainingModel:
         for i, datum in enumerate(data):
             length = len(datum.token_ids)
             if not 0 < length <= self.base.context:
-                raise PalestraError(f"datum {i} has {length} tokens; the model takes 1 to {self.base.context}")
+                raise InputError(f"datum {i} has {length} tokens; the model takes 1 to {self.base.context}")
             if missing := [name for name in needed if name not in datum.inputs]:
-                raise PalestraError(f"datum {i} lacks loss_fn_inputs[{missing[0]!r}], which {loss_fn} needs")
+                raise InputError(f"datum {i} lacks loss_fn_inputs[{missing[0]!r}], which {loss_fn} needs")
             if unknown := [name for name in datum.inputs if name not in needed]:
-                raise PalestraError(f"datum {i} has loss_fn_inputs[{unknown[0]!r}], which {loss_fn} does not read")
+                raise InputError(f"datum {i} has loss_fn_inputs[{unknown[0]!r}], which {loss_fn} does not read")
             targets = datum.inputs["target_tokens"]
             if targets.shape[0] != length:
-                raise PalestraError(f"datum {i} has {length} input tokens and {targets.shape[0]} target_tokens")
+                raise InputError(f"datum {i} has {length} input tokens and {targets.shape[0]} target_tokens")
             if math.prod(targets.shape) > MAX_CELLS:
-                raise PalestraError(
+                raise InputError(
                     f"datum {i}: target_tokens has the shape {list(targets.shape)}, and the answer a logprob for each "
                     f"cell; at most {MAX_CELLS} are answered"
                 )
@@ -96,17 +96,17 @@ class TrainingModel:
                 other = datum.inputs[name]
                 if other.shape != targets.shape or not np.array_equal(other.places, targets.places):
                     shapes = f"{list(other.shape)}, target_tokens {list(targets.shape)}"
-                    raise PalestraError(f"datum {i}: loss_fn_inputs[{name!r}] has the shape {shapes}; they must agree")
+                    raise InputError(f"datum {i}: loss_fn_inputs[{name!r}] has the shape {shapes}; they must agree")
                 if not np.isfinite(other.values).all():
-                    raise PalestraError(
+                    raise InputError(
                         f"datum {i}: loss_fn_inputs[{name!r}] holds NaN or infinite values; every number must be finite"
                     )
             for name, ids in (("model_input", datum.token_ids), ("target_tokens", targets.values)):
                 if ids.dtype.kind != "i":
-                    raise PalestraError(f"datum {i}: {name} holds {ids.dtype} values; token ids are integers")
+                    raise InputError(f"datum {i}: {name} holds {ids.dtype} values; token ids are integers")
                 if len(ids) and not (ids.min() >= 0 and ids.max() < self.base.vocabulary):
                     wrong = next(int(t) for t in ids if not 0 <= t < self.base.vocabulary)
-                    raise PalestraError(
+                    raise InputError(
                         f"datum {i}: token id {wrong} in {name} is outside the vocabulary "
                         f"0..{self.base.vocabulary - 1}; use the model's own tokenizer"
                     )
@@ -134,14 +134,14 @@ class TrainingModel:
         """One AdamW update; gives the gradient's norm before clipping. Without a gradient nothing changes."""
         if self._failure:
             failure, self._failure = self._failure, ""
-            raise PalestraError(f"a forward_backward of this step failed ({failure}), so its gradients are gone")
+            raise StateError(f"a forward_backward of this step failed ({failure}), so its gradients are gone")
         if not self._learner.has_pending:
             return 0.0
         self._optimizer.configure((adam.beta1, adam.beta2), adam.eps, adam.weight_decay)
         try:
             norm = self._learner.optim_step(adam.learning_rate, max_grad_norm=adam.grad_clip_norm or math.inf)
         except NotFiniteError as error:
-            raise PalestraError(
+            raise InputError(
                 "the gradient norm is infinite or NaN, expected a finite number; the weights are unchanged. Look for "
                 "very large advantages or logprobs, or lower the learning rate"
             ) from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.run_folder import RunKind, last_checkpoint
 from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
@@ -92,7 +92,7 @@ class ProgramTask:
 
             roles, folder = parts.config.agent.roles, parts.checkpoints
             if CHECKPOINT in roles.values() and not parts.config.checkpoint.every:
-                raise PalestraError("agent.roles: checkpoint needs checkpoints; set checkpoint.every above 0")
+                raise SettingError("agent.roles: checkpoint needs checkpoints; set checkpoint.every above 0")
             self.roles = Roles(roles, load, lambda: None if folder is None else last_checkpoint(folder))
             self.roles.load_models()
         return self.roles
@@ -101,7 +101,7 @@ class ProgramTask:
         """One for training and evaluation. It serves in the runner's event loop, so it pauses during an update."""
         if self.gateway is None:
             if not isinstance(parts.policy, LocalPolicy):
-                raise PalestraError(
+                raise UnsupportedError(
                     "an agent that is a program needs the paged engine in this process; set model.engine to auto or "
                     "paged, use a model that it supports, and leave rollout.policy_url and backend out"
                 )
@@ -112,7 +112,7 @@ class ProgramTask:
             model.unexpected_calls = parts.config.rollout.unexpected_call_format
             if in_sandbox:
                 if not isinstance(program, CommandAgent):
-                    raise PalestraError("agent.sandbox is for commands (--agent-cmd, command_agent); leave it out")
+                    raise SettingError("agent.sandbox is for commands (--agent-cmd, command_agent); leave it out")
                 check_sandbox()
             if isinstance(program, CommandAgent) and program.containers is not None:
                 parts.config.refuse(["agent.sandbox", "agent.fork_server"], "each attempt is a container")

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from palestra.core import children
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UserCodeError
 from palestra.core.files import cache_folder, open_private, slug, write_json, write_text
 from palestra.core.secrets import clean_environment
 from palestra.envs.discover import package_of
@@ -112,7 +112,7 @@ def _run(command: Sequence[str], progress: Callable[[str], None]) -> None:
     finally:
         children.end(process)
     if code:
-        raise PalestraError("\n".join([f"`{' '.join(command[:5])} …` failed:", *lines]))
+        raise UserCodeError("\n".join([f"`{' '.join(command[:5])} …` failed:", *lines]))
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> Path:
@@ -191,7 +191,7 @@ class AtroposEnv:
         import yaml
 
         if "base_url" not in self.openai:
-            raise PalestraError(
+            raise SettingError(
                 f"{self.file.name} is written for atroposlib, and asks its model over HTTP; say where: "
                 "--openai.base_url URL --openai.model_name NAME, for example of `palestra serve`"
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, NotFoundError, ResourceError, SettingError
 from palestra.sources.wire import journal
 from palestra.sources.wire.journal import Queued
 from palestra.sources.wire.protocol import EnvRegistration, Registration, ScoredGroup
@@ -25,11 +25,11 @@ _MAX_ENVS = 10_000
 _MAX_DEATHS = 3  # of a trainer on one batch, after which the batch is taken for the cause
 
 
-class QueueFull(PalestraError):
+class QueueFull(ResourceError):
     """The queue, or the list of environments, is at its limit; the sender should try again."""
 
 
-class UnknownEnv(PalestraError):
+class UnknownEnv(NotFoundError):
     """An env_id that was never registered."""
 
 
@@ -170,12 +170,12 @@ class Exchange:
         if self.registration is None:
             return
         if group.sequences > self.registration.batch_size:
-            raise PalestraError(
+            raise InputError(
                 f"the group has {group.sequences} sequences, a batch {self.registration.batch_size}; groups are "
                 "not split, so it could never be delivered"
             )
         if group.longest > self.registration.max_token_len > 0:
-            raise PalestraError(
+            raise InputError(
                 f"a sequence has {group.longest} tokens; the trainer takes {self.registration.max_token_len} "
                 "(max_token_len of GET /info)"
             )
@@ -202,7 +202,7 @@ class Exchange:
             if self.registration is None:
                 return None
             if after is not None and after > self.last_batch > 0 and not self._is_back:
-                raise PalestraError(f"after={after}: the last batch that was made here is {self.last_batch}")
+                raise SettingError(f"after={after}: the last batch that was made here is {self.last_batch}")
             if not self.started:
                 self.started = True
                 await self.journal.do(journal.set_facts(started=True))

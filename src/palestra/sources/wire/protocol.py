@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, ServiceError
 from palestra.core.group_codec import group_from_dict, group_to_dict
 from palestra.core.http import HttpError, Request, Retries, ask_async
 from palestra.core.run_folder import RunFolder
@@ -206,17 +206,15 @@ def read_group(columns: Mapping[str, Any], name: str, limits: ModelLimits, polic
     """The group of columns that were posted; PalestraError where the model cannot take them."""
     for name, row in (("scores", columns["scores"]), *(("advantages", row) for row in columns.get("advantages") or ())):
         if (wrong := next((value for value in row if not abs(value) <= MAX_VALUE), None)) is not None:  # also for NaN
-            raise PalestraError(
-                f"{name} has {wrong}; expected numbers up to {MAX_VALUE:g}, as float32 can compute with"
-            )
+            raise InputError(f"{name} has {wrong}; expected numbers up to {MAX_VALUE:g}, as float32 can compute with")
     group = group_from_dict(columns, name, version=policy_version)
     for rollout in group.rollouts:
         for conversation in rollout.conversations:
             tokens = [token for turn in conversation.turns for token in turn.token_ids.tolist()]
             if len(tokens) > limits.context_tokens:
-                raise PalestraError(f"a sequence has {len(tokens)} tokens; the model holds {limits.context_tokens}")
+                raise InputError(f"a sequence has {len(tokens)} tokens; the model holds {limits.context_tokens}")
             if (largest := max(tokens, default=0)) >= limits.vocabulary:
-                raise PalestraError(f"token id {largest} is outside of the vocabulary of {limits.vocabulary}")
+                raise InputError(f"token id {largest} is outside of the vocabulary of {limits.vocabulary}")
     return group
 
 
@@ -244,7 +242,7 @@ _MAX_BATCH_BYTES = 4 * 2**30
 _NOT_THIS_API = (200, 404, 405, 501)  # a page instead of JSON, or nothing at that path
 
 
-class ApiUnreachable(PalestraError):
+class ApiUnreachable(ServiceError):
     """The trajectory API could not be reached for as long as the client waits."""
 
 
@@ -273,7 +271,7 @@ class WireClient:
             await self.call("/register", body)
         except HttpError as error:
             if error.status in _NOT_THIS_API:
-                raise PalestraError(f"{error}. This is no trajectory API; `palestra trajectory` starts one") from None
+                raise ServiceError(f"{error}. This is no trajectory API; `palestra trajectory` starts one") from None
             raise
 
     async def batch(
@@ -293,7 +291,7 @@ class WireClient:
                 raise
             answer = await self.call(path)  # Atropos's own server knows GET alone
         if answer.get("status") == "error":
-            raise PalestraError(f"{self.url}/batch: {answer.get('message')}. Was it reset during the run?")
+            raise ServiceError(f"{self.url}/batch: {answer.get('message')}. Was it reset during the run?")
         groups = answer.get("batch")
         return (int(answer.get("number", after + 1)), groups) if groups else answer.get("message") or ""
 

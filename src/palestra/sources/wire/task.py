@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ServiceError, UnsupportedError, UserCodeError
 from palestra.core.files import read_from
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Group, SamplingParams
@@ -99,7 +99,7 @@ class StallWatch:
         reason, limits = self._reason(status)
         text = f"no group for {waited_s:.0f} s: {reason}"
         if limits and self.limit_s and waited_s >= limits * self.limit_s:
-            raise PalestraError(f"{text}. Fix this, or wait longer with --wait-limit SECONDS (0: for ever)")
+            raise ServiceError(f"{text}. Fix this, or wait longer with --wait-limit SECONDS (0: for ever)")
         if waited_s >= self._next_note_s:
             self._next_note_s = 2 * waited_s
             self.note(text)
@@ -256,7 +256,7 @@ class WireTask:
         if policy.context_tokens is not None:
             limits = ModelLimits(len(self.loaded.tokenizer), policy.context_tokens)
             return limits, completer_of(self.loaded, policy, policy.context_tokens)
-        raise PalestraError(
+        raise UnsupportedError(
             "serving a model while it is trained needs the paged engine in this process; "
             "set model.engine to auto or paged, backend to local, and use a model that it supports"
         )
@@ -303,7 +303,7 @@ class WireSource(GroupSource):
             if groups := self._read(rows, version):
                 self.step += 1
                 return groups
-        raise PalestraError(
+        raise UserCodeError(
             f"{_EMPTY_BATCHES} batches in a row held no group that can be trained; the last because {self._last_error}"
         )
 

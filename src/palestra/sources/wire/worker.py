@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError
 from palestra.core.types import Group
 from palestra.envs.base import Environment
 from palestra.rollout.evaluate import CollectsGroups
@@ -95,7 +95,7 @@ class EnvironmentWorker:
         batch_size = int((await self.wire.call("/info"))["batch_size"])
         size = self.config.rollout.group_size
         if batch_size % size:
-            raise PalestraError(
+            raise SettingError(
                 f"the trainer takes batches of {batch_size} sequences, which groups of {size} do not fill exactly; "
                 "give both sides the same --rollout.group_size"
             )
