@@ -99,7 +99,7 @@ def train_sft(
 
     To score an agent before and after, use `train_grpo` with `{"stages.plan": "sft", "stages.traces": …}`.
     """
-    settings = config if isinstance(config, RunConfig) else RunConfig.build(dict(config or {}))
+    settings = config.to_run_config() if isinstance(config, GRPOTrainingConfig) else RunConfig.of(config)
     if settings.stages.traces is None:
         raise SettingError("there is nothing to learn from; give stages.traces, a file of conversations or a run")
     if settings.stages.plan != "sft":

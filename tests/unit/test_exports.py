@@ -11,8 +11,8 @@ import palestra
 
 # What users import. A name may be added here; one that is taken away breaks their code.
 PUBLIC = (
-    "Agent Context Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult McpServer PalestraError Tool "
-    "UserSimulator "
+    "Agent Context Env EnvConfig EvalSuite GRPOTrainer GRPOTrainingConfig GRPOTrainingResult McpServer PalestraError "
+    "Tool UserSimulator "
     "command_agent evaluate fail_reason function_tool improve judge measure pass_reason ruler train_grpo train_sft "
     "turn_scores"
 ).split()

@@ -165,10 +165,16 @@ def server_fields(site: Site, names: Iterable[str]) -> dict[str, ConfigField]:
 
 def require_valid(settings: Mapping[str, Any], run_settings: Mapping[str, Any], field: ConfigField) -> None:
     """Validate the run's config as a whole."""
+    if error := _error_in(run_settings, settings):
+        raise Refusal(f"{field.name}: {error}", field=field.name, expected_type=field.type)
+
+
+def _error_in(*layers: Mapping[str, Any]) -> PalestraError | None:
     try:
-        RunConfig.build(run_settings, settings)
+        RunConfig.build(*layers)
     except PalestraError as error:
-        raise Refusal(f"{field.name}: {error}", field=field.name, expected_type=field.type) from None
+        return error
+    return None
 
 
 @dataclass(frozen=True)
@@ -184,10 +190,8 @@ class PendingRunConfig:
 
     @classmethod
     def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> PendingRunConfig:
-        try:
-            RunConfig.build(description.run_settings)
-        except PalestraError as error:
-            raise UserCodeError(f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}") from None
+        if error := _error_in(description.run_settings):
+            raise UserCodeError(f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}")
         stamp = time.strftime("%Y%m%d-%H%M%S")
         own = env_fields(description.fields, found.dialect)
         same = {f.also for f in own.values()}

@@ -165,6 +165,11 @@ class RunConfig(Section):
         return RunConfig.build(self.model_dump(mode="json"), changes)
 
     @classmethod
+    def of(cls, config: RunConfig | Mapping[str, Any] | None) -> RunConfig:
+        """A config as functions of the API take it: settings by their names, or a config."""
+        return config if isinstance(config, RunConfig) else cls.build(config or {})
+
+    @classmethod
     def build(cls, *layers: Mapping[str, Any]) -> RunConfig:
         """The defaults, overlaid by each layer in turn; a wrong key or value raises PalestraError."""
         flat: dict[str, Any] = {}

@@ -93,7 +93,7 @@ class GRPOTrainingConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise InputError(explain(error, list(type(self).model_fields))) from None
+            raise SettingError(explain(error, list(type(self).model_fields))) from None
 
     def to_run_config(self, problems: int | None = None) -> RunConfig:
         """The whole config that this one stands for; `problems` is needed for save_strategy='epoch'."""
