@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from palestra.core.config import RunConfig, explain
 from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, STEP_GROUP_SIZE
-from palestra.core.errors import InputError, SettingError, needs_extra
+from palestra.core.errors import SettingError, needs_extra
 
 if TYPE_CHECKING:
     from peft import LoraConfig
