@@ -95,6 +95,12 @@ class NotAllowedError(PalestraError):
     code = "not_allowed"
 
 
+class TrainingError(PalestraError):
+    """A step or an evaluation that failed; the text names the last good checkpoint."""
+
+    code = "training_failed"
+
+
 class NotFiniteError(PalestraError):
     """A loss or gradient that is NaN or infinite; the weights are unchanged."""
 

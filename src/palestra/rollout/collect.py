@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.core.calls import OutOfThreads
 from palestra.core.chat_model import CallLog, ModelHost, hosting, logging_calls
-from palestra.core.errors import NotFiniteError, PalestraError, ResourceError, UserCodeError
+from palestra.core.errors import NotFiniteError, PalestraError, ResourceError, TrainingError, UserCodeError
 from palestra.core.phases import phases
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode, ScoresGroups
@@ -297,7 +297,7 @@ def require_one_good(groups: Sequence[Group]) -> None:
     """Raise if every attempt failed: there is nothing to learn or to report."""
     if not any_good(groups):
         first = next(r.error for group in groups for r in group.rollouts)
-        kind = NotFiniteError if first and NOT_FINITE in first else PalestraError
+        kind = NotFiniteError if first and NOT_FINITE in first else TrainingError
         raise kind(f"every rollout failed; the first error was {first}")
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError, ResourceError, StateError, text_of
+from palestra.core.errors import NotFiniteError, PalestraError, StateError, TrainingError, text_of
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import step_folder
@@ -447,4 +447,4 @@ class Training:
         """What failed, doing what, how to get by with less memory if that was it, and what is left."""
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         left = f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
-        return ResourceError(f"{doing}: {text_of(error).rstrip('.')}. {memory_remedy(error, self.config)}{left}")
+        return TrainingError(f"{doing}: {text_of(error).rstrip('.')}. {memory_remedy(error, self.config)}{left}")

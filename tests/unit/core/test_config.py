@@ -15,6 +15,7 @@ from palestra.core.config import TRANSLATIONS, RunConfig, flatten, load_yaml, re
 from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.rollout.agent_loop import AttemptLimits
 
 
 def test_later_layers_win_and_leave_the_rest_alone() -> None:
@@ -255,7 +256,9 @@ def keys_read(paths: Iterator[Path]) -> set[str]:
 
 def test_every_setting_of_a_run_is_read_by_some_code() -> None:
     # train.update.objective_of copies the fields of Objective by their names; the next test follows them.
+    # train.limits.attempt_limits does the same for the limits of attempts, which rollout/agent_loop.py reads.
     copied = {f"train.{field.name}" for field in fields(Objective)}
+    copied |= {f"rollout.{field.name}" for field in fields(AttemptLimits)}
     unread = set(RunConfig.keys()) - keys_read(SOURCE.rglob("*.py")) - copied
     assert not unread, f"no code reads {sorted(unread)}: let them act, refuse them by name, or remove them"
 
