@@ -280,7 +280,7 @@ def creates_model(body: bytes) -> bool:
     """Whether a load_weights names a session instead of a model."""
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("session_id") is not None and found.get("model_id") is None
 

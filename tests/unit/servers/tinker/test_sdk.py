@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinker_server import made
 
 from palestra.core.http import Request
 
@@ -18,11 +19,6 @@ def datum(tokens: list[int], weights: list[float] | None = None) -> Any:
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": targets, "weights": weights or [1.0] * len(targets)},
     )
-
-
-def made(client: Any) -> Any:
-    """The client of a method that makes one; SDK 0.38 and newer give a future of it."""
-    return client.result() if isinstance(client, tinker.APIFuture) else client
 
 
 def train(client: Any, data: list[Any], rate: float = 1e-2) -> float:
