@@ -65,12 +65,12 @@ class World:
 
         self.types = types
         self.service = self.connect()
-        self.training = self.service.create_lora_training_client(MODEL, rank=2, seed=0)
+        self.training = resolved(self.service.create_lora_training_client(MODEL, rank=2, seed=0))
         self.data = [self.datum("weights")]
         self.training.forward_backward(self.data, "cross_entropy").result()
         self.training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-        self.sampling = self.training.save_weights_and_get_sampling_client()
-        self.rest = self.service.create_rest_client()
+        self.sampling = resolved(self.training.save_weights_and_get_sampling_client())
+        self.rest = tinker.RestClient(base_url=self.url, api_key="tml-compatibility")
         self.prompt = types.ModelInput.from_ints(ROW)
         self.params = types.SamplingParams(max_tokens=2, stop=[], seed=1)
         self.session = self.service.holder.get_session_id()
@@ -170,11 +170,12 @@ PROBES: dict[str, dict[str, Callable[[World], Arguments]]] = {
         "delete_checkpoint": lambda w: given(w.run_of(path := w.fresh_state()), w.checkpoint_of(path)),
         "delete_checkpoint_from_tinker_path": lambda w: given(w.fresh_state()),
         "export_session_trace": lambda w: given(w.session),
-        "get_audit_log": lambda w: given(day=date(2026, 1, 1)),  # its twin works in the SDK's own event loop alone
+        "get_audit_log": lambda w: given(day=date(2026, 1, 1)),
         "get_billing_usage": lambda w: given("2026-01-01", "2026-01-02"),
         "get_current_checkpoint_storage_usage": lambda w: given(),
         "get_external_weights_urls": lambda w: given(w.external()),
         "get_sampler": lambda w: given(w.sampling._sampling_session_id),
+        "get_server_capabilities": lambda w: given(),
         "get_session": lambda w: given(w.session),
         "get_telemetry": lambda w: given(),
         "get_training_run": lambda w: given(w.run_of(w.fresh_state())),
@@ -204,6 +205,9 @@ OPTIONS: dict[str, Callable[[World], Any]] = {
     "rank 0 (all weights)": lambda w: w.service.create_lora_training_client(MODEL, rank=0),
     "optimizer Dimuon": lambda w: w.service.create_lora_training_client(
         MODEL, rank=2, optimizer=w.types.DimuonOptimizerConfig()
+    ),
+    "`kind='inflight'` of a sampling client": lambda w: w.training.save_weights_and_get_sampling_client(
+        kind="inflight"
     ),
     "an image in a prompt": lambda w: w.sampling.sample(
         w.types.ModelInput(chunks=[w.types.ImageChunk(data=b"x", format="png", expected_tokens=4)]), 1, w.params

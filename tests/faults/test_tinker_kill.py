@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tinker_server import made
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
@@ -23,7 +24,7 @@ def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(tmp_path, mo
     )
     with serving(tmp_path) as (server, url):
         service = tinker.ServiceClient(base_url=url, api_key="tml-test")
-        client = service.create_lora_training_client("palestra/tiny", rank=2)
+        client = made(service.create_lora_training_client("palestra/tiny", rank=2))
         saved = []
         for step in range(3):
             client.forward_backward([row], "cross_entropy")
@@ -36,10 +37,11 @@ def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(tmp_path, mo
         service.holder.close()  # it would go on telling the server that it lives
     with serving(tmp_path) as (server, url):
         service = tinker.ServiceClient(base_url=url, api_key="tml-test")
-        found = service.create_rest_client().list_checkpoints(client.model_id).result().checkpoints
+        rest = tinker.RestClient(base_url=url, api_key="tml-test")
+        found = rest.list_checkpoints(client.model_id).result().checkpoints
         assert {c.tinker_path for c in found} >= set(saved)
         for checkpoint in [found[0], found[-1]]:
-            resumed = service.create_training_client_from_state_with_optimizer(checkpoint.tinker_path)
+            resumed = made(service.create_training_client_from_state_with_optimizer(checkpoint.tinker_path))
             losses.append(resumed.forward_backward([row], "cross_entropy").result().metrics["loss:sum"])
         service.close("success").result(10)
     assert losses[2] == losses[0]  # the last one that is whole has the weights of the third step

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
-@pytest.mark.slow("asks for 75 methods: make test-tinker")
+@pytest.mark.slow("asks for 76 methods: make test-tinker")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_the_table_of_compatibility_is_what_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     tinker = pytest.importorskip("tinker")

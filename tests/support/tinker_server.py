@@ -34,6 +34,11 @@ def first_layer() -> BaseModel:
     return BaseModel(loaded)
 
 
+def made(client: Any) -> Any:
+    """The client of a method of the SDK that makes one; 0.38 and newer give a future of it."""
+    return client.result() if hasattr(client, "result") else client
+
+
 @contextmanager
 def serving(service: Service, token: str | None = None, long_poll_s: float = 30.0) -> Iterator[Running]:
     with served(tinker_app(service, token=token, long_poll_s=long_poll_s), token) as url:

@@ -205,7 +205,7 @@ class TinkerModel:
         while True:
             generation = self._generation
             try:
-                found = await self._wait_async(asyncio.wrap_future(make()))
+                found = await self._wait_async(asyncio.wrap_future(_plain(make())))
             except Exception as error:
                 await asyncio.to_thread(self._recover, error, generation)
             else:
@@ -220,7 +220,7 @@ class TinkerModel:
         return self._client
 
     def _wait(self, future: Any) -> Any:
-        future = future if isinstance(future, Future) else future.future()  # the SDK has its own kind around it
+        future = _plain(future)
         while True:
             try:
                 return future.result(_POLL_S)
@@ -309,13 +309,20 @@ class TinkerModel:
         return ServiceError(f"the Tinker session is lost, and could not be opened again ({refusal(error)}); {last}")
 
 
-def _in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """The future of a call that blocks: the SDK waits inside of it, for ever if it must."""
+def _plain(future: Any) -> Future[Any]:
+    """The SDK has its own kind of future around one of the standard library."""
+    found: Future[Any] = future.future() if isinstance(future, tinker.APIFuture) else future
+    return found
+
+
+def _in_thread(make: Callable[[], Any]) -> Future[Any]:
+    """The future of a client that the SDK makes: it waits inside of `make`, or gives a future (0.38 and newer)."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            client = make()
+            future.set_result(client.result() if isinstance(client, tinker.APIFuture) else client)
         except BaseException as error:
             future.set_exception(error)
 

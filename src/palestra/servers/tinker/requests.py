@@ -125,6 +125,13 @@ class SaveWeights(SavedWeights):
 
 class SaveWeightsForSampler(SavedWeights):
     sampling_session_seq_id: int | None = Field(None, ge=0)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+    @model_validator(mode="after")
+    def _inflight_is_not_kept(self) -> SaveWeightsForSampler:
+        if self.kind == "inflight" and (self.path is not None or self.ttl_seconds is not None):
+            raise ValueError("inflight weights are replaced by the next save; leave path and ttl_seconds out")
+        return self
 
 
 class SaveWeightsExternal(SavedWeights):
@@ -142,6 +149,23 @@ class LoadWeights(ModelRequest):
     seq_id: SeqId
     path: str
     optimizer: bool = False
+
+
+class CreateFromWeights(SessionRequest):
+    """The other form of load_weights: it makes the model, and is its first request."""
+
+    model_seq_id: int = Field(ge=0)
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
+    optimizer_config: OptimizerConfig | None = None
+    user_metadata: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _adamw_only(self) -> CreateFromWeights:
+        if self.optimizer_config is not None:
+            _only_adamw(self.optimizer_config.type)
+        return self
 
 
 class WeightsInfo(Body):
@@ -250,6 +274,15 @@ class SetTtl(Body):
 def _only_adamw(kind: str) -> None:
     if kind not in ("adamw", "adam"):
         raise ValueError(f"the optimizer {kind!r} is not supported by this server; use adamw")
+
+
+def creates_model(body: bytes) -> bool:
+    """Whether a load_weights names a session instead of a model."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("session_id") is not None and found.get("model_id") is None
 
 
 def number_of(body: bytes) -> tuple[str, int | None]:

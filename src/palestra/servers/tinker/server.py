@@ -12,7 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel as Form
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -23,7 +23,7 @@ from palestra.core.errors import PalestraError
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.http_errors import refuse
 from palestra.servers.tinker import requests as bodies
-from palestra.servers.tinker.base_model import AdapterSpec
+from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.checkpoint_api import CheckpointApi
 from palestra.servers.tinker.futures import Gone, NotFound, Request, Result, TooBusy
 from palestra.servers.tinker.messages import read_forward_backward
@@ -39,7 +39,7 @@ LONG_POLL_S = 30.0  # the SDK waits 45 s
 SWEEP_S = 30.0
 _STATUS = ((TooBusy, 429), (Gone, 410), (NotFound, 404))
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=Form)
 Json = dict[str, Any]
 Handler = Callable[[HttpRequest], Awaitable[Json | Response]]
 
@@ -73,7 +73,7 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         numbered(
             "/save_weights_external", _promised(bodies.SaveWeightsExternal, partial(service.save, "external_weights"))
         ),
-        numbered("/load_weights", _promised(bodies.LoadWeights, service.load)),
+        numbered("/load_weights", api.load_weights),
         post("/weights_info", saved.weights_info),
         post("/create_sampling_session", api.create_sampling_session),
         get("/samplers/{sampling_id}", api.get_sampler),
@@ -214,7 +214,7 @@ class _Api:
     async def get_info(self, request: HttpRequest) -> Json:
         model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
         base, rank = model.base, model.spec.rank
-        data = {"model_name": base.name, "tokenizer_id": base.path, "arch": base.architecture}
+        data = {"model_name": _loadable_name(base), "tokenizer_id": base.path, "arch": base.architecture}
         lora = {"is_lora": rank > 0, "lora_rank": rank}
         return {"type": "get_info", "model_id": model.id, "model_data": data, "model_name": base.name, **lora}
 
@@ -224,6 +224,15 @@ class _Api:
         request.state.body = await read_body(request, MAX_BODY_MIB * MIB)
         found = read_forward_backward(request.state.body)
         return _promise(self._service.forward_backward(found), model_id=found.model_id)
+
+    async def load_weights(self, request: HttpRequest) -> Json:
+        request.state.body = await read_body(request, MIB)
+        if bodies.creates_model(request.state.body):
+            new = parse(bodies.CreateFromWeights.model_validate_json, request.state.body)
+            model_id = f"{new.session_id}:train:{new.model_seq_id}"
+            return _promise(self._service.create_from_checkpoint(new), model_id=model_id)
+        body = parse(bodies.LoadWeights.model_validate_json, request.state.body)
+        return _promise(self._service.load(body), model_id=body.model_id)
 
     def count_refused(self, request: HttpRequest, reason: str) -> None:
         """The number of a request that is refused counts: the model's later ones must not wait for it."""
@@ -243,9 +252,7 @@ class _Api:
 
     async def get_sampler(self, request: HttpRequest) -> Json:
         found = self._service.sampling_session(request.path_params["sampling_id"])
-        # a folder instead of a name, since the SDK loads the tokenizer from it; it cuts "/a/b" short, but not "/a/b/"
-        base = found.base.path + "/" * (found.base.path.count("/") == 2)
-        return {"sampler_id": found.id, "base_model": base, "model_path": found.path}
+        return {"sampler_id": found.id, "base_model": _loadable_name(found.base), "model_path": found.path}
 
     async def sample(self, request: HttpRequest) -> Json:
         body = await _read(request, bodies.Sample, MAX_BODY_MIB)
@@ -295,6 +302,11 @@ class _Api:
 async def _read(request: HttpRequest, model: type[Body], limit_mib: int = 1) -> Body:
     request.state.body = await read_body(request, limit_mib * MIB)
     return parse(model.model_validate_json, request.state.body)
+
+
+def _loadable_name(base: BaseModel) -> str:
+    """A folder instead of a name, since the SDK loads the tokenizer from it; it cuts "/a/b" short, but not "/a/b/"."""
+    return base.path + "/" * (base.path.count("/") == 2)
 
 
 async def _result(future: Future[Result], seconds: float) -> Result | Exception | None:

@@ -23,7 +23,14 @@ from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
 from palestra.servers.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
 from palestra.servers.tinker.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
 from palestra.servers.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
-from palestra.servers.tinker.requests import LoadWeights, OptimStep, SavedWeights, SaveWeights, SaveWeightsForSampler
+from palestra.servers.tinker.requests import (
+    CreateFromWeights,
+    LoadWeights,
+    OptimStep,
+    SavedWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
 from palestra.servers.tinker.sampler import PinnedWeights, Sampler, SampleRequest
 from palestra.servers.tinker.training_model import TrainingModel
 from palestra.servers.tinker.training_run import TrainingRun
@@ -60,12 +67,23 @@ class Model:
     run: TrainingRun | None = None
     training_model: TrainingModel | None = None
     pinned: OrderedDict[int, PinnedWeights] = field(default_factory=OrderedDict)  # by version, oldest first
+    inflight: tuple[int, PinnedWeights] | None = None  # the version that all inflight sampling sessions use, or none
 
     @property
     def ready(self) -> tuple[TrainingModel, TrainingRun]:
         if self.training_model is None or self.run is None:
             raise NotFound(f"the model {self.id!r} could not be made; see what create_model answered")
         return self.training_model, self.run
+
+    def weights_now(self, training_model: TrainingModel) -> PinnedWeights:
+        """A copy of the weights as they are, the same one for every save of a version."""
+        version = training_model.version
+        if version in self.pinned:
+            return self.pinned[version]
+        if self.inflight is not None and self.inflight[0] == version:
+            return self.inflight[1]
+        tensors = training_model.snapshot()
+        return PinnedWeights(lambda: tensors)
 
 
 @dataclass(slots=True)
@@ -79,6 +97,7 @@ class SamplingSession:
     path: str | None = None
     requests: dict[int, Request] = field(default_factory=dict)  # by seq_id
     version: int | None = None  # of a model under training, where it was not saved
+    is_inflight: bool = False  # its weights are replaced by those of each later inflight save of its model
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,29 +198,51 @@ class Service:
         session = self.session(session_id)
         if seq in session.models:
             return session.models[seq]
-        base = self.base(base_model)
+        return self._create(session, seq, self.base(base_model), spec, seed, metadata)
+
+    def create_from_checkpoint(self, body: CreateFromWeights) -> Request:
+        """Make a model to train from a checkpoint; the same number again gives the same one."""
+        session = self.session(body.session_id)
+        if body.model_seq_id in session.models:
+            return session.models[body.model_seq_id]
+        path = TinkerPath.parse(body.path)
+        base = self.base(body.base_model or self.checkpoints.find(path).base_model)
+        found = self._checkpoint(path, base)
+        load = partial(_load, checkpoint=found, optimizer=body.optimizer)
+        return self._create(session, body.model_seq_id, base, found.spec, 0, body.user_metadata or {}, load, body.path)
+
+    def _create(
+        self, session: Session, seq: int, base: BaseModel, spec: AdapterSpec, seed: int, metadata: dict[str, Any],
+        load: Callable[[TrainingModel], None] | None = None, path: str = "",
+    ) -> Request:  # fmt: skip
+        """Make a model, and `load` what was saved under `path` into it."""
         size = base.trained_bytes(spec)
         self._make_room(lambda: bool(self._refusal(spec, size)))
         if refusal := self._refusal(spec, size):
             raise TooBusy(refusal)
-        model_id = f"{session_id}:train:{seq}"
+        model_id = f"{session.id}:train:{seq}"
         worker = OrderedWorker(model_id, self.requests, lambda: _use_own_stream(base.device))
-        model = Model(model_id, session_id, base, spec, size, worker)
+        model = Model(model_id, session.id, base, spec, size, worker)
         self.models[model_id] = model
-        about = {"model_id": model_id, "session": session_id, "user_metadata": {**session.metadata, **metadata}}
+        about = {"model_id": model_id, "session": session.id, "user_metadata": {**session.metadata, **metadata}}
 
         def make() -> Result:
             try:
                 rows = self.limits.rows_per_pass or (4 if base.device.type == "cpu" else 1 << 30)
-                model.training_model = TrainingModel(base, spec, seed=seed, rows_per_pass=rows)
+                training_model = TrainingModel(base, spec, seed=seed, rows_per_pass=rows)
+                if load is not None:
+                    load(training_model)
+                model.training_model = training_model
                 model.run = TrainingRun(self._output_dir, base, spec, session.name, about)
             except BaseException:
                 self.models.pop(model_id, None)
                 raise
             self.checkpoints.add_run(model_id, model.run.folder)
-            return {"type": "create_model", "model_id": model_id}
+            answer = {"type": kind, "model_id": model_id}
+            return answer if load is None else {**answer, "path": path}
 
-        session.models[seq] = model.worker.run("create_model", make)
+        kind = "create_model" if load is None else "load_weights"
+        session.models[seq] = model.worker.run(kind, make)
         return session.models[seq]
 
     def _refusal(self, spec: AdapterSpec, size: int) -> str:
@@ -295,13 +336,10 @@ class Service:
         def work() -> Result:
             training_model, _ = model.ready
             found = self._checkpoint(parsed, model.base)
-            verify_folder(found.folder)
             if found.spec != model.spec:
                 raise NotFound(f"{path} has {found.spec}, and {model.id!r} was made with {model.spec}; they must agree")
-            if body.optimizer and parsed.kind != "weights":
-                raise NotFound(f"{path} was saved for sampling, without the optimizer; load the weights alone")
-            training_model.load(found.folder, optimizer=body.optimizer)
-            return {"type": "load_weights", "path": path}
+            _load(training_model, found, body.optimizer)
+            return {"type": "load_weights", "path": path, "model_id": model.id}
 
         return model.worker.submit(body.seq_id, "load_weights", work)
 
@@ -314,7 +352,10 @@ class Service:
     # sampling
 
     def save_for_sampler(self, body: SaveWeightsForSampler) -> Request:
-        """A checkpoint or, without a path, a sampling session at the version that the model has in its turn."""
+        """A checkpoint or, without a path, a sampling session at the version that the model has in its turn.
+
+        An inflight one moves on to later versions with all others of its model.
+        """
         if body.path is not None:
             return self.save("sampler_weights", body)
         model = self.model(body.model_id)
@@ -325,15 +366,18 @@ class Service:
 
         def work() -> Result:
             training_model, _ = model.ready
-            version = training_model.version
-            if version not in model.pinned:
-                tensors = training_model.snapshot()
-                model.pinned[version] = PinnedWeights(lambda: tensors)
+            version, is_inflight = training_model.version, body.kind == "inflight"
+            weights = model.weights_now(training_model)
+            if is_inflight:
+                model.inflight = version, weights
+            else:
+                model.pinned[version] = weights
             while len(model.pinned) > self.limits.versions:
                 model.pinned.popitem(last=False)
             self.sampling[sampling_id] = SamplingSession(
-                sampling_id, session.id, model.base, model.spec, model.pinned[version], model.id, version=version
-            )
+                sampling_id, session.id, model.base, model.spec, weights, model.id,
+                version=version, is_inflight=is_inflight,
+            )  # fmt: skip
             session.sampling[number] = sampling_id
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampling_id}
 
@@ -371,7 +415,10 @@ class Service:
             raise NotFound(f"the sampling session {sampling_id!r} does not exist: {RESTARTED}")
         self._touch(found.session)
         model = self.models.get(found.sampler)
-        if found.version is not None and model is not None and found.version not in model.pinned:
+        if found.is_inflight:
+            if model is not None and model.inflight is not None:
+                found.version, found.weights = model.inflight
+        elif found.version is not None and model is not None and found.version not in model.pinned:
             raise Gone(
                 f"{sampling_id!r} is at version {found.version}, and the server keeps the newest "
                 f"{self.limits.versions}; save it under a name to keep it longer"
@@ -410,6 +457,13 @@ class Service:
             self._samplers[key] = Sampler(target.base, target.spec, memory)
         self._samplers.move_to_end(key)
         return self._samplers[key]
+
+
+def _load(training_model: TrainingModel, checkpoint: Checkpoint, optimizer: bool) -> None:
+    verify_folder(checkpoint.folder)
+    if optimizer and checkpoint.path.kind != "weights":
+        raise NotFound(f"{checkpoint.path} was saved for sampling, without the optimizer; load the weights alone")
+    training_model.load(checkpoint.folder, optimizer=optimizer)
 
 
 def _sampled(request: Request, found: Future[SampleResponse]) -> None:

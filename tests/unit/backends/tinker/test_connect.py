@@ -66,9 +66,18 @@ def test_a_key_of_another_kind_is_refused_before_it_is_sent(monkeypatch: pytest.
     assert "sk-0123456789" not in str(raised.value)
 
 
-def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has() -> None:
+@pytest.mark.parametrize("sdk", ["0.36", "0.38"])
+def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has(
+    sdk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models = [SimpleNamespace(model_name=name, max_context_length=n) for name, n in (("a/b-8B", 4096), ("c/d", None))]
-    service = SimpleNamespace(get_server_capabilities=lambda: SimpleNamespace(supported_models=models))
+    answer = SimpleNamespace(supported_models=models)
+    service, rest = SimpleNamespace(holder=None), SimpleNamespace()
+    if sdk == "0.36":
+        service.get_server_capabilities = lambda: answer
+    else:
+        rest.get_server_capabilities = lambda: SimpleNamespace(result=lambda: answer)
+    monkeypatch.setattr(connect_module.tinker, "RestClient", lambda holder: rest)
     assert (context_tokens(service, "a/b-8B"), context_tokens(service, "c/d")) == (4096, 32768)
     with pytest.raises(PalestraError, match=r"has no model 'a/b-8'\. Did you mean 'a/b-8B'\? It has: a/b-8B, c/d"):
         context_tokens(service, "a/b-8")

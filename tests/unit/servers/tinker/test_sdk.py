@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinker_server import made
 
 from palestra.core.http import Request
 
@@ -28,11 +29,11 @@ def train(client: Any, data: list[Any], rate: float = 1e-2) -> float:
 
 
 def test_a_model_learns_what_it_is_shown_and_samples_it(sdk: Any) -> None:
-    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK, seed=1)
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK, seed=1))
     words = [5, 9, 200, 31, 77, 300, 12]
     losses = [train(client, [datum(words)] * 2) for _ in range(30)]
     assert losses[-1] < 0.2 * losses[0]
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = made(client.save_weights_and_get_sampling_client())
     prompt = types.ModelInput.from_ints(words[:2])
     params = types.SamplingParams(max_tokens=5, temperature=0.0, stop=[])
     found = sampler.sample(prompt, 2, params).result()
@@ -42,12 +43,12 @@ def test_a_model_learns_what_it_is_shown_and_samples_it(sdk: Any) -> None:
 
 
 def test_the_sampler_and_the_learner_agree_on_a_trained_model(sdk: Any) -> None:
-    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK, seed=2)
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK, seed=2))
     words = [5, 9, 200, 31, 77, 300, 12]
     for _ in range(3):
         train(client, [datum(words)])
     learner = client.forward([datum(words)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = made(client.save_weights_and_get_sampling_client())
     prompt = sampler.compute_logprobs(types.ModelInput.from_ints(words)).result()
     assert prompt[0] is None
     np.testing.assert_allclose(prompt[1:], learner, atol=1e-4)
@@ -58,13 +59,13 @@ def test_the_sampler_and_the_learner_agree_on_a_trained_model(sdk: Any) -> None:
 
 
 def test_a_pinned_version_samples_as_before_while_newer_ones_are_trained(sdk: Any) -> None:
-    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
-    first = client.save_weights_and_get_sampling_client()
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK))
+    first = made(client.save_weights_and_get_sampling_client())
     prompt, params = types.ModelInput.from_ints([5, 9]), types.SamplingParams(max_tokens=6, seed=7, stop=[])
     before = first.sample(prompt, 1, params).result().sequences[0]
     for _ in range(5):
         train(client, [datum([5, 9, 200, 31, 77, 300, 12])], rate=0.1)
-    second = client.save_weights_and_get_sampling_client()
+    second = made(client.save_weights_and_get_sampling_client())
     newer = second.sample(prompt, 1, params).result().sequences[0]
     again = first.sample(prompt, 1, params).result().sequences[0]
     assert list(again.tokens) == list(before.tokens)
@@ -73,14 +74,14 @@ def test_a_pinned_version_samples_as_before_while_newer_ones_are_trained(sdk: An
 
 
 def test_a_saved_state_goes_on_exactly_where_it_was(sdk: Any) -> None:
-    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK))
     data = [datum([5, 9, 200, 31]), datum([7, 8, 9])]
     train(client, data)
     path = client.save_state("after-1").result().path
     expected = [train(client, data) for _ in range(3)]
-    resumed = sdk.create_training_client_from_state_with_optimizer(path)
+    resumed = made(sdk.create_training_client_from_state_with_optimizer(path))
     assert [train(resumed, data) for _ in range(3)] == expected
-    fresh = sdk.create_training_client_from_state(path)  # the same weights, without Adam's moments
+    fresh = made(sdk.create_training_client_from_state(path))  # the same weights, without Adam's moments
     found = [train(fresh, data) for _ in range(3)]
     assert found[0] == expected[0]
     assert found[2] != expected[2]
@@ -93,7 +94,7 @@ def test_a_custom_loss_gives_the_gradient_of_the_built_in_one(sdk: Any) -> None:
     data = [datum([5, 9, 200, 31]), datum([7, 8, 9])]
     norms = []
     for custom in (True, False):
-        client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK, seed=5)
+        client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK, seed=5))
         if custom:
             client.forward_backward_custom(data, weighted).result()
         else:
@@ -103,7 +104,7 @@ def test_a_custom_loss_gives_the_gradient_of_the_built_in_one(sdk: Any) -> None:
 
 
 def test_what_a_client_trains_is_a_run_with_metrics_and_rollouts(sdk: Any, running: Any) -> None:
-    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK))
     train(client, [datum([5, 9, 200, 31], [0.0, 1.0, 1.0])])
     folder = running.service.checkpoints.run(client.model_id)
     running.service.unload(client.model_id).future.result(10)  # all is written
@@ -116,7 +117,7 @@ def test_what_a_client_trains_is_a_run_with_metrics_and_rollouts(sdk: Any, runni
 
 
 def test_the_number_of_a_refused_request_counts(sdk: Any) -> None:
-    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK))
     words = [5, 9, 200, 31]
     refused = [
         client.forward_backward([datum(words)], "stable_reinforce"),
@@ -132,12 +133,12 @@ def test_the_number_of_a_refused_request_counts(sdk: Any) -> None:
     train(client, [datum(words)])  # none of these is waited for
 
 
-def test_exported_weights_are_files_that_peft_loads(sdk: Any, tmp_path: Any) -> None:
-    client = sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK)
+def test_exported_weights_are_files_that_peft_loads(sdk: Any, running: Any, tmp_path: Any) -> None:
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK))
     train(client, [datum([5, 9, 200, 31])])
     path = client.save_weights_external("mine").result().path
     assert path.endswith("/external_weights/mine")
-    urls = sdk.create_rest_client().get_external_weights_urls(path).result().urls
+    urls = tinker.RestClient(base_url=running.url, api_key="tml-test").get_external_weights_urls(path).result().urls
     for name, url in urls.items():
         (tmp_path / name).write_bytes(Request(url).send().body)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
@@ -145,7 +146,42 @@ def test_exported_weights_are_files_that_peft_loads(sdk: Any, tmp_path: Any) -> 
 
 
 def test_a_sampling_client_loads_the_tokenizer_without_a_network(sdk: Any, base: Any) -> None:
-    sampler = sdk.create_sampling_client(base_model="palestra/tiny")
-    assert sampler.get_tokenizer().encode("What is 3 + 4?") == base.tokenizer.encode("What is 3 + 4?")
-    again = sdk.create_sampling_client(base_model=sampler.get_base_model())
-    assert again.get_base_model() == sampler.get_base_model()
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK))
+    path = client.save_weights_for_sampler("tokenizer").result().path
+    samplers = [
+        made(client.save_weights_and_get_sampling_client()),
+        made(sdk.create_sampling_client(model_path=path)),
+        made(sdk.create_sampling_client(base_model=base.path)),  # by its name SDK 0.38 looks for it on the hub
+    ]
+    for each in (client, *samplers):
+        assert each.get_tokenizer().encode("What is 3 + 4?") == base.tokenizer.encode("What is 3 + 4?")
+    names = [sampler.get_base_model() for sampler in samplers]
+    again = made(sdk.create_sampling_client(base_model=names[0]))
+    assert {*names, again.get_base_model()} == {base.path}
+
+
+@pytest.mark.skipif(not hasattr(types, "SamplingClientKind"), reason="inflight sampling needs tinker 0.38")
+def test_a_later_inflight_save_updates_all_inflight_clients(sdk: Any, running: Any) -> None:
+    client = made(sdk.create_lora_training_client(base_model="palestra/tiny", rank=RANK))
+    words = [5, 9, 200, 31, 77, 300, 12]
+    prompt = types.ModelInput.from_ints(words)
+
+    def logprobs(sampler: Any) -> list[float]:
+        return [float(value) for value in sampler.compute_logprobs(prompt).result()[1:]]
+
+    pinned = made(client.save_weights_and_get_sampling_client())
+    first = made(client.save_weights_and_get_sampling_client(kind="inflight"))
+    before = logprobs(pinned)
+    assert logprobs(first) == before
+    for _ in range(running.service.limits.versions + 1):  # more than the server keeps of snapshots
+        train(client, [datum(words)])
+    assert logprobs(first) == before  # what is trained alone is not published
+    second = made(client.save_weights_and_get_sampling_client(kind="inflight"))
+    third = made(client.save_weights_and_get_sampling_client(kind="inflight"))
+    snapshot = made(client.save_weights_and_get_sampling_client())
+    after = logprobs(snapshot)
+    assert sum(after) > sum(before)
+    assert logprobs(first) == logprobs(second) == logprobs(third) == after
+    assert logprobs(pinned) == before
+    ids = {sampler._sampling_session_id for sampler in (pinned, first, second, third, snapshot)}
+    assert len(ids) == 5

@@ -128,6 +128,8 @@ def test_a_key_is_asked_for_where_one_is_set_and_an_answer_that_takes_long_again
         ("optim_step", {"seq_id": 0, "adam_params": {}}, 422, "seq_id"),
         ("save_weights", {"path": "../../etc"}, 400, "cannot name a checkpoint"),
         ("load_weights", {"path": "/etc/passwd"}, 400, "look like tinker://RUN/weights/NAME"),
+        ("save_weights_for_sampler", {"kind": "inflight", "path": "a"}, 422, "leave path and ttl_seconds out"),
+        ("save_weights_for_sampler", {"kind": "other"}, 422, "'snapshot' or 'inflight'"),
         ("weights_info", {"tinker_path": "tinker://x/weights/a"}, 404, "no training run 'x'"),
         ("asample", {"sampling_session_id": "nobody"}, 404, "sampling session 'nobody' does not exist"),
         ("asample", {"prompt": {"chunks": [{"type": "image"}]}}, 422, "text tokens alone"),
@@ -208,6 +210,74 @@ def test_a_version_that_is_not_kept_any_more_is_named(serve):
         asked = {"prompt": PROMPT, "sampling_params": {"max_tokens": 2}}
         assert "save it under a name" in client.post("asample", {**asked, "sampling_session_id": pinned[0]}, 410)
         assert isinstance(client.result(client.post("asample", {**asked, "sampling_session_id": pinned[1]})), bytes)
+
+
+def test_an_inflight_session_follows_the_newest_save_whatever_is_kept(serve):
+    asked = {"prompt": PROMPT, "sampling_params": {"max_tokens": 4, "seed": 3, "stop": []}}
+    with serve(ServiceLimits(versions=1)) as server:
+        client = Client(server.url)
+        client.create()
+
+        def save(number: int, kind: str) -> str:
+            saved = client.next("save_weights_for_sampler", sampling_session_seq_id=number, kind=kind)
+            return str(saved["sampling_session_id"])
+
+        def sample(session: str) -> bytes:
+            found = client.result(client.post("asample", {**asked, "sampling_session_id": session}))
+            assert isinstance(found, bytes)
+            return found
+
+        first = save(0, "inflight")
+        before = sample(first)
+        for number in (1, 2):  # snapshots of two versions, one more than is kept
+            client.seq += 1
+            client.result(client.forward_backward(client.seq, [words(0)]))
+            client.next("optim_step", adam_params={"learning_rate": 0.1})
+            snapshot = save(number, "snapshot")
+        assert sample(first) == before
+        second = save(3, "inflight")
+        assert sample(first) == sample(second) == sample(snapshot) != before
+        client.result(client.post("unload_model", {"model_id": client.model}))
+        assert "does not exist" in client.post("asample", {**asked, "sampling_session_id": first}, 404)
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_load_weights_with_a_session_makes_the_model(serve, optimizer):
+    with serve() as server:
+        client = Client(server.url)
+        client.create()
+        norms = []
+        for number in range(4):
+            client.seq += 1
+            client.result(client.forward_backward(client.seq, [words(0)]))
+            norms.append(client.next("optim_step", adam_params={"learning_rate": 0.05})["metrics"]["grad_norm"])
+            if number == 1:
+                saved = client.next("save_weights", path="two")["path"]
+                sampler = client.next("save_weights_for_sampler", path="two")["path"]
+        body = {"session_id": client.session, "path": saved, "optimizer": optimizer}
+        promise = client.post("load_weights", {**body, "model_seq_id": 1, "base_model": "palestra/tiny"})
+        assert client.post("load_weights", {**body, "model_seq_id": 1})["request_id"] == promise["request_id"]
+        other = f"{client.session}:train:1"
+        assert client.result(promise) == {"type": "load_weights", "model_id": other, "path": saved}
+        info = client.post("get_info", {"model_id": other})
+        assert (info["is_lora"], info["lora_rank"], info["model_name"]) == (True, 2, "palestra/tiny")
+        client.model, client.seq = other, 0  # its numbers begin at 1
+        again = []
+        for _ in range(2):
+            client.seq += 1
+            client.result(client.forward_backward(client.seq, [words(0)]))
+            again.append(client.next("optim_step", adam_params={"learning_rate": 0.05})["metrics"]["grad_norm"])
+        assert again[0] == norms[2]
+        assert (again[1] == norms[3]) == optimizer
+        refused = client.result(client.post("load_weights", {**body, "model_seq_id": 2, "path": sampler}))
+        assert ("without the optimizer" in refused.get("error", "")) == optimizer
+        for more, status, says in (
+            ({"base_model": "nobody/none"}, 404, "not served here"),
+            ({"path": saved + "-none"}, 404, "there is no"),
+            ({"optimizer_config": {"type": "dimuon"}}, 422, "use adamw"),
+            ({"weights_access_token": "x"}, 422, "weights_access_token is not supported"),
+        ):
+            assert says in client.post("load_weights", {**body, "model_seq_id": 3, **more}, status)
 
 
 def test_a_disconnected_client_makes_room_unless_it_has_work_and_ends_with_its_models(service):
