@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from palestra.algo.batch import Batch
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFiniteError, PalestraError, SettingError
 from palestra.core.types import Array, Sample
 from palestra.core.weights import Weights
 from palestra.learner.base import Learner
@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_raises_names_its_group_and_leaves_the_weights
     bad = [*good[:5], replace(good[5], advantages=advantage), *good[6:]]  # type: ignore[arg-type]
     terms = loss_of(bad, "luspo")
     learner.forward_backward(Batch.of(bad[:4]), terms)
-    with pytest.raises(PalestraError, match=words):  # at the latest by the step
+    with pytest.raises(NotFiniteError, match=words):  # at the latest by the step
         step(learner, [Batch.of(bad[4:])], terms)
     assert same(before, weights(learner))
     assert steps(learner, [1, 2]) == steps(untouched, [1, 2])  # and nothing of it is left
@@ -303,7 +303,7 @@ def test_reference_logprobs_stay_those_of_the_beginning(case: Case) -> None:
 
 
 def test_a_reference_that_was_not_asked_for_is_refused(case: Case) -> None:
-    with pytest.raises(PalestraError, match=r"train\.beta > 0"):
+    with pytest.raises(SettingError, match=r"train\.beta > 0"):
         case.learner().forward(Batch.of(rows(4)), reference=True)
 
 

@@ -24,7 +24,7 @@ from palestra import function_tool
 from palestra.agents.tools.run import read_arguments
 from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError, StateError, UnsupportedError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.models.chat.template import ChatFormat
@@ -234,13 +234,13 @@ def test_closed_and_forked_sessions_are_refused(case: Case) -> None:
         policy.close(closed)  # harmless
         policy.fork(forked, 2)
         for session in (closed, forked):
-            with pytest.raises(PalestraError, match="closed"):
+            with pytest.raises(StateError, match="closed"):
                 await policy.sample(session, SamplingParams(3))
-            with pytest.raises(PalestraError, match="closed"):
+            with pytest.raises(StateError, match="closed"):
                 policy.append(session, [1])
-            with pytest.raises(PalestraError, match="closed"):
+            with pytest.raises(StateError, match="closed"):
                 policy.fork(session, 2)
-        with pytest.raises(PalestraError, match="n=0"):
+        with pytest.raises(SettingError, match="n=0"):
             policy.fork(policy.open(PROMPT), 0)
 
     run(main)
@@ -379,7 +379,7 @@ def test_sessions_survive_a_sleep(case: Case) -> None:
 
 def test_a_grammar_as_text_constrains_tool_calls(case: Case) -> None:
     if not case.kind.has_grammars:
-        with pytest.raises(PalestraError, match=r"without our grammars|cannot sample with grammar"):
+        with pytest.raises(UnsupportedError, match=r"without our grammars|cannot sample with grammar"):
             case.turns(SamplingParams(4, grammar="[]"))
         return
     pytest.importorskip("llguidance")

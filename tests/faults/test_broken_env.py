@@ -8,7 +8,7 @@ import pytest
 
 from palestra import Env, EnvConfig
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import TrainingError
 from palestra.env_api import train_env
 from palestra.envs.running import RunningEnv
 
@@ -69,5 +69,5 @@ def test_a_shaky_environment_does_not_end_the_run(tmp_path):
 
 def test_an_environment_in_which_everything_is_broken_is_told(tmp_path):
     env = RunningEnv(type("Broken", (Shaky,), {"always": True})())
-    with pytest.raises(PalestraError, match=r"every rollout failed; the first error was .*is broken"):
+    with pytest.raises(TrainingError, match=r"every rollout failed; the first error was .*is broken"):
         train_env(env, config(tmp_path))

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from builders import wait_until
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError, NotFoundError, PalestraError, SettingError, StateError
 from palestra.runs.index import Index
 from palestra.runs.manager import Run, RunManager, RunRequest
 from palestra.runs.processes import Process, descendants, end_all, processes_of_run
@@ -104,7 +104,7 @@ def test_a_run_that_ends_well_is_completed_leaves_no_process_and_goes_on_only_wi
     assert run.processes == {"trainer": "exited (0)"}
     assert run.ended is not None
     wait_until(lambda: not runs.all_processes(run_id))
-    with pytest.raises(PalestraError, match="more steps"):
+    with pytest.raises(StateError, match="more steps"):
         runs.manager.resume(run_id)
     runs.manager.resume(run_id, max_steps=5)
     assert "max_steps: 5" in (runs.wait(run_id, "completed").folder / "config.yaml").read_text()
@@ -135,20 +135,20 @@ def test_a_stopped_trainer_may_save_what_it_has_and_goes_on_when_resumed(runs):
     """
     run_id = runs.start(code)
     runs.wait(run_id, "running")
-    with pytest.raises(PalestraError, match="only a stopped or failed run can be resumed"):
+    with pytest.raises(StateError, match="only a stopped or failed run can be resumed"):
         runs.manager.resume(run_id)
-    with pytest.raises(PalestraError, match="stop it first"):
+    with pytest.raises(StateError, match="stop it first"):
         runs.manager.remove(run_id)
     stopped = runs.manager.stop(run_id)
     assert (stopped.state, stopped.processes) == ("stopped", {"trainer": "exited (130)"})
-    with pytest.raises(PalestraError, match="has ended already"):
+    with pytest.raises(StateError, match="has ended already"):
         runs.manager.stop(run_id)
     runs.manager.resume(run_id)
     assert runs.wait(run_id, "completed").reason is None
     folder = runs.manager.get(run_id).folder
     runs.manager.remove(run_id)
     assert not folder.exists()
-    with pytest.raises(PalestraError, match="there is no run"):
+    with pytest.raises(NotFoundError, match="there is no run"):
         runs.manager.get(run_id)
 
 
@@ -167,7 +167,7 @@ def test_stop_during_start_up_starts_nothing_afterwards(runs):
 def test_gpus_are_given_to_runs_and_free_again_when_a_supervisor_is_killed(runs, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PALESTRA_GPUS", "0,1,2")
-    with pytest.raises(PalestraError, match=r"model\.gpus = 4: there are 3 GPUs here; ask for at most 3"):
+    with pytest.raises(SettingError, match=r"model\.gpus = 4: there are 3 GPUs here; ask for at most 3"):
         runs.start(SLEEP, settings={"model.gpus": 4})
     tell = "(folder / 'gpus').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n" + SLEEP
     first = runs.start(tell, settings={"model.gpus": 2})
@@ -302,7 +302,7 @@ def test_secrets_reach_the_trainer_and_neither_files_nor_command_lines(runs, mon
     runs.wait(run_id, "failed")
     written = [path for path in (*runs.home.rglob("*"), *run.folder.rglob("*")) if path.is_file()]
     assert not [path for path in written if secret.encode() in path.read_bytes()]
-    with pytest.raises(PalestraError, match="holds a secret"):
+    with pytest.raises(NotAllowedError, match="holds a secret"):
         runs.start(SLEEP, settings={"track.run_name": secret})
 
 

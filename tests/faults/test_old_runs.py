@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from palestra import Agent, EvalSuite, measure, train_grpo
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnreadableFileError, UnsupportedError
 from palestra.core.run_folder import RunFolder
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.train.checkpoint import TrainState, read_checkpoint
@@ -115,9 +115,11 @@ def test_checkpoints_and_run_folders_of_a_later_version_are_refused_with_a_sente
     (checkpoint / "state.json").write_text(json.dumps({"format": 3, "step": 2, "what": "ever"}))
     write_manifest(checkpoint)
     before = old_run.metrics_file.read_text()
-    with pytest.raises(PalestraError, match=r"has format 3, .* reads up to 2; resume with the version that wrote it"):
+    with pytest.raises(
+        UnreadableFileError, match=r"has format 3, .* reads up to 2; resume with the version that wrote it"
+    ):
         train_grpo(AGENT, SUITE, held_out=SUITE, resume=old_run.path)
     assert old_run.metrics_file.read_text() == before  # nothing is touched
     old_run.record_file.write_text(json.dumps({"format": 9, "name": "clerk"}))
-    with pytest.raises(PalestraError, match=r"format 9, and this Palestra reads formats up to 1; update it"):
+    with pytest.raises(UnsupportedError, match=r"format 9, and this Palestra reads formats up to 1; update it"):
         train_grpo(AGENT, SUITE, held_out=SUITE, resume=old_run.path)

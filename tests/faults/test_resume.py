@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from palestra import demo, train_grpo
 from palestra.cli.main import run as palestra
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StateError
 from palestra.core.run_folder import RunFolder, step_of
 from palestra.runs.index import Index, palestra_home
 from palestra.runs.processes import identify
@@ -129,7 +129,7 @@ def test_a_run_in_which_another_process_trains_is_refused_and_left_as_it_is(tmp_
         with run.metrics_file.open("a") as file:  # the other one is a step ahead of its last checkpoint
             file.write('{"step": 3}\n')
         before = run.metrics_file.read_text()
-        with pytest.raises(PalestraError, match=f"is run {row.run_id}, which is running"):
+        with pytest.raises(StateError, match=f"is run {row.run_id}, which is running"):
             train_grpo(demo.agent, demo.suite, held_out=demo.held_out, resume=run.path)
         assert run.metrics_file.read_text() == before
     finally:

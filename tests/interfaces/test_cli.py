@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError
 
 
 def test_help_names_every_command_and_teaches_by_example(cli):
@@ -118,7 +118,7 @@ def test_missing_run_is_answered_with_the_recent_ones(cli):
 
 
 def test_debug_shows_the_traceback(cli, monkeypatch):
-    with pytest.raises(PalestraError):
+    with pytest.raises(NotFoundError):
         cli("train", "nope.py", "--debug")
 
 

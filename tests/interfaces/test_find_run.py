@@ -10,7 +10,7 @@ from listed_runs import ended_run
 
 from palestra.cli.find_run import find_run, model_of, require_run, require_run_id, with_model_of_run
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, NotFoundError, SettingError
 from palestra.core.run_folder import FORMAT, Resume, RunFolder
 
 AddRun = Callable[..., RunFolder]
@@ -56,7 +56,7 @@ def test_a_folder_in_runs_is_found_by_its_name_without_an_index(home: Path, tmp_
     found = find_run(run.path.name)
     assert found is not None
     assert (found.folder.path, found.run_id) == (Path("runs") / run.path.name, None)
-    with pytest.raises(PalestraError, match="not in the index of runs; `palestra train --resume"):
+    with pytest.raises(NotFoundError, match="not in the index of runs; `palestra train --resume"):
         require_run_id(run.path.name)
     assert not home.exists()
 
@@ -79,7 +79,7 @@ def test_a_name_that_several_runs_have_is_refused_with_their_ids(add_run: AddRun
     add_run("k3f9aaaa", "clerk", "clerk-1")
     add_run("k3x7bbbb", "clerk", "clerk-2")
     for word in ("clerk", "k3"):
-        with pytest.raises(PalestraError, match=f"2 runs match '{word}'; give one id: k3x7bbbb, k3f9aaaa"):
+        with pytest.raises(SettingError, match=f"2 runs match '{word}'; give one id: k3x7bbbb, k3f9aaaa"):
             find_run(word)
 
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_a_model_by_step_by_name_and_by_folder(add_run: AddRun, 
     assert capsys.readouterr().err == ""
     assert Path(model_of("k3f9")[0]) == run.step_folder(100)
     assert "was not finished; this is its checkpoint of step 100" in capsys.readouterr().err
-    with pytest.raises(PalestraError, match="no checkpoint '7'; it has 50, 100, best, last"):
+    with pytest.raises(NotFoundError, match="no checkpoint '7'; it has 50, 100, best, last"):
         model_of("k3f9@7")
 
 
@@ -159,9 +159,9 @@ def test_what_cannot_be_finished_or_resumed_is_told(cli: Any, add_run: AddRun) -
 
 def test_a_mistyped_run_is_answered_with_the_one_that_was_meant(add_run: AddRun, capsys: Any) -> None:
     add_run("k3f9aaaa", "stock-clerk", "stock-clerk-20260131-101500")
-    with pytest.raises(PalestraError, match=r"there is no run 'stok-clerk'\. Did you mean 'stock-clerk'\?"):
+    with pytest.raises(NotFoundError, match=r"there is no run 'stok-clerk'\. Did you mean 'stock-clerk'\?"):
         model_of("stok-clerk")
-    with pytest.raises(PalestraError, match=r"my_agent\.py is a Python file, no run and no model; `palestra train my_"):
+    with pytest.raises(InputError, match=r"my_agent\.py is a Python file, no run and no model; `palestra train my_"):
         model_of("my_agent.py")
     assert model_of("gpt2") == ("gpt2", Path("export"))
     assert "there is no run 'gpt2'; looking for a model of this name" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from palestra.agent_tools import RlTools, inference
 from palestra.agent_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose_models
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError
 from palestra.runs.locks import Inference, RequestLimits, Site
 from palestra.runs.manager import RunManager
 from palestra.sources.wire.atropos import venv_folder
@@ -216,7 +216,7 @@ def test_the_models_are_those_that_the_keys_and_the_site_suggest():
     assert (own.base_url, own.api_key_env) == ("http://box:1/v1", "OPENAI_API_KEY")
     (near,) = choose_models(["a/b@http://localhost:8000/v1"], Site(), "palestra/tiny", {"OPENROUTER_API_KEY": "k"})
     assert (near.name, near.base_url, near.api_key_env) == ("a/b", "http://localhost:8000/v1", None)
-    with pytest.raises(PalestraError):
+    with pytest.raises(NotAllowedError):
         choose_models(["m@http://box/v1"], Site(), "palestra/tiny", {})
 
 

@@ -18,7 +18,7 @@ from palestra.agent_tools.endpoints import OPENROUTER_MODELS, Candidate
 from palestra.agent_tools.inference import _scores, _summary
 from palestra.agent_tools.pending_run import PendingRunConfig
 from palestra.agent_tools.tools import TOOLS
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.files import write_json, write_text
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import in_file
@@ -420,7 +420,7 @@ def test_endpoint_settings_by_the_names_of_atroposlib():
     read = OpenAISettings.read({"model_name": "m", **names})
     assert (read.timeout_s, read.max_concurrent) == (5.0, 3)
     for wrong in ({"server_type": "sglang"}, {"health_check": "true"}, {"api_key": "sk-1"}):
-        with pytest.raises(PalestraError, match=next(iter(wrong))):
+        with pytest.raises(SettingError, match=next(iter(wrong))):
             OpenAISettings.read({"model_name": "m", **wrong})
 
 

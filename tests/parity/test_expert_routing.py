@@ -19,7 +19,7 @@ from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
-from palestra.core.errors import PalestraError, UnsupportedModel
+from palestra.core.errors import InputError, UnsupportedModel
 from palestra.core.types import Array, Sample, SamplingParams, Turn
 from palestra.engine.engine import Engine
 from palestra.engine.routing import ExpertRouting
@@ -303,7 +303,7 @@ def test_routing_of_another_model_is_an_error() -> None:
     samples, routings = sampled_groups()
     batch = Batch.of(samples, routing=[routing[:, :2] for routing in routings])
     learner = LocalLearner(tiny_model("qwen3_moe"), config=config_of("replay"))
-    with pytest.raises(PalestraError, match="layers"):
+    with pytest.raises(InputError, match="layers"):
         learner.forward(batch)
 
 

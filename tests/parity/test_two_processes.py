@@ -19,7 +19,7 @@ from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.api import train_grpo
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.types import Sample, SamplingParams
 from palestra.core.weights import Weights
 from palestra.learner.local import LocalLearner
@@ -94,7 +94,7 @@ def test_sampling_goes_on_from_version_v_while_gradients_for_the_next_accumulate
 def test_a_server_takes_weights_from_its_folder_alone(server: tuple[str, Path], tmp_path: Path) -> None:
     url, _ = server
     policy = RemotePolicy(url, weights_folder=tmp_path / "elsewhere")
-    with pytest.raises(PalestraError, match="is no file in"):
+    with pytest.raises(SettingError, match="is no file in"):
         policy.update(LocalLearner(load_model("palestra/tiny").model, config=RunConfig()).weights(1))
 
 

@@ -17,7 +17,7 @@ from palestra.agent_tools import RlTools, mcp_server, pending_run
 from palestra.agent_tools.endpoints import Candidate, Relay
 from palestra.agent_tools.tools import Clients
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ResourceError, SettingError
 from palestra.core.http import Request
 from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.config_fields import EnvDescription
@@ -106,7 +106,7 @@ def test_every_number_of_a_built_in_environment_has_a_bound():
     ],
 )  # fmt: skip
 def test_a_number_that_multiplies_work_has_a_bound(key, value):
-    with pytest.raises(PalestraError, match=key):
+    with pytest.raises(SettingError, match=key):
         RunConfig.build({key: value})
 
 
@@ -138,7 +138,7 @@ def test_only_a_few_environments_are_read_at_once_and_one_that_waits_too_long_is
     monkeypatch.setattr(pending_run, "_DESCRIBED_AT_ONCE", threading.BoundedSemaphore(1))
     monkeypatch.setattr(pending_run, "_DESCRIBE_WAIT_S", 0.01)
     pending_run._DESCRIBED_AT_ONCE.acquire()
-    with pytest.raises(PalestraError, match="ask again in a minute"):
+    with pytest.raises(ResourceError, match="ask again in a minute"):
         pending_run.describe(found)
 
 
@@ -220,7 +220,7 @@ def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monke
     assert written["openai"]["api_key"] == "relay-0123456789"
     assert written["env"] | {"total_steps": 5, "group_size": 3, "level": 2, "use_wandb": False} == written["env"]
     assert written["env"]["data_path_to_save_groups"] == str(out)
-    with pytest.raises(PalestraError, match="say where: --openai"):
+    with pytest.raises(SettingError, match="say where: --openai"):
         atropos.AtroposEnv(Path("gsm.py"), {}, {}).process(RunConfig(), 5, out)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, UnreadableFileError, UserCodeError
 from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.models import adapters
 from palestra.models.chat import render as render_module
@@ -30,9 +30,9 @@ def tiny(tmp_path: Path) -> Path:
 def test_a_model_folder_without_a_tokenizer_is_refused_in_one_sentence(tiny):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tiny / name).unlink()
-    with pytest.raises(PalestraError, match=r"has no tokenizer: none of tokenizer\.json"):
+    with pytest.raises(NotFoundError, match=r"has no tokenizer: none of tokenizer\.json"):
         load_tokenizer(str(tiny))
-    with pytest.raises(PalestraError, match="has no tokenizer"):
+    with pytest.raises(NotFoundError, match="has no tokenizer"):
         load_model(str(tiny))
 
 
@@ -40,7 +40,7 @@ def test_a_model_folder_without_a_tokenizer_is_refused_in_one_sentence(tiny):
 def test_a_truncated_model_file_is_refused_in_one_sentence(tiny, name):
     path = tiny / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(PalestraError, match="could not be loaded: ") as refused:
+    with pytest.raises(UnreadableFileError, match="could not be loaded: ") as refused:
         load_model(str(tiny))
     assert "\n" not in str(refused.value)
 
@@ -50,17 +50,17 @@ def test_an_adapter_that_leads_back_to_itself_is_refused(tmp_path):
     for folder, base in ((one, two), (two, one)):
         folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    with pytest.raises(PalestraError, match="leads back to itself"):
+    with pytest.raises(UnreadableFileError, match="leads back to itself"):
         load_model(str(one))
     (one / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(one)}))
-    with pytest.raises(PalestraError, match="leads back to itself"):
+    with pytest.raises(UnreadableFileError, match="leads back to itself"):
         load_model(str(one))
 
 
 @pytest.mark.parametrize("text", ["", "7", "{}", '{"base_model_name_or_path": [1]}'])
 def test_an_adapter_that_names_no_base_is_refused(tmp_path, text):
     (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(PalestraError, match="names no base model"):
+    with pytest.raises(UnreadableFileError, match="names no base model"):
         load_model(str(tmp_path))
 
 
@@ -83,7 +83,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def test_a_chat_template_that_does_not_end_is_stopped(monkeypatch):
     monkeypatch.setattr(render_module, "RENDER_S", 0.2)
-    with pytest.raises(PalestraError, match=r"took longer than 0\.2 s"):
+    with pytest.raises(UserCodeError, match=r"took longer than 0\.2 s"):
         prepare(Endless(ENDLESS))
 
 
@@ -153,7 +153,7 @@ FIELDS = {
 )
 def test_the_alignment_of_a_gguf_file_is_a_sensible_number(tmp_path, alignment, refusal):
     pytest.importorskip("gguf")
-    with pytest.raises(PalestraError, match=refusal):
+    with pytest.raises(UnreadableFileError, match=refusal):
         open_gguf(gguf_file(tmp_path / "a.gguf", ARCHITECTURE, alignment))
 
 
@@ -173,7 +173,7 @@ def test_sizes_that_do_not_fit_the_tensors_are_refused_before_a_model_is_made(tm
     tensor = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 64, 4, 0, 0)
     tensor += text("blk.0.attn_q.weight") + struct.pack("<IQIQ", 1, 4, 0, 0)
     file = open_gguf(gguf_file(tmp_path / "a.gguf", ARCHITECTURE, *pairs, tensors=tensor, tensor_count=2))
-    with pytest.raises(PalestraError, match=refusal):
+    with pytest.raises(UnreadableFileError, match=refusal):
         config_from_gguf(file)
 
 
@@ -185,6 +185,6 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path, mo
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
     for load in (load_model, load_config, load_tokenizer):
-        with pytest.raises(PalestraError):
+        with pytest.raises(UnreadableFileError):
             load(str(tmp_path))
     assert not (tmp_path / "owned").exists()

@@ -15,7 +15,7 @@ import torch
 from palestra.cli.main import run
 from palestra.cli.trust import code_for_tools, is_own
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnreadableFileError
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.token_view import token_texts
@@ -204,7 +204,7 @@ def test_shards_do_not_lead_out_of_their_folder(shards) -> None:
 
 def test_a_hostile_checkpoint_of_ranks_is_refused_in_one_sentence(shards, marker) -> None:
     (shards / ".metadata").write_bytes(pickle.dumps(Hostile(marker)))
-    with pytest.raises(PalestraError, match="use another checkpoint"):
+    with pytest.raises(UnreadableFileError, match="use another checkpoint"):
         load_sharded(shards.parent, None)  # type: ignore[arg-type]  # it is not used before the metadata is read
     assert not marker.exists()
 

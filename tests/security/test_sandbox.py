@@ -20,7 +20,7 @@ import pytest
 from builders import wait_until
 
 import palestra
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError, UnsupportedError, UserCodeError
 from palestra.envs.load import load_env
 from palestra.envs.sandbox import Sandbox, SandboxLimits, isolation
 from palestra.envs.sandbox import sandbox as sandbox_module
@@ -250,7 +250,7 @@ def test_names_lead_nowhere_outside(sandbox, tmp_path):
     assert sandbox.read("place") is None
     assert sandbox.read("folder/secret.txt") is None
     for name in ("../x", "a/../../x", "/etc/passwd", "..", "", "a//b", "a\0b"):
-        with pytest.raises(PalestraError, match="outside of the sandbox"):
+        with pytest.raises(NotAllowedError, match="outside of the sandbox"):
             sandbox.read(name)
     for name in ("link", "folder/new.txt", "pipe", "place"):
         sandbox.write(name, "mine")
@@ -306,9 +306,9 @@ def no_isolation(monkeypatch):
 
 @pytest.mark.parametrize("env", ["shell", "python-code"])
 def test_without_isolation_code_is_refused_before_anything_runs(env, no_isolation):
-    with pytest.raises(PalestraError, match=r"bubblewrap does not work; namespaces .* allow_unsandboxed=true"):
+    with pytest.raises(UnsupportedError, match=r"bubblewrap does not work; namespaces .* allow_unsandboxed=true"):
         load_env(env)
-    with pytest.raises(PalestraError, match="cannot be isolated"):
+    with pytest.raises(UnsupportedError, match="cannot be isolated"):
         Sandbox()
 
 
@@ -506,6 +506,6 @@ def test_a_sandbox_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr(isolation, "PYTHON", "/nowhere/python3")
     with (
         Sandbox(LIMITS, "namespaces") as sandbox,
-        pytest.raises(PalestraError, match=r"could not be started: .*nowhere"),
+        pytest.raises(UserCodeError, match=r"could not be started: .*nowhere"),
     ):
         sandbox.run(["true"])

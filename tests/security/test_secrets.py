@@ -20,7 +20,7 @@ from palestra.agent_tools.answers import answer
 from palestra.agent_tools.resources import KINDS, read_resource
 from palestra.core import children
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError
 from palestra.core.files import open_private
 from palestra.core.http import Request
 from palestra.core.run_folder import RunFolder
@@ -253,7 +253,7 @@ def test_a_redirect_carries_no_key(serve):
 
     url = f"{serve(json_app(redirect))}/v1/chat/completions"
     request = Request(url, {"model": "m"}, token="sk-0123456789")
-    with pytest.raises(PalestraError, match="not followed with a key"):
+    with pytest.raises(ServiceError, match="not followed with a key"):
         request.parse(request.send())
     assert Request(url, token="sk-0123456789").send().status == 302
     assert seen == ["Bearer sk-0123456789"]  # of the URL that it was meant for

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from palestra.agent_tools import RlTools, http_api, mcp_server
 from palestra.agent_tools.tools import Clients
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 from palestra.servers import body, web
@@ -102,7 +102,7 @@ def test_programs_and_local_pages_are_answered(headers):
 
 def test_a_token_that_is_empty_or_cannot_be_sent_is_refused_at_the_start():
     for token in ("", "schlüssel", " padded", "line\n"):
-        with pytest.raises(PalestraError, match="the token is"):
+        with pytest.raises(SettingError, match="the token is"):
             open_port("127.0.0.1", 0, token)
     open_port("127.0.0.1", 0, "s3cret-!").close()
     assert ask({"Host": "evil.example"}, token="") == 403, "no token is no permission"

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from palestra import Agent, GRPOTrainingConfig
 from palestra.api import GRPOTrainer, evaluate, train_grpo
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.rollout.rewards import as_list
 
 AGENT = Agent("clerk", "palestra/tiny")
@@ -56,7 +56,7 @@ def test_reward_functions_may_be_none_one_or_several(given: Any, functions: list
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_answered_with_the_right_one(call: Any, said: str) -> None:
-    with pytest.raises(PalestraError, match=said):
+    with pytest.raises(SettingError, match=said):
         call()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from palestra import Agent, EvalSuite, function_tool, measure, train_grpo
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, TrainingError
 from palestra.core.files import read_jsonl
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout
@@ -71,7 +71,7 @@ def test_generate_calls_the_agents_tools_or_others_and_gives_the_answer(result: 
     assert ask(result, mug) == ask(result, mug, tools=result.tools) == "That is 45."
     assert ask(result, mug, tools=[price], instructions="Use the tools.") == "That is 71."
     assert called == ["blue mug"]
-    with pytest.raises(PalestraError, match="the schema of a tool 'weigh' has no function behind it"):
+    with pytest.raises(InputError, match="the schema of a tool 'weigh' has no function behind it"):
         ask(result, "Hello", tools=[{"type": "function", "function": {"name": "weigh"}}])
 
     async def notebook() -> str:  # a running event loop
@@ -183,7 +183,7 @@ def test_a_run_from_python_that_fails_says_so_in_the_index(tmp_path: Path) -> No
     def broken(**columns: Any) -> list[float]:
         raise RuntimeError("no such column")
 
-    with pytest.raises(PalestraError, match="the reward function broken has failed in all of its"):
+    with pytest.raises(TrainingError, match="the reward function broken has failed in all of its"):
         train_shortly(tmp_path, extra_reward_funcs=[broken])
     _, row = only_run(tmp_path)
     assert row.state == "failed"

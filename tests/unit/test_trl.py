@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from palestra import EvalSuite, GRPOTrainer, GRPOTrainingConfig, measure
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, StateError, UnsupportedError
 from palestra.models.loading import load_model
 from palestra.trl import (
     GRPOConfig,
@@ -90,7 +90,7 @@ def test_a_training_by_trls_arguments_has_trls_attributes(trainer: GRPOTrainer, 
     assert (trainer.save_model(tmp_path / "saved") / "config.json").is_file()
     assert trainer.args.num_generations == 2
     assert trainer._result is not None
-    with pytest.raises(PalestraError, match="not scored"):  # there is no eval_dataset
+    with pytest.raises(StateError, match="not scored"):  # there is no eval_dataset
         _ = trainer._result.before
 
 
@@ -155,7 +155,7 @@ def test_texts_as_prompts_give_reward_functions_texts_and_objects_are_used_as_th
 
 def test_all_arguments_without_an_equivalent_are_rejected_in_one_error() -> None:
     args = GRPOConfig("out", push_to_hub=True, sync_ref_model=True, num_generation=4, optim="sgd", warmup_ratio=0.1)
-    with pytest.raises(PalestraError) as error:
+    with pytest.raises(UnsupportedError) as error:
         trainer_of(args, reward_funcs=["org/reward-model"], callbacks=[object()])
     text = str(error.value)
     assert text.count("\n- ") == 7
@@ -204,11 +204,11 @@ def test_a_config_of_ours_is_taken_as_args() -> None:
 
 
 def test_completions_that_make_no_whole_groups_and_both_forms_at_once_are_refused() -> None:
-    with pytest.raises(PalestraError, match="multiple of num_generations = 3"):
+    with pytest.raises(UnsupportedError, match="multiple of num_generations = 3"):
         trainer_of(GRPOConfig("out", per_device_train_batch_size=4, num_generations=3))
-    with pytest.raises(PalestraError, match="extra_reward_funcs"):
+    with pytest.raises(SettingError, match="extra_reward_funcs"):
         trainer_of(extra_reward_funcs=right)
-    with pytest.raises(PalestraError, match="needs an agent, or a model"):
+    with pytest.raises(SettingError, match="needs an agent, or a model"):
         GRPOTrainer()
 
 
@@ -260,7 +260,7 @@ def test_measures_and_suites_go_on_in_trl() -> None:
     assert reward.__name__ == "named"
     both = combine_rewards([reward, lambda completions, **_: [0.5, None, None]], [2.0, 1.0])
     assert both(prompts=prompts, completions=answers, **columns) == [2.5, 0.0, None]
-    with pytest.raises(PalestraError, match="1 weights for 2"):
+    with pytest.raises(InputError, match="1 weights for 2"):
         combine_rewards([reward, reward], [1.0])
 
 

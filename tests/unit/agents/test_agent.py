@@ -9,7 +9,7 @@ from palestra import EvalSuite, command_agent, function_tool
 from palestra.agents.agent import Agent, agent_examples
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.tools.run import run_calls
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, UnsupportedError
 from palestra.core.types import Message, ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
 
@@ -126,7 +126,7 @@ class TestOpenAIAgents:
             "model_settings": lambda settings: sdk.ModelSettings(**settings),
         }
         change = {key: made.get(key, lambda value: value)(value) for key, value in change.items()}
-        with pytest.raises(PalestraError, match=words):
+        with pytest.raises(UnsupportedError, match=words):
             as_agent(sdk.Agent(name="clerk", model="palestra/tiny", **change))
 
     def test_settings_that_change_nothing_are_fine(self, sdk):
@@ -147,12 +147,12 @@ class TestOpenAIAgents:
         if "tool_input_guardrails" in change:
             guard = sdk.ToolInputGuardrail(lambda data: sdk.ToolGuardrailFunctionOutput.allow())
             change = {"tool_input_guardrails": [guard]}
-        with pytest.raises(PalestraError, match=words):
+        with pytest.raises(UnsupportedError, match=words):
             Agent("clerk", tools=[sdk.function_tool(price, **change)])
 
     def test_an_agent_runs_as_a_tool_with_a_model_object_of_its_own(self, sdk):
         inner = sdk.Agent(name="translator", model="gpt-5")
-        with pytest.raises(PalestraError, match=r"'translate' is the agent 'translator' \(as_tool\)"):
+        with pytest.raises(UnsupportedError, match=r"'translate' is the agent 'translator' \(as_tool\)"):
             as_agent(sdk.Agent(name="clerk", tools=[inner.as_tool("translate", "Translate.")]))
         sdk.set_tracing_disabled(True)
         inner = sdk.Agent(name="translator", model=speaking(sdk, "Bonjour"))
@@ -187,7 +187,7 @@ class TestOpenAIAgents:
 
         put.__annotations__["wrapper"] = sdk.RunContextWrapper[list]
         suite = EvalSuite.from_records([{"input": "Buy a mug."}], measures=[len])
-        with pytest.raises(PalestraError, match="tool 'put' takes a context, and the suite makes none"):
+        with pytest.raises(InputError, match="tool 'put' takes a context, and the suite makes none"):
             SuiteEnvironment(Agent("clerk", tools=[sdk.function_tool(put)]), suite)
         SuiteEnvironment(Agent("clerk", tools=[sdk.function_tool(price)]), suite)
 

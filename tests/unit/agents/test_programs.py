@@ -10,7 +10,7 @@ import pytest
 from processes import has_ended
 
 from palestra.agents.programs import Endpoint, ProgramLimits, command_agent, function_agent
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import InputError, RolloutError
 
 ENDPOINT = Endpoint("http://127.0.0.1:9/attempt/a1/v1", "key-of-a1")
 CASE = {"id": "c-0", "input": "2 + 2? 日本 \u2028"}
@@ -93,7 +93,7 @@ def test_a_program_that_does_not_exist_is_told_by_its_command() -> None:
     agent = command_agent("/no/such/program --now")
     with pytest.raises(RolloutError, match="/no/such/program --now could not be started"):
         asyncio.run(agent.run(CASE, ENDPOINT, ProgramLimits()))
-    with pytest.raises(PalestraError, match="command is empty"):
+    with pytest.raises(InputError, match="command is empty"):
         command_agent("")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from palestra import Agent
 from palestra.agents.texts import edit_source, read_texts, texts_of, with_texts, write_texts
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, UnreadableFileError
 
 SOURCE = '''from palestra import Agent, function_tool
 
@@ -65,7 +65,7 @@ def test_new_texts_reach_the_schema_and_the_old_agent_keeps_its_own(agent: Agent
     assert function["parameters"]["properties"]["shop"]["description"] == "Which shop."
     assert agent.tools[0].schema["function"]["description"] == "Look up a price."
     assert new.tools[0](item="x") == 3
-    with pytest.raises(PalestraError, match="tool price"):
+    with pytest.raises(NotFoundError, match="tool price"):
         with_texts(agent, {"tool prize": "x"})
 
 
@@ -74,7 +74,7 @@ def test_texts_are_stored_and_a_wrong_file_is_explained(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "t.json") == {"instructions": "Hé"}
     (tmp_path / "bad.json").write_text("[]")
     for name in ("bad.json", "none.json"):
-        with pytest.raises(PalestraError, match="palestra improve"):
+        with pytest.raises(UnreadableFileError, match="palestra improve"):
             read_texts(tmp_path / name)
 
 

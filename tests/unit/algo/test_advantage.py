@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.algo.advantage import advantages, combine_measures
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UserCodeError
 
 
 def _numpy_advantages(rewards: list[float], group: list[int], scale: str, leave_one_out: bool) -> np.ndarray:
@@ -70,12 +70,12 @@ def test_a_group_of_one_has_advantage_zero() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_no_number_is_refused_by_row(bad: float) -> None:
-    with pytest.raises(PalestraError, match="row 2"):
+    with pytest.raises(UserCodeError, match="row 2"):
         advantages([0.0, 1.0, bad], [0, 0, 0])
     if not math.isnan(bad):
-        with pytest.raises(PalestraError, match="measure 1 of row 2"):
+        with pytest.raises(UserCodeError, match="measure 1 of row 2"):
             combine_measures([[0.0, 1.0], [1.0, 1.0], [1.0, bad]], [1.0, 1.0], [0, 0, 0])
-    with pytest.raises(PalestraError, match="one group a row"):
+    with pytest.raises(InputError, match="one group a row"):
         advantages([0.0, 1.0], [0])
 
 
@@ -102,5 +102,5 @@ def test_measures_count_by_their_weights_and_not_by_their_spread() -> None:
 def test_over_the_mean_a_rare_success_counts_more_and_negative_rewards_are_refused() -> None:
     rare, common = advantages([1.0, 0, 0, 0, 1, 1, 1, 0], [0] * 4 + [1] * 4, scale="mean")[[0, 4]].tolist()
     assert (rare, common) == (pytest.approx(3.0, rel=1e-3), pytest.approx(1 / 3, rel=1e-3))
-    with pytest.raises(PalestraError, match="negative"):
+    with pytest.raises(InputError, match="negative"):
         advantages([1.0, -1.0], [0, 0], scale="mean")

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from palestra.algo.step_loss import coefficient_at, world_model_loss
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 
 NORMALIZATIONS = ("selected_tokens", "sequence_mean", "seq_mean_token_sum_norm")
 
@@ -82,5 +82,5 @@ def test_a_schedule_never_rises_above_its_start_or_falls_below_its_floor(step, i
 
 
 def test_a_linear_schedule_needs_the_number_of_steps() -> None:
-    with pytest.raises(PalestraError, match="max_steps"):
+    with pytest.raises(SettingError, match="max_steps"):
         coefficient_at(0, schedule="linear", initial=0.1)

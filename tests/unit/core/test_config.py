@@ -13,7 +13,7 @@ import pytest
 from palestra.algo.losses import Objective
 from palestra.core.config import TRANSLATIONS, RunConfig, flatten, load_yaml, read_yaml_config, translate
 from palestra.core.config_sections import Section
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError, UnreadableFileError
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.rollout.agent_loop import AttemptLimits
 
@@ -50,7 +50,7 @@ EXACT, FLOOR = {"model.exact": True}, {"train.importance_floor": 0.5, "train.imp
     ],
 )
 def test_what_no_training_can_use_is_refused_before_it_starts(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(PalestraError, match=said):
+    with pytest.raises(SettingError, match=said):
         RunConfig.build(settings)
 
 
@@ -157,7 +157,7 @@ def test_the_learning_rate_suits_the_model_unless_it_is_given(parameters, rate, 
 def test_yaml_that_is_deep_or_grows_by_its_aliases_is_refused(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(PalestraError, match=r"run\.yaml"):
+    with pytest.raises(UnreadableFileError, match=r"run\.yaml"):
         load_yaml(path)
 
 
@@ -323,7 +323,7 @@ def test_every_field_of_the_flat_config_changes_the_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", VLLM)
 def test_every_vllm_field_is_refused_by_name_where_vllm_is_not_used(name: str) -> None:
-    with pytest.raises(PalestraError, match=f"{name}: without effect, as use_vllm is False"):
+    with pytest.raises(SettingError, match=f"{name}: without effect, as use_vllm is False"):
         GRPOTrainingConfig(**{name: other_value(name, GRPOTrainingConfig())}).to_run_config()
 
 
@@ -339,6 +339,6 @@ def test_every_name_of_another_trainers_file_is_a_setting_here(theirs: str, ours
 
 def test_settings_without_effect_are_refused_unless_they_are_at_their_default() -> None:
     config = RunConfig.build({"echo.coefficient": 0.5})
-    with pytest.raises(PalestraError, match=r"echo\.coefficient = 0\.5 has no effect here: no tools; leave it at 0\.0"):
+    with pytest.raises(SettingError, match=r"echo\.coefficient = 0\.5 has no effect here: no tools; leave it at 0\.0"):
         config.refuse(["eval.every", "echo"], "no tools")
     config.refuse(["eval", "checkpoint.every", "seed"], "no reason")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from palestra.core.conversations import Conversation, conversation_of, read_conversations
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError, UnreadableFileError
 from palestra.core.types import Message, ToolCall
 
 SCHEMA = {"type": "object", "properties": {"item": {"type": "string"}}}
@@ -283,7 +283,7 @@ def test_a_wrong_line_is_named_with_its_number_and_reason(tmp_path, record, says
 
 
 def test_a_file_that_is_missing_or_empty_is_an_error(tmp_path):
-    with pytest.raises(PalestraError, match="cannot be read"):
+    with pytest.raises(UnreadableFileError, match="cannot be read"):
         read_conversations(tmp_path / "none.jsonl")
-    with pytest.raises(PalestraError, match="no conversations"):
+    with pytest.raises(InputError, match="no conversations"):
         read_conversations(written(tmp_path, ""))

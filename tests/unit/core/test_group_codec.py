@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.group_codec import group_from_dict, group_to_dict, rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Lineage, Message, Rollout, Score, ToolCall, ToolResult, Turn
 
@@ -170,7 +170,7 @@ def test_columns_given_as_null_are_as_good_as_absent_and_messages_that_cannot_be
 
 def test_turns_that_do_not_add_up_to_the_tokens_are_refused():
     short = columns(turns=[[["template", 3], ["model", 1]], [["template", 3], ["model", 1]]])
-    with pytest.raises(PalestraError, match="the turns of sequence 0 have 4 tokens; the sequence has 5"):
+    with pytest.raises(InputError, match="the turns of sequence 0 have 4 tokens; the sequence has 5"):
         group_from_dict(short, "g", version=0)
 
 

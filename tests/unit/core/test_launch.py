@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core import ranks as launch
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError
 from palestra.core.ranks import RankVariables, is_first_rank, refuse_ranks
 
 
@@ -73,7 +73,7 @@ def test_a_process_alone_is_the_first_and_only_rank(monkeypatch: pytest.MonkeyPa
     ):
         refuse_ranks("StepTrainer", "start it alone")
     monkeypatch.setenv("WORLD_SIZE", "four")
-    with pytest.raises(PalestraError, match="start with torchrun"):
+    with pytest.raises(SettingError, match="start with torchrun"):
         RankVariables.of_environment()
 
 

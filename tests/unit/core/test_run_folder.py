@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, PalestraError, SettingError, StateError, UnreadableFileError
 from palestra.core.run_folder import FORMAT, PathBelow, Resume, RunFolder, last_checkpoint, step_of
 
 
@@ -56,7 +56,7 @@ def test_a_new_run_has_its_record_its_config_and_a_format(tmp_path: Path) -> Non
 
 def test_a_folder_that_is_there_becomes_a_run_once(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "x", RunConfig(), {}, at=tmp_path / "here")
-    with pytest.raises(PalestraError, match="holds a run already"):
+    with pytest.raises(StateError, match="holds a run already"):
         RunFolder.create(tmp_path, "x", RunConfig(), {}, at=tmp_path / "here")
 
 
@@ -87,7 +87,7 @@ def test_a_config_that_was_cut_at_the_end_of_a_line_is_refused(tmp_path: Path) -
     lines = run.config_file.read_text().splitlines(keepends=True)
     for count in range(len(lines)):
         run.config_file.write_text("".join(lines[:count]))
-        with pytest.raises(PalestraError, match=r"cannot be read \(.*\); restore it from a copy"):
+        with pytest.raises(UnreadableFileError, match=r"cannot be read \(.*\); restore it from a copy"):
             _ = run.config
     for whole in ("".join(lines), "".join(lines[1:-1])):  # without both marks: as Palestra 0.1 wrote it
         run.config_file.write_text(whole)
@@ -147,7 +147,7 @@ def test_a_run_ends_anywhere_after_the_steps_that_it_has(tmp_path: Path) -> None
     assert Resume(run.path).config(run.config, done=60) == run.config
     assert Resume(str(run.path)) == Resume(run.path)  # type: ignore[arg-type]
     go_back = f"or go back: palestra train --resume {run.path} --from-checkpoint STEP"
-    with pytest.raises(PalestraError, match=re.escape(f"has 60 steps already; give 60 or more, {go_back}")):
+    with pytest.raises(SettingError, match=re.escape(f"has 60 steps already; give 60 or more, {go_back}")):
         Resume(run.path, max_steps=59).config(run.config, done=60)
 
 
@@ -159,7 +159,7 @@ def test_checkpoints_are_named_by_step_or_as_the_best_or_the_last(tmp_path: Path
         assert run.checkpoint(name) == first
     for name in ("100", "last", "step-000100"):
         assert run.checkpoint(name) == second
-    with pytest.raises(PalestraError, match="no checkpoint '7'; it has 50, 100, best, last"):
+    with pytest.raises(NotFoundError, match="no checkpoint '7'; it has 50, 100, best, last"):
         run.checkpoint("7")
     assert RunFolder.around(first) == RunFolder.around(run.model) == run
     assert RunFolder.around(tmp_path / "elsewhere" / "model") is None

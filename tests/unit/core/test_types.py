@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.messages import as_messages, from_dict, to_dict
 from palestra.core.types import Group, Message, Rollout, Sample, Score, ToolCall, Turn
 from palestra.core.weights import Weights
@@ -179,7 +179,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     ids=str,
 )
 def test_what_is_no_message_is_refused_with_what_was_expected(value, words):
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(InputError, match=words):
         as_messages(value)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_engine import ACTIONS, PAGE, computed_tokens, engine_of, own_logprobs, play, sharp_model
 from transformers import Qwen3ForCausalLM
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, StateError
 from palestra.core.types import SamplingParams
 
 VOCABULARY = 64
@@ -81,10 +81,10 @@ def test_without_a_free_page_only_whole_pages_are_shared(model: Any) -> None:
 def test_a_length_that_the_session_does_not_have_is_refused(model: Any, length: int) -> None:
     engine = engine_of(model)
     session = engine.open(PROMPT)
-    with pytest.raises(PalestraError, match="expected 1 to 10"):
+    with pytest.raises(SettingError, match="expected 1 to 10"):
         engine.branch(session, length)
     engine.close(session)
-    with pytest.raises(PalestraError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         engine.branch(session, 4)
 
 

@@ -11,7 +11,7 @@ import pytest
 from small_engine import BYTES_PER_TOKEN, computed_tokens, sharp_model
 from transformers import Qwen3ForCausalLM
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ContextLengthError, PalestraError, StateError
 from palestra.core.types import SamplingParams
 from palestra.engine.cpu import plan
 from palestra.engine.engine import Engine
@@ -161,18 +161,18 @@ def test_closed_and_busy_sessions_are_refused(model: Any) -> None:
     engine = Engine(model, kv_memory_gib=0.01, self_check=False)
     session = engine.open(PROMPT)
     job = engine.submit(session, SamplingParams(5))
-    with pytest.raises(PalestraError, match="being sampled"):
+    with pytest.raises(StateError, match="being sampled"):
         engine.append(session, [1])
     engine.cancel(job)
     assert job.result().finish == "cancelled"
     engine.close(session)
     engine.close(session)
-    with pytest.raises(PalestraError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         engine.submit(session, SamplingParams(5))
 
 
 def test_prompt_larger_than_memory_is_refused(model: Any) -> None:
-    with pytest.raises(PalestraError, match="kv_memory_gib"):
+    with pytest.raises(ContextLengthError, match="kv_memory_gib"):
         engine_with(model, 64).open([1] * 70)
 
 

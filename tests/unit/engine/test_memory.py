@@ -13,7 +13,7 @@ import torch
 from small_engine import small_model
 from transformers import Qwen3ForCausalLM
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ResourceError, StateError
 from palestra.core.types import SamplingParams
 from palestra.engine.engine import Engine
 from palestra.engine.session import Session
@@ -71,7 +71,7 @@ def test_sampling_while_asleep_is_refused_and_closing_is_not(model: Any) -> None
     engine.sample([session], SamplingParams(2))
     engine.sleep()
     job = engine.submit(session, SamplingParams(2))
-    with pytest.raises(PalestraError, match="wake"):
+    with pytest.raises(StateError, match="wake"):
         engine.step()
     engine.wake()
     while job.finish is None:
@@ -127,7 +127,7 @@ def test_sampling_goes_on_with_half_of_the_cache_and_the_same_tokens(
 def test_a_cache_that_would_not_hold_a_rollout_any_more_is_an_error_with_its_remedy(plain_model: Any) -> None:
     engine = Engine(plain_model, kv_memory_gib=0.001, self_check=False)
     fails_at(engine, *range(100))
-    with pytest.raises(PalestraError, match=r"does not hold a rollout of 4\d; lower rollout.max_new_tokens"):
+    with pytest.raises(ResourceError, match=r"does not hold a rollout of 4\d; lower rollout.max_new_tokens"):
         sample(engine)
 
 

@@ -14,7 +14,15 @@ import pytest
 from playing import attempt
 
 from palestra import EnvConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import (
+    MissingPackageError,
+    NotFoundError,
+    PalestraError,
+    ResourceError,
+    ServiceError,
+    UnsupportedError,
+    UserCodeError,
+)
 from palestra.core.types import Message, Rollout, ToolCall
 from palestra.envs.adapters.openenv import OpenEnv
 from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
@@ -126,7 +134,7 @@ def test_the_tools_of_a_verifiers_environment_are_offered():
     ],
 )
 def test_a_verifiers_environment_that_plays_by_itself_is_refused(theirs, words):
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         VerifiersEnv(theirs)
 
 
@@ -238,7 +246,7 @@ def test_no_more_sessions_are_open_than_the_server_has(openenv_server):
 
     play(Counted(openenv_server, SMALL, max_sessions=1), lambda _: "done", count=3)
     assert max(opened) == 1
-    with pytest.raises(PalestraError, match="1 attempts at a time, and a group has 2"):
+    with pytest.raises(ResourceError, match="1 attempts at a time, and a group has 2"):
         attempt(RunningEnv(OpenEnv(openenv_server, SMALL, max_sessions=1)), repeat, 1, group_size=2)
 
 
@@ -297,7 +305,7 @@ def test_an_openenv_server_is_played_through_its_one_action(openenv_server):
         "The episode is over.",
     ]
     assert rollout.reward == 0.5
-    with pytest.raises(PalestraError, match="is no OpenEnv server"):
+    with pytest.raises(ServiceError, match="is no OpenEnv server"):
         RunningEnv(OpenEnv("ws://127.0.0.1:9"))
 
 
@@ -328,7 +336,7 @@ def test_an_installed_environment_of_verifiers_is_loaded_by_its_name(monkeypatch
     assert asked == [("repeat", {"level": 2})]
     assert running.name == "verifiers"
     assert running.env.config.train_size == 9
-    with pytest.raises(PalestraError, match="there is no environment 'verifers:repeat'"):
+    with pytest.raises(NotFoundError, match="there is no environment 'verifers:repeat'"):
         load_env("verifers:repeat")
 
 
@@ -338,10 +346,10 @@ def test_a_verifiers_package_that_cannot_be_loaded_is_told_with_its_reason(monke
         raise error
 
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(load_environment=load_environment))
-    with pytest.raises(PalestraError, match=f"'wordle' cannot be loaded: {type(error).__name__}: {error}"):
+    with pytest.raises(UserCodeError, match=f"'wordle' cannot be loaded: {type(error).__name__}: {error}"):
         load_env("verifiers:wordle")
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(PalestraError, match=r"palestra\[gymnasium\]"):
+    with pytest.raises(MissingPackageError, match=r"palestra\[gymnasium\]"):
         load_env("gymnasium:FrozenLake-v1")
 
 
@@ -376,7 +384,7 @@ class Prepared(Task):
     ],
 )
 def test_a_taskset_of_which_half_would_be_skipped_is_refused_before_training(taskset, reason):
-    with pytest.raises(PalestraError, match=reason):
+    with pytest.raises(UnsupportedError, match=reason):
         RunningEnv(TasksetEnv(taskset))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import discover, in_file, package_of
 from palestra.envs.load import find_env, load_env
@@ -86,7 +86,7 @@ def test_atropos_environments_are_recognised_also_by_a_base_that_another_module_
     write("foreign.py", "from other import BaseEnv\nclass No(BaseEnv): ...")
     path = write("mine.py", "from my_base import BaseEnv\nclass Gsm(BaseEnv): ...")
     assert [(env.name, env.dialect) for env in configured()] == [("gsm", "atropos")]
-    with pytest.raises(PalestraError, match="written for atropos"):
+    with pytest.raises(UnsupportedError, match="written for atropos"):
         load_env(str(path))
 
 
@@ -111,7 +111,7 @@ def test_files_that_cannot_be_read_are_reported_and_the_rest_listed(write):
     assert "good" in [env.name for env in found.environments]
     assert set(found.errors) == {broken, binary, pipe, device}
     assert "line 1" in found.errors[broken]
-    with pytest.raises(PalestraError, match=r"broken\.py: line 1"):
+    with pytest.raises(NotFoundError, match=r"broken\.py: line 1"):
         found.named("broken")
 
 
@@ -171,10 +171,10 @@ def test_config_fields_have_the_environments_own_values_and_never_our_secrets(wr
 
 def test_a_config_that_hangs_or_raises_is_told(write):
     (hanging,) = in_file(write("slow.py", FIELDS.replace("import os", "import os, time; time.sleep(60)")))
-    with pytest.raises(PalestraError, match=r"took longer than 0\.5 s.*limits\.config_minutes"):
+    with pytest.raises(UserCodeError, match=r"took longer than 0\.5 s.*limits\.config_minutes"):
         describe_env(hanging, timeout_s=0.5)
     (raising,) = in_file(write("bad.py", FIELDS.replace("level=7", "level='high'")))
-    with pytest.raises(PalestraError, match="cannot be read"):
+    with pytest.raises(UserCodeError, match="cannot be read"):
         describe_env(raising)
 
 
@@ -213,7 +213,7 @@ def test_an_environment_is_loaded_by_file_class_or_name(write):
         "levels.py", FIELDS + "\nclass More(Levels):\n    name = 'more'\n    def score(self, a): return True\n"
     )
     path.write_text(path.read_text().replace("class Levels(Env):", "class Levels(Env):\n    name = 'levels'"))
-    with pytest.raises(PalestraError, match="several environments; name one"):
+    with pytest.raises(SettingError, match="several environments; name one"):
         find_env(str(path))
     assert load_env(f"{path}:More", {"level": "3"}).env.config.level == 3
     assert load_env("more").name == "more"
@@ -236,5 +236,5 @@ def test_mistakes_are_told_with_their_remedy(name, settings, words):
 def test_lists_and_objects_are_given_as_json(write):
     path = write("levels.py", FIELDS.replace('note: str = ""', 'note: str = ""\n    names: dict[str, int] = {}'))
     assert load_env(str(path), {"names": '{"a": 1}', "note": "[not JSON"}).env.config.names == {"a": 1}
-    with pytest.raises(PalestraError, match="names"):
+    with pytest.raises(SettingError, match="names"):
         load_env(str(path), {"names": "{a"})

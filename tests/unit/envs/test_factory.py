@@ -7,7 +7,7 @@ import pytest
 from playing import attempt
 
 from palestra import Agent, EvalSuite, measure, train_grpo
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import Message, ToolCall
 from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
@@ -133,9 +133,9 @@ def test_a_factory_without_reset_or_with_an_undocumented_tool_is_told():
         def down(self, by: int) -> int:
             return by
 
-    with pytest.raises(PalestraError, match="object has no method reset"):
+    with pytest.raises(InputError, match="object has no method reset"):
         environment(object)
-    with pytest.raises(PalestraError, match="'down' has no docstring"):
+    with pytest.raises(InputError, match="'down' has no docstring"):
         environment(Undocumented)
 
 
@@ -174,5 +174,5 @@ def test_neither_measures_nor_an_own_reward_is_an_error():
     assert owns_reward(Counter)
     assert owns_reward({"a": lambda: Counter()})
     assert not owns_reward({"a": Counter, "b": object})
-    with pytest.raises(PalestraError, match="no measures"):
+    with pytest.raises(InputError, match="no measures"):
         train_grpo(Agent("a", "palestra/tiny"), EvalSuite.from_records([{"input": "?"}] * 3), environment_factory=Plain)

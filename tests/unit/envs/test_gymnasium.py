@@ -3,7 +3,7 @@
 import pytest
 from playing import attempt
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError, UnsupportedError
 from palestra.envs.adapters.gymnasium import GymEnv
 from palestra.envs.env import EnvConfig
 from palestra.envs.load import load_env
@@ -47,7 +47,7 @@ def test_actions_that_do_not_start_at_0_are_named_in_the_first_prompt_and_taken_
     rollout, said = play(RunningEnv(GymEnv(Door, actions=("push", "kick", "Turn"), config=SMALL)), "turn")
     assert said[0].endswith("Say one of: push, kick, turn.")
     assert rollout.reward == 1.0
-    with pytest.raises(PalestraError, match="2 names for 3 actions"):
+    with pytest.raises(SettingError, match="2 names for 3 actions"):
         RunningEnv(GymEnv(Door, actions=("push", "kick"), config=SMALL))
 
 
@@ -81,7 +81,7 @@ def test_actions_that_no_text_can_name_are_refused_before_training(space):
     class Arm(Door):
         action_space = space
 
-    with pytest.raises(PalestraError, match="only Discrete and Text"):
+    with pytest.raises(UnsupportedError, match="only Discrete and Text"):
         RunningEnv(GymEnv(Arm, config=SMALL))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnsupportedError
 from palestra.envs.load import load_env
 from palestra.envs.reasoning_gym_tasks import scorer
 
@@ -51,7 +51,7 @@ def test_a_scorer_that_raises_on_a_wrong_answer_scores_0(task):
 
 @pytest.mark.parametrize("task", ["game_of_life_halting", "coin_flip"])
 def test_a_task_that_scores_wrong_answers_as_right_is_refused(task):
-    with pytest.raises(PalestraError, match=f"scorer of {task} is wrong"):
+    with pytest.raises(UnsupportedError, match=f"scorer of {task} is wrong"):
         attempt(task, "1")
 
 
@@ -61,5 +61,5 @@ def test_the_right_answer_without_the_tags_that_were_asked_for_is_no_answer():
 
 
 def test_a_task_without_one_right_answer_shows_no_solved_examples():
-    with pytest.raises(PalestraError, match=r"set env\.shots to 0"):
+    with pytest.raises(SettingError, match=r"set env\.shots to 0"):
         attempt("graph_color", "1", shots=1)

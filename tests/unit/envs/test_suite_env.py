@@ -6,7 +6,7 @@ import pytest
 
 from palestra import Context, function_tool
 from palestra.agents.agent import Agent
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, UserCodeError
 from palestra.core.types import Message
 from palestra.envs.base import Environment
 from palestra.envs.suite_env import SuiteEnvironment
@@ -107,7 +107,7 @@ def test_weights_may_be_left_out_listed_or_named(given, expected):
     ids=str,
 )
 def test_wrong_weights_are_refused(given, words):
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(SettingError, match=words):
         SuiteEnvironment(AGENT, SUITE, measures=[suite_env_right, brief], reward_weights=given)
 
 
@@ -147,7 +147,7 @@ def suite_and_held_out(suite):
     ids=["measures", "instructions", "context"],
 )
 def test_what_is_missing_is_named_with_the_remedy(agent, measures, words):
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(InputError, match=words):
         SuiteEnvironment(agent, EvalSuite.from_records([{"input": "x"}], measures=measures))
 
 
@@ -156,7 +156,7 @@ def test_one_context_for_two_attempts_is_refused():
     suite = EvalSuite.from_records([{"input": "Buy."}], measures=[len], context_fn=lambda record: shared)
     environment = SuiteEnvironment(Agent("a", "palestra/tiny", tools=[put]), suite)
     environment.open(suite.cases[0])
-    with pytest.raises(PalestraError, match="context_fn gave the same object twice"):
+    with pytest.raises(UserCodeError, match="context_fn gave the same object twice"):
         environment.open(suite.cases[0])
 
 

@@ -8,7 +8,7 @@ from builders import add
 from playing import attempt
 
 from palestra import Agent, Env, EvalSuite, measure, turn_scores
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import Message, ToolCall
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
@@ -108,6 +108,6 @@ def test_a_measure_may_return_a_list_with_a_value_for_each_turn():
 
 
 def test_values_that_are_no_numbers_are_refused():
-    with pytest.raises(PalestraError, match="one number for each turn"):
+    with pytest.raises(InputError, match="one number for each turn"):
         turn_scores(["much"])
     assert as_score(Measure("m", len), [0.0, float("inf")]).error

@@ -9,7 +9,7 @@ import pytest
 from tests.support.judge_server import stub_model
 
 from palestra import Agent, EvalSuite, UserSimulator, measure, train_grpo
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, TrainingError
 from palestra.core.files import read_jsonl
 
 
@@ -50,9 +50,9 @@ def test_the_user_says_at_most_max_messages(tmp_path: Path) -> None:
         rows = rollouts_of(tmp_path, UserSimulator("m", base_url=stub.base_url, max_messages=2))
     said = [sum(m["text"] == "More." for m in row["messages"]) for row in rows]
     assert max(said) == 2
-    with pytest.raises(PalestraError, match="max_messages"):
+    with pytest.raises(SettingError, match="max_messages"):
         UserSimulator("palestra/tiny", max_messages=0)
-    with pytest.raises(PalestraError, match="user m"):  # one that fails, fails its attempt
+    with pytest.raises(TrainingError, match="user m"):  # one that fails, fails its attempt
         rollouts_of(tmp_path, UserSimulator("m", base_url="http://127.0.0.1:9/v1", attempts=1))
 
 

@@ -14,7 +14,7 @@ from tests.support.judge_server import attempts_of, ranks, stub_model
 
 from palestra.core.chat_model import ChatModel, hosting, logging_calls
 from palestra.core.endpoints import CallLimits, Pace
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.types import Message, Problem, Rollout, Score, ToolCall
 from palestra.evals.judge import judge, read_verdict, ruler
 from palestra.evals.judge_stats import agreement, length_metrics
@@ -58,7 +58,7 @@ def test_the_judge_asks_where_openai_base_url_points_and_a_local_server_needs_no
         (score,) = grade(judge("m", "Be right."), CALLED)
     assert (score.error, score.passed, stub.paths, stub.keys) == (False, False, ["/v1/chat/completions"], [None])
     monkeypatch.delenv("OPENAI_BASE_URL")
-    with pytest.raises(PalestraError, match="environment variable OPENAI_API_KEY"):
+    with pytest.raises(SettingError, match="environment variable OPENAI_API_KEY"):
         judge("gpt-5", "Be right.")
 
 
@@ -146,7 +146,7 @@ def test_criteria_without_positive_weight_are_rejected(criteria: Any) -> None:
     ],
 )
 def test_wrong_limits_are_rejected_by_name(limits: dict[str, Any], word: str) -> None:
-    with pytest.raises(PalestraError, match=word):
+    with pytest.raises(SettingError, match=word):
         ruler("m", base_url="http://127.0.0.1:9/v1", **limits)
 
 

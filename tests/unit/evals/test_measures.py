@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from palestra.core import calls
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, PalestraError
 from palestra.core.types import Message, Problem, Score, ToolCall, ToolResult
 from palestra.evals.measures import (
     Measure,
@@ -121,7 +121,7 @@ def test_declared_measures_are_found_by_name():
     assert get_measure("exactly_right") is exactly_right
     assert as_measure("nearly right").threshold == 0.5
     assert exactly_right(CONTEXT) is True
-    with pytest.raises(PalestraError, match=r"no measure 'exactly_rigth'\. Did you mean 'exactly_right'\?"):
+    with pytest.raises(NotFoundError, match=r"no measure 'exactly_rigth'\. Did you mean 'exactly_right'\?"):
         get_measure("exactly_rigth")
 
 

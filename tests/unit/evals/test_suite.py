@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, PalestraError
 from palestra.core.types import Message, Problem
 from palestra.evals.suite import EvalSuite, hold_out
 
@@ -120,7 +120,7 @@ def test_a_dataset_gives_its_rows_and_of_several_splits_one_is_taken():
     )
     assert EvalSuite.from_hf_dataset(both).cases[0].input == "a"
     assert EvalSuite.from_hf_dataset(both, split="test").cases[0].input == "b"
-    with pytest.raises(PalestraError, match="no split 'dev'; it has train, test"):
+    with pytest.raises(NotFoundError, match="no split 'dev'; it has train, test"):
         EvalSuite.from_hf_dataset(both, split="dev")
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnreadableFileError
 from palestra.core.types import Sample
 from palestra.learner.graphs import Graphs
 from palestra.learner.local import LocalLearner
@@ -293,10 +293,10 @@ def test_a_checkpoint_with_a_missing_or_corrupt_file_is_refused_by_name(file: st
     learner = Steps(build(), config=config)
     learner.learner.save(tmp_path)
     (tmp_path / file).write_bytes(b"not a checkpoint at all")
-    with pytest.raises(PalestraError, match=file):
+    with pytest.raises(UnreadableFileError, match=file):
         LocalLearner(build(), config=config).load(tmp_path)
     (tmp_path / file).unlink()
-    with pytest.raises(PalestraError, match=f"{file} is missing"):
+    with pytest.raises(UnreadableFileError, match=f"{file} is missing"):
         LocalLearner(build(), config=config).load(tmp_path)
 
 
@@ -311,7 +311,7 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
 
 
 def test_lora_without_an_adapter_is_refused() -> None:
-    with pytest.raises(PalestraError, match="add_lora"):
+    with pytest.raises(SettingError, match="add_lora"):
         LocalLearner(build(), config=settings(lora={"r": 4}))
 
 

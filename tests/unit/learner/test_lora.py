@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LoraSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnsupportedError
 from palestra.engine.supported import adapted_product, is_linear
 from palestra.learner import lora as lora_module
 from palestra.learner.lora import add_lora, build_peft_config, quantization_config
@@ -48,20 +48,20 @@ def test_the_peft_config_carries_the_section() -> None:
     config = build_peft_config(LoraSection(r=8, alpha=16, dropout=0.1, target_modules=["q_proj"]))
     assert (config.r, config.lora_alpha, config.lora_dropout) == (8, 16, 0.1)
     assert set(config.target_modules) == {"q_proj"}
-    with pytest.raises(PalestraError, match=r"lora\.r=0"):
+    with pytest.raises(SettingError, match=r"lora\.r=0"):
         build_peft_config(LoraSection())
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "nowhere"), ("experts", "no experts")])
 def test_modules_that_do_not_exist_are_named(name: str, words: str) -> None:
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(SettingError, match=words):
         add_lora(build(), LoraSection(r=4, target_modules=[name]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_four_bits_without_a_gpu_is_a_clear_error() -> None:
     assert quantization_config(LoraSection(r=4)) is None
-    with pytest.raises(PalestraError, match="CUDA"):
+    with pytest.raises(UnsupportedError, match="CUDA"):
         quantization_config(LoraSection(r=4, load_in_4bit=True))
 
 

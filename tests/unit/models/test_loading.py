@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GptOssConfig
 
 from palestra.core.config_sections import LoraSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, PalestraError, ServiceError, SettingError, UnreadableFileError
 from palestra.learner.lora import add_lora
 from palestra.models.loading import (
     LoadedModel,
@@ -78,19 +78,19 @@ def test_a_saved_folder_loads_with_the_dtype_asked_for_and_a_reason_that_is_a_li
     assert again.model.dtype == torch.bfloat16
     assert again.tokenizer.chat_template == tiny.tokenizer.chat_template
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(PalestraError, match=r"backend tokenizer from one of: \(1\) a `tokenizers` library"):
+    with pytest.raises(UnreadableFileError, match=r"backend tokenizer from one of: \(1\) a `tokenizers` library"):
         load_model(str(tmp_path), device="cpu")
 
 
 def test_an_offline_machine_says_so_and_leads_to_a_local_folder_or_tiny() -> None:
-    with pytest.raises(PalestraError, match=r"not in the local cache, and HF_HUB_OFFLINE is set.*palestra/tiny"):
+    with pytest.raises(ServiceError, match=r"not in the local cache, and HF_HUB_OFFLINE is set.*palestra/tiny"):
         load_model("nobody/nothing")
 
 
 def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(PalestraError, match=r"not in the local cache, and http://127\.0\.0\.1:9 cannot be reached"):
+    with pytest.raises(ServiceError, match=r"not in the local cache, and http://127\.0\.0\.1:9 cannot be reached"):
         load_model("nobody/nothing")
 
 
@@ -100,13 +100,13 @@ def test_a_hub_that_answers_is_asked_and_its_own_words_are_passed_on(monkeypatch
 
     monkeypatch.setattr("palestra.models.loading.hub_unreachable", lambda: None)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", no_such_model)
-    with pytest.raises(PalestraError, match=r"could not be loaded: nobody/nothing is not a valid model\. Give"):
+    with pytest.raises(UnreadableFileError, match=r"could not be loaded: nobody/nothing is not a valid model\. Give"):
         load_model("nobody/nothing")
 
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", "float12"), ("device", "abacus")])
 def test_unknown_dtype_and_device_name_the_known_ones(option: str, value: str) -> None:
-    with pytest.raises(PalestraError, match="auto"):
+    with pytest.raises(SettingError, match="auto"):
         load_model("palestra/tiny", **{"device": "cpu", option: value})
 
 
@@ -168,7 +168,7 @@ def test_an_adapter_for_another_base_is_named(tmp_path: Path, change: dict[str, 
     save_adapter(adapter, tiny)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(other)}))
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(UnreadableFileError, match=words):
         load_model(str(adapter), device="cpu")
 
 
@@ -205,7 +205,7 @@ def test_the_setting_for_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_adapter_whose_base_has_gone_names_both(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(gone)}))
-    with pytest.raises(PalestraError, match=f"the adapter in {tmp_path} needs its base model, and {gone} is not there"):
+    with pytest.raises(NotFoundError, match=f"the adapter in {tmp_path} needs its base model, and {gone} is not there"):
         load_model(str(tmp_path), device="cpu")
 
 

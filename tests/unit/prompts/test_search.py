@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.prompts.search import (
     Candidate,
     Limits,
@@ -106,5 +106,5 @@ def test_a_reflector_whose_budget_is_spent_ends_the_search_with_what_it_has():
 
 def test_a_budget_too_small_for_one_step_is_rejected():
     found, _ = search(Limits(budget=12, minibatch=4))
-    with pytest.raises(PalestraError, match="at least 16"):
+    with pytest.raises(SettingError, match="at least 16"):
         asyncio.run(found.run({"a": "", "b": ""}))

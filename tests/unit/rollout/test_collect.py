@@ -13,7 +13,7 @@ from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, Scripte
 from palestra import function_tool
 from palestra.core import calls
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, UserCodeError
 from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits
@@ -249,7 +249,7 @@ def test_without_threads_left_the_run_ends_loudly_and_nothing_is_scored(tokenize
 
     world = World(tokenizer, environment=ScriptedEnvironment(tools=(add,)))
     collector = replace(world.collector, limits=replace(world.collector.limits, tool_timeout_s=0.3))
-    with pytest.raises(PalestraError, match="1 calls of tools, measures or environments ran past their time limit"):
+    with pytest.raises(UserCodeError, match="1 calls of tools, measures or environments ran past their time limit"):
         asyncio.run(collector.collect([GOOD], 2, ["key"]))
     release.set()
     world.assert_all_closed()
@@ -307,6 +307,6 @@ def test_a_run_whose_reward_function_always_raises_is_stopped_and_its_episodes_a
     world = World(tokenizer, reward_functions=(rate,))
     (group,) = world.collect(GOOD)
     assert [r.reward for r in group.rollouts] == [1.0, 1.0], "once is no reason to stop: the measures remain"
-    with pytest.raises(PalestraError, match="the reward function rate has failed in all of its 4 calls"):
+    with pytest.raises(UserCodeError, match="the reward function rate has failed in all of its 4 calls"):
         world.collect(GOOD, GOOD, GOOD)
     world.assert_all_closed()

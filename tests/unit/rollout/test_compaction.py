@@ -10,7 +10,7 @@ from scripted import ANSWER, CALL, ScriptedPolicy, play
 
 from palestra import Env, train_grpo
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.types import Group, Message, Problem, Rollout
 from palestra.envs.running import RunningEnv
 from palestra.rollout.agent_loop import SUMMARY_OPENING, SUMMARY_REQUEST
@@ -121,7 +121,7 @@ def test_endpoints_continue_with_a_summary_too() -> None:
 
 
 def test_settings_reach_the_loop_and_are_refused_where_they_have_no_effect(tmp_path) -> None:
-    with pytest.raises(PalestraError, match="echo"):
+    with pytest.raises(SettingError, match="echo"):
         RunConfig.build({"rollout.keep_reasoning": False, "echo.coefficient": 0.1})
     config = {
         "rollout.compact_at": 64, "rollout.max_new_tokens": 60, "train.max_steps": 1, "train.problems_per_step": 1,
@@ -131,5 +131,5 @@ def test_settings_reach_the_loop_and_are_refused_where_they_have_no_effect(tmp_p
     options: Any = {"held_out": 0.0, "config": config, "progress": False}
     result = train_grpo(agent(instructions="Add."), cases, **options)
     assert any("lineages" in rollout for rollout in result.run.rollouts())
-    with pytest.raises(PalestraError, match="compact_at"):
+    with pytest.raises(SettingError, match="compact_at"):
         train_grpo(agent(), cases, rollout_func=lambda prompts, trainer: {}, **options)

@@ -7,7 +7,7 @@ import pytest
 from scripted import ScriptedEnvironment, ScriptedPolicy
 
 from palestra import Agent, EvalSuite, train_grpo
-from palestra.core.errors import PalestraError
+from palestra.core.errors import TrainingError
 from palestra.core.types import Group, Problem
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.custom import FunctionCollector
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_told(tmp_path, change, words):
         output = {**speaks(prompts, trainer), **change}
         return {key: value for key, value in output.items() if value is not None}
 
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(TrainingError, match=words):
         train(tmp_path, bad)
 
 

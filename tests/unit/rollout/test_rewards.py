@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UserCodeError
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Message, Problem, Rollout, Score, Turn
 from palestra.evals.report import EvalReport
@@ -75,7 +75,7 @@ def test_functions_get_what_trl_gives_them():
 def test_a_function_gets_only_what_it_has_parameters_for_and_a_reward_model_its_own_two():
     assert rewards(lambda completions, difficulty: [float(d) for d in difficulty]) == [2.0, 2.0]
     assert rewards(RewardModel()) == [2.5, -1.0]
-    with pytest.raises(PalestraError, match="'brevity' is not a reward function"):
+    with pytest.raises(UserCodeError, match="'brevity' is not a reward function"):
         RewardFunctions(["brevity"])  # type: ignore[list-item]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StorageError
 from palestra.runs.folder_lock import hold, holder
 
 
@@ -14,7 +14,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_unchanged(tmp_path: Pat
     target = tmp_path / "precious"
     target.write_text("mine")
     (tmp_path / "run.lock").symlink_to(target)
-    with pytest.raises(PalestraError, match="symbolic link"), hold(tmp_path):
+    with pytest.raises(StorageError, match="symbolic link"), hold(tmp_path):
         pass
     assert holder(tmp_path) is None
     assert target.read_text() == "mine"
@@ -23,7 +23,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_unchanged(tmp_path: Pat
 def test_a_pipe_or_a_missing_folder_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.lock")
     for folder, words in ((tmp_path, "not a regular file"), (tmp_path / "gone", "cannot be locked")):
-        with pytest.raises(PalestraError, match=words), hold(folder):
+        with pytest.raises(StorageError, match=words), hold(folder):
             pass
         assert holder(folder) is None
 

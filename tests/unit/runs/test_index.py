@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from listed_runs import list_run
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotFoundError, ResourceError, StorageError
 from palestra.runs.index import Index
 from palestra.runs.processes import Process
 
@@ -31,7 +31,7 @@ def test_the_newest_run_comes_first_and_an_unknown_one_is_answered_with_the_clos
     for name in ("a", "b", "abcd2345"):
         list_run(index, name)
     assert [row.run_id for row in index.rows()] == ["abcd2345", "b", "a"]
-    with pytest.raises(PalestraError, match=r"no run 'abcd2346'\. Did you mean 'abcd2345'"):
+    with pytest.raises(NotFoundError, match=r"no run 'abcd2346'\. Did you mean 'abcd2345'"):
         index.row("abcd2346")
 
 
@@ -53,7 +53,7 @@ def test_a_port_that_somebody_listens_on_is_not_taken(index, monkeypatch):
         list_run(index, "a")
         monkeypatch.setattr("palestra.runs.index._PORTS", [taken.getsockname()[1], free])
         assert index.claim_port("a", "api") == free
-        with pytest.raises(PalestraError, match="no loopback port"):
+        with pytest.raises(ResourceError, match="no loopback port"):
             index.claim_port("a", "trainer")
 
 
@@ -130,7 +130,7 @@ def test_two_processes_with_five_writers_each_do_not_clash(tmp_path):
 
 def test_a_home_that_cannot_be_made_is_told_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(PalestraError, match="PALESTRA_HOME"):
+    with pytest.raises(StorageError, match="PALESTRA_HOME"):
         Index(tmp_path / "file" / "home")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import NotAllowedError, NotFoundError, PalestraError
 from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, SETTING_CLASSES, refuse_keys_for_unknown_hosts
 from palestra.runs.locks import Site, load_site, locked_settings, locks_of
 from palestra.runs.request import RunRequest
@@ -88,7 +88,7 @@ def test_the_site_file_is_the_one_that_the_variable_names_else_the_one_here_else
     (tmp_path / "other.yaml").write_text("limits: {test_models: 2}")
     named = load_site(environ={"PALESTRA_SITE": str(tmp_path / "other.yaml")})
     assert (named.profile, named.limits.test_models) == ("local", 2)
-    with pytest.raises(PalestraError, match="no site file"):
+    with pytest.raises(NotFoundError, match="no site file"):
         load_site(environ={"PALESTRA_SITE": "gone.yaml"})
 
 
@@ -120,7 +120,7 @@ def test_a_key_is_sent_only_to_a_host_that_its_owner_names(setting, keys):
     key, variable = keys
     environ, owned = {key: "secret"}, {setting: "http://gpu-box:8000"}
     for address, run in (("http://evil:1", {}), ("http://gpu-box:8001", owned)):
-        with pytest.raises(PalestraError, match=key):
+        with pytest.raises(NotAllowedError, match=key):
             refuse_keys_for_unknown_hosts({setting: address}, run, environ)
     refuse_keys_for_unknown_hosts({setting: "http://gpu-box:8000/v2"}, owned, environ)
     refuse_keys_for_unknown_hosts({setting: "http://evil:1"}, {}, {})  # there is no key to send
@@ -133,5 +133,5 @@ def test_the_key_of_an_agents_endpoint_is_sent_to_the_owners_host_only():
     refuse_keys_for_unknown_hosts({"agent.roles": {"critic": "https://api.example/v1#other"}}, owned, keys)
     refuse_keys_for_unknown_hosts({"agent.roles": {"critic": "Qwen/Qwen3-0.6B", "judge": "http://evil:1"}}, {}, keys)
     for run in (owned, {}):
-        with pytest.raises(PalestraError, match="PALESTRA_ROLE_KEY_CRITIC"):
+        with pytest.raises(NotAllowedError, match="PALESTRA_ROLE_KEY_CRITIC"):
             refuse_keys_for_unknown_hosts({"agent.roles": {"critic": "http://evil:1/v1"}}, run, keys)

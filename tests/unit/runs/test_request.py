@@ -8,7 +8,7 @@ import pytest
 from served import json_app
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, UnreadableFileError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.run import environment_request
 from palestra.runs.request import RunRequest, has_all_batches, launch_steps, launch_token, process_environment
@@ -33,7 +33,7 @@ def test_a_request_of_an_older_version_is_read(tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", "7", '{"nonsense": 1}', "[" * 100_000])
 def test_a_file_that_holds_no_request_is_rejected(tmp_path, content):
     (tmp_path / "request.json").write_text(content)
-    with pytest.raises(PalestraError, match=r"request\.json"):
+    with pytest.raises(UnreadableFileError, match=r"request\.json"):
         RunRequest.load(tmp_path / "request.json")
 
 

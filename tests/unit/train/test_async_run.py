@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from palestra import demo, train_grpo
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.run_folder import Resume
 
 CONFIG = demo.config | {
@@ -32,5 +32,5 @@ def test_a_run_samples_ahead_within_its_limit_and_is_made_longer(tmp_path: Path)
 
 
 def test_a_rollout_func_is_refused_with_it(tmp_path: Path) -> None:
-    with pytest.raises(PalestraError, match=r"rollout\.max_staleness = 1 has no effect here: rollout_func may sample"):
+    with pytest.raises(SettingError, match=r"rollout\.max_staleness = 1 has no effect here: rollout_func may sample"):
         trained(config=CONFIG, rollout_func=lambda prompts, trainer: {}, folder=tmp_path)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import StorageError, UnreadableFileError
 from palestra.core.run_folder import RunFolder, last_checkpoint, step_checkpoints, step_folder
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after, prune, read_checkpoint, save_checkpoint
 
@@ -36,7 +36,7 @@ def test_what_is_saved_is_read_back_and_saving_again_replaces_the_folder(tmp_pat
 )
 def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(damage, words, tmp_path) -> None:
     damage(save(tmp_path, 1))
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(UnreadableFileError, match=words):
         read_checkpoint(step_folder(tmp_path, 1))
 
 
@@ -55,7 +55,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(error: Exception, word
         (folder / "weights.bin").write_bytes(b"w" * 10)
         raise error
 
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(StorageError, match=words):
         save_checkpoint(step_folder(tmp_path, 2), TrainState(step=2), full)
     assert last_checkpoint(tmp_path) == step_folder(tmp_path, 1)
     assert read_checkpoint(step_folder(tmp_path, 1)).step == 1
@@ -91,10 +91,12 @@ def test_the_chosen_checkpoint_or_the_newest_whole_one_is_taken(tmp_path: Path) 
     assert chosen_step(run, None, notes) == 2
     assert notes[0].endswith("(its checksum differs); going on from step-000002, the newest that is whole")
     (run.step_folder(2) / "weights.bin").unlink()
-    with pytest.raises(PalestraError, match=r"lacks its file weights\.bin; choose another with --from-checkpoint"):
+    with pytest.raises(
+        UnreadableFileError, match=r"lacks its file weights\.bin; choose another with --from-checkpoint"
+    ):
         choose_checkpoint(run, "2", print)
     (run.step_folder(1) / "manifest.json").write_text("[1]")
-    with pytest.raises(PalestraError, match="no other is whole, so start a new run"):
+    with pytest.raises(UnreadableFileError, match="no other is whole, so start a new run"):
         choose_checkpoint(run, None, print)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from palestra import demo, train_grpo
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.env_api import _collector
 from palestra.envs.load import load_env
 from palestra.policy.openai import OpenAISettings
@@ -47,7 +47,7 @@ def test_a_step_with_constrained_calls_has_no_malformed_one_and_a_ratio_of_one(t
 
 def test_where_others_sample_the_setting_is_refused(tmp_path: Path, tiny: Any) -> None:
     config = RunConfig.build(ON, {"output_dir": str(tmp_path)})
-    with pytest.raises(PalestraError, match="constrain_tool_calls = True has no effect here: StepTrainer"):
+    with pytest.raises(SettingError, match="constrain_tool_calls = True has no effect here: StepTrainer"):
         StepTrainer(tiny.model, tiny.tokenizer, lambda *_: 0.0, config)
-    with pytest.raises(PalestraError, match="constrain_tool_calls = True has no effect here: the endpoint"):
+    with pytest.raises(SettingError, match="constrain_tool_calls = True has no effect here: the endpoint"):
         _collector(load_env("calculator", {}), config, OpenAISettings.read({"model_name": "m"}), training=True)

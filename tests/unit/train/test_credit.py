@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError, UserCodeError
 from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.core.types import Group, Lineage, Problem, Rollout, Score, Turn
 from palestra.rollout.rewards import RewardFunctions
@@ -121,7 +121,7 @@ def test_a_function_may_give_one_advantage_a_token():
     ],
 )
 def test_what_is_no_advantage_is_refused(function, words):
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(UserCodeError, match=words):
         assign_credit([Group("p", (rollout((0, 0)),))], train(), {}, function)
 
 
@@ -134,7 +134,7 @@ def test_settings_name_functions_of_a_file(tmp_path, monkeypatch):
     for spec, words in (("mine.py:g", "defines no 'g'"), ("mine.py:number", "function"), ("no.py:f", "no file")):
         with pytest.raises(PalestraError, match=words):
             CustomObjective.of(train(custom_loss=spec))
-    with pytest.raises(PalestraError, match="give one of them"):
+    with pytest.raises(SettingError, match="give one of them"):
         CustomObjective.of(found, advantages=len)
 
 
@@ -148,5 +148,5 @@ def test_settings_name_functions_of_a_file(tmp_path, monkeypatch):
     ],
 )
 def test_settings_without_effect_are_refused(settings):
-    with pytest.raises(PalestraError, match=r"train\."):
+    with pytest.raises(SettingError, match=r"train\."):
         train(**settings)

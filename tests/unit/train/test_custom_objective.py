@@ -15,7 +15,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective, PolicyTokens
 from palestra.algo.step_loss import StepLoss
 from palestra.cli.main import run
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UserCodeError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.learner.local import LocalLearner
 from palestra.train.schedule import Coefficients
@@ -72,7 +72,7 @@ def test_a_loss_that_equals_a_built_in_one_gives_the_same_weights_to_the_bit(nam
 def test_what_is_no_loss_is_refused_and_the_weights_stay(function, words) -> None:
     learner, samples = LocalLearner(build(), config=settings()), make_samples()
     loss = StepLoss.of(Batch.of(samples), Objective(custom=function), max_completion_length=16)
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(UserCodeError, match=words):
         learner.forward_backward(Batch.of(samples), loss)
     assert not learner.has_pending
     assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), build().parameters(), strict=True))
@@ -113,7 +113,7 @@ def test_train_grpo_takes_functions_and_the_command_line_a_file(tmp_path: Path, 
     monkeypatch.chdir(file.parent.parent)  # a resumed run finds the file from anywhere
     more, _ = trained(tmp_path / "file", resume=Resume(result.run.path, max_steps=3))
     assert len(more) == 3
-    with pytest.raises(PalestraError, match=r"loss=dapo"):
+    with pytest.raises(SettingError, match=r"loss=dapo"):
         trained(tmp_path / "custom", resume=tmp_path / "custom")
 
 

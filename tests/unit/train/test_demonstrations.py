@@ -12,7 +12,7 @@ from builders import rollout
 from palestra import demo
 from palestra.core.config import RunConfig
 from palestra.core.conversations import Conversation, conversation_of
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, UnreadableFileError
 from palestra.core.files import write_jsonl
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.messages import to_dict, with_unique_ids
@@ -220,14 +220,14 @@ WRITTEN = '<tool_call>\n{"name": "price", "arguments": {}}\n</tool_call>'
     ],
 )
 def test_what_cannot_be_trained_is_named_with_its_conversation(tiny_tokenizer, messages, tools, says):
-    with pytest.raises(PalestraError, match=rf"^shop\.jsonl, line 1: .*{says}"):
+    with pytest.raises(InputError, match=rf"^shop\.jsonl, line 1: .*{says}"):
         demonstration(shop(messages, tools), ChatFormat(tiny_tokenizer))
 
 
 def test_the_agents_tools_take_precedence_over_those_of_the_conversation(tiny_tokenizer):
     chat = ChatFormat(tiny_tokenizer)
     assert demonstration(shop(tools=()), chat, TOOLS).turns == demonstration(shop(), chat).turns
-    with pytest.raises(PalestraError, match="calls 'price'"):
+    with pytest.raises(InputError, match="calls 'price'"):
         demonstration(shop(), chat, [tool("other")])
 
 
@@ -268,5 +268,5 @@ def test_other_conversations_of_a_rollout_are_demonstrations_of_their_own(tmp_pa
 def test_an_earlier_run_of_another_model_gives_conversations(tmp_path):
     folder = run_with(tmp_path, rollout(text="5"), rollout(text="5", ids=(7, 9)), rollout(text="6"))
     assert [c.messages[-1].text for c in run_conversations(folder, TOOLS)] == ["5", "6"]
-    with pytest.raises(PalestraError, match=r"no rollouts\.jsonl"):
+    with pytest.raises(UnreadableFileError, match=r"no rollouts\.jsonl"):
         read_run(RunFolder(tmp_path / "other"))

@@ -18,7 +18,7 @@ from palestra import demo, train_grpo
 from palestra.algo.batch import Batch
 from palestra.algo.distill import TEACHER, WEIGHT
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError, SettingError, UnsupportedError
 from palestra.core.types import Group, Message, Problem, SamplingParams, Score
 from palestra.learner.frozen import FrozenModel
 from palestra.learner.local import LocalLearner
@@ -202,7 +202,7 @@ def test_tools_are_asked_for_once_and_again_where_they_do_not_render_the_prompt(
     chat = ChatFormat(tiny.tokenizer)
     failed = mixed.rollouts[1]
     foreign = Group("sum", (replace(failed, turns=(chat.prompt(opening_of(failed)), *failed.turns[1:])),))
-    with pytest.raises(PalestraError, match="distill"):
+    with pytest.raises(UnsupportedError, match="distill"):
         rows_of(teacher, config, foreign)
     assert asked == ["sum", "sum"]
 
@@ -313,31 +313,31 @@ def test_a_server_scores_the_sampled_tokens_against_all_others(tiny: LoadedModel
 def test_a_server_without_prompt_logprobs_is_rejected(mixed: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [{"data": []}, {"choices": [{"index": 0, "logprobs": None}]}]
     monkeypatch.setattr("palestra.train.distill_teachers.ask", lambda request, retries: answers.pop(0))
-    with pytest.raises(PalestraError, match="models"):
+    with pytest.raises(ServiceError, match="models"):
         ServerTeacher.connect("http://127.0.0.1:1")
     batch = to_batch([mixed], [[0.0] * 3], mask_truncated=True)
     batch.targets = candidates(batch, np.zeros((35, 1), int), {})
-    with pytest.raises(PalestraError, match="echo"):
+    with pytest.raises(ServiceError, match="echo"):
         ServerTeacher("http://127.0.0.1:1", "m").logprobs(batch)
 
 
 def test_a_teacher_with_other_tokens_is_rejected(tiny: LoadedModel) -> None:
     require_same_tokens("same", tiny, tiny.tokenizer, tiny.vocabulary)
-    with pytest.raises(PalestraError, match="output layer"):
+    with pytest.raises(SettingError, match="output layer"):
         require_same_tokens("small", tiny, tiny.tokenizer, tiny.vocabulary + 1)
 
     class Other:
         def get_vocab(self) -> dict[str, int]:
             return {token: i + 1 for token, i in tiny.tokenizer.get_vocab().items()}
 
-    with pytest.raises(PalestraError, match="tokenizer"):
+    with pytest.raises(SettingError, match="tokenizer"):
         require_same_tokens("other", tiny, Other(), tiny.vocabulary)
 
 
 def test_learners_and_sources_that_cannot_be_distilled_are_rejected(tiny: LoadedModel) -> None:
     learner = LocalLearner(tiny.model, config=settings())
     for wrong, word in ((make_loop().learner, "FakeLearner"), (learner, r"distill\.teacher")):
-        with pytest.raises(PalestraError, match=word):
+        with pytest.raises(UnsupportedError, match=word):
             teacher_of(settings(), wrong, tiny.tokenizer)
     assert teacher_of(RunConfig(), make_loop().learner, tiny.tokenizer) is None
 
@@ -358,7 +358,7 @@ def test_learners_and_sources_that_cannot_be_distilled_are_rejected(tiny: Loaded
     ],
 )
 def test_settings_without_effect_or_out_of_bounds_are_rejected(wrong: dict[str, Any]) -> None:
-    with pytest.raises(PalestraError, match=r"distill|echo"):
+    with pytest.raises(SettingError, match=r"distill|echo"):
         RunConfig.build(wrong)
 
 

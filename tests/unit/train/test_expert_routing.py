@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from palestra import demo, measure, train_grpo
 from palestra.agents.programs import function_agent
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, UnsupportedModel
 from palestra.core.group_codec import group_from_record, group_to_dict, group_to_record, rollout_to_dict
 from palestra.core.run_folder import Resume
 from palestra.core.types import Group, Lineage, Rollout, Turn
@@ -119,7 +119,7 @@ def test_tokens_that_were_never_computed_have_unknown_experts() -> None:
     assert column is not None
     assert column[:, 0, 0].tolist() == [1, 1, 1, 1, 255, 2, 255, 255, 255]
     assert routing_column([turns[:1]]) is None
-    with pytest.raises(PalestraError, match="experts"):
+    with pytest.raises(InputError, match="experts"):
         routing_column([turns[1:]])
 
 
@@ -190,18 +190,18 @@ def test_step_trainer_compares_experts(moe_model: Any, tiny: Any, tmp_path: Path
     ],
 )
 def test_setting_is_rejected_where_no_experts_are_recorded(settings: dict[str, Any]) -> None:
-    with pytest.raises(PalestraError, match=r"train\.expert_routing = replay"):
+    with pytest.raises(SettingError, match=r"train\.expert_routing = replay"):
         RunConfig.build({"train.expert_routing": "replay"}, settings)
 
 
 def test_dense_model_and_rollout_func_reject_the_setting(moe_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(PalestraError, match=r"no experts.*train\.expert_routing"):
+    with pytest.raises(UnsupportedModel, match=r"no experts.*train\.expert_routing"):
         run(config_of(moe_folder, "compare", **{"model.name": "palestra/tiny"}), folder=tmp_path / "dense")
-    with pytest.raises(PalestraError, match=r"train\.expert_routing.*rollout_func"):
+    with pytest.raises(SettingError, match=r"train\.expert_routing.*rollout_func"):
         run(config_of(moe_folder, "compare"), folder=tmp_path / "function", rollout_func=lambda prompts, trainer: {})
 
 
 def test_environments_over_the_wire_reject_the_setting() -> None:
     parts: Any = SimpleNamespace(config=RunConfig.build({"train.expert_routing": "compare"}))
-    with pytest.raises(PalestraError, match=r"train\.expert_routing.*wire"):
+    with pytest.raises(SettingError, match=r"train\.expert_routing.*wire"):
         WireTask(None, None, None, None).source(parts)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ResourceError
 from palestra.core.types import Rollout, Turn
 from palestra.evals.report import EvalReport
 from palestra.learner.micro_batches import device_of, micro_batch_tokens
@@ -47,7 +47,7 @@ def config(**settings: Any) -> RunConfig:
 
 
 def test_all_weights_of_a_large_model_are_refused_with_the_setting_that_fits() -> None:
-    with pytest.raises(PalestraError, match=r"Qwen3-8B does not fit: .* use .*--lora\.") as caught:
+    with pytest.raises(ResourceError, match=r"Qwen3-8B does not fit: .* use .*--lora\.") as caught:
         refuse_what_cannot_fit(config(), QWEN_8B, CUDA)
     assert "needs at least 1" in str(caught.value)  # a hundred GiB and more
     refuse_what_cannot_fit(config(**{"lora.load_in_4bit": True}), QWEN_8B, CUDA)
@@ -70,7 +70,7 @@ def test_memory_that_others_hold_is_not_used_and_too_large_a_micro_batch_will_be
     refuse_what_cannot_fit(config(), SMALL, CUDA)
     chosen = with_step_size(config(), SMALL, CUDA)
     on(monkeypatch, "NVIDIA GeForce RTX 4090", 0.2, 23.5)
-    with pytest.raises(PalestraError, match=r"and 0\.2 GiB of the GPU can be used"):
+    with pytest.raises(ResourceError, match=r"and 0\.2 GiB of the GPU can be used"):
         refuse_what_cannot_fit(config(), SMALL, CUDA)
     assert with_step_size(config(), SMALL, CUDA) == chosen, "the sizes of a step are those of the GPU"
 

@@ -14,7 +14,7 @@ import pytest
 from loop_fakes import PROBLEMS, FakeCollector, Loop, attempt, make_loop
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError, TrainingError
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Message, Rollout, Score, ToolCall, ToolResult, Turn
 from palestra.train.checkpoint import read_checkpoint
@@ -147,7 +147,7 @@ def test_a_group_that_fails_for_good_ends_the_step_with_its_error() -> None:
             raise PalestraError("the environment takes no more attempts")
         return 0.0
 
-    with queued(staleness=2, delay=delay) as loop, pytest.raises(PalestraError, match="step 3: the environment takes"):
+    with queued(staleness=2, delay=delay) as loop, pytest.raises(TrainingError, match="step 3: the environment takes"):
         loop.training.run()
 
 
@@ -247,5 +247,5 @@ def test_importance_correction_is_on_by_default_where_groups_may_be_stale(layer,
 
 
 def test_sleeping_while_others_sample_is_refused() -> None:
-    with pytest.raises(PalestraError, match=r"model\.sleep_mode takes the sampler's memory.*choose one"):
+    with pytest.raises(SettingError, match=r"model\.sleep_mode takes the sampler's memory.*choose one"):
         RunConfig.build({"model.sleep_mode": True, "rollout.max_staleness": 1})

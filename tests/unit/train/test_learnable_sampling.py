@@ -9,7 +9,7 @@ import pytest
 from loop_fakes import PROBLEMS, FakeCollector, FakePolicy, attempt, make_loop
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.types import Group
 from palestra.evals.case_rates import CaseRates
 from palestra.train.checkpoint import read_checkpoint, step_folder
@@ -92,5 +92,5 @@ def test_a_problem_whose_attempts_all_failed_stays_among_the_candidates() -> Non
 
 
 def test_the_half_life_is_for_learnable_sampling() -> None:
-    with pytest.raises(PalestraError, match="half_life"):
+    with pytest.raises(SettingError, match="half_life"):
         RunConfig.build({"train.sampling_half_life": 5})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from loop_fakes import PROBLEMS, FakeCollector, Loop, attempt, make_loop, ran
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, StateError, TrainingError
 from palestra.core.types import Group, Problem, Rollout, Score, Turn
 from palestra.train import checkpoint as checkpoint_module
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
@@ -155,7 +155,7 @@ def test_a_step_taken_by_hand_needs_no_total_and_no_folder_and_is_a_full_one_if_
     assert metrics["learner_seconds"] > 100.0
     assert (metrics["decode_seconds"], metrics["loss"], loop.training.state.step) == (2.0, 0.5, 1)
     assert loop.training.step()["loss"] == 0.5
-    with pytest.raises(PalestraError, match="no folder"):
+    with pytest.raises(StateError, match="no folder"):
         loop.training.checkpoint()
 
 
@@ -417,7 +417,7 @@ MEMORY = ". To need less memory, in this order: a lower train.tokens_per_micro_b
 def test_an_error_names_the_step_the_last_good_checkpoint_and_settings_that_take_less_memory(error, begins, tmp_path):
     loop = make_loop({"checkpoint.every": 2, "model.sleep_mode": True}, checkpoints=tmp_path)
     loop.learner.on_step = failing_at(4, error)
-    with pytest.raises(PalestraError) as raised:
+    with pytest.raises(TrainingError) as raised:
         loop.training.run()
     text = str(raised.value)
     assert text.startswith(f"step 4: {begins}")
@@ -429,7 +429,7 @@ def test_an_error_names_the_step_the_last_good_checkpoint_and_settings_that_take
 
 
 def test_an_error_in_the_first_step_says_that_there_is_no_checkpoint_yet() -> None:
-    with pytest.raises(PalestraError, match=r"^step 1: every rollout failed; .* number 0 is broken\. No checkpoint"):
+    with pytest.raises(TrainingError, match=r"^step 1: every rollout failed; .* number 0 is broken\. No checkpoint"):
         ran(play=broken)
 
 
@@ -444,11 +444,11 @@ def full_at(limit: int, step_of: Callable[..., int]) -> Callable[..., None]:
 def test_a_full_disk_is_named_with_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = make_loop({"checkpoint.every": 3}, checkpoints=tmp_path / "saving")
     monkeypatch.setattr(loop.learner, "save", full_at(4, lambda folder: loop.training.state.step))
-    with pytest.raises(PalestraError, match=r"saving the last checkpoint: .*No space left.*step-000003"):
+    with pytest.raises(TrainingError, match=r"saving the last checkpoint: .*No space left.*step-000003"):
         loop.training.run()
     records = make_loop({"checkpoint.every": 2}, checkpoints=tmp_path / "records")
     monkeypatch.setattr(records.tracker, "rollouts", full_at(4, lambda step, groups: step))
-    with pytest.raises(PalestraError, match=r"^step 4: .*No space left on device.*checkpoint is .*step-000002$"):
+    with pytest.raises(TrainingError, match=r"^step 4: .*No space left on device.*checkpoint is .*step-000002$"):
         records.training.run()
 
 
@@ -508,7 +508,7 @@ def test_a_nan_reward_stops_the_run_and_names_where(tmp_path: Path) -> None:
         return [attempt(problem, reward) for reward in (float("nan") if number == 4 else 0.0, 1.0)]
 
     words = r"^step 3: the reward of rollout 0 in the group of problem .* is nan.*The last good checkpoint .*-000002$"
-    with pytest.raises(PalestraError, match=words):  # two groups a step: the fifth is in step 3
+    with pytest.raises(TrainingError, match=words):  # two groups a step: the fifth is in step 3
         ran({"checkpoint.every": 1}, checkpoints=tmp_path, play=play)
 
 

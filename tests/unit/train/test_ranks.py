@@ -9,7 +9,7 @@ import torch
 from palestra.algo.batch import Batch
 from palestra.cli.train import starts_ranks
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ResourceError, SettingError
 from palestra.core.ranks import Ranks, RankVariables
 from palestra.core.types import Sample
 from palestra.envs.load import load_env
@@ -34,7 +34,7 @@ PLACE = RankVariables(rank=1, size=4, local_rank=1, local_size=4)
 def test_settings_that_ranks_cannot_heed_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
     task = EnvironmentTask(load_env("calculator", {}))
     require_ranks_support(RunConfig(), task, None)
-    with pytest.raises(PalestraError, match=named):
+    with pytest.raises(SettingError, match=named):
         require_ranks_support(RunConfig.build(settings), task, None)
 
 
@@ -53,24 +53,24 @@ def test_groups_that_come_to_one_process_are_refused_over_ranks() -> None:
 def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(PalestraError, match=r"4 ranks .* need as many GPUs, and there are 2; use --nproc 2"):
+    with pytest.raises(ResourceError, match=r"4 ranks .* need as many GPUs, and there are 2; use --nproc 2"):
         rank_device(PLACE, RunConfig())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert rank_device(PLACE, RunConfig()) == torch.device("cuda", 1)
     assert rank_device(PLACE, RunConfig.build({"model.device": "cpu"})) == torch.device("cpu")
-    with pytest.raises(PalestraError, match=r"model.device = 'cuda:0' is one GPU"):
+    with pytest.raises(SettingError, match=r"model.device = 'cuda:0' is one GPU"):
         rank_device(PLACE, RunConfig.build({"model.device": "cuda:0"}))
 
 
 def test_only_a_process_that_is_no_rank_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert starts_ranks(2, refused={"--env-url": None})
     assert not starts_ranks(1, refused={"--env-url": "http://x"})
-    with pytest.raises(PalestraError, match=r"--nproc 2 .*; leave out --nproc, or --env-url"):
+    with pytest.raises(SettingError, match=r"--nproc 2 .*; leave out --nproc, or --env-url"):
         starts_ranks(2, refused={"--env-url": "http://x"})
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert not starts_ranks(2, refused={})
-    with pytest.raises(PalestraError, match=r"torchrun has started 2 ranks here; leave --nproc out"):
+    with pytest.raises(SettingError, match=r"torchrun has started 2 ranks here; leave --nproc out"):
         starts_ranks(3, refused={})
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from palestra import measure, train_grpo
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group, Message, Rollout
 from palestra.learner.local import LocalLearner
@@ -215,5 +215,5 @@ def test_what_cannot_replay_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PalestraError, match=word):
             replay_for(0.5, learner, [plan], store, 0)
     for wrong in ({}, {"distill": {"coefficient": 1, "only": True}}):
-        with pytest.raises(PalestraError, match=r"train\.replay"):
+        with pytest.raises(SettingError, match=r"train\.replay"):
             _resolve(RunConfig.build(wrong | {"train.replay": 0.5}))

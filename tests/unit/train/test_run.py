@@ -15,7 +15,7 @@ import torch
 from loop_fakes import PROBLEMS, SMALL, FakeCollector, FakeLearner, FakePolicy, Hears, attempt
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ResourceError, StateError, TrainingError, UserCodeError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Problem, Rollout, Score, ToolCall, ToolResult
 from palestra.evals.evidence import Finding, RunFacts
@@ -130,7 +130,7 @@ def calling(*results: ToolResult, **more: Any) -> Rollout:
 
 def test_a_tool_that_fails_in_every_rollout_stops_the_run_after_the_first_evaluation(lab: Lab) -> None:
     lab.evaluator.rollouts = [calling(DOWN, DOWN) for _ in range(3)]
-    with pytest.raises(PalestraError, match=r"scoring before: the tool search failed in all of its 6 calls, .*refused"):
+    with pytest.raises(UserCodeError, match=r"scoring before: the tool search failed in all of its 6 calls, .*refused"):
         lab.train()
     assert lab.evaluator.phases == ["scoring before"]
     assert lab.folder.metrics() == []
@@ -151,7 +151,7 @@ def test_an_evaluation_that_fails_is_named_with_the_last_good_checkpoint_and_the
     monkeypatch.setattr(backend, "save_hf", lambda model, tokenizer, folder, record: saved.append(folder) or folder)
     lab.evaluator.fails_at = "scoring after"
     words = r"scoring after: RuntimeError: CUDA out of memory\. To need less memory.*-000006"
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(TrainingError, match=words):
         lab.train()
     assert saved == [lab.folder.model]
 
@@ -217,7 +217,7 @@ def test_a_run_that_has_ended_without_a_checkpoint_is_not_trained_again(lab: Lab
     lab.train()
     lab.folder.model.mkdir()
     before = lab.files()
-    with pytest.raises(PalestraError, match=r"has ended and has no checkpoint, so .*--model\.name .*model"):
+    with pytest.raises(StateError, match=r"has ended and has no checkpoint, so .*--model\.name .*model"):
         lab.build(lab.resume(max_steps=50))
     assert lab.files() == before
 
@@ -312,7 +312,7 @@ with hold(Path({str(lab.folder.path)!r})): print('held', flush=True); time.sleep
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(PalestraError, match=rf"another process \(pid {other.pid} on .*\) trains in"):
+        with pytest.raises(StateError, match=rf"another process \(pid {other.pid} on .*\) trains in"):
             lab.build(lab.resume(max_steps=9))
         assert lab.files().keys() == before.keys()
         assert lab.folder.config.train.max_steps == 6
@@ -324,7 +324,7 @@ with hold(Path({str(lab.folder.path)!r})): print('held', flush=True); time.sleep
 
 def test_a_run_that_cannot_be_saved_does_not_start(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview_module, "free_bytes", lambda path: 10)
-    with pytest.raises(PalestraError, match=r" free; .*checkpoint\.every=0"):
+    with pytest.raises(ResourceError, match=r" free; .*checkpoint\.every=0"):
         lab.train()
     assert lab.evaluator.phases == []
 

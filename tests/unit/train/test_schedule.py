@@ -4,7 +4,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.train.schedule import learning_rate_at, total_steps, update_scale
 
 
@@ -14,7 +14,7 @@ def test_warmup_rises_to_the_full_rate_and_the_schedule_falls_to_zero() -> None:
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert (rates[8], rates[12]) == (pytest.approx(0.5), 0.0)
     assert learning_rate_at(5, TrainSection(learning_rate=1.0, scheduler="cosine"), 10) == pytest.approx(0.5)
-    with pytest.raises(PalestraError, match="max_steps"):
+    with pytest.raises(SettingError, match="max_steps"):
         learning_rate_at(0, TrainSection(scheduler="linear"), None)
 
 
@@ -24,7 +24,7 @@ def test_total_steps_cover_all_epochs_unless_limited() -> None:
     assert total_steps(RunConfig.build({"train": {"max_steps": 5}}), 10) == 5
     unsaid = RunConfig.build({"train.problems_per_step": 4})
     assert (total_steps(unsaid, 90), total_steps(unsaid, 400)) == (40, 100)
-    with pytest.raises(PalestraError, match=r"train\.max_steps"):
+    with pytest.raises(SettingError, match=r"train\.max_steps"):
         total_steps(config, None)
 
 

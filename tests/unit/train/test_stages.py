@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from palestra import measure, train_grpo, train_sft
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.train.checkpoint import read_checkpoint
 from palestra.train.stages import stage_config, stage_names
@@ -74,7 +74,7 @@ def require_same_weights(one: RunFolder, other: RunFolder) -> None:
     ],
 )
 def test_an_unknown_stage_and_settings_of_one_that_is_not_there_are_refused(settings, word) -> None:
-    with pytest.raises(PalestraError, match=word):
+    with pytest.raises(SettingError, match=word):
         RunConfig.build({"stages": settings})
     if "," in settings["plan"] and word == "sft":
         auto = RunConfig.build({"stages": settings | {"plan": "auto"}})
@@ -150,7 +150,7 @@ def test_conversations_alone_are_learned_without_an_agent(tmp_path: Path, traces
     ("config", "word"), [({"stages.plan": "sft"}, "stages.traces"), ({"stages.traces": "x"}, "sft stage")]
 )
 def test_what_cannot_be_learned_is_refused(config: dict[str, Any], word: str) -> None:
-    with pytest.raises(PalestraError, match=word):
+    with pytest.raises(SettingError, match=word):
         train_sft({"model.name": TINY} | config)
 
 
@@ -158,8 +158,8 @@ def program(case: Any, base_url: str, api_key: str) -> None: ...
 
 
 def test_stages_without_demonstrations_or_our_agent_loop_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PalestraError, match="no demonstrations"):
+    with pytest.raises(SettingError, match="no demonstrations"):
         run(tmp_path / "run", "sft,grpo")
     options = {"config": QUICK | {"stages.plan": "rft,grpo"}, "progress": False, "folder": tmp_path / "r"}
-    with pytest.raises(PalestraError, match="rft"):
+    with pytest.raises(UnsupportedError, match="rft"):
         train_grpo(program, cases(), [says_it], **options)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ServiceError, SettingError, StateError, TrainingError
 from palestra.train import StepTrainer
 
 ROWS = [("Say something.", "e"), ("Count to three.", "e"), ("Who are you?", "e")]
@@ -152,7 +152,7 @@ def test_what_was_done_before_an_error_counts(make: Make) -> None:
         return float("nan") if trainer.step == 2 and expected == "e" else share_of_letter(output, "e")
 
     trainer = make(reward, train={"max_steps": 5})
-    with pytest.raises(PalestraError, match=r"step 3: .* is nan"):
+    with pytest.raises(TrainingError, match=r"step 3: .* is nan"):
         trainer.train(ROWS)
     assert sorted(set(steps)) == [0, 1, 2]
     assert trainer.step == 2
@@ -225,17 +225,17 @@ def test_what_cannot_be_trained_is_refused(trainer: StepTrainer, tmp_path: Path)
     for rows in ([], [{"question": "2 + 2"}], ["2 + 2"], [{"prompt": "", "answer": "4"}]):
         with pytest.raises(PalestraError, match="prompt"):
             trainer.train(rows)
-    with pytest.raises(PalestraError, match="context"):
+    with pytest.raises(ServiceError, match="context"):
         trainer.generate_group_outputs("word " * 5000)
     other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(PalestraError, match="no trainable weight of this model"):
+    with pytest.raises(SettingError, match="no trainable weight of this model"):
         trainer.train(ROWS, other)
 
 
 def test_a_folder_that_holds_another_run_is_refused(trainer: StepTrainer, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(PalestraError, match="holds a run already"):
+    with pytest.raises(StateError, match="holds a run already"):
         trainer.train(ROWS)
 
 
@@ -276,7 +276,7 @@ def test_a_model_with_a_config_path_and_an_output_dir_makes_a_trainer(random_mod
     assert trainer.folder == tmp_path / "out"
     assert hasattr(trainer.model, "disable_adapter")  # lora.r acts on a model that has no adapter yet
     assert len(trainer.train_step("Hi", "e")["rewards"]) == 3
-    with pytest.raises(PalestraError, match="config and config_path are one setting"):
+    with pytest.raises(SettingError, match="config and config_path are one setting"):
         StepTrainer(None, None, share_of_letter, RunConfig(), config_path=path)
 
 

@@ -27,7 +27,7 @@ from palestra.backends.tinker.losses import (
 )
 from palestra.backends.tinker.model import ModelChange, Sampler, TinkerModel
 from palestra.core.config import RunConfig
-from palestra.core.errors import InputError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
+from palestra.core.errors import NotFiniteError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.types import Array
@@ -279,7 +279,7 @@ def read_state(folder: Path) -> str:
 def _require_finite(column: Array, batch: Batch) -> Array:
     bad = np.flatnonzero(~np.isfinite(column))
     if len(bad):
-        raise InputError(_sentence(sorted(set(batch.groups[batch.row_of(bad)].tolist())), "the loss is nan"))
+        raise NotFiniteError(_sentence(sorted(set(batch.groups[batch.row_of(bad)].tolist())), "the loss is nan"))
     return column
 
 
@@ -291,7 +291,7 @@ def _not_finite(pending: Sequence[TinkerOutputs], what: str) -> PalestraError:
         for group, value in zip(found.batch.groups.tolist(), found.terms.row_losses, strict=True)
     ]
     groups = {group for value, group in losses if not math.isfinite(value)}
-    return InputError(_sentence(sorted(groups or {max(losses)[1]}), what))
+    return NotFiniteError(_sentence(sorted(groups or {max(losses)[1]}), what))
 
 
 def _sentence(groups: Sequence[int], what: str) -> str:

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from palestra.core.errors import NotAllowedError, PalestraError, ResourceError, UserCodeError
+from palestra.core.errors import NotAllowedError, PalestraError, ServiceError, UnsupportedError
 from palestra.envs.sandbox.inside import remove_tree
 from palestra.envs.sandbox.isolation import (
     CONTAINER_IMAGE,
@@ -157,7 +157,7 @@ class _FirstProcess:
             self._start(limits)
         except (OSError, ValueError) as error:
             reason = self.close() or str(error)
-            raise UserCodeError(f"a sandbox ({isolation}) could not be started: {reason}") from None
+            raise ServiceError(f"a sandbox ({isolation}) could not be started: {reason}") from None
 
     def _start(self, limits: SandboxLimits) -> None:
         source, shell = _INSIDE.read_bytes(), self._shell
@@ -223,7 +223,7 @@ def choose_isolation(allow_unsandboxed: bool = False) -> Isolation:
         if why_not(kind) is None:
             return kind
     if not allow_unsandboxed:
-        raise ResourceError(
+        raise UnsupportedError(
             f"code that a model writes cannot be isolated on this machine: {why_not('bubblewrap')}; "
             f"{why_not('namespaces')}. Install bubblewrap or permit user namespaces, set isolation to podman or "
             "docker, or set allow_unsandboxed=true to run it without a sandbox"

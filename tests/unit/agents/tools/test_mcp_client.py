@@ -11,7 +11,7 @@ from processes import has_ended
 from palestra import Agent, EvalSuite
 from palestra.agents.tools.mcp_client import McpConnection, McpServer
 from palestra.agents.tools.run import run_calls
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, ServiceError
 from palestra.core.types import ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
 
@@ -82,12 +82,12 @@ def test_each_attempt_has_a_server_of_its_own_unless_it_is_shared(command):
 
 
 def test_a_server_that_does_not_start_is_told_with_its_last_words():
-    with pytest.raises(PalestraError, match=r"did not start.*no database here"):
+    with pytest.raises(ServiceError, match=r"did not start.*no database here"):
         McpConnection(McpServer([sys.executable, "-c", "raise SystemExit('no database here')"]))
-    with pytest.raises(PalestraError, match="did not start"):
+    with pytest.raises(ServiceError, match="did not start"):
         McpConnection(McpServer("/no/such/program"))
     mute = [sys.executable, "-IS", "-c", "import time; time.sleep(60)"]
-    with pytest.raises(PalestraError, match=r"no answer within 0\.3 s"):
+    with pytest.raises(ServiceError, match=r"no answer within 0\.3 s"):
         McpConnection(McpServer(mute, start_timeout_s=0.3))
 
 
@@ -98,14 +98,14 @@ def test_two_tools_of_one_name_are_refused(command):
 
     suite = EvalSuite.from_records([{"input": "?"}], measures=[lambda ctx: True])
     env = SuiteEnvironment(Agent("a", "m", tools=[double], mcp_servers=[command]), suite)
-    with pytest.raises(PalestraError, match="two tools are named 'double'"):
+    with pytest.raises(InputError, match="two tools are named 'double'"):
         env.open(env.problems("train")[0])
 
 
 def test_what_is_no_server_is_refused():
-    with pytest.raises(PalestraError, match="no MCP server"):
+    with pytest.raises(InputError, match="no MCP server"):
         Agent("a", mcp_servers=[3])
-    with pytest.raises(PalestraError, match="empty command"):
+    with pytest.raises(InputError, match="empty command"):
         Agent("a", mcp_servers=[""])
 
 

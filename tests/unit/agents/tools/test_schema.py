@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from palestra.agents.tools.schema import function_schema, parse_docstring
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 
 
 class Colour(enum.Enum):
@@ -139,7 +139,7 @@ async def numbers():
     ],
 )
 def test_a_function_that_cannot_be_described_is_refused_by_name(fn, words):
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(InputError, match=words):
         function_schema(fn)
 
 

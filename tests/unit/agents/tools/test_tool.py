@@ -10,7 +10,7 @@ import pytest
 from palestra import Context, function_tool
 from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import as_tool, shared_state
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.types import ToolCall
 
 STOCK = {"lamp": 3}
@@ -72,7 +72,7 @@ def test_two_contexts_are_refused():
         """Take two."""
         return ""
 
-    with pytest.raises(PalestraError, match="tool 'both' has two contexts, a and b"):
+    with pytest.raises(InputError, match="tool 'both' has two contexts, a and b"):
         function_tool(both)
 
 
@@ -169,7 +169,7 @@ def test_a_function_becomes_a_tool_that_stays_callable():
 
 @pytest.mark.parametrize("thing", [3, "add", object(), dict], ids=["int", "str", "object", "class"])
 def test_what_is_no_tool_is_refused(thing):
-    with pytest.raises(PalestraError, match=r"is not a tool|pass the function itself"):
+    with pytest.raises(InputError, match=r"is not a tool|pass the function itself"):
         as_tool(thing)
 
 
@@ -196,5 +196,5 @@ class TestOpenAIAgents:
         assert not call(as_tool(explode), a=1).ok
 
     def test_a_hosted_tool_is_refused(self, sdk):
-        with pytest.raises(PalestraError, match="hosted tools"):
+        with pytest.raises(InputError, match="hosted tools"):
             as_tool(sdk.WebSearchTool())

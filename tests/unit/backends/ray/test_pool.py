@@ -22,7 +22,7 @@ from palestra.backends.ray.pool import (
     pack,
     unpack,
 )
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ResourceError, ServiceError, UnsupportedError
 from palestra.core.types import Group, Problem, Rollout, Turn
 from palestra.core.weights import Weights
 
@@ -196,13 +196,13 @@ def test_a_group_that_takes_one_actor_after_the_other_with_it_ends_the_run(runne
             await room.until(lambda losses=losses: room.pool.lost_groups == losses + 1)
         await work
 
-    with pytest.raises(PalestraError, match=r"5 rollout actors died .* with the group of problem 0: it was killed"):
+    with pytest.raises(ServiceError, match=r"5 rollout actors died .* with the group of problem 0: it was killed"):
         runner.run(scenario())
 
 
 def test_a_cluster_without_room_is_an_error_with_what_it_has_within_the_time_out(runner: asyncio.Runner) -> None:
     room = Room(runner, room=0, timeout_s=0.05)
-    with pytest.raises(PalestraError, match=r"no rollout actor could start for 0\.05 s .*1 CPU.* has room for 0"):
+    with pytest.raises(ResourceError, match=r"no rollout actor could start for 0\.05 s .*1 CPU.* has room for 0"):
         runner.run(room.collect())
 
 
@@ -215,9 +215,9 @@ def test_a_model_that_takes_long_to_load_is_no_lack_of_room(runner: asyncio.Runn
 
 def test_a_lost_head_ends_what_is_under_way_with_the_reason(runner: asyncio.Runner) -> None:
     room = Room(runner)
-    with pytest.raises(PalestraError, match=r"the head does not answer\. Start a cluster again, and resume the run"):
+    with pytest.raises(ServiceError, match=r"the head does not answer\. Start a cluster again, and resume the run"):
         room.collect_with((lambda: room.pool.actors == 2, room.lose_head))
-    with pytest.raises(PalestraError, match="the head does not answer"):
+    with pytest.raises(ServiceError, match="the head does not answer"):
         runner.run(room.collect())
 
 
@@ -230,7 +230,7 @@ def test_a_head_that_dies_with_one_of_its_actors_is_not_asked_what_it_has(runner
 
     gone: list[Any] = []  # longer than the others are waited for
     one_left = (lambda: room.pool.actors == 1, lambda: gone.append(seconds_later(0.15)))
-    with pytest.raises(PalestraError, match="the head does not answer"):
+    with pytest.raises(ServiceError, match="the head does not answer"):
         room.collect_with((room.is_busy, die), one_left, (lambda: gone[0](), room.lose_head))
     assert not room.cluster.asked_while_dying
 
@@ -239,7 +239,7 @@ def test_a_failure_of_the_run_in_an_actor_is_that_of_the_run(runner: asyncio.Run
     room = Room(runner)
     room.fails = PalestraError("the reward function gave no number")
     room.pace.set()
-    with pytest.raises(PalestraError, match="the reward function gave no number"):
+    with pytest.raises(ServiceError, match="the reward function gave no number"):
         runner.run(room.collect())
 
 
@@ -249,7 +249,7 @@ def test_an_actor_that_cannot_be_built_ends_the_run_instead_of_being_tried_for_e
     def recipe() -> GroupSampler:
         raise ModuleNotFoundError("No module named 'shop'")
 
-    with pytest.raises(PalestraError, match=r"a rollout actor cannot be built: ModuleNotFoundError: .*'shop'"):
+    with pytest.raises(ServiceError, match=r"a rollout actor cannot be built: ModuleNotFoundError: .*'shop'"):
         runner.run(PoolCollector(room.pool, recipe, True, lambda size: 4).collect(PROBLEMS, 2, KEYS))
 
 
@@ -286,5 +286,5 @@ def test_a_server_is_given_the_weights_once_and_the_actors_its_version(runner: a
 
 def test_the_policy_of_a_pool_samples_no_turns(runner: asyncio.Runner) -> None:
     policy = PoolPolicy(Room(runner).pool)
-    with pytest.raises(PalestraError, match="whole groups"):
+    with pytest.raises(UnsupportedError, match="whole groups"):
         runner.run(policy.sample(policy.open([1]), None))

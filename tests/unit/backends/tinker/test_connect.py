@@ -8,7 +8,7 @@ import pytest
 from palestra.backends.tinker import connect as connect_module
 from palestra.backends.tinker.connect import connect, context_tokens, suited
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, SettingError
 
 
 def config(**settings: Any) -> RunConfig:
@@ -43,7 +43,7 @@ def test_the_defaults_of_a_tinker_run_are_an_adapter_and_temperature_one() -> No
     ],
 )
 def test_a_setting_that_the_server_cannot_heed_is_refused_by_name(key: str, value: Any, words: str) -> None:
-    with pytest.raises(PalestraError, match=rf"{key} = .*{words}"):
+    with pytest.raises(SettingError, match=rf"{key} = .*{words}"):
         suited(config(**{key: value}))
 
 
@@ -54,14 +54,14 @@ def test_all_weights_are_trained_where_the_rate_is_given() -> None:
 def test_a_missing_key_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # no stored one either
-    with pytest.raises(PalestraError, match="backend: tinker needs a key; set TINKER_API_KEY"):
+    with pytest.raises(SettingError, match="backend: tinker needs a key; set TINKER_API_KEY"):
         connect("http://127.0.0.1:9")
 
 
 def test_a_key_of_another_kind_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "sk-0123456789")
     monkeypatch.setattr(connect_module.tinker, "ServiceClient", lambda **options: pytest.fail("it was sent"))
-    with pytest.raises(PalestraError, match="TINKER_API_KEY does not begin with tml-") as raised:
+    with pytest.raises(SettingError, match="TINKER_API_KEY does not begin with tml-") as raised:
         connect("http://127.0.0.1:9")
     assert "sk-0123456789" not in str(raised.value)
 

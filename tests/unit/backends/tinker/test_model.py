@@ -22,7 +22,7 @@ from palestra.algo.batch import Batch
 from palestra.backends.tinker import model as model_module
 from palestra.backends.tinker.learner import TinkerLearner
 from palestra.backends.tinker.policy import TinkerPolicy, sampling_params
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import RolloutError, ServiceError, UnsupportedError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 
@@ -121,7 +121,7 @@ def test_a_server_at_fault_is_asked_again(error, server, learner):
 def test_a_server_that_stays_at_fault_is_told_with_the_last_state(server, learner):
     state = learner.model.save("mine")
     server.fails = [BROKEN] * 9
-    with pytest.raises(PalestraError, match=rf"session is lost.*it crashed.*last state that it saved is {state}"):
+    with pytest.raises(ServiceError, match=rf"session is lost.*it crashed.*last state that it saved is {state}"):
         learner.forward(Batch.of(rows()))
 
 
@@ -129,7 +129,7 @@ def test_a_state_that_is_gone_is_told(server, learner):
     learner.model.save("mine")
     server.states.clear()
     server.restart()
-    with pytest.raises(PalestraError, match=r"could not be opened again .*there is no tinker://run/weights/mine"):
+    with pytest.raises(ServiceError, match=r"could not be opened again .*there is no tinker://run/weights/mine"):
         learner.forward(Batch.of(rows()))
 
 
@@ -138,7 +138,7 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch, server, learner):
     monkeypatch.setattr(model_module, "_GIVE_UP_S", 0.02)
     server.sessions[-1].holder = SimpleNamespace(_base_url="http://127.0.0.1:9")  # nobody listens there
     never: Future[None] = Future()
-    with pytest.raises(PalestraError, match=r"session is lost.*127\.0\.0\.1:9.*it has saved no state yet"):
+    with pytest.raises(ServiceError, match=r"session is lost.*127\.0\.0\.1:9.*it has saved no state yet"):
         learner.model.call(lambda client: never)
 
 
@@ -153,7 +153,7 @@ def test_a_mistake_of_ours_is_not_sent_again(server, learner):
 def test_after_a_refusal_the_next_request_has_a_client_without_a_gap_in_its_numbers(server, learner):
     step(learner, rows())
     server.fails = [WRONG]
-    with pytest.raises(PalestraError, match="no token 99"):
+    with pytest.raises(ServiceError, match="no token 99"):
         learner.forward(Batch.of(rows()))
     server.log.clear()
     learner.forward(Batch.of(rows()))
@@ -163,7 +163,7 @@ def test_after_a_refusal_the_next_request_has_a_client_without_a_gap_in_its_numb
 def test_a_key_that_is_not_accepted_is_named(server, learner):
     answer = httpx.Response(401, request=httpx.Request("POST", "http://fake"))
     server.fails = [tinker.AuthenticationError("no", response=answer, body={"detail": "unknown key"})]
-    with pytest.raises(PalestraError, match="does not accept the key in TINKER_API_KEY: unknown key"):
+    with pytest.raises(ServiceError, match="does not accept the key in TINKER_API_KEY: unknown key"):
         learner.forward(Batch.of(rows()))
 
 
@@ -200,7 +200,7 @@ def test_a_turn_ends_where_the_context_does_and_weights_from_elsewhere_are_refus
     assert (len(turn.token_ids), turn.finish) == (5, "length")
     empty = asyncio.run(policy.sample(session, SamplingParams(20, seed=1)))
     assert (len(empty.token_ids), empty.finish) == (0, "length")
-    with pytest.raises(PalestraError, match="samples the weights that it has trained itself"):
+    with pytest.raises(UnsupportedError, match="samples the weights that it has trained itself"):
         policy.update(Weights(1, dict))
 
 
@@ -214,5 +214,5 @@ def test_a_turn_ends_where_the_context_does_and_weights_from_elsewhere_are_refus
     ],
 )
 def test_sampling_that_tinker_does_not_have_is_refused_by_name(params: SamplingParams, word: str) -> None:
-    with pytest.raises(PalestraError, match=f"cannot sample with {word}"):
+    with pytest.raises(UnsupportedError, match=f"cannot sample with {word}"):
         sampling_params(params)

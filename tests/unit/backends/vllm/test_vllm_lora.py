@@ -16,7 +16,7 @@ from test_vllm_server import turn
 from palestra.backends.ray.pool import GroupSampler, PackedWeights, PoolPolicy
 from palestra.backends.vllm.common import Adapter, AdapterFolders
 from palestra.core.config_sections import LoraSection
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError, StorageError, UnsupportedError
 from palestra.core.types import SamplingParams
 from palestra.core.weights import Weights
 from palestra.learner.lora import add_lora
@@ -100,7 +100,7 @@ def test_the_server_of_another_user_can_read_what_the_umask_allows(tmp_path):
 
 def test_another_base_model_is_found_out_though_its_adapter_is_loaded(connect):
     other = add_lora(random_model(1), LoraSection(r=RANK)).eval()
-    with pytest.raises(PalestraError, match=r"other log-probabilities.*the model that is trained: VLLM_ALLOW_RUNTIME"):
+    with pytest.raises(ServiceError, match=r"other log-probabilities.*the model that is trained: VLLM_ALLOW_RUNTIME"):
         connect(lora_rank=RANK).update(weights_of(other, 0))
 
 
@@ -115,26 +115,26 @@ def test_another_base_model_is_found_out_though_its_adapter_is_loaded(connect):
 def test_a_server_that_loads_no_adapters_is_refused_with_what_it_lacks(fake, connect, started, complaint):
     for name, value in started.items():
         setattr(fake, name, value)
-    with pytest.raises(PalestraError, match=f"did not load the adapter.*{complaint}"):
+    with pytest.raises(ServiceError, match=f"did not load the adapter.*{complaint}"):
         connect(lora_rank=RANK).update(weights_of(adapted(0), 0))
 
 
 def test_a_folder_that_the_server_cannot_read_is_told(connect, tmp_path, monkeypatch):
     away = Adapter("a", 1, tmp_path / "away")
     monkeypatch.setattr("palestra.backends.vllm.server.AdapterFolders.write", lambda *_: away)
-    with pytest.raises(PalestraError, match=r"No adapter found.*rollout\.weights_folder must be a folder that"):
+    with pytest.raises(ServiceError, match=r"No adapter found.*rollout\.weights_folder must be a folder that"):
         connect(lora_rank=RANK).update(weights_of(adapted(0), 0))
 
 
 @pytest.mark.parametrize("rank", [0, RANK])
 def test_a_folder_that_cannot_be_written_is_told(connect, tmp_path, rank):
     (tmp_path / "taken").touch()
-    with pytest.raises(PalestraError, match=r"could not be saved to rollout\.weights_folder: .*Not a directory"):
+    with pytest.raises(StorageError, match=r"could not be saved to rollout\.weights_folder: .*Not a directory"):
         connect(folder=tmp_path / "taken", lora_rank=rank).update(weights_of(adapted(0), 0))
 
 
 def test_a_rank_beyond_vllms_is_refused_before_it_is_asked(connect):
-    with pytest.raises(PalestraError, match=r"rank 512 at most, and lora\.r is 600"):
+    with pytest.raises(UnsupportedError, match=r"rank 512 at most, and lora\.r is 600"):
         connect("http://127.0.0.1:9", lora_rank=600)
 
 

@@ -16,7 +16,7 @@ from served import served
 
 from palestra.backends.vllm.server import VllmServerPolicy, read_completion
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import MissingPackageError, RolloutError, ServiceError, SettingError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.train.setup import policy_for
@@ -43,7 +43,7 @@ def test_new_weights_are_loaded_from_disk_while_requests_wait(fake, connect, tmp
 
 def test_a_server_that_keeps_its_old_weights_is_found_out(fake, connect):
     fake.forgets = True
-    with pytest.raises(PalestraError, match=r"other log-probabilities than the learner.*PalestraWorker"):
+    with pytest.raises(ServiceError, match=r"other log-probabilities than the learner.*PalestraWorker"):
         connect().update(weights_of(random_model(1), 1))
 
 
@@ -56,27 +56,27 @@ def test_logprobs_at_another_temperature_are_found_out(fake, connect):
         return Turn("model", found.token_ids, found.logprobs * 0.3, 0, found.finish)
 
     fake.policy.sample = raw  # type: ignore[method-assign]
-    with pytest.raises(PalestraError, match="--logprobs-mode processed_logprobs"):
+    with pytest.raises(ServiceError, match="--logprobs-mode processed_logprobs"):
         sharp.update(weights_of(random_model(1), 1))
 
 
 def test_another_tokenizer_is_refused_before_anything_is_trained(fake, connect, tiny_tokenizer):
     fake.tokenizer = copy.deepcopy(tiny_tokenizer)
     fake.tokenizer.add_tokens(["lamps cost"])
-    with pytest.raises(PalestraError, match=r"serves .the-model. with another tokenizer.*the model that is trained"):
+    with pytest.raises(ServiceError, match=r"serves .the-model. with another tokenizer.*the model that is trained"):
         connect()
 
 
 def test_a_model_of_another_shape_is_refused_with_the_remedy(fake, connect):
     other = Weights(1, lambda: {"model.unheard_of.weight": torch.zeros(2)})
-    with pytest.raises(PalestraError, match=r"did not take new weights.*unheard_of.*vllm serve MODEL"):
+    with pytest.raises(ServiceError, match=r"did not take new weights.*unheard_of.*vllm serve MODEL"):
         connect().update(other)
     assert fake.calls[-1] == "resume"  # those who wait go on
 
 
 def test_no_server_is_an_error_with_the_command_that_starts_one(connect, monkeypatch):
     monkeypatch.setattr("palestra.backends.vllm.server._START_S", 0.0)
-    with pytest.raises(PalestraError, match=r"no vLLM answers at vllm\.url.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
+    with pytest.raises(ServiceError, match=r"no vLLM answers at vllm\.url.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
         connect("http://127.0.0.1:9")
 
 
@@ -114,14 +114,14 @@ def test_an_answer_without_logprobs_and_an_aborted_turn_fail_their_rollout(choic
 def test_settings_that_vllm_cannot_heed_are_refused_by_name(key, value):
     config = RunConfig.build({"vllm.mode": "server"}, {key: value})
     assert config.importance_correction == "token_truncate", "by default with vLLM"
-    with pytest.raises(PalestraError, match=key):
+    with pytest.raises(SettingError, match=key):
         policy_for(None, None, config)
 
 
 def test_settings_of_another_mode_are_refused():
-    with pytest.raises(PalestraError, match=r"vllm\.url is for vllm\.mode = server, and that is off"):
+    with pytest.raises(SettingError, match=r"vllm\.url is for vllm\.mode = server, and that is off"):
         RunConfig.build({"vllm.url": "http://x"})
-    with pytest.raises(PalestraError, match=r"vllm\.max_model_len is for vllm\.mode = colocate"):
+    with pytest.raises(SettingError, match=r"vllm\.max_model_len is for vllm\.mode = colocate"):
         RunConfig.build({"vllm.mode": "server", "vllm.max_model_len": 9})
 
 
@@ -129,5 +129,5 @@ def test_colocated_vllm_that_is_not_installed_is_told_with_its_remedy(tiny_token
     from palestra.backends.vllm.colocate import VllmColocatePolicy
 
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(PalestraError, match=r"needs vLLM in this environment.*palestra\[vllm\]"):
+    with pytest.raises(MissingPackageError, match=r"needs vLLM in this environment.*palestra\[vllm\]"):
         VllmColocatePolicy("model", tiny_tokenizer, temperature=1.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.encode import ReplyTemplate, SegmentTokenizer
@@ -206,7 +206,7 @@ def test_no_template_and_an_unknown_family_is_a_clear_error():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<end>")
     prepare(bare)
     assert bare.chat_template is None
-    with pytest.raises(PalestraError, match=r"no chat template.*no known family.*set tokenizer\.chat_template"):
+    with pytest.raises(InputError, match=r"no chat template.*no known family.*set tokenizer\.chat_template"):
         ChatFormat(bare)
 
 

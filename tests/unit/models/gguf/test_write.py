@@ -18,7 +18,14 @@ from gguf import GGUFReader
 from small_models import sharp
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import (
+    MissingPackageError,
+    PalestraError,
+    ServiceError,
+    SettingError,
+    UnreadableFileError,
+    UnsupportedError,
+)
 from palestra.models.export.gguf import to_gguf
 from palestra.models.export.ollama import modelfile
 from palestra.models.export.source import open_source
@@ -80,13 +87,13 @@ def test_other_steps_between_full_layers_are_told() -> None:
     irregular = Gemma3TextConfig(
         num_hidden_layers=3, head_dim=256, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
     )
-    with pytest.raises(PalestraError, match="full attention at regular intervals"):
+    with pytest.raises(UnsupportedError, match="full attention at regular intervals"):
         config_to_gguf(irregular)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=1024))
-    with pytest.raises(PalestraError, match="'gpt2' cannot be written as GGUF") as refused:
+    with pytest.raises(UnsupportedError, match="'gpt2' cannot be written as GGUF") as refused:
         write(model, tiny.tokenizer, tmp_path / "gpt2.gguf")
     assert all(row.model_type in str(refused.value) for row in ARCHITECTURES)
     assert left_in(tmp_path) == []
@@ -119,16 +126,16 @@ def test_other_architectures_are_written_by_llama_cpps_converter(tiny, tmp_path,
     assert json.loads(made.read_text()) == ["gpt2", "f16", True]
     assert "num_ctx 1024" in modelfile(source, "gpt2.gguf")
     (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("raise SystemExit('Model is not supported')")
-    with pytest.raises(PalestraError, match="Model is not supported"):
+    with pytest.raises(ServiceError, match="Model is not supported"):
         to_gguf(source, tmp_path / "other.gguf", type="f16")
     assert not (tmp_path / "other.gguf").exists()
 
 
 def test_a_scale_or_rope_that_gguf_cannot_say_is_refused() -> None:
-    with pytest.raises(PalestraError, match="query_pre_attn_scalar=144"):
+    with pytest.raises(UnsupportedError, match="query_pre_attn_scalar=144"):
         config_to_gguf(Gemma2Config(query_pre_attn_scalar=144))
     config = Qwen3Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(PalestraError, match="rope type 'dynamic'"):
+    with pytest.raises(UnsupportedError, match="rope type 'dynamic'"):
         config_to_gguf(config)
 
 
@@ -175,19 +182,19 @@ def test_broken_weights_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
-    with pytest.raises(PalestraError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(UnreadableFileError, match=r"model\.safetensors cannot be read"):
         open_source(str(tmp_path))
 
 
 def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source("palestra/tiny")
-    with pytest.raises(PalestraError, match="no GGUF type 'q4_m'"):
+    with pytest.raises(SettingError, match="no GGUF type 'q4_m'"):
         to_gguf(source, tmp_path / "a.gguf", type="q4_m")
     for name in ("PATH", "HOME", "LLAMA_CPP_PATH"):
         monkeypatch.setenv(name, "")
-    with pytest.raises(PalestraError, match="LLAMA_CPP_PATH"):
+    with pytest.raises(MissingPackageError, match="LLAMA_CPP_PATH"):
         to_gguf(source, tmp_path / "a.gguf", type="q4_k_m")
-    with pytest.raises(PalestraError, match=r"llama_cpp_path=.* has no llama-quantize"):
+    with pytest.raises(SettingError, match=r"llama_cpp_path=.* has no llama-quantize"):
         to_gguf(source, tmp_path / "a.gguf", type="q4_k_m", llama_cpp=str(tmp_path))
     assert left_in(tmp_path) == []
 
@@ -198,7 +205,9 @@ def test_llama_cpp_is_found_in_a_usual_folder_and_a_checkout_without_a_build_is_
     checkout = tmp_path / "code" / "llama.cpp"
     checkout.mkdir(parents=True)
     (checkout / "CMakeLists.txt").touch()
-    with pytest.raises(PalestraError, match=rf"{checkout} has not built yet; build it there with: cmake -B build"):
+    with pytest.raises(
+        MissingPackageError, match=rf"{checkout} has not built yet; build it there with: cmake -B build"
+    ):
         find_llama_quantize()
     assert stand_in(checkout, "") == find_llama_quantize()
 
@@ -230,6 +239,6 @@ def test_other_types_go_through_llama_quantize(tmp_path: Path, monkeypatch: pyte
 def test_a_failing_llama_quantize_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
     stand_in(tmp_path / "llama.cpp", "print('first', file=sys.stderr)\nsys.exit('bad tensor')")
     out = tmp_path / "out"
-    with pytest.raises(PalestraError, match=r"could not make q4_k_m \(exit 1\): bad tensor"):
+    with pytest.raises(ServiceError, match=r"could not make q4_k_m \(exit 1\): bad tensor"):
         to_gguf(open_source("palestra/tiny"), out / "a.gguf", type="q4_k_m", llama_cpp=str(tmp_path / "llama.cpp"))
     assert left_in(out) == []

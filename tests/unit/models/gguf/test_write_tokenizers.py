@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from palestra import demo
-from palestra.core.errors import PalestraError
+from palestra.core.errors import UnsupportedError
 from palestra.models.gguf.tokenizer import tokenizer_to_gguf
 
 # The one place where they part: a piece of a tool call's JSON straight after other punctuation. Nothing in llama.cpp
@@ -83,7 +83,7 @@ def unigram() -> Any:
     ],
 )
 def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(UnsupportedError, match=words):
         tokenizer_to_gguf(make(), 480)
 
 

@@ -10,7 +10,7 @@ import pytest
 from trackers import track
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import MissingPackageError
 from palestra.core.run_folder import RunFolder
 from palestra.runs.tracking.base import MAX_CONSECUTIVE_FAILURES, GuardedTracker, JsonlTracker, Trackers
 from palestra.runs.tracking.open import check_trackers, open_trackers
@@ -30,7 +30,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(name, tmp_
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.delitem(sys.modules, f"palestra.runs.tracking.{name}", raising=False)
     config = RunConfig.build({"track": {"report_to": [name]}})
-    with pytest.raises(PalestraError, match=rf"pip install 'palestra\[{name}\]'"):
+    with pytest.raises(MissingPackageError, match=rf"pip install 'palestra\[{name}\]'"):
         open_trackers(config, RunFolder(tmp_path), {}, None)
 
 
@@ -52,7 +52,7 @@ class Flaky:
 
 def test_a_service_that_cannot_start_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.runs.tracking.open.find_spec", lambda name: None)
-    with pytest.raises(PalestraError, match=r"needs a package that is not installed .*palestra\[mlflow\]"):
+    with pytest.raises(MissingPackageError, match=r"needs a package that is not installed .*palestra\[mlflow\]"):
         check_trackers(RunConfig.build({"track.report_to": ["mlflow"]}).track)
     check_trackers(RunConfig.build({}).track)
 

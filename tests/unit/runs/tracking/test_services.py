@@ -10,7 +10,7 @@ import pytest
 from trackers import attempts, track
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.run_folder import RunFolder
 from palestra.runs.tracking.open import open_trackers
 
@@ -44,7 +44,7 @@ def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(
     pytest.importorskip("wandb")
     from palestra.runs.tracking.services import needs_wandb_key
 
-    with pytest.raises(PalestraError, match="WANDB_API_KEY"):
+    with pytest.raises(SettingError, match="WANDB_API_KEY"):
         open_trackers(RunConfig.build({"track.report_to": ["wandb"]}), RunFolder(tmp_path), {}, None)
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

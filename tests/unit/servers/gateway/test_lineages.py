@@ -6,7 +6,7 @@ import json
 import pytest
 from scripted_model import END, PROBLEM, QUESTION, TOOL, BranchingPolicy, ScriptedPolicy, attempt, call, completer
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ContextLengthError, StateError
 from palestra.core.types import CUT_OFF, Group, Message, SamplingParams
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.shared_prompts import SharedPrompts
@@ -143,7 +143,7 @@ def test_new_tokens_are_counted_over_the_turns_of_a_lineage(tiny_tokenizer):
     size = len(tiny_tokenizer.encode(f"One.{END}", add_special_tokens=False))
     one, policy = talk(tiny_tokenizer, ["One."] * 3, sampling=SamplingParams(max_new_tokens=size))
     (first,) = ask(one, [QUESTION])
-    with pytest.raises(PalestraError, match=r"used up its .* new tokens"):
+    with pytest.raises(ContextLengthError, match=r"used up its .* new tokens"):
         ask(one, [QUESTION, first, said("And?")])
     (rollout,) = finish(one)
     assert rollout.stop == "truncated"
@@ -160,7 +160,7 @@ def test_the_run_samples_unless_clients_may(tiny_tokenizer):
 def test_after_its_end_an_attempt_answers_nobody(tiny_tokenizer):
     one, _ = talk(tiny_tokenizer, ["One."])
     assert finish(one) == []
-    with pytest.raises(PalestraError, match="has ended"):
+    with pytest.raises(StateError, match="has ended"):
         ask(one, [QUESTION])
 
 

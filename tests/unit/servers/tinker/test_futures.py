@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, StateError
 from palestra.servers.tinker import futures
 from palestra.servers.tinker.futures import Gone, OrderedWorker, Requests, TooBusy
 
@@ -26,9 +26,9 @@ def test_a_repeated_number_is_the_same_request_and_a_reused_or_far_one_is_refuse
     worker = OrderedWorker("m", Requests())
     first = worker.submit(1, "forward_backward", dict)
     assert worker.submit(1, "forward_backward", dict) is first
-    with pytest.raises(PalestraError, match="was a forward_backward before and is a optim_step now"):
+    with pytest.raises(StateError, match="was a forward_backward before and is a optim_step now"):
         worker.submit(1, "optim_step", dict)
-    with pytest.raises(PalestraError, match="numbers begin at 1"):
+    with pytest.raises(StateError, match="numbers begin at 1"):
         worker.submit(0, "optim_step", dict)
     with pytest.raises(TooBusy, match="which has not come yet"):
         worker.submit(futures.MAX_AHEAD + 2, "optim_step", dict)

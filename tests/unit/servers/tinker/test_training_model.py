@@ -13,7 +13,7 @@ from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.algo.tinker_losses import SETTINGS
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.types import Sample
 from palestra.learner.local import LocalLearner
 from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
@@ -182,7 +182,7 @@ def test_an_infinite_gradient_changes_nothing_and_is_told(base: BaseModel, make_
     row.inputs["advantages"].values[3] = 3e38
     row.inputs["logprobs"].values[3] = -50
     training_model.forward_backward([row], "importance_sampling", {})
-    with pytest.raises(PalestraError, match="the weights are unchanged"):
+    with pytest.raises(InputError, match="the weights are unchanged"):
         training_model.optim_step(ADAM)
     assert all(torch.equal(value, before[name]) for name, value in training_model.snapshot().items())
     training_model.forward_backward([make_row(5)], "importance_sampling", {})
@@ -232,7 +232,7 @@ def changed(row: Datum, **inputs: Tensor | None) -> Datum:
     ],
 )
 def test_a_row_that_cannot_be_computed_is_refused_before_any_is(training_model, make_row, change, words):
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(InputError, match=words):
         training_model.forward_backward([make_row(5), changed(make_row(5), **change)], "importance_sampling", {})
     assert training_model.gradient() == {}
     assert training_model.optim_step(ADAM) == 0.0

@@ -12,7 +12,7 @@ import pytest
 
 from palestra.agents import containers
 from palestra.agents.programs import Endpoint, ProgramLimits, command_agent
-from palestra.core.errors import PalestraError
+from palestra.core.errors import MissingPackageError, NotAllowedError, UnsupportedError
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.web import reachable_url
 from palestra.sources.programs.standalone import StandaloneGateway
@@ -88,7 +88,7 @@ def test_the_token_takes_cases_and_an_attempts_key_does_the_rest_from_any_addres
 
 
 def test_a_gateway_for_other_machines_needs_a_token(model):
-    with pytest.raises(PalestraError, match="set a token"):
+    with pytest.raises(NotAllowedError, match="set a token"):
         Gateway(model, None, host="0.0.0.0")
 
 
@@ -131,12 +131,12 @@ def test_a_container_that_takes_too_long_is_removed(docker):
 
 def test_an_image_without_an_engine_that_works_is_refused_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(PalestraError, match=r"docker is not installed; podman is not installed"):
+    with pytest.raises(MissingPackageError, match=r"docker is not installed; podman is not installed"):
         command_agent((), image="image:1")
     broken = tmp_path / "podman"
     broken.write_text("#!/bin/sh\necho Cannot connect to Podman >&2\nexit 125\n")
     broken.chmod(0o755)
-    with pytest.raises(PalestraError, match=r"docker is not installed; .*Cannot connect to Podman"):
+    with pytest.raises(MissingPackageError, match=r"docker is not installed; .*Cannot connect to Podman"):
         command_agent((), image="image:1")
 
 
@@ -144,7 +144,7 @@ def test_containers_in_a_virtual_machine_need_another_address_than_loopback(dock
     monkeypatch.setattr(containers.sys, "platform", "darwin")
     image = containers.Containers("docker", "image:1")
     folder = docker.parent
-    with pytest.raises(PalestraError, match="--agent-host"):
+    with pytest.raises(UnsupportedError, match="--agent-host"):
         image.command((), "n", folder, (), "http://127.0.0.1:9/v1")
     assert image.command((), "n", folder, (), "http://10.0.0.5:9/v1")[:2] == ["docker", "run"]
     assert "--init" in image.command((), "n", folder, (), "http://10.0.0.5:9/v1")

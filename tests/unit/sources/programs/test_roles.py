@@ -14,7 +14,7 @@ from tests.support.judge_server import stub_model
 from palestra import EvalSuite, command_agent, measure, train_grpo
 from palestra.agents.programs import Endpoint, function_agent
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import SettingError
 from palestra.core.files import read_jsonl
 from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.envs.suite_env import SuiteEnvironment
@@ -171,7 +171,7 @@ def test_a_command_trains_with_a_frozen_critic_by_its_variables(tmp_path: Path):
 
 @pytest.mark.parametrize("roles", [{"main": "train"}, {"a b": "train"}, {"a": " "}, {"a": "train", "A": "start"}])
 def test_labels_that_cannot_be_variables_are_rejected(roles):
-    with pytest.raises(PalestraError, match=r"agent\.roles"):
+    with pytest.raises(SettingError, match=r"agent\.roles"):
         RunConfig.build({"agent.roles": roles})
 
 
@@ -196,5 +196,5 @@ def test_a_run_trains_against_its_own_checkpoints(tmp_path: Path):
     rows = list(read_jsonl(result.run.rollouts_file))
     assert {row["step"] for row in rows} == {1, 2}
     assert all(row["error"] is None and "rival" in row["info"]["frozen_agents"] for row in rows)
-    with pytest.raises(PalestraError, match=r"checkpoint\.every"):
+    with pytest.raises(SettingError, match=r"checkpoint\.every"):
         train_grpo(play, SUITE, [varied], config=config | {"checkpoint.every": 0, "output_dir": str(tmp_path / "b")})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, SettingError, StorageError
 from palestra.sources.wire import journal
 from palestra.sources.wire.exchange import Exchange as RealExchange
 from palestra.sources.wire.exchange import PostedGroup, QueueFull, UnknownEnv, next_batch
@@ -170,12 +170,12 @@ async def test_unknown_environments_too_large_groups_and_a_second_server_are_ref
         await exchange.add([group(env_id=3)])
     with pytest.raises(UnknownEnv):
         exchange.env_status(-1)
-    with pytest.raises(PalestraError, match="never be delivered"):
+    with pytest.raises(InputError, match="never be delivered"):
         await exchange.add([group(size=5)])
     exchange.registration = exchange.registration.model_copy(update={"max_token_len": 2})
-    with pytest.raises(PalestraError, match="max_token_len"):
+    with pytest.raises(InputError, match="max_token_len"):
         await exchange.add([group()])
-    with pytest.raises(PalestraError, match="another --folder"):
+    with pytest.raises(StorageError, match="another --folder"):
         Exchange(tmp_path)
 
 
@@ -304,7 +304,7 @@ async def test_a_batch_that_was_never_made_cannot_be_acknowledged(tmp_path):
     exchange = await started(tmp_path, batch_size=2)
     await exchange.add([group(), group()])
     first = await exchange.take(after=0)
-    with pytest.raises(PalestraError, match="the last batch that was made here is 1"):
+    with pytest.raises(SettingError, match="the last batch that was made here is 1"):
         await exchange.take(after=10**9)
     assert await exchange.take(after=0) == first, "and nothing is forgotten"
     await exchange.register(trainer(2, step=50, run="b"))

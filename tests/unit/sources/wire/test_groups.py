@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError
 from palestra.core.types import Group, Message, Rollout, ToolCall, Turn
 from palestra.sources.wire.protocol import ModelLimits, read_group, write_group
 from palestra.train.batch import to_batch
@@ -71,13 +71,13 @@ def test_advantages_that_were_posted_are_kept_and_train_their_own_tokens():
 
 
 def test_what_the_model_cannot_take_is_refused():
-    with pytest.raises(PalestraError, match="vocabulary"):
+    with pytest.raises(InputError, match="vocabulary"):
         read_group(posted(), "g", ModelLimits(vocabulary=9, context_tokens=16), 0)
     turn = {"maker": "model", "token_ids": [100], "logprobs": [-0.5], "versions": [0], "finish": "stop"}
     lineages = [[{"turns": [turn], "messages": [], "stop": "answered"}], []]
-    with pytest.raises(PalestraError, match="token id 100 is outside of the vocabulary"):
+    with pytest.raises(InputError, match="token id 100 is outside of the vocabulary"):
         read_group(posted(lineages=lineages), "g", LIMITS, 0)
-    with pytest.raises(PalestraError, match="holds 4"):
+    with pytest.raises(InputError, match="holds 4"):
         read_group(posted(), "g", ModelLimits(vocabulary=100, context_tokens=4), 0)
 
 

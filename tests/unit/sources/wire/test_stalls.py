@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import ServiceError
 from palestra.servers.web import Tally
 from palestra.sources.wire import task
 from palestra.sources.wire.task import StallWatch, repeated_trouble
@@ -47,7 +47,7 @@ def test_refused_posts_are_told_after_half_a_minute_and_end_the_run_after_the_li
     (note,) = wait.notes
     assert note.startswith("no group for 31 s")
     assert "336 posts were refused, the last because /scored_data: masks: sequence 0" in note
-    with pytest.raises(PalestraError, match=r"336 posts were refused.*--wait-limit"):
+    with pytest.raises(ServiceError, match=r"336 posts were refused.*--wait-limit"):
         wait.look_at(61)
 
 
@@ -76,7 +76,7 @@ def test_certain_failures_end_the_run_after_the_limit(wait, inference, groups, l
         setattr(wait.inference, name, value)
     wait.requests.groups = groups
     wait.log.write_text(log)
-    with pytest.raises(PalestraError, match=words):
+    with pytest.raises(ServiceError, match=words):
         wait.look_at(60)
 
 
@@ -110,7 +110,7 @@ def test_an_environment_that_asks_for_nothing_ends_the_run_after_five_limits_unl
     wait.inference.running = 1
     wait.look_at(2000)
     wait.inference.running = 0
-    with pytest.raises(PalestraError, match=r"asks for nothing; are its prompts longer than --env.max_token_length"):
+    with pytest.raises(ServiceError, match=r"asks for nothing; are its prompts longer than --env.max_token_length"):
         wait.look_at(2010)
 
 
@@ -120,13 +120,13 @@ def test_the_wait_begins_when_an_environment_has_registered(tmp_path):
     wait.api |= {"environments": 1}
     wait.look_at(1010)
     wait.look_at(1300)
-    with pytest.raises(PalestraError, match="no group for 301 s"):
+    with pytest.raises(ServiceError, match="no group for 301 s"):
         wait.look_at(1311)
 
 
 def test_an_environment_that_cannot_connect_is_not_asked_about_its_prompts(wait):
     wait.log.write_text(9 * "Error in collect_trajectories: RetryError[<Future raised ClientConnectorError>]\n")
-    with pytest.raises(PalestraError, match=r"cannot connect.*--openai\.base_url") as raised:
+    with pytest.raises(ServiceError, match=r"cannot connect.*--openai\.base_url") as raised:
         wait.look_at(60)
     assert "max_token_length" not in str(raised.value)
 
@@ -136,7 +136,7 @@ def test_what_the_log_says_of_each_answer_ends_the_run_only_after_two_limits(wai
     wait.log.write_text(16 * "Error: JSON parsing error: Expecting value\n")
     wait.look_at(119)
     assert "16 times: Error: JSON parsing error" in wait.notes[0]
-    with pytest.raises(PalestraError, match="JSON parsing error"):
+    with pytest.raises(ServiceError, match="JSON parsing error"):
         wait.look_at(121)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from palestra.core import http
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
+from palestra.core.errors import PalestraError, ServiceError, UnsupportedError, UserCodeError
 from palestra.core.http import Reply
 from palestra.core.run_folder import RunFolder
 from palestra.envs.load import load_env
@@ -155,7 +155,7 @@ def test_columns_that_this_trainer_does_not_use_are_told_once():
 
 def test_batches_of_which_nothing_can_be_trained_end_the_run_with_the_reason():
     source, client, _ = source_of(*([group(1000)] for _ in range(20)))
-    with pytest.raises(PalestraError, match=r"8 batches in a row .* token id 1000 is outside"):
+    with pytest.raises(UserCodeError, match=r"8 batches in a row .* token id 1000 is outside"):
         take(source)
     assert len(client.asked) == 8
 
@@ -241,7 +241,7 @@ def test_an_environment_of_ours_scores_the_model_and_weighs_its_measures(api, tm
         assert len(evaluator.problems) == 3
         source.close()
         naive = NaivePolicy(task.loaded.model, task.loaded.tokenizer)
-        with pytest.raises(PalestraError, match=r"model\.engine"):  # it cannot be served
+        with pytest.raises(UnsupportedError, match=r"model\.engine"):  # it cannot be served
             task.source(replace(parts, policy=naive))
     assert task_of(api, tmp_path)[0].evaluator(parts) is None, "nothing is made up where nothing can be scored"
 
@@ -280,14 +280,14 @@ def test_a_server_that_gives_batches_by_get_alone_is_asked_so_and_one_that_is_no
     assert asyncio.run(NOWHERE.batch(3)) == (4, [{"tokens": []}])
     assert methods == ["POST", "GET"]
     monkeypatch.undo()
-    with pytest.raises(PalestraError, match="palestra trajectory"):
+    with pytest.raises(ServiceError, match="palestra trajectory"):
         asyncio.run(NOWHERE.batch(0))
 
 
 def test_an_api_that_forgot_its_trainer_ends_the_run_instead_of_an_endless_wait(replies):
     answers, _ = replies
     answers += [(200, b'{"batch": null, "status": "error", "message": "no trainer is registered"}')]
-    with pytest.raises(PalestraError, match="no trainer is registered"):
+    with pytest.raises(ServiceError, match="no trainer is registered"):
         asyncio.run(NOWHERE.batch(3))
     answers += [(200, b'{"batch": null, "message": "groups of 4 never add up"}')]
     assert asyncio.run(NOWHERE.batch(3)) == "groups of 4 never add up"
@@ -298,5 +298,5 @@ def test_a_server_that_is_no_trajectory_api_is_told_at_once(replies, answer, tmp
     answers, _ = replies
     answers += [answer]
     folder = RunFolder.create(tmp_path, "clerk", RunConfig().with_step_size(), {})
-    with pytest.raises(PalestraError, match="no trajectory API; `palestra trajectory` starts one"):
+    with pytest.raises(ServiceError, match="no trajectory API; `palestra trajectory` starts one"):
         asyncio.run(NOWHERE.register(folder.config, 0, 512, folder))

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.types import Group, Rollout, SamplingParams, Turn
 from palestra.envs.load import load_env
 from palestra.models.chat.template import ChatFormat
@@ -111,7 +111,7 @@ def test_an_api_that_goes_away_ends_it_without_an_error(api, model, model_url):
 def test_groups_that_cannot_fill_a_batch_are_told_with_the_remedy(api, model, model_url):
     register_trainer(api, batch_size=8)
     worker, _ = make_worker(api, model, model_url, **{"rollout.group_size": 3})
-    with pytest.raises(PalestraError, match=r"same --rollout\.group_size"):
+    with pytest.raises(SettingError, match=r"same --rollout\.group_size"):
         asyncio.run(worker.run())
 
 
