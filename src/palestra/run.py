@@ -292,7 +292,7 @@ def _outliving_supervisor(part: str) -> Iterator[None]:
 
 
 def _is_closed(pipe: int, wait_ms: int | None) -> bool:
-    """Whether nobody reads from a pipe any more; waits up to `wait_ms` (None: without a limit) for that."""
+    """Whether the reader of a pipe has closed it; waits up to `wait_ms` (None: no limit)."""
     poll = select.poll()
     poll.register(pipe, 0)  # errors alone
     return any(event & select.POLLERR for _, event in poll.poll(wait_ms))

@@ -70,7 +70,7 @@ class Containers:
         ]
 
     async def remove(self, name: str) -> None:
-        """Remove a container that did not end by itself: ending the program that started it does not end it."""
+        """Remove a container that is still running: killing the client that started it does not stop it."""
         null = subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
             self.engine, "rm", "--force", name, stdin=null, stdout=null, stderr=null

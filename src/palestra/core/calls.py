@@ -214,7 +214,7 @@ async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, 
 
 
 async def calls_with_limit(fns: Iterable[Callable[[], Any]], *, timeout_s: float) -> list[Any]:
-    """The same for several sync functions at once; the first failure is raised, and what has not begun will not."""
+    """Call several sync functions concurrently; raise the first failure and skip calls that have not started."""
     calls = [_start(fn) for fn in fns]
     if await _ended_immediately(calls):
         return [call.result() for call in calls]

@@ -372,7 +372,7 @@ _importing: list[str] = []  # files that are being imported, as their users name
 
 
 def refuse_in_import(what: str) -> None:
-    """Raise where a file that the command line reads would train or score by itself, too."""
+    """Raise if a file that the command line imports starts a training or an evaluation itself."""
     if _importing:
         raise StateError(
             f"{what} is called while {_importing[-1]} is read. "

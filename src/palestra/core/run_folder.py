@@ -272,7 +272,7 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How to go on with a run: by default from its newest checkpoint that is whole, to its planned end."""
+    """How to continue a run: by default from its newest intact checkpoint to its planned end."""
 
     folder: Path
     checkpoint: str | None = None  # a step, or "best"

@@ -1,4 +1,4 @@
-"""Values as text for a person who reads a terminal or a log."""
+"""Format values for terminals and logs."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Engine:
         return Session(ids, routing=self._new_record())
 
     def fork(self, session: Session, n: int) -> list[Session]:
-        """n sessions that go on from here; the session itself is closed by this."""
+        """Return n sessions that continue from here, and close the session."""
         if n < 1:
             raise SettingError(f"fork into n={n} sessions; expected 1 or more")
         self._check_idle(session)

@@ -141,7 +141,7 @@ class PrefixIndex:
 
 
 class SharedPrefixes(NamedTuple):
-    """On the device: how many leading tokens each row reads together with others, and who they are."""
+    """Device tensors: the number of leading tokens that each row shares, and the rows that share them."""
 
     tokens: Tensor  # [rows], whole pages; 0: it reads all its pages by itself
     blocks: Tensor  # [blocks, BLOCK_ROWS] rows with the same prefix, padded with -1

@@ -54,7 +54,7 @@ class Scheduler:
         self.waiting.append(job)
 
     def withdraw(self, job: Job) -> None:
-        """Take a job out, finished or not; its session keeps its KV and may go on later."""
+        """Remove a job, finished or not; its session keeps its KV and can be continued later."""
         if job in self.running:
             del self.running[job]
             self._to_idle(job.session)

@@ -42,12 +42,12 @@ class SuiteEpisode:
     roles: Sequence[str] = ()  # whom a measure may score by name
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """A case is one question, whose answer ends the attempt, unless a simulated user goes on."""
+        """End the attempt after the answer, unless a simulated user continues."""
         text = None if self.user is None else await self.user.reply(messages, self.problem)
         return () if text is None else (Message("user", text),)
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
-        """All measures that look at one attempt, at once."""
+        """Run all measures of single attempts concurrently."""
         case, results = self.problem, tuple(tool_results)
         self.attempt = context = MeasureContext(
             tuple(messages), results, case.expect, case, self.environment, self.program, self.agents
@@ -164,7 +164,7 @@ def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
 
 
 def _weights(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
-    """A weight for each measure; a mapping may name some only, the others weigh nothing."""
+    """One weight per measure; measures that a mapping does not name get weight 0."""
     if weights is None:
         return {name: 1.0 / len(names) for name in names}
     if isinstance(weights, Mapping):

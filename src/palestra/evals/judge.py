@@ -230,7 +230,7 @@ def _shared_messages(contexts: Sequence[MeasureContext]) -> int:
 
 
 def _shuffled(texts: list[str]) -> list[str]:
-    """In an order that tells nothing about the attempts, and is the same for the same texts."""
+    """Shuffle deterministically by the texts, so that the order reveals nothing about the attempts."""
     texts = sorted(texts)
     random.Random(hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest()).shuffle(texts)
     return texts

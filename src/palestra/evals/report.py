@@ -91,7 +91,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """One measure over all rollouts; those in which it failed by itself are counted in `errors` alone."""
+    """One measure over all rollouts; rollouts in which the measure itself failed count only in `errors`."""
 
     name: str
     pass_rate: Rate
@@ -185,7 +185,7 @@ def overall_name(report: EvalReport) -> str:
 
 
 def compare_means(before: EvalReport, after: EvalReport) -> list[Change]:
-    """A row per graded measure that both have, then one for the reward, unless it only says who passed."""
+    """One row per graded measure in both reports, then one for the reward, unless the reward is only pass or fail."""
     graded = {m.name for report in (before, after) for m in report.measures if m.graded}
     earlier = {m.name: m.mean for m in before.measures if m.name in graded}
     others = [m for m in after.measures if m.name in earlier and m.name != "reward"]  # which is the last row

@@ -33,7 +33,7 @@ MAX_FIELD_CHARS = 2**31 - 1  # of a CSV file
 
 
 class SimulatedUser(Protocol):
-    """Someone who goes on with the conversation after an answer; see `UserSimulator`."""
+    """A simulated user who continues the conversation after an answer; see `UserSimulator`."""
 
     async def reply(self, messages: Sequence[Message], case: Problem) -> str | None:
         """What the user says next; None ends the attempt."""

@@ -101,7 +101,7 @@ class FsdpLearner:
 
     @torch.no_grad()
     def weights(self, version: int) -> Weights:
-        """The shards of all ranks, gathered into `model`: a sampler that drives it has them at once."""
+        """Gather the shards of all ranks into `model`, which the sampler uses."""
         own = dict(self.model.named_parameters())
         names, shards = self._local.optimizer.names, self._local.optimizer.weights
         for name, weight in zip(names, shards, strict=True):

@@ -36,7 +36,7 @@ def build_peft_config(lora: LoraSection, model: nn.Module | None = None) -> Lora
 
 
 def _targets_in(model: nn.Module, names: list[str]) -> dict[str, Any]:
-    """What peft must be told of this model's modules besides the names in the config."""
+    """Additional peft arguments for this model's modules."""
     found: dict[str, Any] = {}
     if EXPERTS in names:
         weights = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3]  # [experts, ...]

@@ -174,7 +174,7 @@ class Optimizer:
         return [None if g is None else (g.data_ptr(), g._version) for g in own]
 
     def discard_failed_backward(self) -> bool:
-        """Forget the gradients of a failed backward pass; False where they cannot be told from those before it."""
+        """Discard the gradients of a failed backward pass; return False if earlier gradients are mixed with them."""
         if len(self._pairs) < len(self.weights):
             return False
         for weight in self.weights:

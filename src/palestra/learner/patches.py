@@ -145,7 +145,7 @@ def compile_layers(layers: list[nn.Module], patches: ModulePatches, *, with_hook
 
 
 def _call_alike(layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The first trained layer over frozen embeddings needs no gradient of its input: the others' program serves."""
+    """Let the first trained layer above frozen embeddings use the compiled program of the other layers."""
     if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
         hidden = hidden.detach().requires_grad_()
     return _compiled_layer(with_hooks=True)(layer, hidden, *args, **kwargs)

@@ -268,7 +268,7 @@ class _TreeAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Prompts and completions of about one length, each causal by itself."""
+    """Prompts and completions of similar length, each with its own causal attention."""
 
     rows: int
     places: Tensor  # [rows * n] the token at each place; padding repeats a run's last

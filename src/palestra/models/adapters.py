@@ -51,7 +51,7 @@ def _named_base(folder: Path) -> str:
 
 
 def base_record(model: Any) -> dict[str, Any]:
-    """The base model in the record beside an adapter: its name, and a fingerprint of its weights."""
+    """The base model in an adapter's record: its name and a fingerprint of its weights."""
     # "mark" is the fingerprint's key since v0.1, whose records must stay readable
     return {"base": {"name": model.active_peft_config.base_model_name_or_path or "", "mark": _fingerprint(model)}}
 

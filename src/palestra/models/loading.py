@@ -51,7 +51,7 @@ class LoadedModel:
 
     @property
     def context_tokens(self) -> int:
-        """How many tokens the model can hold at once."""
+        """Context length of the model."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _UNSTATED_CONTEXT)
 

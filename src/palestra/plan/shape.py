@@ -84,7 +84,7 @@ class ModelShape:
         return self._layer_weights(self.feed_forward if self.linear_feed_forward is None else self.linear_feed_forward)
 
     def read_layer_weights(self, rows: int) -> float:
-        """Weights of one layer that a decode step of so many rows reads: each chooses experts of its own."""
+        """Number of weights of one layer that a decode step of `rows` reads; each row chooses its own experts."""
         experts = 3 * self.hidden * ((self.stored_feed_forward or 0) - (self.linear_feed_forward or 0))
         return self.stored_layer_weights - experts * (1 - self.experts_share) ** rows
 

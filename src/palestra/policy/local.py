@@ -66,7 +66,7 @@ class ToolBarrier:
             self._all_back.set()
 
     async def wait(self) -> None:
-        """Until all are back, or patience runs out; who is not back then is not waited for again."""
+        """Wait until all sessions are back or the timeout ends; do not wait again for those still missing."""
         if self._enabled and self._awaited and median(self._recent_s) < self._quick_s:
             self._all_back = asyncio.Event()  # belongs to the loop that waits
             try:
@@ -214,7 +214,7 @@ class LocalPolicy(Policy[Session]):
             await self._others()
 
     async def _others(self) -> None:
-        """Let the callers of turns that have ended go on, and wait for those that come back at once."""
+        """Yield to the callers of finished turns, and wait for those that return quickly."""
         # where nothing overlaps a step, as long as more of them come
         await self._drain_submissions(1 if self.engine.runner.overlaps else _ROUNDS)
         await self._tool_barrier.wait()

@@ -66,7 +66,7 @@ class Collector:
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
     ) -> list[Group]:
-        """One group for each problem, as many together as may be open. The same seed key gives the same rollouts."""
+        """Collect one group per problem; the number of open groups is limited. Equal seed keys give equal rollouts."""
         at_once = self.groups_at_once(group_size)
         started = self._take_prepared(problems, group_size)
         opening = {
@@ -101,7 +101,7 @@ class Collector:
                 group.abandon()
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        """Where episodes open at once: who needs a container or a server keeps it no longer than it is used."""
+        """Open the next step's episodes early, unless that is slow: containers and servers are held only in use."""
         self.abandon()
         if not self._opener.is_quick or getattr(self.environment, "max_episodes", None) is not None:
             return
@@ -183,7 +183,7 @@ class Collector:
 async def scored_together(
     environment: Environment, episodes: Sequence[Episode], rollouts: Sequence[Rollout]
 ) -> Sequence[Rollout]:
-    """The siblings with what the environment says of them together, where it does; those that failed are left out."""
+    """Apply the environment's group scores, if it defines any; failed rollouts are left out."""
     good = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
     if not isinstance(environment, ScoresGroups) or not good:
         return rollouts
@@ -205,7 +205,7 @@ def with_call_metrics(group: Group, calls: CallLog) -> Group:
 
 
 async def begun(attempts: Iterable[Coroutine[Any, Any, Group]], at_once: int) -> list[asyncio.Task[Group]]:
-    """Begin so many at once: a sampler on a GPU has something to do while the prompts of the others are made."""
+    """Start in batches, so that the GPU can begin decoding while the remaining prompts are rendered."""
     tasks: list[asyncio.Task[Group]] = []
     try:
         for i, attempt in enumerate(attempts):

@@ -32,7 +32,7 @@ _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 @dataclass(frozen=True, slots=True)
 class FunctionCollector:
-    """As Collector, but the function makes the rollouts; scores and rewards are as always."""
+    """A collector that delegates generation to a user-supplied `rollout_func`."""
 
     environment: Environment
     function: RolloutFunction

@@ -31,7 +31,7 @@ _COMMON = 1 / 8  # a rule is given if at least this share of the attempts breaks
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What is added to a prompt: rules, solved examples as conversations, and whether the expected answer is told."""
+    """Additions to a prompt: rules, solved examples as conversations, and whether the expected answer is included."""
 
     rules: tuple[str, ...] = ()
     examples: tuple[tuple[Message, ...], ...] = ()

@@ -81,7 +81,7 @@ class _Opening:
         episode.close()
 
     def open_while_quick(self, count: int) -> None:
-        """So many, or fewer if one takes long: the others should not wait for it."""
+        """Open up to `count` episodes; return early if one is slow."""
         while len(self.episodes) < count and self.slowest_s < QUICK_S and not self._is_abandoned:
             self.open()
 
@@ -92,7 +92,7 @@ class _Opening:
 
 
 def abandon(opening: Iterable[asyncio.Task[list[Episode] | NotOpened]]) -> None:
-    """Cancel what is still being opened, and close what nobody has taken."""
+    """Cancel episodes that are still opening, and close those that were not taken."""
     for task in opening:
         if not task.cancel() and not task.cancelled() and task.exception() is None:
             opened = task.result()

@@ -210,7 +210,7 @@ MAIN_ROLE = "main"  # by which measures call the agent without a label
 
 
 def role_score(score: Score, role: str) -> float:
-    """What a measure says of one agent of an attempt: the attempt's value, unless it tells the agents apart."""
+    """A measure's value for one agent: the attempt's value, unless the measure scores agents separately."""
     return score.roles.get(role or MAIN_ROLE, 0.0) if score.roles else score.value
 
 

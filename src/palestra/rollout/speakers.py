@@ -37,7 +37,7 @@ class ReadsTokens(Protocol):
 
 
 class TokenSpeaker:
-    """A session of a policy. Its turns hold the very tokens that were sampled."""
+    """A session of a policy. Its turns hold exactly the tokens that were sampled."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Lists a training that runs in this process in the index, beside those in the background."""
+"""List a training of this process in the index, next to background runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def has_supervisor() -> bool:
 
 
 def mark_failed(folder: Path, reason: str) -> None:
-    """For a process that ends at once, without leaving `listed`."""
+    """Mark the run as failed, for a process that exits without leaving `listed`."""
     with contextlib.suppress(PalestraError, sqlite3.Error, OSError):
         _end(None if has_supervisor() else Index(palestra_home()), folder, "failed", reason)
 

@@ -34,7 +34,7 @@ class UnknownRun(NotFoundError):
 
 
 class TooManyRuns(ResourceError):
-    """As many runs are running or queued as may be."""
+    """The limit of running and queued runs is reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Index:
         remember(self.path.parent, values)
 
     def keep(self, row: Row, devices: Sequence[str] = ()) -> None:
-        """A supervisor's heartbeat; its run is listed again, with its GPUs, if the index was lost meanwhile."""
+        """Write a supervisor's heartbeat; list its run again, with its GPUs, if the index was lost."""
         with self._database.change() as db:
             found = db.execute("SELECT reason FROM runs WHERE run_id = ?", (row.run_id,)).fetchone()
             if found is None or found[0] == REBUILT:

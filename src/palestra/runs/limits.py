@@ -1,4 +1,4 @@
-"""How many runs a machine takes at once, by number, GPUs and memory. The others wait."""
+"""Limit concurrent runs by number, GPUs and memory; further runs are queued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run manager: starts, stops, resumes and removes runs. They go on when the caller's process ends."""
+"""The run manager: starts, stops, resumes and removes runs, which continue after the caller's process ends."""
 
 from __future__ import annotations
 

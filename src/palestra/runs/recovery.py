@@ -18,7 +18,7 @@ _TERMINATE_S = 6.0  # for a checkpoint of the last step; together with SIGKILL, 
 
 
 def death_of(row: Row) -> str | None:
-    """Why a run has died although the index calls it active; None if it is alive. Reads only, returns at once."""
+    """Why a run that the index calls active is dead; None if it is alive. Only reads, and does not block."""
     if row.state not in ACTIVE:
         return None
     silent_s = time.time() - (row.heartbeat or row.launched)

@@ -111,7 +111,7 @@ class Supervisor:
         self._row = replace(self._row, state=to, reason=values.get("reason"))
 
     def _listed(self) -> Row:
-        """The row as others may have changed it; written again where the index was lost meanwhile."""
+        """Read the run's row again; rewrite it if the index was lost."""
         with contextlib.suppress(PalestraError):
             if (row := patiently(lambda: self._index.row(self._run_id))).reason != REBUILT:
                 return row

@@ -290,7 +290,7 @@ class DemonstrationStore:
             append_jsonl(self._path, (rollout_to_dict(rollout, exact=True) for rollout in new))
 
     def cut(self, count: int) -> None:
-        """Forget all but the first `count`: a resumed run makes the others again."""
+        """Keep the first `count` demonstrations; a resumed run makes the rest again."""
         if len(self.rollouts) > count:
             del self.rollouts[count:]
             write_jsonl(self._path, (rollout_to_dict(rollout, exact=True) for rollout in self.rollouts))

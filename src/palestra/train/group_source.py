@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class GroupSource:
-    """Hands out scored groups. Its state lets a resumed run go on with the groups that would have come next."""
+    """A source of scored groups. Its state lets a resumed run continue with the same next groups."""
 
     __slots__ = ()
     refills: bool = False  # more groups can be asked for where some have no signal
@@ -243,7 +243,7 @@ def staleness(group: Group, version: int) -> int:
 
 
 def draw(problems: Sequence[T], start: int, count: int, seed: int) -> list[T]:
-    """Items number `start` to `start + count` of an endless stream, shuffled anew each epoch."""
+    """Items `start` to `start + count` of an endless stream that is reshuffled each epoch."""
     size = len(problems)
     orders = {epoch: _order(size, seed, epoch) for epoch in range(start // size, (start + count - 1) // size + 1)}
     return [problems[orders[i // size][i % size]] for i in range(start, start + count)]

@@ -317,7 +317,7 @@ class Training:
                 self.runner.run(self.source.prepare(self.config.train.problems_per_step))
 
     def _compute(self, work: Callable[[], T]) -> T:
-        """The learner's work; where groups are sampled ahead, the event loop turns meanwhile."""
+        """Run the learner; in a thread if groups are sampled ahead, so that the event loop continues."""
         if self.learner_thread is None:
             return work()
         loop = self.runner.get_loop()

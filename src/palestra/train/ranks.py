@@ -248,7 +248,7 @@ class Liveness:
     def listen(
         self, host: str, size: int, loopback: bool, timeout_s: float
     ) -> tuple[dict[str, Any], Callable[[], None]]:
-        """On the first rank: where the others find it, and what waits for them all."""
+        """On the first rank: the address for the other ranks, and the function that waits for them."""
         server = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=_BACKLOG)
         address = {"host": host, "port": server.getsockname()[1], "token": secrets.token_urlsafe(16)}
 

@@ -171,7 +171,7 @@ class Run:
         return cls(folder, backend, training, stages, evaluator, resume_from, resume_after, count, queue, chosen)
 
     def train(self) -> Outcome:
-        """Everything from the first evaluation to the report; the run is listed meanwhile."""
+        """Run everything from the first evaluation to the report, while the index lists the run."""
         training, ranks = self.training, self.training.ranks
         overview = self._overview()
         training.watcher.note(overview.text(self.folder.path))
@@ -233,7 +233,7 @@ class Run:
         return path
 
     def _open_records(self) -> None:
-        """Write down what the run is, and cut its records back to where it goes on."""
+        """Write the run's record, and truncate its files to the step that it continues from."""
         training, folder, after = self.training, self.folder, self.resume_after
         if self.resume_from is not None and not self.resume_from[0].exists():
             raise StateError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
@@ -423,7 +423,7 @@ def snapshots_of(training: Training) -> Snapshots | None:
 
 
 def checkpoint_of(folder: RunFolder, resume: Resume, watcher: Watcher) -> tuple[Path, TrainState] | None:
-    """Where the run goes on, unless another process is at it."""
+    """The checkpoint that the run continues from; raises if another process is training it."""
     refuse_busy(folder.path)  # before its records are cut back to the checkpoint
     return choose_checkpoint(folder, resume.checkpoint, watcher.note)
 

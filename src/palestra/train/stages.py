@@ -241,7 +241,7 @@ class Stages:
         )
 
     def _steps(self, number: int) -> int:
-        """How many steps a stage has; at most, where it ends by itself."""
+        """Number of steps of a stage, or the maximum if it can end early."""
         source, config = self.training.source, self._grpo[0]
         match self.plan[number]:
             case "grpo":

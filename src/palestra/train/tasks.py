@@ -204,7 +204,7 @@ def source_of(
 
 
 def rewards_of(environment: Environment, functions: Sequence[RewardFunction], parts: Parts) -> RewardFunctions:
-    """The reward functions beside an environment's measures; for them every update of the policy counts as a step."""
+    """The reward functions in addition to an environment's measures; they count every policy update as a step."""
 
     def state() -> TrainerState:
         done, count = parts.policy.version, len(environment.problems("train"))

@@ -36,6 +36,6 @@ class Watcher:
 
 
 class SilentWatcher(Watcher):
-    """Of the ranks beside the first, which reports for all."""
+    """A watcher for all ranks but the first, which reports for all."""
 
     def warn(self, text: str) -> None: ...

@@ -121,7 +121,7 @@ class McpConnection:
         self._restart = asyncio.Lock()
 
     def close(self) -> None:
-        """Without waiting: the client gives a server two seconds to end by itself."""
+        """Close without waiting; the client gives a server two seconds to exit."""
         _loop().call_soon_threadsafe(self._live.stop.set)
 
     def _tool(self, found: Any) -> Tool:

@@ -1,4 +1,4 @@
-"""Running the tool calls of one turn: all at once, each with a time limit; every failure is an answer."""
+"""Run the tool calls of one turn concurrently, each with a timeout; a failure becomes the call's result."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class RolloutPool:
                 await asyncio.wait_for(self._changed.wait(), CHECK_S)
 
     def _has_gathered(self) -> bool:
-        """The first actor that is ready does not take all groups: the others have a moment to join."""
+        """Wait briefly for more actors, so that the first one does not take all groups."""
         assert self._first_joined is not None
         return self.actors >= self.size or time.monotonic() - self._first_joined > GATHER_S
 

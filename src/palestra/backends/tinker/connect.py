@@ -61,7 +61,7 @@ def suited(config: RunConfig) -> RunConfig:
 
 
 def context_tokens(service: Any, name: str) -> int:
-    """How many tokens the server's model of this name holds at once; one that it does not have is refused."""
+    """Context length of the server's model; raises if the server does not have it."""
     models = {str(model.model_name): model for model in _capabilities(service).supported_models}
     if models and name not in models:
         raise NotFoundError(

@@ -213,7 +213,7 @@ class TinkerModel:
                 return found
 
     def _usable(self) -> Any:
-        """The training client, made anew after a refused request: a server may wait for its number for ever."""
+        """The training client; a new one after a rejected request, whose number the server may wait for."""
         if self._has_gap:
             with self._lock:
                 self._reopen()

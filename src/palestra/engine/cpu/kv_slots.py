@@ -173,7 +173,7 @@ class KVSlots:
         self.sessions.append(session)
 
     def leave(self, session: Session) -> None:
-        """Its slot is kept until another one needs it. A source's is not, as its children go on from its pages."""
+        """Keep the slot until another session needs it; free a source's slot, since its children use its pages."""
         self._stop_running(session)
         self._idle[session] = None
         if session.children or session.kv_len == 0:
@@ -198,7 +198,7 @@ class KVSlots:
             slot.stored_len = session.kv_len
 
     def place(self, count: int) -> None:
-        """Put the first `count` running sessions into rows 0..count-1, and who was there into the rows they leave."""
+        """Swap the first `count` running sessions into rows 0..count-1."""
         targets = {session: row for row, session in enumerate(self.sessions[:count]) if session.slot != row}
         if not targets:
             return

@@ -261,7 +261,7 @@ def score_bias(masked: Tensor, slots: KVSlots) -> Tensor:
 
 @dataclass(slots=True)
 class SlotPlan(AttentionPlan):
-    """One step over slots: where the new KV is written, and who attends to what."""
+    """Plan of one step over slots: where new KV is written, and which keys each token attends to."""
 
     slots: KVSlots
     targets: Tensor  # [N * KV], rows of the flattened own buffer

@@ -182,7 +182,7 @@ class CpuRunner(Runner):
         return output.logits[0]
 
     def _arrange(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], int]:
-        """Sessions with one token first, in slots 0..n-1, where attention reads them; then the others by length."""
+        """Sessions with one token first, in slots 0..n-1, where attention reads them; then the rest by length."""
         singles = {chunk.job.session: chunk for chunk in chunks if chunk.count == 1}
         sessions = self.slots.sessions
         n, last = len(singles), len(sessions) - 1

@@ -48,7 +48,7 @@ def _splits(programs: int, limit: int, most: int) -> int:
 
 
 def decode_shape(rows: int, kv_heads: int) -> tuple[int, int, int]:
-    """(keys at once, warps, stages): small programs where many share a processor, deep ones where few do."""
+    """(keys per block, warps, stages): small programs if many share a multiprocessor, deep pipelines if few do."""
     return (64, 4, 3) if rows * kv_heads <= DECODE_PROGRAMS else (32, 1, 3)
 
 
@@ -103,7 +103,7 @@ def rope_and_store(
     qkv: Tensor, keys: Tensor, values: Tensor, pages: Tensor, positions: Tensor, rope: RopeAndNorm,
     overlaps: bool = False,
 ) -> Tensor:  # fmt: skip
-    """qkv [N, H + 2 KV, D]: keys and values go into their pages, the queries [N, H, D] come back ready."""
+    """Apply RoPE to qkv [N, H + 2 KV, D], store keys and values in their pages, and return the queries [N, H, D]."""
     tokens, heads, dim = qkv.shape
     kv_heads = keys.shape[1]
     q = torch.empty((tokens, heads - 2 * kv_heads, dim), dtype=qkv.dtype, device=qkv.device)

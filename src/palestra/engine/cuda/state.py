@@ -89,7 +89,7 @@ class DecodeState:
         put((self.draws[first:end], numbers))
 
     def poll_finished(self, number: int) -> Callable[[], bool]:
-        """Ask whether a row has ended, without waiting; call what comes back to wait for the answer."""
+        """Start a check whether a row has ended; call the returned function to wait for the result."""
         answer = self._left_on_host[number % 2]
         answer.copy_(self.left, non_blocking=True)
         copied = torch.cuda.Event() if self.left.is_cuda else None

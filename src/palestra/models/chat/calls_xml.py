@@ -54,7 +54,7 @@ def _python_value(body: str, text: str) -> Any:
 
 
 def types_of(schema: Mapping[str, Any] | None) -> set[str]:
-    """The JSON types that a schema allows; empty where it does not say."""
+    """The JSON types that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return set()
     if "enum" in schema or "const" in schema:

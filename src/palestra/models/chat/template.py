@@ -223,7 +223,7 @@ class ChatFormat:
         return Message("assistant", spoken, tool_calls=reply.calls, reasoning=reply.reasoning)
 
     def read_text(self, token_ids: Sequence[int], prompt_end: Sequence[int] = ()) -> str:
-        """The same of an assistant who has no tools: what looks like a call is text."""
+        """Read the message of an assistant without tools: anything that looks like a call is text."""
         reply = self.parse_text(self._spoken(token_ids), self._decode(prompt_end[-PROMPT_END_TOKENS:]))
         return strip_reasoning(reply.text)
 
@@ -248,7 +248,7 @@ class ChatFormat:
         return parse_assistant(text, self.call_format, tools, reasoning_is_open=is_open, unexpected=unexpected)
 
     def parse_text(self, text: str, prompt_end: str = "") -> Reply:
-        """Reasoning and text of an assistant who has no tools: what looks like a call is text."""
+        """Reasoning and text of an assistant without tools; anything that looks like a call is text."""
         reasoning, spoken = split_reasoning(text, ends_open(prompt_end))
         return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
 

@@ -65,7 +65,7 @@ def open_source(name: str, display_name: str | None = None) -> ModelSource:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record that a run saves beside its model; empty for other models."""
+    """The record that a run saves with its model; empty for other models."""
     path = folder / RECORD
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 

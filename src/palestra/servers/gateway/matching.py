@@ -44,7 +44,7 @@ def reply_key(message: Message) -> Key:
 
 
 def reply_keys(message: Message) -> tuple[Key, ...]:
-    """All keys under which a reply may come back: some clients drop the text of a message with tool calls."""
+    """All keys that match a reply: some clients drop the text of a message with tool calls."""
     full = reply_key(message)
     return (full, (full[0], "", full[2])) if full[1] and message.tool_calls else (full,)
 

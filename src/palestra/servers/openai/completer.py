@@ -1,4 +1,4 @@
-"""A policy with its tokenizer: completes prompts, at once or streamed."""
+"""A policy with its tokenizer: completes prompts, streamed or not."""
 
 from __future__ import annotations
 

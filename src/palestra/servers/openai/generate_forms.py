@@ -111,7 +111,7 @@ class VllmPrompt(BaseModel):
 
 
 class VllmBody(SamplingFields):
-    """`prompt` as text or token ids; sampling fields beside it."""
+    """`prompt` as text or token ids, and sampling fields at the top level."""
 
     prompt: str | VllmPrompt
     logprobs: int | None = Field(None, ge=0, le=0, description="of the sampled token; others are not given here")

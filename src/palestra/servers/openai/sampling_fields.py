@@ -53,7 +53,7 @@ Stop = StopId | StopText | Annotated[list[StopId | StopText], Field(max_length=M
 
 
 class SamplingFields(BaseModel):
-    """Every form's names at once; a field that is missing or null has the form's default."""
+    """Sampling fields of all forms; a missing or null field has the form's default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

@@ -36,7 +36,7 @@ LONGEST_BURST_S = 0.2
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PinnedWeights:
-    """The weights of one version: they stay as they are, whatever is trained meanwhile."""
+    """The weights of one version, unaffected by further training."""
 
     read: Callable[[], Mapping[str, Any]]  # by the names of the module's weights; none for the base model itself
 
@@ -165,7 +165,7 @@ class Sampler:
         return SampleResponse([turn for turn, _ in turns], topk, logprobs, top, targets)
 
     async def _turn(self, session: Any, params: SamplingParams) -> Turn:
-        """One sample. Its session ends with it: the engine waits a moment for sessions that may go on."""
+        """Sample one turn and close its session, since the engine waits briefly for open ones."""
         try:
             return await self._policy.sample(session, params)
         finally:

@@ -443,7 +443,7 @@ class Service:
         return request
 
     def _sampler(self, target: SamplingSession) -> Sampler:
-        """The one of this model; idle ones of others make room for it."""
+        """The sampler of this model; idle samplers of other models are closed to make room."""
         key = f"{target.sampler} {target.spec}"
         if key not in self._samplers:
             for other in [name for name, sampler in self._samplers.items() if not sampler.busy]:

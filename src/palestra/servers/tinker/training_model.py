@@ -201,7 +201,7 @@ def _flat(parts: Sequence[Array], kind: Any) -> Array:
 
 
 def _families(rows: Sequence[Array]) -> Iterator[tuple[int, int]]:
-    """(length of their common beginning, how many) of neighbouring rows that share one; 0 for a row by itself."""
+    """(prefix length, number of rows) for neighbouring rows that share a prefix; length 0 for a single row."""
     family: list[Array] = []
     shared = 0
     for ids in rows:
