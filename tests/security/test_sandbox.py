@@ -20,7 +20,7 @@ import pytest
 from builders import wait_until
 
 import palestra
-from palestra.core.errors import NotAllowedError, UnsupportedError, UserCodeError
+from palestra.core.errors import NotAllowedError, ServiceError, UnsupportedError
 from palestra.envs.load import load_env
 from palestra.envs.sandbox import Sandbox, SandboxLimits, isolation
 from palestra.envs.sandbox import sandbox as sandbox_module
@@ -506,6 +506,6 @@ def test_a_sandbox_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr(isolation, "PYTHON", "/nowhere/python3")
     with (
         Sandbox(LIMITS, "namespaces") as sandbox,
-        pytest.raises(UserCodeError, match=r"could not be started: .*nowhere"),
+        pytest.raises(ServiceError, match=r"could not be started: .*nowhere"),
     ):
         sandbox.run(["true"])

@@ -20,7 +20,7 @@ from palestra.algo.step_loss import LossTokens, StepLoss
 from palestra.backends.tinker.learner import TinkerLearner, gradient_norm
 from palestra.backends.tinker.model import TinkerModel
 from palestra.core.config import RunConfig
-from palestra.core.errors import InputError, UnreadableFileError, UnsupportedError
+from palestra.core.errors import NotFiniteError, UnreadableFileError, UnsupportedError
 from palestra.core.types import Array, Sample
 
 RNG = np.random.default_rng(0)
@@ -151,12 +151,12 @@ def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(where: str) -> Non
     learner.forward_backward(Batch.of(samples[:2]), terms)
     if where == "before it is sent":
         bad = replace(samples[3], advantages=float("nan"))  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="group 1: the loss is nan, expected a finite number"):
+        with pytest.raises(NotFiniteError, match="group 1: the loss is nan, expected a finite number"):
             learner.forward_backward(Batch.of([bad]), terms)
     else:
         found = learner.forward_backward(Batch.of(samples[2:]), terms)
         found.terms = replace(found.terms, row_losses=np.array([1.0, np.nan]))
-        with pytest.raises(InputError, match="group 1: the loss is nan"):
+        with pytest.raises(NotFiniteError, match="group 1: the loss is nan"):
             learner.optim_step(0.1, max_grad_norm=1.0)
     assert learner.optim_step(0.1, max_grad_norm=1.0) == 0.0  # nothing is left of it
     assert torch.equal(learner.model._client.weights.detach(), before)

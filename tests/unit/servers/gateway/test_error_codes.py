@@ -78,7 +78,7 @@ RESPONSE = {"model": "any", "input": "hi"}
 NO_SCHEMA = {"type": "json_schema", "json_schema": "x"}
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}
 
-CODES = {cls.code for cls in PalestraError.__subclasses__()}
+CODES = {"invalid_request", *(cls.code for cls in PalestraError.__subclasses__())}
 MALFORMED = [
     ("chat/completions", {"model": "any"}, "messages"),
     ("chat/completions", {**CHAT, "messages": []}, "messages"),
