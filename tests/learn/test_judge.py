@@ -45,6 +45,7 @@ def noisy_ranks(question: str) -> str:
     return ranks([float(is_right(question, text) != wrong[i]) for i, text in enumerate(attempts_of(question))])
 
 
+@pytest.mark.slow("a training of a minute")
 def test_a_judge_with_noise_still_lifts_the_demo(tmp_path: Path) -> None:
     """The judge alone is rewarded; the exact measure is a check metric, by which the result is told."""
     with stub_model(noisy_ranks) as stub:

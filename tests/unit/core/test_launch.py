@@ -21,6 +21,12 @@ def run(code: str, count: int = 2) -> int:
     )
 
 
+@pytest.fixture(autouse=True)
+def _short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that do not end after another has failed are killed soon."""
+    monkeypatch.setattr(launch, "_END_S", 0.3)
+
+
 def test_each_rank_finds_its_place_in_the_variables_of_torchrun(tmp_path: Path) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PALESTRA_LAUNCHER")
     write = f"open({str(tmp_path)!r} + '/' + str(rank), 'w').write(' '.join(os.environ[n] for n in {names}))"
@@ -39,8 +45,7 @@ def test_a_rank_that_a_signal_ended_is_named(capfd: pytest.CaptureFixture[str]) 
     assert "was ended by SIGKILL" in told
 
 
-def test_ranks_that_do_not_end_after_another_has_failed_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_END_S", 0.3)
+def test_ranks_that_do_not_end_after_another_has_failed_are_killed() -> None:
     assert run("sys.exit(5) if rank else time.sleep(300)") == 5
 
 
