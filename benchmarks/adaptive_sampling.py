@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from palestra import EvalSuite, demo, fail_reason, measure, pass_reason, train_grpo
+from palestra import EvalSuite, GRPOTrainingResult, demo, fail_reason, measure, pass_reason, train_grpo
 
 CASES = 100
 SHARES = {"impossible": 0.3, "trivial": 0.4, "learnable": 0.3}
@@ -64,16 +64,18 @@ def run(sampling: str, seed: int, tokens: int) -> dict[str, Any]:
         )
         rows = result.metrics
         signal = sum(row["signal_groups"] for row in rows) / sum(row["groups"] for row in rows)
-        return {
-            "sampling": sampling,
-            "seed": seed,
-            "steps": len(rows),
-            "sampled_tokens": int(sum(row["sampled_tokens"] for row in rows)),
-            "signal": signal,
-            "before": result.before.pass_rate.rate,
-            "after": result.after.pass_rate.rate,
-            "seconds": time.time() - began,
-        }
+        return {"sampling": sampling, "seed": seed, "signal": signal, **outcome(result, began)}
+
+
+def outcome(result: GRPOTrainingResult, began: float) -> dict[str, Any]:
+    """Steps, sampled tokens, held-out pass rates and seconds of a training that began at `began`."""
+    return {
+        "steps": len(result.metrics),
+        "sampled_tokens": int(sum(row["sampled_tokens"] for row in result.metrics)),
+        "before": result.before.pass_rate.rate,
+        "after": result.after.pass_rate.rate,
+        "seconds": time.time() - began,
+    }
 
 
 def main() -> None:

@@ -18,10 +18,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from adaptive_sampling import outcome
+
 from palestra.core.config import RunConfig
+from palestra.core.types import Problem
 from palestra.env_api import train_env
 from palestra.envs.library.treasure import WAYS, Treasure
 from palestra.envs.load import load_env
+from palestra.envs.running import RunningEnv
 
 GAMES = 160  # of the random player
 HOUSE = {"width": 3, "height": 1, "spare_turns": 4, "train_size": 200, "held_out_size": 100}
@@ -39,14 +43,14 @@ CREDITS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_env(seed: int = 0) -> Any:
-    return load_env("treasure", {**HOUSE, "seed": seed})
+def make_env() -> RunningEnv:
+    return load_env("treasure", HOUSE)
 
 
 def random_game(env: Treasure, rng: random.Random) -> list[dict[str, str]]:
     """A conversation in which the player walks at random, and takes and opens half of what it sees."""
     problem = env.make_problem(rng)
-    env.problem = type("Problem", (), {"row": problem})()
+    env.problem = Problem("", problem["input"], row=problem)
     env.start()
     messages = [{"role": "system", "content": env.instructions}, {"role": "user", "content": problem["input"]}]
     reply: str | None = problem["input"]
@@ -77,17 +81,7 @@ def run(model: str, credit: str, seed: int, tokens: int, rate: float | None) -> 
         settings = COMMON | CREDITS[credit] | {"model.name": model, "train.max_sampled_tokens": tokens, "seed": seed}
         settings["train.learning_rate"] = rate
         config = RunConfig.build({**settings, "train.max_steps": 10_000, "output_dir": folder})
-        result = train_env(make_env(), config)
-        rows = result.metrics
-        return {
-            "credit": credit,
-            "seed": seed,
-            "steps": len(rows),
-            "sampled_tokens": int(sum(row["sampled_tokens"] for row in rows)),
-            "before": result.before.pass_rate.rate,
-            "after": result.after.pass_rate.rate,
-            "seconds": time.time() - began,
-        }
+        return {"credit": credit, "seed": seed, **outcome(train_env(make_env(), config), began)}
 
 
 def main() -> None:

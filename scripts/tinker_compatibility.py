@@ -311,7 +311,7 @@ def page() -> str:
         "What `palestra tinker` answers to every public method of the clients of the official SDK, version "
         f"{tinker.__version__}. This page is written by",
         "`scripts/tinker_compatibility.py`, and a test fails when it is not what the script finds.",
-        f"{works} of {len(every)} work; the others are refused with the sentence beside them.",
+        f"{works} of {len(every)} work; the others are rejected with the message in their row.",
     ]
     for title, rows in tables.items():
         lines += ["", f"## {title}", "", "| what | answer |", "| --- | --- |"]

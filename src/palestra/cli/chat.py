@@ -218,7 +218,7 @@ def _answer(console: Console, runner: asyncio.Runner, session: ChatSession, text
 
 
 async def _watched(work: Coroutine[Any, Any, T], look: Callable[[], None], every_s: float = 0.1) -> T:
-    """Run a coroutine, and call `look` meanwhile."""
+    """Run a coroutine, and call `look` every `every_s` seconds until it ends."""
 
     async def looking() -> None:
         while True:

@@ -109,7 +109,9 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: 
 @device_option
 @click.option("--output_dir", type=PATH, default="runs", show_default=True, help="For runs.")
 @click.option("--max-sessions", "sessions", default=64, show_default=True, type=click.IntRange(1), help="Clients.")
-@click.option("--max-models", "models", default=8, show_default=True, type=click.IntRange(1), help="Trained at once.")
+@click.option(
+    "--max-models", "models", default=8, show_default=True, type=click.IntRange(1), help="Models in training."
+)
 @click.option("--memory-gib", type=click.FloatRange(0, min_open=True), help="Of adapters and optimizers together.")
 @click.option(
     "--rows-per-pass",

@@ -163,7 +163,7 @@ def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
     if env_url is not None and agent_file is not None:
         raise SettingError(f"train on what comes from {env_url} or on {agent_file}, not on both")
     if parameters["from_checkpoint"] is not None and resume is None:
-        raise SettingError("--from-checkpoint says where a run goes on; name the run with --resume")
+        raise SettingError("--from-checkpoint chooses where a run continues; name the run with --resume")
     if parameters["dry_run"] and (detach or resume or env_url or folder):
         raise SettingError("--dry-run is for a new run in this terminal; leave the other options out")
     if detach and (resume or env_url or folder):

@@ -125,7 +125,7 @@ class TrainSection(Section):
     discount: float = Field(1.0, ge=0, le=1)
     """return_to_go and gigpo: factor of a reward for each turn that it lies ahead"""
     step_weight: float = Field(1.0, ge=0, le=1000)
-    """gigpo: weight of the comparison of turns beside that of whole rollouts"""
+    """gigpo: weight of the comparison of turns, relative to that of whole rollouts"""
     custom_advantages: str | None = None
     """FILE.py:NAME of a function from a step's batch to advantages (docs/objectives.md)"""
     custom_loss: str | None = None
@@ -235,12 +235,12 @@ class RolloutSection(Section):
     """a call that names a tool but is not in the model's call format: execute it, or answer with an error that shows
     the format"""
     compact_at: int | None = Field(None, ge=64, le=100_000_000)
-    """our own agent loop: tokens of a conversation from which the model summarises it and goes on with the summary
+    """our own agent loop: tokens of a conversation from which the model summarises it and continues with the summary
     alone; none: until the context is full"""
     keep_reasoning: bool = True
     """our own agent loop: the model reads what it thought in earlier turns; false leaves it out, as many servers do"""
     max_staleness: int = Field(0, ge=0, le=1000)
-    """policy versions that a rollout may lag behind when it is trained; above 0 sampling goes on while tools run and
+    """policy versions that a rollout may lag behind when it is trained; above 0 sampling continues while tools run and
     the learner works"""
 
     @model_validator(mode="after")

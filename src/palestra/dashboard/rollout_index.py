@@ -81,7 +81,7 @@ class RolloutIndex:
                 path.unlink(missing_ok=True)
                 return _connect(path)
         raise StorageError(
-            f"no index can be written beside {self.folder.path}, nor in {cache_folder()}; free some space"
+            f"no index can be written next to {self.folder.path}, nor in {cache_folder()}; free some space"
         )
 
     def update(self, kinds: list[str] | None = None, *, within_s: float | None = None) -> float:

@@ -161,7 +161,7 @@ class Engine:
         ids = self._valid_ids(prompt_ids)
         limit = self._capacity
         if not ids:
-            raise InputError("the prompt is empty; a session needs at least one token to go on from")
+            raise InputError("the prompt is empty; a session needs at least one token to continue from")
         if len(ids) >= limit:
             where = "the model's context" if limit == self.context else "the engine's KV memory (kv_memory_gib)"
             raise ContextLengthError(

@@ -27,6 +27,7 @@ class RoutingReplay:
         self._routing = ExpertRouting(model, routers)
         self._replays = mode == "replay"
         self._sampled: Tensor | None = None  # [T, layers, k] of the current pass
+        self._known: Tensor | None = None  # [T] bool: tokens with recorded experts
         self._differs: dict[int, Tensor] = {}  # by layer, [T] bool
 
     @property
@@ -46,9 +47,10 @@ class RoutingReplay:
                 f"{shape}; rollouts of another model cannot be replayed"
             )
         self._sampled, self._differs = sampled, {}
+        self._known = None if sampled is None else sampled[:, 0, 0] != torch.iinfo(sampled.dtype).max
 
     def _choose(self, layer: int, own: Tensor) -> Tensor:
-        if self._sampled is None:
+        if self._sampled is None or self._known is None:
             return own
         sampled = self._sampled[:, layer].long()
         self._differs[layer] = (sampled.sort(-1).values != own.sort(-1).values).any(-1)
@@ -56,15 +58,9 @@ class RoutingReplay:
             return own
         return torch.where(self._known[:, None], sampled, own)
 
-    @property
-    def _known(self) -> Tensor:
-        """[T] bool: tokens with recorded experts."""
-        assert self._sampled is not None
-        return self._sampled[:, 0, 0] != torch.iinfo(self._sampled.dtype).max
-
     def mismatch(self, places: Tensor) -> tuple[Tensor, Tensor] | None:
         """(share of layers with other experts, summed over the tokens at `places`; tokens compared) of the pass."""
-        if self._sampled is None:
+        if self._known is None:
             return None
         known = self._known[places]
         share = torch.stack(list(self._differs.values())).double().mean(0)[places]

@@ -46,5 +46,6 @@ def build_policy(
 
 def policy_of(model: Any, tokenizer: Any, options: ModelSection, *, record_routing: bool = False) -> Policy[Any]:
     """The policy by the settings of a run."""
-    more = {"exact": options.exact, "record_routing": record_routing}
-    return build_policy(model, tokenizer, options.engine, options.kv_memory_gib, **more)
+    return build_policy(
+        model, tokenizer, options.engine, options.kv_memory_gib, exact=options.exact, record_routing=record_routing
+    )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from palestra.core.errors import UnreadableFileError
+from palestra.core.errors import SettingError
 from palestra.core.weights import Weights
 from palestra.engine.attention import plain_forward
 
@@ -25,7 +25,7 @@ def load_weights(model: Any, weights: Weights) -> None:
     for name, tensor in tensors.items():
         if name not in own or own[name].shape != tensor.shape:
             has = f"has the shape {list(own[name].shape)}" if name in own else "is missing"
-            raise UnreadableFileError(
+            raise SettingError(
                 f"version {weights.version} brings {name} of shape {list(tensor.shape)}, which {has} here; "
                 "learner and policy must load the same model, with the same lora settings"
             )

@@ -85,7 +85,7 @@ class NaivePolicy(Policy[NaiveSession]):
 
     def open(self, prompt_ids: Sequence[int]) -> NaiveSession:
         if not len(prompt_ids):
-            raise InputError("the prompt is empty; a session needs at least one token to go on from")
+            raise InputError("the prompt is empty; a session needs at least one token to continue from")
         return NaiveSession([int(i) for i in prompt_ids])
 
     def fork(self, session: NaiveSession, n: int) -> list[NaiveSession]:

@@ -112,7 +112,7 @@ def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], No
     # without a report, a run that writes checkpoints was killed between its model and its first checkpoint
     if run.model.is_dir() and (run.report() is not None or not run.config.checkpoint.every):
         raise StateError(
-            f"{run.path} has ended and has no checkpoint, so there is nothing to go on from; train a new run on its "
+            f"{run.path} has ended and has no checkpoint, so there is nothing to continue from; train a new run on its "
             f"model: --model.name {shlex.quote(str(run.model))}"
         )
     return None

@@ -270,6 +270,13 @@ def test_every_field_of_the_objective_is_read_by_the_losses() -> None:
     assert not {field.name for field in fields(Objective)} - read
 
 
+def test_every_limit_of_an_attempt_is_read() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
+    attributes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {node.attr for node in attributes if ast.unparse(node.value).endswith("limits")}
+    assert not {field.name for field in fields(AttemptLimits)} - read
+
+
 def test_the_walk_tells_a_section_from_another_object_of_its_name() -> None:
     reads = Reads()
     reads.visit(

@@ -10,7 +10,7 @@ import torch
 from small_engine import small_model
 from transformers import Qwen3ForCausalLM
 
-from palestra.core.errors import UnreadableFileError
+from palestra.core.errors import SettingError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.session import Session
@@ -244,7 +244,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(model, tensors,
     policy = LocalPolicy(model, kv_memory_gib=0.01, self_check=False)
     norm = model.model.norm.weight
     before = norm.clone()
-    with pytest.raises(UnreadableFileError, match=complaint):
+    with pytest.raises(SettingError, match=complaint):
         policy.update(Weights(1, lambda: {"model.norm.weight": torch.zeros_like(norm), **tensors}))
     assert torch.equal(norm, before)
     assert policy.version == 0

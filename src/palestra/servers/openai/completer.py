@@ -181,8 +181,8 @@ class Completer:
         sequences = len(prompts) * fields.choices
         if sequences > _MAX_SEQUENCES:
             raise NotAllowedError(
-                f"{len(prompts)} prompts x n={fields.choices} at once; up to {_MAX_SEQUENCES} completions are made, "
-                "send the rest apart"
+                f"{len(prompts)} prompts x n={fields.choices} in one request; up to {_MAX_SEQUENCES} completions "
+                "are made, send the rest apart"
             )
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         self.check_total(sum(map(len, ids)) * fields.choices)
@@ -195,13 +195,13 @@ class Completer:
         """Refuse a request for too many choices of long prompts."""
         if tokens > _MAX_TOKENS:
             raise NotAllowedError(
-                f"the prompts have {tokens} tokens x n together; up to {_MAX_TOKENS} are taken at once"
+                f"the prompts have {tokens} tokens x n together; up to {_MAX_TOKENS} are accepted in one request"
             )
 
     def _request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
         """The sampling request for a prompt; new tokens are limited by the rest of the context."""
         if not prompt_ids:
-            raise InputError("the prompt is empty; give at least one token to go on from")
+            raise InputError("the prompt is empty; give at least one token to continue from")
         if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
             raise InputError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
         params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)

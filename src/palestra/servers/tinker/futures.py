@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra.core.errors import PalestraError, StateError
+from palestra.core.errors import NotFoundError, ResourceError, StateError
 
 Result = bytes | dict[str, Any]  # protobuf, or what becomes JSON
 KEPT_BYTES = 256 << 20  # of results that were fetched, in case that the answer was lost on its way
@@ -19,15 +19,15 @@ KEPT_REQUESTS = 100_000
 MAX_AHEAD = 4096  # requests of one model that may wait for an earlier one
 
 
-class TooBusy(PalestraError):
+class TooBusy(ResourceError):
     """Come back later: the server answers 429."""
 
 
-class Gone(PalestraError):
+class Gone(StateError):
     """What was asked for existed once: the server answers 410."""
 
 
-class NotFound(PalestraError):
+class NotFound(NotFoundError):
     """What was asked for is not known: the server answers 404."""
 
 
