@@ -1,6 +1,7 @@
 """`model.exact` on a GPU: are sampler and learner equal to the bit, and what does it cost?
 
     python benchmarks/exact_mode.py [--shape 0.6B] [--steps 20] [--lora 16] [--only default]
+    python benchmarks/exact_mode.py --shape 8B --only default -- model.master_weights=false   # fits on an H200
 
 Random weights of a Qwen3 or SmolLM2 shape. Each step samples 64 x 4 replies of up to 64 tokens and learns from them
 with random advantages. Differences are between the sampler's and the learner's log-probabilities: of the first step,
@@ -39,9 +40,9 @@ def sample_step(engine: Engine, vocabulary: int, step: int) -> Batch:
     return sampled(engine, prompts, params, [float(draw.normal()) for _ in rows])
 
 
-def measure(shape: str, steps: int, lora: int, exact: bool) -> None:
+def measure(shape: str, steps: int, lora: int, exact: bool, more: dict[str, str]) -> None:
     settings: dict[str, Any] = {"model.exact": exact, "lora.r": lora, "rollout.temperature": 1.0}
-    config = RunConfig.build(settings | {"train.tokens_per_micro_batch": 16384}).with_step_size()
+    config = RunConfig.build(settings | {"train.tokens_per_micro_batch": 16384} | more).with_step_size()
     torch.manual_seed(0)
     model: Any = build(shape, torch.bfloat16, "cuda")
     if lora:
@@ -82,10 +83,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lora", type=int, default=0)
     parser.add_argument("--only", choices=("default", "exact"))
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     arguments = parser.parse_args()
+    more = dict(word.split("=", 1) for word in arguments.settings)
     print("| model | gap mean | gap max | KL | sampled tokens/s | update | step |\n|" + " --- |" * 7)
     for exact in [False, True][arguments.only == "exact" : 1 if arguments.only == "default" else 2]:
-        measure(arguments.shape, arguments.steps, arguments.lora, exact)
+        measure(arguments.shape, arguments.steps, arguments.lora, exact, more)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """A whole training as a user starts it: where the time of a step goes, and how long the first one takes to come.
 
     python benchmarks/training.py [--steps 12] [--profile] [-- more options of `palestra train`]
+    python benchmarks/training.py --agent examples/planner.py --busy 6 --steps 8 -- --model.name=qwen.gguf
 
-SmolLM2-135M on the calculator, 64 x 8 rollouts a step, defaults otherwise. `--profile` prints the functions that
-took most of the host's time, too.
+SmolLM2-135M on the calculator, 64 x 8 rollouts a step, defaults otherwise; an agent of a file with `--agent`. The last
+line has the medians of a step and its phases, and the largest differences between sampler and learner. `--profile`
+prints the functions that took most of the host's time, too.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ SETTINGS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--agent", help="an agent's file instead of the calculator")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--busy", type=int, help="the step of which it is told how long the GPU was busy")
     arguments, more = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp()) / "run"
-    options = SETTINGS | {"train.max_steps": arguments.steps}
-    words = ["train", "--env", "calculator", "--folder", str(folder)]
+    options = ({} if arguments.agent else SETTINGS) | {"train.max_steps": arguments.steps}
+    words = ["train", *([arguments.agent] if arguments.agent else ["--env", "calculator"]), "--folder", str(folder)]
     words += [f"--{name}={value}" for name, value in options.items()] + [word for word in more if word != "--"]
     profile = cProfile.Profile()
     began = time.time()
@@ -63,6 +66,8 @@ def main() -> None:
 
 
 def report(folder: Path, began: float) -> None:
+    from palestra.train.update import SAMPLER_METRICS
+
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "sample_seconds" in row]
     for row in steps:
@@ -78,6 +83,7 @@ def report(folder: Path, began: float) -> None:
                 "train_s": round(statistics.median(r["train_seconds"] for r in steady), 4),
                 "tokens_per_s": round(statistics.median(r["sample_tokens_per_second"] for r in steady)),
                 "phases_ms": phases_of(steady),
+                "largest": {name: max(row.get(name, 0.0) for row in steps) for name in SAMPLER_METRICS},
                 "whole_command_s": round(time.time() - began, 1),
             }
         )

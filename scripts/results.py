@@ -247,23 +247,23 @@ def compare(task: str, method: str, seed: int, run: str | None) -> None:
     print(f"{task}, {method}, seed {seed}: {rates}, {kept['sampled_tokens']:,.0f} tokens, {kept['seconds']:.0f} s")
 
 
-def improve(name: str, seed: int, small: bool, model: str | None) -> None:
+def improve(name: str, seed: int, small: bool, model: str | None, more: list[str]) -> None:
     """`palestra improve` with the model as its own reflector, then GRPO alone with as many sampled tokens."""
     recipe, label = RECIPES[name], "small" if small else str(seed)
     if not recipe.task.endswith(".py"):
         raise SystemExit(f"{name} is an environment; improve takes agent files, such as planner")
     own = {"model.name": model} if model else {}
     folder = Path("runs") / f"improve-{name}-{label}"
-    size = {"budget": 40, "pareto-cases": 6} if small else {"budget": 1500, "pareto-cases": 40, "minibatch": 6}
+    size = {"budget": 40, "pareto-cases": 6} if small else {"budget": 800, "pareto-cases": 30, "minibatch": 6}
     settings = recipe.settings | own | ({"eval.cases": 8} if small else {})
     command = [sys.executable, "-m", "palestra", "improve", str(ROOT / recipe.task), "--seed", str(seed)]
     options = {"out": folder, **size, **{key: value for key, value in settings.items() if not key.startswith("env.")}}
-    subprocess.run([*command, *(f"--{key}={value}" for key, value in options.items())], check=True)
+    subprocess.run([*command, *(f"--{key}={value}" for key, value in options.items()), *more], check=True)
     found = json.loads((folder / "report.json").read_text())
     tokens = found["sampled_tokens"] + found["reflections"]["completion_tokens"]
     limit = {"train.max_sampled_tokens": tokens}
     report = run_training(
-        [str(ROOT / recipe.task)], Path("runs") / f"improve-{name}-grpo-{label}", seed, settings | limit
+        [str(ROOT / recipe.task)], Path("runs") / f"improve-{name}-grpo-{label}", seed, settings | limit, more
     )
     rates = {"before": found["before"], "improved": found["after"], "grpo": report["after"]["pass_rate"]}
     print(f"{name}, seed {seed}, {tokens:,} tokens: " + ", ".join(f"{k} {v['rate']:.1%}" for k, v in rates.items()))
@@ -312,7 +312,7 @@ def main() -> None:
     elif arguments.command == "compare":
         compare(arguments.task, arguments.method, arguments.seed, arguments.run)
     elif arguments.command == "improve":
-        improve(arguments.recipe, arguments.seed, arguments.small, arguments.model)
+        improve(arguments.recipe, arguments.seed, arguments.small, arguments.model, more)
     else:
         from results_page import write_page
 

@@ -155,7 +155,7 @@ def evaluate(
         from palestra.train.tasks import Parts
 
         trainer.config.refuse(["backend", "tinker", "ray"], "a model that is not in training is scored here")
-        loaded = trainer._load(trainer.config)
+        loaded = trainer._load(trainer.config, training=False)
         config = suited_to(trainer.config, loaded.model)
         policy = policy_of(loaded.model, loaded.tokenizer, config.model)
         with trainer._watching() as watcher, asyncio.Runner() as runner:

@@ -211,7 +211,7 @@ def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None
         from palestra.train.tasks import agent_collector
 
         config.refuse(["backend", "tinker", "ray"], "a model is scored on this machine, unless it is in training")
-        loaded = load_for_run(config)
+        loaded = load_for_run(config, training=False)
         policy = policy_of(loaded.model, loaded.tokenizer, config.model)
         config = suited_to(config, loaded.model)
         return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)

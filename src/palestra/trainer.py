@@ -158,9 +158,9 @@ class GRPOTrainer:
         overrides = {"name": self.model_name, "dtype": self.torch_dtype, "device": self.device_map}
         return RunConfig.build(dict(layer), {"model": {key: v for key, v in overrides.items() if v is not None}})
 
-    def _load(self, config: RunConfig) -> Any:
+    def _load(self, config: RunConfig, *, training: bool = True) -> Any:
         if self._loaded is None:
-            load = partial(load_quietly, config)
+            load = partial(load_quietly, config, training=training)
             own = self._trl
             self._loaded = load() if own is None else own.loaded(load, config.model.chat_template_kwargs)
         return self._loaded
@@ -283,12 +283,12 @@ def watching(watcher: Watcher | None, progress: bool = True) -> AbstractContextM
     return console_progress()
 
 
-def load_quietly(config: RunConfig) -> LoadedModel:
+def load_quietly(config: RunConfig, *, training: bool = True) -> LoadedModel:
     """Load the model of a run; a progress bar shows only downloads."""
     from palestra.train.setup import load_for_run
 
     with hidden_progress_bars() if is_local(config.model.name) else nullcontext():
-        return load_for_run(config)
+        return load_for_run(config, training=training)
 
 
 def train_task(

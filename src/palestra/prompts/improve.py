@@ -189,7 +189,7 @@ def _local(settings: RunConfig) -> tuple[MakeCollector, LocalModels]:
     from palestra.train.tasks import agent_collector
     from palestra.trainer import load_quietly
 
-    loaded = load_quietly(settings)
+    loaded = load_quietly(settings, training=False)
     suited = suited_to(settings, loaded.model)
     policy = policy_of(loaded.model, loaded.tokenizer, suited.model)
     chat = ChatFormat(loaded.tokenizer)

@@ -52,19 +52,26 @@ def with_step_size(
     return with_suited_step(config, shape, device, gpus=gpus, **limits)
 
 
-def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.device) -> None:
-    """Before the weights are loaded: an error where not even the smallest micro-batch would fit on the GPU."""
+def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.device, *, training: bool = True) -> None:
+    """Before the weights are loaded: an error where not even the smallest micro-batch would fit on the GPU, or one
+    rollout's cache if the model is only sampled from."""
     config = with_step_size(config, model_config, where)
     found = forecast(config, model_config, where) if where.type == "cuda" else None
     if found is None or config.vllm.mode == "colocate":
         return
-    smallest = least(found)
-    usable = found.device.memory_gib * USABLE
-    if smallest.memory.total > usable * GIB:
-        need, states = smallest.memory, smallest.memory.states
+    need, usable = least(found).memory, found.device.memory_gib * USABLE
+    if not training:
+        if need.weights + need.kv > usable * GIB:
+            raise ResourceError(
+                f"{config.model.name} does not fit: its weights need {need.weights / GIB:.1f} GiB and the cache of one "
+                f"rollout {need.kv / GIB:.1f}, and {usable:.1f} GiB of the GPU can be used; end other programs on the "
+                "GPU, lower rollout.max_new_tokens, or choose a smaller model"
+            )
+    elif need.total > usable * GIB:
+        states = need.states - need.weights
         raise ResourceError(
             f"{config.model.name} does not fit: training it needs at least {need.total / GIB:.1f} GiB (weights "
-            f"{need.weights / GIB:.1f}, gradients and optimizer {(states - need.weights) / GIB:.1f}, activations of "
+            f"{need.weights / GIB:.1f}, gradients and optimizer {states / GIB:.1f}, activations of "
             f"one rollout {need.working / GIB:.1f}), and {usable:.1f} GiB of the GPU can be used; "
             f"{found.remedy()}"
         )

@@ -41,9 +41,9 @@ MADE_UNTIL_COLLECTION = 200_000  # objects; a step of 1,000 rollouts leaves abou
 SWITCH_S = 0.0005  # after which another thread may have the interpreter; Python's own is 0.005
 
 
-def load_for_run(config: RunConfig) -> LoadedModel:
+def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
     """The model of a run, quantised where asked for, with every generator seeded first; the tokenizer alone where the
-    model is on a Tinker server."""
+    model is on a Tinker server. `training`: memory for a training must be there, not only for sampling."""
     for seed in (
         random.seed,
         np.random.seed,
@@ -62,7 +62,7 @@ def load_for_run(config: RunConfig) -> LoadedModel:
     require_gpus(config.model.gpus, count_gpus())
     device = device_named(config.model.device) if ranks.size == 1 else ranks.device
     if device.type == "cuda":
-        refuse_what_cannot_fit(config, load_config(config.model.name), device)
+        refuse_what_cannot_fit(config, load_config(config.model.name), device, training=training)
     loaded = load_model(
         config.model.name,
         dtype=config.model.dtype,

@@ -152,7 +152,7 @@ class ActorRecipe:
         if samples_from_server(config):
             model, tokenizer = None, load_tokenizer(config.model.name)
         else:
-            loaded = load_for_run(config)
+            loaded = load_for_run(config, training=False)
             model, tokenizer = with_adapter(loaded.model, config).eval().requires_grad_(False), loaded.tokenizer
         policy = policy_for(model, tokenizer, config)
         return self.task.sampler(Parts(config, policy, tokenizer, asyncio.Runner(), Watcher()))

@@ -69,7 +69,7 @@ def test_four_bits_are_nf4_with_double_quantisation_in_every_run(monkeypatch: py
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec("peft" if name == "bitsandbytes" else name))
-    monkeypatch.setattr(setup, "refuse_what_cannot_fit", lambda *run: None)
+    monkeypatch.setattr(setup, "refuse_what_cannot_fit", lambda *run, **options: None)
     monkeypatch.setattr(
         setup, "load_model", lambda name, **options: SimpleNamespace(tokenizer=None, config=options["quantization"])
     )

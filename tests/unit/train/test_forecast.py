@@ -53,6 +53,13 @@ def test_all_weights_of_a_large_model_are_refused_with_the_setting_that_fits() -
     refuse_what_cannot_fit(config(**{"lora.load_in_4bit": True}), QWEN_8B, CUDA)
 
 
+def test_a_model_that_is_only_sampled_from_needs_memory_for_its_weights_and_a_cache(monkeypatch) -> None:
+    refuse_what_cannot_fit(config(), QWEN_8B, CUDA, training=False)
+    on(monkeypatch, "NVIDIA GeForce RTX 4090", 16.0, 23.5)
+    with pytest.raises(ResourceError, match=r"its weights need 15\.\d GiB and the cache of one rollout 0\.\d, and"):
+        refuse_what_cannot_fit(config(), QWEN_8B, CUDA, training=False)
+
+
 def test_sizes_of_a_step_are_chosen_by_the_gpu_and_said_in_one_line(tmp_path: Path) -> None:
     chosen = with_step_size(config(), SMALL, CUDA)
     sizes = (chosen.train.problems_per_step, chosen.rollout.group_size, chosen.rollout.max_new_tokens)
