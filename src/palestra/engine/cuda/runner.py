@@ -66,6 +66,7 @@ class CudaRunner(Runner):
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
     poll_interval = 4  # decode steps between two checks whether a row has finished
+    turns_per_interval = 16  # as long as the host delivers so many turns, the GPU is busy with about one interval
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class CudaRunner(Runner):
         self._graph_pool = None  # gone with the last graph that used it
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk]) -> Collect:
+    def launch(self, chunks: Sequence[Chunk], deliveries: int = 0) -> Collect:
         """Enqueue the step's work on the device, as far as that needs no answer."""
         fills = [Fill(c.job.session, c.count - c.samples) for c in chunks if c.count > c.samples]
         decoding = [c for c in chunks if c.samples]
@@ -216,7 +217,11 @@ class CudaRunner(Runner):
             # a time.
             general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
             others_wait = any(c.job.params is None for c in chunks)  # for a prompt that this step computes
-            read = self._decode_once(decoding, rows) if general else self._decode_many(decoding, rows, others_wait)
+            if general:
+                read = self._decode_once(decoding, rows)
+            else:
+                intervals = 2 + deliveries // self.turns_per_interval
+                read = self._decode_many(decoding, rows, others_wait, intervals)
 
         def collect(until_one_ends: bool) -> list[Emission]:
             with phases("decode"):
@@ -286,11 +291,14 @@ class CudaRunner(Runner):
 
         return collect
 
-    def _decode_many(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], others_wait: bool) -> Collect:
+    def _decode_many(
+        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], others_wait: bool, intervals: int
+    ) -> Collect:
         """Run decode steps until a row finishes, at most `decode_steps`.
 
-        Two poll intervals are enqueued at first. From then on `collect` waits for the last but one interval before it
-        enqueues the next, so that the GPU always has one interval of work left while the host reads the flags.
+        Two poll intervals are enqueued at first, more if the host has other work. From then on `collect` waits for the
+        last but one interval before it enqueues the next, so that the GPU always has one interval of work left while
+        the host reads the flags.
         """
         blind = any(row.params.stop for row in rows)  # stop strings are checked on the host alone
         most = self.poll_interval if blind or others_wait else self.decode_steps
@@ -326,8 +334,8 @@ class CudaRunner(Runner):
                 )
             return emissions
 
-        if enqueue() < steps:
-            enqueue()
+        while enqueue() < steps and len(looks) < intervals:
+            pass
         return collect
 
     def _load(
