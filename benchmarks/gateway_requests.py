@@ -197,12 +197,11 @@ def main() -> None:
     if options.play:
         asyncio.run(client())
         return
-    if options.large:
-        with interpreter_for_many_rollouts():  # as in a training
-            for context in (2048, 100_000, 2 * options.large):
-                print(json.dumps(asyncio.run(measure_delay(options.large, context))), flush=True)
-        return
-    print(json.dumps(asyncio.run(measure(options))))
+    with interpreter_for_many_rollouts():  # as in a training
+        if not options.large:
+            print(json.dumps(asyncio.run(measure(options))))
+        for context in (2048, 100_000, 2 * options.large) if options.large else ():
+            print(json.dumps(asyncio.run(measure_delay(options.large, context))), flush=True)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
