@@ -350,8 +350,10 @@ def _set(owner: object, name: str, value: Array) -> None:
 
 
 def _array(values: Any, kind: Any) -> Array:
-    """A view, so that making it read-only does not change the caller's array."""
-    array = np.asarray(values, dtype=kind)
+    """An array of its own, or a view: making it read-only does not change the caller's array."""
+    if not isinstance(values, np.ndarray):
+        return np.array(values, kind)
+    array = values.astype(kind, copy=False)
     return array.view() if array.flags.writeable else array
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from palestra.agents.tools.tool import Tool
 from palestra.core.calls import CallTimeout, call_with_limit, calls_with_limit
@@ -17,7 +18,7 @@ from palestra.envs.base import Environment, Episode
 
 OPEN_LIMIT_S = 300.0  # an environment may start a container
 CLOSE_LIMIT_S = 60.0
-QUICK_S = 0.001
+QUICK_S, SLOW_S = 0.001, 0.02
 
 
 class OpenTimeout(ServiceError):
@@ -33,7 +34,10 @@ class NotOpened:
 
 class Opener:
     """Opens the episodes of one environment, which may start a program or call a server for each: in a thread each, or
-    one after the other in one thread, where the last ones took less time than it takes to hand a thread a call."""
+    one after the other in one thread, where the last ones took less time than it takes to hand a thread a call.
+
+    Judged by the median: on a busy machine a quick one takes a few milliseconds now and then.
+    """
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -55,7 +59,7 @@ class Opener:
         except BaseException:  # Ctrl-C: threads cannot be ended; what they open from now on is closed
             opening.abandon()
             raise
-        self.is_quick = opening.slowest_s < QUICK_S
+        self.is_quick = median(opening.seconds) < QUICK_S and max(opening.seconds) < SLOW_S
         return opening.episodes
 
 
@@ -64,7 +68,7 @@ class _Opening:
 
     def __init__(self, environment: Environment, problem: Problem) -> None:
         self.episodes: list[Episode] = []
-        self.slowest_s = 0.0
+        self.seconds: list[float] = []  # that each took
         self._environment = environment
         self._problem = problem
         self._lock = threading.Lock()
@@ -73,7 +77,7 @@ class _Opening:
     def open(self) -> None:
         began = time.perf_counter()
         episode = self._environment.open(self._problem)
-        self.slowest_s = max(self.slowest_s, time.perf_counter() - began)
+        self.seconds.append(time.perf_counter() - began)
         with self._lock:
             if not self._is_abandoned:
                 self.episodes.append(episode)
@@ -82,8 +86,10 @@ class _Opening:
 
     def open_while_quick(self, count: int) -> None:
         """Open up to `count` episodes; return early if one is slow."""
-        while len(self.episodes) < count and self.slowest_s < QUICK_S and not self._is_abandoned:
+        while len(self.episodes) < count and not self._is_abandoned:
             self.open()
+            if self.seconds[-1] >= QUICK_S:
+                return
 
     def abandon(self) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,7 @@ def test_episodes_are_closed_also_where_nobody_has_taken_them_and_in_a_thread() 
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what is quick may take a while."""
     monkeypatch.setattr(opening, "QUICK_S", 5.0)
+    monkeypatch.setattr(opening, "SLOW_S", 5.0)
 
 
 @pytest.mark.usefixtures("slow_machine")
@@ -118,6 +120,7 @@ def test_where_an_episode_takes_long_the_others_of_its_group_do_not_wait_for_one
         await opener.open(PROBLEM, 8)
         task = asyncio.create_task(opener.open(PROBLEM, 8))
         await doors.wait_until_opened(12)
+        await asyncio.sleep(2 * opening.SLOW_S)
         doors.go.set()
         await task
         doors.go.clear()
@@ -170,3 +173,21 @@ def test_the_tools_of_a_first_episode_are_known_when_it_is_closed_again() -> Non
     broken = SimpleNamespace(open=lambda problem: {}["no such key"])
     with pytest.raises(KeyError):
         opening.tools_of(broken, PROBLEM)
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_one_episode_that_a_busy_machine_delays_does_not_make_the_environment_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opening, "QUICK_S", 0.2)
+    doors = Doors(quick=16)
+    opener = Opener(doors)
+    opened, delays = doors.open, iter([0.3] + [0.0] * 7)
+
+    def delayed(problem: Problem) -> Episode:
+        time.sleep(next(delays))
+        return opened(problem)
+
+    monkeypatch.setattr(doors, "open", delayed)
+    asyncio.run(opener.open(PROBLEM, 8))
+    assert opener.is_quick

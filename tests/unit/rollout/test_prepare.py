@@ -49,6 +49,7 @@ class Prepared:
 @pytest.fixture
 def world(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     monkeypatch.setattr(opening, "QUICK_S", 5.0)
+    monkeypatch.setattr(opening, "SLOW_S", 5.0)
     return Prepared(tiny_tokenizer)
 
 

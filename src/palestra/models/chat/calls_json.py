@@ -164,6 +164,8 @@ def _decode_all(text: str, start: int) -> tuple[list[Any], int]:
         begin: int = _NOT_SPACE.search(text, end).start()  # type: ignore[union-attr]
         if values and text[begin : begin + 1] in (",", ";"):
             begin = _NOT_SPACE.search(text, begin + 1).start()  # type: ignore[union-attr]
+        if text[begin : begin + 1] == "<":  # a tag: the usual end, without the cost of an exception
+            return values, end
         try:
             value, end = _decoder.raw_decode(text, begin)
         except (ValueError, RecursionError):

@@ -20,7 +20,7 @@ from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.callformats import FORMATS, CallFormat, format_of
 
-_CHARACTERS = r"[\w .,:;+*/=()%!?#@~^-]+"
+_CHARACTERS = r"[\w .,:;+*/=()%!?#@~^'-]+"
 PLAIN = re.compile(rf"(?!\s){_CHARACTERS}(?<!\s)", re.ASCII)  # the same in every form of a body
 _CAN_BE_PLAIN = re.compile(_CHARACTERS, re.ASCII)
 _LOOK_FOR = "__contains__ __eq__ __ne__ startswith endswith find rfind index rindex count replace partition rpartition"

@@ -85,6 +85,7 @@ class ChatFormat:
         self._openings: dict[Any, str] = {}
         self._continuations: dict[Any, tuple[Turn, ...]] = {}
         self._reply_templates: dict[Any, ReplyTemplate] = {}
+        self._prompt_ends: dict[tuple[int, ...], str] = {}
         self._prompts: list[_Opening] = []
         self._segments = SegmentTokenizer(tokenizer)
         self.pieces = PieceTokenizer(self._segments, self._special)
@@ -217,15 +218,19 @@ class ChatFormat:
 
         `tools` are the tools' schemas, `prompt_end` the last tokens before the message.
         """
-        text, before = self._spoken(token_ids), self._decode(prompt_end[-PROMPT_END_TOKENS:])
-        reply = self.parse(text, tools, before, unexpected)
+        reply = self.parse(self._spoken(token_ids), tools, self._prompt_end_text(prompt_end), unexpected)
         spoken = strip_reasoning(reply.text)
         return Message("assistant", spoken, tool_calls=reply.calls, reasoning=reply.reasoning)
 
     def read_text(self, token_ids: Sequence[int], prompt_end: Sequence[int] = ()) -> str:
         """Read the message of an assistant without tools: anything that looks like a call is text."""
-        reply = self.parse_text(self._spoken(token_ids), self._decode(prompt_end[-PROMPT_END_TOKENS:]))
+        reply = self.parse_text(self._spoken(token_ids), self._prompt_end_text(prompt_end))
         return strip_reasoning(reply.text)
+
+    def _prompt_end_text(self, prompt_end: Sequence[int]) -> str:
+        """The last tokens before a message as text; they are the same before most messages."""
+        ids = tuple(prompt_end[-PROMPT_END_TOKENS:])
+        return cached(self._prompt_ends, ids, lambda: self._decode(ids))
 
     def _spoken(self, token_ids: Sequence[int]) -> str:
         """The text of sampled ids without stop token."""

@@ -18,6 +18,7 @@ log = logging.getLogger("palestra")
 UnexpectedCalls = Literal["execute", "error"]
 # Formats in which the model gives each call an id that its result must repeat, with the pattern of a valid id.
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+MAY_HOLD_CALL = re.compile(r"[<\[{`]|to=functions\.")  # a call in any format has one of these
 _KEEPS_ID = {"mistral": _MISTRAL_ID, "mistral_args": _MISTRAL_ID, "kimi": re.compile(r"\S+")}
 
 
@@ -50,7 +51,7 @@ def parse_assistant(
     schemas = argument_schemas(tools)
     outside, found = format.find(spoken, schemas)
     calls = tuple(_call_of(value, index, format) for index, value in enumerate(found))
-    if schemas and all(call.error is not None for call in calls):
+    if schemas and all(call.error is not None for call in calls) and MAY_HOLD_CALL.search(spoken):
         other = _find_unexpected(spoken, format, schemas, unexpected)
         if other is not None:
             outside, calls = other

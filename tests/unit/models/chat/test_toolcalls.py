@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.core.types import ToolCall
+from palestra.models.chat.callformats import FORMATS
 from palestra.models.chat.reasoning import strip_reasoning
+from palestra.models.chat.toolcalls import MAY_HOLD_CALL
 from palestra.models.chat.toolcalls import parse_assistant as parse
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -173,3 +175,8 @@ def test_an_unexpected_format_can_be_answered_with_the_expected_one():
     assert call.error is not None
     assert call.error.endswith(f"<tool_call>\n{ADD}\n</tool_call>")
     assert (call.name, call.arguments, call.format) == ("add", {"a": 1}, "json")
+
+
+def test_every_text_that_begins_a_call_is_looked_at_for_calls_in_other_formats():
+    texts = [text for each in FORMATS for text in (*each.opens, *each.at_start, each.example)]
+    assert all(MAY_HOLD_CALL.search(text) for text in texts)
