@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 SETTINGS = {
     "model.name": "palestra/smollm2",
@@ -97,7 +98,7 @@ def note_first_step(began: float) -> None:
     from palestra.train.loop import Training
 
     imported = time.time()
-    step = Training.step
+    step, parts = Training.step, time_start()
 
     def first(training: Training) -> dict[str, float]:
         at, number = time.time(), training.state.step
@@ -105,10 +106,39 @@ def note_first_step(began: float) -> None:
         if number > 0:
             return metrics
         times = {"imports": imported - began, "then_until_step_1": at - imported, "step_1": time.time() - at}
+        times |= parts  # of the time until step 1; the checks are part of what they check
         print(json.dumps({f"{name}_s": round(seconds, 2) for name, seconds in times.items()}), flush=True)
         return metrics
 
     Training.step = first  # type: ignore[method-assign]
+
+
+def time_start() -> dict[str, float]:
+    """The seconds of each part of a run's start, filled in as they end."""
+    from palestra.engine import engine
+    from palestra.learner import forward
+    from palestra.train import backend, run
+
+    parts: dict[str, float] = {}
+
+    def timed(name: str, owner: Any, attribute: str) -> None:
+        work = getattr(owner, attribute)
+
+        def call(*args: Any, **options: Any) -> Any:
+            at = time.time()
+            found = work(*args, **options)
+            parts[name] = parts.get(name, 0.0) + time.time() - at
+            return found
+
+        setattr(owner, attribute, call)
+
+    timed("load", run, "load_for_run")
+    timed("engine", backend, "policy_for")
+    timed("engine_check", engine, "check_logprobs")
+    timed("learner", backend, "LocalLearner")
+    timed("learner_check", forward, "choose_mode")
+    timed("evaluation", run.Run, "_evaluate")
+    return parts
 
 
 def watch_gpu(number: int) -> None:

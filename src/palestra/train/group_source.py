@@ -168,10 +168,13 @@ class NoMoreGroups(GroupSource):
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """The groups of one step with their advantages, the number of stale ones dropped, and the time it took."""
+    """The groups of one step with their advantages, the number of stale ones dropped, and the time it took.
 
-    groups: Sequence[Group]
-    advantages: Sequence[Sequence[float]]  # of every rollout, by group
+    Groups are not in its repr, which `asyncio.Runner` makes of the result of each run: it would take milliseconds.
+    """
+
+    groups: Sequence[Group] = field(repr=False)
+    advantages: Sequence[Sequence[float]] = field(repr=False)  # of every rollout, by group
     dropped: int
     seconds: float
     signal_rate: float = 1.0  # the share of the groups whose rewards differ
