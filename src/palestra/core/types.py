@@ -148,6 +148,12 @@ class SamplingParams:
     seed: int = 0
     grammar: str | None = None
 
+    @property
+    def only_temperature(self) -> bool:
+        """Whether temperature alone shapes the distribution: no truncation, penalty or grammar does."""
+        truncates = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return not truncates and self.repetition_penalty == 1.0 and self.grammar is None
+
     def for_turn(self, max_new_tokens: int, seed: int) -> SamplingParams:
         """The same with these two. `dataclasses.replace` takes twice as long, and every turn has its own."""
         return SamplingParams(

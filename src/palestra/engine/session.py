@@ -55,6 +55,10 @@ class Job:
     finish: Finish | None = None
     matching: Matching | None = None
     routing: Array | None = None  # of the tokens that were computed for it, once it has ended
+    only_temperature: bool = field(init=False)  # of its params; every step asks for it
+
+    def __post_init__(self) -> None:
+        self.only_temperature = self.params is None or self.params.only_temperature
 
     @property
     def pending(self) -> int:

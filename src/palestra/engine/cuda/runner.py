@@ -212,16 +212,14 @@ class CudaRunner(Runner):
         if not decoding:
             return no_emissions
         with phases("decode"):
-            rows = [SamplingRow.of(c.job) for c in decoding]
+            others_wait = any(c.job.params is None for c in chunks)  # for a prompt that this step computes
             # What the sampling kernels do not know (truncation, penalties, grammars) is sampled by torch, one step at
             # a time.
-            general = any(r.truncates or r.params.repetition_penalty != 1.0 or r.matching is not None for r in rows)
-            others_wait = any(c.job.params is None for c in chunks)  # for a prompt that this step computes
-            if general:
-                read = self._decode_once(decoding, rows)
-            else:
+            if all(c.job.only_temperature for c in decoding):
                 intervals = 2 + deliveries // self.turns_per_interval
-                read = self._decode_many(decoding, rows, others_wait, intervals)
+                read = self._decode_many(decoding, others_wait, intervals)
+            else:
+                read = self._decode_once(decoding)
 
         def collect(until_one_ends: bool) -> list[Emission]:
             with phases("decode"):
@@ -275,9 +273,10 @@ class CudaRunner(Runner):
             if session.routing is not None:
                 session.routing.add(session.kv_len - count, own[:count])
 
-    def _decode_once(self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow]) -> Collect:
+    def _decode_once(self, chunks: Sequence[Chunk]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
-        shape, _ = self._load(chunks, rows, 1, may_draft=False)
+        rows = [SamplingRow.of(chunk.job) for chunk in chunks]
+        shape, _ = self._load(chunks, 1, may_draft=False)
         logits = self._decode(shape)[: len(chunks)]
         for chunk in chunks:
             chunk.job.session.kv_len += 1
@@ -291,18 +290,16 @@ class CudaRunner(Runner):
 
         return collect
 
-    def _decode_many(
-        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], others_wait: bool, intervals: int
-    ) -> Collect:
+    def _decode_many(self, chunks: Sequence[Chunk], others_wait: bool, intervals: int) -> Collect:
         """Run decode steps until a row finishes, at most `decode_steps`.
 
         Two poll intervals are enqueued at first, more if the host has other work. From then on `collect` waits for the
         last but one interval before it enqueues the next, so that the GPU always has one interval of work left while
         the host reads the flags.
         """
-        blind = any(row.params.stop for row in rows)  # stop strings are checked on the host alone
+        blind = any(c.job.params.stop for c in chunks if c.job.params)  # stop strings are checked on the host alone
         most = self.poll_interval if blind or others_wait else self.decode_steps
-        shape, steps = self._load(chunks, rows, most)
+        shape, steps = self._load(chunks, most)
         state, looks = self._state, list[Callable[[], bool]]()
 
         def enqueue() -> int:
@@ -338,17 +335,15 @@ class CudaRunner(Runner):
             pass
         return collect
 
-    def _load(
-        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], steps: int, may_draft: bool = True
-    ) -> tuple[DecodeShape, int]:
+    def _load(self, chunks: Sequence[Chunk], steps: int, may_draft: bool = True) -> tuple[DecodeShape, int]:
         """The step's shape, and how many of them, up to `steps`, are worth running."""
-        state, stops = self._state, max(len(row.params.stop_token_ids) for row in rows)
+        state, stops = self._state, max(len(c.job.params.stop_token_ids) for c in chunks if c.job.params)
         if stops > state.max_stops:
             self._state = DecodeState(state.rows, state.tables.shape[1], self.decode_steps, self.device, stops)
             self._forget_graphs()
         shape, shared = self._choose_path([chunk.job.session for chunk in chunks], may_draft)
         drafts = shape.path == "speculative"
-        return shape, self._state.load(chunks, rows, shared, drafts, self.page_size, self.context, steps)
+        return shape, self._state.load(chunks, shared, drafts, self.page_size, self.context, steps)
 
     def _choose_path(self, sessions: Sequence[Session], may_draft: bool) -> tuple[DecodeShape, SharedArrays | None]:
         bucket = bucket_for(len(sessions))

@@ -13,7 +13,7 @@ from palestra.engine.cuda import sampling_kernels
 from palestra.engine.cuda.drafts import STEP_TOKENS, DraftBuffers
 from palestra.engine.cuda.paged_ops import padded_tables
 from palestra.engine.pages import BLOCK_ROWS, SharedArrays, SharedPrefixes
-from palestra.engine.sampler import SamplingRow, uniforms
+from palestra.engine.sampler import uniforms
 from palestra.engine.session import Chunk, Job
 
 VOCABULARY_BLOCK = 4096
@@ -49,14 +49,15 @@ class DecodeState:
         return SharedPrefixes(self._shared.tokens[:rows], self._shared.blocks[: rows // 2])
 
     def load(
-        self, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], shared: SharedArrays | None, drafts: bool,
-        page_size: int, context: int, steps: int = 1,
+        self, chunks: Sequence[Chunk], shared: SharedArrays | None, drafts: bool, page_size: int, context: int,
+        steps: int = 1,
     ) -> int:  # fmt: skip
         """Bring the rows onto the device; how many steps, up to `steps`, are worth running.
 
         With drafts a row may be done in fewer: it has no more than `steps` tokens.
         """
-        jobs, params = [chunk.job for chunk in chunks], [row.params for row in rows]
+        jobs = [chunk.job for chunk in chunks]
+        params = [job.params for job in jobs if job.params is not None]  # all of them sample
         sessions = [job.session for job in jobs]
         left = [_tokens_left(job, page_size, context) for job in jobs]
         if drafts:
@@ -80,7 +81,7 @@ class DecodeState:
             pairs.append((self._shared.blocks, shared.blocks))
         put(*pairs)
         self._seeds = np.array([p.seed & (1 << 64) - 1 for p in params], np.uint64)
-        self._drawn_from = np.array([row.position for row in rows])
+        self._drawn_from = np.array([len(session.token_ids) for session in sessions])
         return min(steps, max(left))
 
     def draw(self, first: int, end: int) -> None:
