@@ -50,7 +50,8 @@ def convolution_step(
         x = tl.load(at + c, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         x = (x * tl.load(at + 2 * channels + c, mask=inside, other=0.0).to(tl.float32)).to(E).to(tl.float32)
-    state_at = STATE + tl.load(SLOTS + row).to(tl.int64) * slot_stride + c[:, None] * WINDOW + s[None, :]
+    windows = STATE + tl.load(SLOTS + row).to(tl.int64) * slot_stride
+    state_at = windows + c[:, None] * WINDOW + s[None, :]
     held = alive[:, None] & (s < WINDOW)[None, :]
     state = tl.load(state_at, mask=held, other=0.0)
     tap = s - (WINDOW - K + 1)  # the oldest token of a window of K is not seen by the new one
@@ -68,8 +69,7 @@ def convolution_step(
     tl.store(OUT + row * channels + c, out, mask=inside)
     tl.debug_barrier()  # the window moves by one place: all threads have read before one of them writes
     tl.store(state_at - 1, state, mask=held & (s > 0)[None, :])
-    last = STATE + tl.load(SLOTS + row).to(tl.int64) * slot_stride + c * WINDOW + WINDOW - 1
-    tl.store(last, x.to(STATE.dtype.element_ty), mask=alive)
+    tl.store(windows + c * WINDOW + WINDOW - 1, x.to(STATE.dtype.element_ty), mask=alive)
 
 
 @triton.jit

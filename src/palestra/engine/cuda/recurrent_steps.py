@@ -25,6 +25,7 @@ SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 CONV, RECURRENT = Part("conv", 0), Part("recurrent", 0)
 CHANNELS_AT_ONCE = 256
 MAX_TILE = 128 * 256  # numbers of a head's state that a program holds in registers
+DELTA_NUMBERS, MAMBA_NUMBERS = 128, 32  # of these in a thread: on an H200 two programs, or four, fit a multiprocessor
 
 
 class StateRows(NamedTuple):
@@ -113,7 +114,7 @@ class DeltaNetStep(RecurrentStep):
             m.norm.weight, state, *rows, out, projected.stride(0), self._z_group, self._b_group, state.stride(0),
             norm_epsilon(m.norm), m.head_k_dim**-0.5, HK=m.num_k_heads, HV=m.num_v_heads, DK=m.head_k_dim,
             DKP=pad(m.head_k_dim), DV=m.head_v_dim, DVP=pad(m.head_v_dim),
-            num_warps=_warps(pad(m.head_k_dim) * pad(m.head_v_dim)),
+            num_warps=warps_for(pad(m.head_k_dim) * pad(m.head_v_dim), DELTA_NUMBERS),
         )  # fmt: skip
         return out
 
@@ -138,7 +139,8 @@ class MambaStep(RecurrentStep):
         kernels.mamba_step[(count, m.num_heads)](
             xbc, projected[:, width + m.conv_dim :], m.A_log, m.dt_bias, m.D, state, *rows, out, stride,
             state.stride(0), H=m.num_heads, P=m.head_dim, PP=pad(m.head_dim), N=m.ssm_state_size,
-            NP=pad(m.ssm_state_size), GROUPS=m.n_groups, num_warps=_warps(pad(m.head_dim) * pad(m.ssm_state_size)),
+            NP=pad(m.ssm_state_size), GROUPS=m.n_groups,
+            num_warps=warps_for(pad(m.head_dim) * pad(m.ssm_state_size), MAMBA_NUMBERS),
         )  # fmt: skip
         size = getattr(m.norm, "group_size", width)
         kernels.gated_group_norm[(count, width // size)](
@@ -185,6 +187,6 @@ def _are_usual(conv: nn.Conv1d, linears: Sequence[Any]) -> bool:
     return len(inputs) == 1 and {base_linear(linear).weight.dtype for linear in linears} == {conv.weight.dtype}
 
 
-def _warps(tile: int) -> int:
-    """A thread holds 64 numbers of a large tile."""
-    return max(1, min(16, tile // 2048))
+def warps_for(tile: int, numbers: int) -> int:
+    """Warps of a program that holds a head's state, if a thread holds so many of its numbers."""
+    return max(1, min(8, tile // (32 * numbers)))
