@@ -20,7 +20,7 @@ from palestra.engine.cuda.fast_decoder import gated, norm
 from palestra.engine.cuda.paged_ops import DecodePlan, RopeAndNorm, pad
 from palestra.engine.cuda.recurrent_steps import RecurrentStep, StateRows
 from palestra.engine.recurrent import StateStore
-from palestra.engine.supported import base_linear, base_model, has_static_rope, is_linear, norm_epsilon
+from palestra.engine.supported import base_linear, base_model, has_static_rope, is_linear, norm_epsilon, text_config
 
 HYBRIDS = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
 
@@ -123,7 +123,7 @@ class HybridDecoder:
 
 def _is_known(model: Any, recurrent: Mapping[nn.Module, RecurrentStep]) -> bool:
     """A decoder of a known family, with ordinary linear layers (LoRA too) and no hooks."""
-    config, name = model.config, type(model).__name__
+    config, name = text_config(model), type(model).__name__
     own = type(model).__module__.startswith("transformers.models.")
     if not own or HYBRIDS.get(config.model_type) != name or config.hidden_act != "silu" or not has_static_rope(config):
         return False
