@@ -87,7 +87,7 @@ from palestra.engine.cuda.runner import CudaRunner
 heads = {"linear_num_value_heads": 1, "linear_num_key_heads": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 model = tiny_model("qwen3_5_text", **heads, **layers)
-model.to("cuda" if torch.cuda.is_available() else "cpu")
+model.to("cuda", torch.bfloat16) if torch.cuda.is_available() else model.to(torch.float16)
 engine_module.build_runner = CudaRunner
 paged_ops.DECODE_PROGRAMS = 1
 check.NEW_TOKENS = 4

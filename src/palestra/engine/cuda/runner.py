@@ -1,10 +1,11 @@
 """One step on a GPU: the KV of prompts and appends in one ragged forward, then several decode steps.
 
 Prefill leaves the last token of a row to the decode steps, so that sessions with a new prompt or tool result join the
-decode batch without a forward of their own. A decode step is a CUDA graph of a bucketed batch size: the fast or the
-hybrid decoder's forward, or the module's with our attention over pages and our steps of recurrent layers, then two kernels that choose the tokens and prepare every row
-for the next step. The host polls every few steps whether a row has finished, while the next steps already run. Prefills
-of few tokens are captured as well, because launching their kernels takes longer than running them.
+decode batch without a forward of their own. A decode step is a CUDA graph of a bucketed batch size: the forward of the
+fast or the hybrid decoder, or the module's with our attention over pages and our steps of recurrent layers, then two
+kernels that choose the tokens and prepare every row for the next step. The host polls every few steps whether a row has
+finished, while the next steps already run. Prefills of few tokens are captured as well, because launching their kernels
+takes longer than running them.
 """
 
 from __future__ import annotations
