@@ -6,7 +6,7 @@
 A step of a mixture of experts with adapters on attention and experts, on one GPU:
 
     python benchmarks/exact_mode.py --shape 30B-A3B --steps 2 --lora 16 --targets q_proj k_proj v_proj o_proj experts \\
-        --only default --groups 8 --siblings 8 --prompt 350 --micro-batch 8192 --no-check
+        --only default --groups 8 --siblings 8 --prompt 350 --micro-batch 8192 --kv-memory-gib 4
 
 Random weights of a Qwen3 or SmolLM2 shape, made on the GPU. Each step samples 64 x 4 replies of up to 64 tokens and
 learns from them with random advantages. Differences are between the sampler's and the learner's log-probabilities: of

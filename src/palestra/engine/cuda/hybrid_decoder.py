@@ -114,9 +114,10 @@ class HybridDecoder:
         kv_heads = plan.keys.shape[2]
         q_and_gate, k, v = heads.tensor_split((-2 * kv_heads, -kv_heads), 1)
         out = plan.over_pages(plan.kv_layer(module), q_and_gate[:, ::2], k, v, module.scaling, 0.0, 0, mixer.rope)
+        rows, count, _ = out.shape
         result = torch.empty_like(out)
-        recurrent_kernels.gate_heads[out.shape[:2]](
-            out, qkv[:, dim:], result, qkv.stride(0), H=out.shape[1], D=dim, DP=pad(dim), num_warps=1
+        recurrent_kernels.gate_heads[(rows, count)](
+            out, qkv[:, dim:], result, qkv.stride(0), H=count, D=dim, DP=pad(dim), num_warps=1
         )
         return result.flatten(1)
 
