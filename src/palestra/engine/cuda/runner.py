@@ -401,8 +401,8 @@ class CudaRunner(Runner):
             logits = self.hybrid_decoder.decode(state.ids[:rows], plan, self._states, self._state_rows(rows))
         else:
             runs = [Run(state.slots[:rows].long(), 1, state.lens[:rows] > 0)]
-            steps = self._steps_of(self._state_rows(rows))
-            logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows], runs, steps)
+            recurrent = self._steps_of(self._state_rows(rows))
+            logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows], runs, recurrent)
             if self._routing is not None:
                 steps = (state.positions[:rows] - state.starts[:rows]).long()
                 at = steps * self._routed.shape[1] + torch.arange(rows, device=self.device)
