@@ -1,14 +1,17 @@
-"""The engine on a GPU against transformers' own sampling, at the shape of Qwen3-0.6B.
+"""The engine on a GPU against transformers' own sampling, at the shape of Qwen3-0.6B or Qwen3.5-0.8B.
 
     PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode profile generate agent
 
-Random weights: speed depends on shapes alone. Each line is one JSON object; the last table sums up.
+Random weights: speed depends on shapes alone. Each line is one JSON object; the last table sums up. `profile` has the
+kernels of a decode step. `--module` computes decode steps by the model's own layers; `--tiny` runs the script with a
+tiny model on whatever is there.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -20,14 +23,38 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from palestra.core.types import SamplingParams
 from palestra.engine.engine import Engine
+from palestra.engine.recurrent import state_bytes
+from palestra.engine.supported import kv_shape
 
-QWEN3_06B = {
+QWEN3_06B: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
     "max_position_embeddings": 20480, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+QWEN35_08B: dict[str, Any] = {  # the text model: every fourth layer attends, the others are gated delta nets
+    "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "tie_word_embeddings": True,
+    "max_position_embeddings": 20480, "rms_norm_eps": 1e-6, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+    },
+}  # fmt: skip
+SHAPES = {"qwen3-0.6B": ("qwen3", QWEN3_06B), "qwen3.5-0.8B": ("qwen3_5_text", QWEN35_08B)}
+TINY: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+TINY_DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+DECODE_TARGETS = {"qwen3-0.6B": {64: 33000, 256: 60000, 512: 68000}, "qwen3.5-0.8B": {64: 24600, 256: 41100}}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COPY_BYTES_PER_S = 4.23e12  # an H200's measured copy rate: the floor of a decode step is bytes over this
 CONTEXT = 384
+OPTIONS = argparse.Namespace(shape="qwen3-0.6B", module=False, tiny=False)
 RESULTS: list[dict[str, Any]] = []
 
 
@@ -37,23 +64,42 @@ def report(**row: Any) -> None:
     print(json.dumps(row), flush=True)
 
 
+def sizes() -> dict[str, Any]:
+    family, shape = SHAPES[OPTIONS.shape]
+    tiny = TINY | (TINY_DELTA_NET if family == "qwen3_5_text" else {})
+    return shape | tiny if OPTIONS.tiny else shape
+
+
 def build() -> Any:
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        config = AutoConfig.for_model("qwen3", **QWEN3_06B)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    with torch.device(DEVICE):
+        config = AutoConfig.for_model(SHAPES[OPTIONS.shape][0], **sizes())
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def engine_of(model: Any, kv_memory_gib: float, **options: Any) -> Engine:
+    engine = Engine(model, kv_memory_gib=0.1 if OPTIONS.tiny else kv_memory_gib, **options)
+    if OPTIONS.module:
+        engine.runner.disable_fast_path()
+    return engine
 
 
 def prompts(n: int, length: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(n)
-    return torch.randint(0, QWEN3_06B["vocab_size"], (n, length), generator=generator).tolist()
+    return torch.randint(0, sizes()["vocab_size"], (n, length), generator=generator).tolist()
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     work()
-    torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
@@ -152,12 +198,12 @@ def kernels() -> None:
 @torch.inference_mode()
 def parity(model: Any) -> None:
     """Engine logprobs against the model's own forward, bf16."""
-    engine = Engine(model, kv_memory_gib=4)
+    engine = engine_of(model, 4)
     group = [s for p in prompts(4, 300) for s in engine.fork(engine.open(p), 4)]
     turns = engine.sample(group, [SamplingParams(64, seed=i) for i in range(16)])
     differences = []
     for session, turn in zip(group, turns, strict=True):
-        ids = torch.tensor([session.token_ids], device="cuda")
+        ids = torch.tensor([session.token_ids], device=DEVICE)
         logprobs = model(input_ids=ids, use_cache=False).logits[0, 299:-1].float().log_softmax(-1)
         expected = logprobs.gather(1, ids[0, 300:, None])[:, 0].cpu()
         differences.append((expected - torch.tensor(turn.logprobs)).abs())
@@ -167,14 +213,15 @@ def parity(model: Any) -> None:
     )
 
 
-def decode(model: Any, batches: tuple[int, ...] = (64, 256, 512)) -> None:
+def decode(model: Any) -> None:
     """Tokens/s of the decode phase at a mean context of 384, host work included, once all prompts are computed."""
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    new = 64
-    engine = Engine(model, kv_memory_gib=40, max_running=512, tokens_per_step=32768)
-    for batch in batches:
+    new, repeats, targets = (4, 1, {2: 0}) if OPTIONS.tiny else (64, 3, DECODE_TARGETS[OPTIONS.shape])
+    engine = engine_of(model, 40, max_running=max(targets), tokens_per_step=32768)
+    shape = kv_shape(model)
+    for batch, target in targets.items():
         rates = []
-        for _ in range(3):
+        for _ in range(repeats):
             sessions = [engine.open(p) for p in prompts(batch, CONTEXT - new // 2)]
             engine.sample(sessions, SamplingParams(1))
             jobs = [engine.submit(s, SamplingParams(new, seed=i)) for i, s in enumerate(sessions)]
@@ -187,18 +234,38 @@ def decode(model: Any, batches: tuple[int, ...] = (64, 256, 512)) -> None:
             rates.append(batch * new / elapsed)
             for session in sessions:
                 engine.close(session)
-        kv_bytes = batch * CONTEXT * engine.runner.keys[:, 0, :, 0].numel() * 2 * 2  # type: ignore[attr-defined]
-        floor = batch / ((weight_bytes + kv_bytes) / COPY_BYTES_PER_S)
+        row_bytes = CONTEXT * shape.bytes_per_token + 2 * state_bytes(shape.states)  # states are read and written
+        floor = batch / ((weight_bytes + batch * row_bytes) / COPY_BYTES_PER_S)
         report(
-            what="engine decode", batch=batch, tokens_per_s=round(max(rates)), runs=[round(r) for r in rates],
-            share_of_floor=max(rates) / floor, warm_up_s=engine.runner.warm_up_s,  # type: ignore[attr-defined]
-            target={64: 33000, 256: 60000, 512: 68000}[batch],
+            what="engine decode", batch=batch, ms_per_step=1000 * batch / max(rates), tokens_per_s=round(max(rates)),
+            runs=[round(r) for r in rates], share_of_floor=max(rates) / floor,
+            warm_up_s=getattr(engine.runner, "warm_up_s", 0.0), target=target,
         )  # fmt: skip
+
+
+def profile(model: Any, rows: tuple[int, ...] = (64, 256), new: int = 32) -> None:
+    """The kernels of a decode step: how many, and which take longest."""
+    engine = engine_of(model, 40, max_running=max(rows), tokens_per_step=32768)
+    on_gpu = torch.autograd.DeviceType.CUDA if DEVICE == "cuda" else torch.autograd.DeviceType.CPU
+    for batch in (2,) if OPTIONS.tiny else rows:
+        sessions = [engine.open(p) for p in prompts(batch, CONTEXT - new // 2)]
+        engine.sample(sessions, SamplingParams(2))  # captures its graph
+        with torch.profiler.profile() as profiled:
+            engine.sample(sessions, SamplingParams(new))
+            synchronize()
+        events = [event for event in profiled.key_averages() if event.device_type == on_gpu]
+        busy_ms = sum(event.self_device_time_total for event in events) / 1000 / new
+        report(what="a decode step's kernels", batch=batch, count=sum(e.count for e in events) / new, busy_ms=busy_ms)
+        for event in sorted(events, key=lambda e: -e.self_device_time_total)[:16]:
+            time_us = event.self_device_time_total / new
+            print(f"#   {time_us:8.1f} us a step, {event.count / new:6.1f} x {event.key[:100]}", flush=True)
+        for session in sessions:
+            engine.close(session)
 
 
 def prefixes(model: Any) -> None:
     """Decode steps of groups of 8 whose prompts are read once for all siblings, and by each; the engine's choice."""
-    engine, new = Engine(model, kv_memory_gib=40, max_running=256, tokens_per_step=32768), 64
+    engine, new = engine_of(model, 40, max_running=256, tokens_per_step=32768), 64
     for rows, length in [(8, 1024), (8, 15360), (64, 256), (64, 1024), (64, 4096), (256, 256), (256, 1024)]:
         row: dict[str, Any] = {}
         for engine.runner.path in ("per_row", "shared_prefix", None):
@@ -213,7 +280,7 @@ def prefixes(model: Any) -> None:
 
 def drafts(model: Any) -> None:
     """Decode steps of random weights, whose drafts are never right, with drafts and without: what they cost."""
-    engine, new = Engine(model, kv_memory_gib=20, max_running=64, tokens_per_step=32768), 64
+    engine, new = engine_of(model, 20, max_running=64, tokens_per_step=32768), 64
     for rows in (2, 8, 16, 32, 64):
         row: dict[str, Any] = {}
         for engine.runner.path in ("per_row", "speculative", None):
@@ -241,8 +308,8 @@ def lora(model: Any) -> None:
 
 def generate(model: Any) -> None:
     """transformers' own: generate, compiled with a static cache, continuous batching; batch 64, context 384."""
-    new = 64
-    ids = torch.tensor(prompts(64, CONTEXT - new // 2), device="cuda")
+    batch, new = (2, 4) if OPTIONS.tiny else (64, 64)
+    ids = torch.tensor(prompts(batch, CONTEXT - new // 2), device=DEVICE)
     common = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
     mask = torch.ones_like(ids)
 
@@ -250,7 +317,9 @@ def generate(model: Any) -> None:
         try:
             model.generate(input_ids=ids, attention_mask=mask, **common, **options)
             elapsed = seconds(lambda: model.generate(input_ids=ids, attention_mask=mask, **common, **options))
-            report(what=what, batch=64, tokens_per_s=round(64 * new / elapsed))
+            report(
+                what=what, batch=batch, ms_per_step=1000 * elapsed / new, tokens_per_s=round(batch * new / elapsed)
+            )  # fmt: skip
         except Exception as error:
             report(what=what, error=str(error)[:200])
 
@@ -258,23 +327,27 @@ def generate(model: Any) -> None:
     timed("compiled static generate", cache_implementation="static")
     try:
         config = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
-        batch = ids.tolist()
-        model.generate_batch(inputs=batch[:8], generation_config=config, progress_bar=False)
-        elapsed = seconds(lambda: model.generate_batch(inputs=batch, generation_config=config, progress_bar=False))
-        report(what="continuous batching", batch=64, tokens_per_s=round(64 * new / elapsed))
+        rows = ids.tolist()
+        model.generate_batch(inputs=rows[:8], generation_config=config, progress_bar=False)
+        elapsed = seconds(lambda: model.generate_batch(inputs=rows, generation_config=config, progress_bar=False))
+        report(what="continuous batching", batch=batch, tokens_per_s=round(batch * new / elapsed))
     except Exception as error:
         report(what="continuous batching", error=str(error)[:200])
+    finally:
+        model.set_attn_implementation("sdpa")  # continuous batching leaves its own behind when it fails
 
 
 def agent(model: Any) -> None:
     """64 rollouts (8 prompts x 8), 3 tool turns: 4 x 48 sampled tokens, 64 tokens a tool result, prompt of 350."""
-    groups, new, tool, rounds = prompts(8, 350), 48, prompts(64, 64), 4
-    engine = Engine(model, kv_memory_gib=20, max_running=64, tokens_per_step=32768)
+    siblings, new, rounds = (2, 3, 2) if OPTIONS.tiny else (8, 48, 4)
+    groups = prompts(siblings, 350)
+    tool = prompts(siblings * siblings, 64)
+    engine = engine_of(model, 20, max_running=64, tokens_per_step=32768)
 
     def ours() -> None:
-        sessions = [s for p in groups for s in engine.fork(engine.open(p), 8)]
+        sessions = [s for p in groups for s in engine.fork(engine.open(p), siblings)]
         for r in range(rounds):
-            engine.sample(sessions, [SamplingParams(new, seed=i) for i in range(64)])
+            engine.sample(sessions, [SamplingParams(new, seed=i) for i in range(len(tool))])
             if r + 1 < rounds:
                 for session, result in zip(sessions, tool, strict=True):
                     engine.append(session, result)
@@ -282,8 +355,8 @@ def agent(model: Any) -> None:
             engine.close(session)
 
     def generated() -> None:
-        ids = torch.tensor([p for p in groups for _ in range(8)], device="cuda")
-        results = torch.tensor(tool, device="cuda")
+        ids = torch.tensor([p for p in groups for _ in range(siblings)], device=DEVICE)
+        results = torch.tensor(tool, device=DEVICE)
         for r in range(rounds):
             options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
             ids = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
@@ -293,11 +366,23 @@ def agent(model: Any) -> None:
     ours()
     ours_s = min(seconds(ours), seconds(ours))
     generate_s = seconds(generated)
-    report(what="agent step", ours_s=ours_s, generate_s=generate_s, ratio=generate_s / ours_s, target=15)
+    report(
+        what="agent step", ours_s=ours_s, ms_per_step=1000 * ours_s / (rounds * new), generate_s=generate_s,
+        ratio=generate_s / ours_s, target=15,
+    )  # fmt: skip
 
 
 def main() -> None:
-    parts = sys.argv[1:] or ["kernels", "parity", "decode", "prefixes", "drafts", "lora", "generate", "agent"]
+    all_parts = ["kernels", "parity", "decode", "profile", "prefixes", "drafts", "lora", "generate", "agent"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"default: {' '.join(all_parts)}")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6B")
+    parser.add_argument("--module", action="store_true", help="decode by the model's own layers, without ours")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, few rows")
+    parser.parse_args(namespace=OPTIONS)
+    parts = OPTIONS.parts or all_parts
+    if unknown := set(parts) - set(all_parts):
+        parser.error(f"no parts: {' '.join(sorted(unknown))}")
     model = build() if set(parts) - {"kernels"} else None
     for part in parts:
         start = time.perf_counter()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective, token_weights
@@ -52,12 +52,23 @@ SHAPES = {  # hidden, layers, heads, key-value heads, head size, feed-forward, v
     "135M": (576, 30, 9, 3, 64, 1536, 49152),
     "0.6B": (1024, 28, 16, 8, 128, 3072, 151936),
     "8B": (4096, 36, 32, 8, 128, 12288, 151936),
+    "tiny-moe": (64, 2, 4, 2, 16, 96, 512),
+    "30B-A3B": (2048, 48, 32, 4, 128, 6144, 151936),
 }
+MIXTURES = {"tiny-moe": (8, 2, 32), "30B-A3B": (128, 8, 768)}  # experts, those of a token, their feed-forward
 
 
 def build(shape: str, dtype: torch.dtype, device: str) -> nn.Module:
     hidden, layers, heads, kv_heads, head_dim, feed_forward, vocabulary = SHAPES[shape]
-    config = Qwen3Config(
+    experts, per_token, expert_size = MIXTURES.get(shape, (0, 0, 0))
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": expert_size,
+        "norm_topk_prob": True,
+    }
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -65,8 +76,9 @@ def build(shape: str, dtype: torch.dtype, device: str) -> nn.Module:
         head_dim=head_dim,
         intermediate_size=feed_forward,
         vocab_size=vocabulary,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not experts,
         max_position_embeddings=40960,
+        **(mixture if experts else {}),
     )
     torch.manual_seed(0)
     with torch.device(device):

@@ -30,6 +30,7 @@ LONG = (
     "faults/",
     "parity/test_engine_cuda_path",
     "parity/test_model_support",
+    "parity/test_recurrent_steps",
     "parity/test_ranks",
     "parity/test_two_processes",
     "parity/test_gguf_llama_cpp",

@@ -62,6 +62,9 @@ def turns(nap=False):
         compile_grammar=lambda text: EvenBehindOdd(), record_routing=options["routes"],
     )
     assert (engine.runner.fast_decoder is not None) == options["fast"]
+    if isinstance(engine.runner, CudaRunner):
+        assert (engine.runner.hybrid_decoder is not None) == (options["family"] == "qwen3_5_text")
+        assert len(engine.runner.recurrent_steps) == options["recurrent"]
     group = [*engine.fork(engine.open(prompt), 2), engine.open(prompt[:4])]
     out = []
     for more in ([], [4, 5, 6]):
@@ -287,11 +290,23 @@ assert tokens == sum(len(turn.token_ids) for turn in drafted) > steps, noted
 print("SAME")
 """
 
+LORA_TARGETS = {
+    "qwen3": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+    "qwen3_5_text": ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "o_proj", "gate_proj"],
+}
 DELTA_NET = {
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 1,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "shared_intermediate_size": 32,
+    "num_local_experts": 0,
 }
 SLOW = pytest.mark.slow("make test-slow runs every family")
 
@@ -309,6 +324,7 @@ SLOW = pytest.mark.slow("make test-slow runs every family")
         ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET}, False, 16),
         ("gpt_oss", {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}, False, 16),
         pytest.param("lfm2", {"layer_types": ["conv", "full_attention"]}, False, 1, marks=SLOW),
+        pytest.param("granitemoehybrid", {"layer_types": ["mamba", "attention"], **MAMBA}, False, 1, marks=SLOW),
     ],
 )
 def test_cuda_path_samples_what_the_cpu_path_samples(
@@ -326,7 +342,8 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "path": {"gemma2": "shared_prefix", "mistral": "speculative"}.get(family, "per_row"),
         # what two branches share; a recurrent state is held where a turn began alone
         "branches": {"qwen3": [24, 22], "qwen3_5_text": [24, 0], "lfm2": [24, 0]}.get(family),
-        "lora": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] if family == "qwen3" else [],
+        "lora": LORA_TARGETS.get(family, []),
+        "recurrent": int(family in ("qwen3_5_text", "lfm2", "granitemoehybrid")),
     }
     status, output = run_kernels(SCRIPT, json.dumps(options))
     assert status == 0, output[-3000:]

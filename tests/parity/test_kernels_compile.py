@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia.compiler")
 
 KINDS = {"ARRIVED": "*i32", "IDS": "*i32", "eps": "fp32"}
+KINDS |= {"STATE": "*fp32", "SLOTS": "*i32", "LENS": "*i32", "COLUMNS": "*i32", "q_scale": "fp32"}
 KINDS |= dict.fromkeys(["SQUARES", "SUMS", "LSE", "HALF_LSE"], "*fp32")
 
 
@@ -57,6 +58,45 @@ def test_a_product_that_is_added_compiles_and_overlaps_its_launch(kernels: Any, 
 
 def test_the_embedding_compiles(kernels: Any) -> None:
     assert "st.global" in ptx_of(kernels.embed, WIDTH=576, BLOCK=1024, PARTS=18, PADDED=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("delta_rule_step", {"HK": 8, "HV": 16, "DK": 128, "DKP": 128, "DV": 128, "DVP": 128}),
+        ("delta_rule_step", {"HK": 2, "HV": 2, "DK": 24, "DKP": 32, "DV": 48, "DVP": 64}),
+        ("mamba_step", {"H": 64, "P": 64, "PP": 64, "N": 128, "NP": 128, "GROUPS": 8}),
+        ("gated_group_norm", {"SIZE": 3072, "BLOCK": 4096}),
+        ("gate_heads", {"H": 8, "D": 256, "DP": 256}),
+        (
+            "convolution_step",
+            {"K": 4, "WINDOW": 4, "WP": 4, "BLOCK": 256, "MAPPED": True, "BIASED": True, "SILU": True, "GATED": False},
+        ),
+        (
+            "convolution_step",
+            {
+                "K": 3,
+                "WINDOW": 3,
+                "WP": 4,
+                "BLOCK": 256,
+                "MAPPED": False,
+                "BIASED": False,
+                "SILU": False,
+                "GATED": True,
+            },
+        ),
+    ],
+)
+def test_steps_of_recurrent_layers_compile(name: str, constants: dict[str, Any]) -> None:
+    from palestra.engine.cuda import recurrent_kernels
+
+    kernel = getattr(recurrent_kernels, name)
+    if not hasattr(kernel, "arg_names"):
+        pytest.skip("Triton's interpreter is on (TRITON_INTERPRET)")
+    ptx = ptx_of(kernel, **constants)
+    assert "st.global" in ptx
+    if name == "convolution_step":  # the window is read before it moves
+        assert "bar.sync" in ptx[ptx.rindex("ld.global") :]
 
 
 def test_merged_halves_are_written_only_when_every_warp_has_read_what_they_overwrite() -> None:

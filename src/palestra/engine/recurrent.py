@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -214,6 +215,10 @@ class StateStore:
         for flat in self._flat.values():
             flat[slot].zero_()
 
+    def parts(self, layer: int) -> Mapping[Part, Tensor]:
+        """The states [slots, ...] of one layer, in their place."""
+        return self._views[layer]
+
     def read(self, layer: int, slots: Tensor) -> RowStates:
         return _row_states({part: view.index_select(0, slots) for part, view in self._views[layer].items()})
 
@@ -244,10 +249,17 @@ def runs_of(rows: Sequence[tuple[int, int]], device: torch.device) -> list[Run]:
     return runs
 
 
-def over_runs(store: StateStore, runs: Sequence[Run]) -> Callable[[int, Tensor, Call], Tensor]:
-    """How recurrent layers compute a step of the engine, for `RecurrentLayers.use`."""
+def over_runs(
+    store: StateStore, runs: Sequence[Run], steps: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({})
+) -> Callable[[int, Tensor, Call], Tensor]:
+    """How recurrent layers compute a step of the engine, for `RecurrentLayers.use`.
+
+    Layers of `steps` compute all runs, of one token a row, by that function of [rows, H] instead of their own forward.
+    """
 
     def compute(layer: int, hidden: Tensor, call: Call) -> Tensor:
+        if layer in steps:
+            return steps[layer](hidden[0])[None]
         outputs, first = [], 0
         for run in runs:
             rows = len(run.slots)

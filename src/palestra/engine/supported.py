@@ -233,7 +233,7 @@ def is_llama_like(model: Any) -> bool:
     own = type(model).__module__.startswith(f"transformers.models.{config.model_type}.")
     if config.model_type not in LLAMA_LIKE or not own or config.hidden_act not in ("silu", "swish"):
         return False
-    if not _has_static_rope(config):
+    if not has_static_rope(config):
         return False
     if len({(p.dtype, p.device) for name, p in model.named_parameters() if ".lora_" not in name}) > 1:
         return False
@@ -255,10 +255,10 @@ def can_capture(model: Any) -> bool:
     config = text_config(model)
     if has_experts(config) and getattr(config, "_experts_implementation", None) not in CAPTURABLE_EXPERTS:
         return False
-    return _has_static_rope(config)
+    return has_static_rope(config)
 
 
-def _has_static_rope(config: Any) -> bool:
+def has_static_rope(config: Any) -> bool:
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     return all(p.get("rope_type", "default") in STATIC_ROPE for p in by_layer_type)

@@ -98,7 +98,7 @@ class CudaFastDecoder:
         if out is None:
             return False
         layer.out.add_to(x, out)
-        layer.down.add_to(x, _gated(norm(layer.mlp_norm, x), layer.gate_up))
+        layer.down.add_to(x, gated(norm(layer.mlp_norm, x), layer.gate_up))
         return True
 
     def _few_rows_for(self, ids: Tensor) -> FewRows | None:
@@ -125,17 +125,19 @@ class CudaFastDecoder:
         return x
 
 
-def norm(module: Any, x: Tensor) -> Tensor:
+def norm(module: Any, x: Tensor, one_plus: bool = False) -> Tensor:
+    """The RMS norm of rows; `one_plus`: its factor is 1 + weight."""
     out = torch.empty_like(x)
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()
     layer_kernels.rms_norm[(rows,)](
-        x, module.weight, out, norm_epsilon(module), WIDTH=width, BLOCK=block, num_warps=4 if block >= 1024 else 1
-    )
+        x, module.weight, out, norm_epsilon(module), WIDTH=width, BLOCK=block, ONE_PLUS=one_plus,
+        num_warps=4 if block >= 1024 else 1,
+    )  # fmt: skip
     return out
 
 
-def _gated(x: Tensor, gate_up: Product) -> Tensor:
+def gated(x: Tensor, gate_up: Product) -> Tensor:
     """silu(gate) * value of the MLP's first products."""
     rows, width = len(x), gate_up.weight.shape[0] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)

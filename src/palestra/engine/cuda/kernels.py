@@ -45,17 +45,19 @@ def _store_part(PART, PART_ML, place, real, d, acc, total, m, D: tl.constexpr):
 @triton.jit(do_not_specialize=["splits", "parts"])
 def decode_attention(
     Q, K_NEW, V_NEW, K, V, TABLES, LENS, SHARED, OUT, PART, PART_ML, COS, SIN, Q_NORM, K_NORM, SINK,
-    q_stride, k_stride, v_stride, table_width, scale, softcap, window, eps, splits, parts,
+    q_stride, q_head, k_stride, v_stride, table_width, scale, softcap, window, eps, splits, parts,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     T: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, OVERLAPS: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, ROPE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One new token of each row: applies RoPE to its query and key, stores its KV and attends to the row's pages.
 
     Grid (rows, KV heads, splits), T keys at once, which divides a page. The last split owns the new token,
     whose KV starts its running softmax straight from registers. A row of length 0 is dead: it stores nothing
     and reads nothing. If it SHARES, its first SHARED tokens are read by `shared_attention`, in the parts behind its
-    splits. WHOLE: the row is one part. SINK [H] is the score of a key without a value.
+    splits. WHOLE: the row is one part. SINK [H] is the score of a key without a value. The queries of a row are q_head
+    apart.
     """
     if OVERLAPS:
         wait()
@@ -65,9 +67,9 @@ def decode_attention(
     in_d = d < D
     rows = (g[:, None] < G) & in_d[None, :]
     past = tl.maximum(n - 1, 0)
-    q_row, k_row = b * q_stride + (h * G + g[:, None]) * D, b * k_stride + h * D + tl.arange(0, 1)[:, None]
-    q = apply_rope(Q, q_row, rows, d, Q_NORM, COS, SIN, past, eps, D, NORM, ROPE)
-    k_new = apply_rope(K_NEW, k_row, in_d[None, :], d, K_NORM, COS, SIN, past, eps, D, NORM, ROPE)
+    q_row, k_row = b * q_stride + (h * G + g[:, None]) * q_head, b * k_stride + h * D + tl.arange(0, 1)[:, None]
+    q = apply_rope(Q, q_row, rows, d, Q_NORM, COS, SIN, past, eps, D, NORM, ONE_PLUS, ROPE)
+    k_new = apply_rope(K_NEW, k_row, in_d[None, :], d, K_NORM, COS, SIN, past, eps, D, NORM, ONE_PLUS, ROPE)
     first_key = tl.maximum(n - window, 0) if WINDOW else 0
     if SHARES:
         first_key = tl.load(SHARED + b)
@@ -114,10 +116,10 @@ def decode_attention(
 @triton.jit(do_not_specialize=["splits", "parts"])
 def shared_attention(
     Q, K, V, TABLES, LENS, SHARED, BLOCKS, PART, PART_ML, COS, SIN, Q_NORM,
-    q_stride, table_width, scale, softcap, eps, splits, parts,
+    q_stride, q_head, table_width, scale, softcap, eps, splits, parts,
     KV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, T: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, NORM: tl.constexpr,
-    ROPE: tl.constexpr,
+    ONE_PLUS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """The pages that up to R rows begin with, read once for their M >= R * G queries; grid (blocks, KV heads, splits).
 
@@ -135,8 +137,8 @@ def shared_attention(
         head = h * G + i % G
         inside = real[:, None] & in_d[None, :]
         position = tl.maximum(n - 1, 0)[:, None]
-        q_row = (row * q_stride + head * D)[:, None]
-        q = apply_rope(Q, q_row, inside, d, Q_NORM, COS, SIN, position, eps, D, NORM, ROPE)
+        q_row = (row * q_stride + head * q_head)[:, None]
+        q = apply_rope(Q, q_row, inside, d, Q_NORM, COS, SIN, position, eps, D, NORM, ONE_PLUS, ROPE)
         span = tl.cdiv(tiles, splits)
         low = split * span
         m = tl.full((M,), -float("inf"), tl.float32)

@@ -74,19 +74,21 @@ def pad(n: int) -> int:
 class RopeAndNorm:
     """What a layer does to queries and keys before they meet: an RMS norm of each head, RoPE, or both."""
 
-    cos: Tensor | None = None  # [positions, D]
+    cos: Tensor | None = None  # [positions, D], or fewer columns if only the first of a head are rotated
     sin: Tensor | None = None
     q_norm: nn.Module | None = None  # with a weight [D]
     k_norm: nn.Module | None = None
     epsilon: float = 0.0
+    one_plus: bool = False  # the norms multiply by 1 + weight
 
     def arguments(self, unused: Tensor) -> tuple[Tensor, ...]:
         norms = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         return tuple(unused if x is None else x for x in (self.cos, self.sin, *norms))  # type: ignore[misc]
 
     @property
-    def flags(self) -> dict[str, bool]:
-        return {"NORM": self.q_norm is not None, "ROPE": self.cos is not None}
+    def flags(self) -> dict[str, int]:
+        rotated = 0 if self.cos is None else self.cos.shape[1]
+        return {"NORM": self.q_norm is not None, "ONE_PLUS": self.one_plus, "ROPE": rotated}
 
 
 APPLIED_ALREADY = RopeAndNorm()
@@ -139,7 +141,8 @@ class DecodePlan(AttentionPlan):
         rope: RopeAndNorm = APPLIED_ALREADY, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """q [B, H, D], k and v [B, KV, D] of one new token a row -> [B, H, D]; its KV is stored."""
-        q, k, v = _packed(q), _packed(k), _packed(v)
+        k, v = _packed(k), _packed(v)
+        q = q if q.stride(2) == 1 else q.contiguous()
         keys, values = self.keys[layer], self.values[layer]
         rows, heads, dim = q.shape
         kv_heads, page = keys.shape[1], keys.shape[2]
@@ -158,8 +161,8 @@ class DecodePlan(AttentionPlan):
             with _beside(self.side):
                 kernels.shared_attention[(len(shared.blocks), kv_heads, parts - splits)](
                     q, keys, values, self.tables, self.lens, *shared, part, part_ml, *rope.arguments(q)[:3],
-                    q.stride(0), self.tables.stride(0), scale, softcap, rope.epsilon, parts - splits, parts,
-                    **common, R=BLOCK_ROWS, M=queries, T=min(SHARED_KEYS_AT_ONCE, page),
+                    q.stride(0), q.stride(1), self.tables.stride(0), scale, softcap, rope.epsilon, parts - splits,
+                    parts, **common, R=BLOCK_ROWS, M=queries, T=min(SHARED_KEYS_AT_ONCE, page),
                     num_warps=4 if queries <= 64 else 8, num_stages=3,
                 )  # fmt: skip
         shared_tokens = self.lens if shared is None else shared.tokens  # unused if there is no shared prefix
@@ -167,8 +170,8 @@ class DecodePlan(AttentionPlan):
         early = overlap(self.overlaps and shared is None and splits > 1)  # programs that fill the GPU are in the way
         kernels.decode_attention[(rows, kv_heads, splits)](
             q, k, v, keys, values, self.tables, self.lens, shared_tokens, out, part, part_ml, *rope.arguments(q),
-            q if sinks is None else sinks, q.stride(0), k.stride(0), v.stride(0), self.tables.stride(0), scale,
-            softcap, window, rope.epsilon, splits, parts, **common, GP=pad(heads // kv_heads),
+            q if sinks is None else sinks, q.stride(0), q.stride(1), k.stride(0), v.stride(0), self.tables.stride(0),
+            scale, softcap, window, rope.epsilon, splits, parts, **common, GP=pad(heads // kv_heads),
             T=min(keys_at_once, page), WHOLE=parts == 1,
             SHARES=shared is not None, WINDOW=window > 0, SINKS=sinks is not None, num_warps=warps,
             num_stages=stages, **early,

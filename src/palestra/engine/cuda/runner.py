@@ -1,19 +1,21 @@
 """One step on a GPU: the KV of prompts and appends in one ragged forward, then several decode steps.
 
 Prefill leaves the last token of a row to the decode steps, so that sessions with a new prompt or tool result join the
-decode batch without a forward of their own. A decode step is a CUDA graph of a bucketed batch size: the fast decoder's
-forward, or the module's with our attention over pages, then two kernels that choose the tokens and prepare every row
-for the next step. The host polls every few steps whether a row has finished, while the next steps already run. Prefills
-of few tokens are captured as well, because launching their kernels takes longer than running them.
+decode batch without a forward of their own. A decode step is a CUDA graph of a bucketed batch size: the forward of the
+fast or the hybrid decoder, or the module's with our attention over pages and our steps of recurrent layers, then two
+kernels that choose the tokens and prepare every row for the next step. The host polls every few steps whether a row has
+finished, while the next steps already run. Prefills of few tokens are captured as well, because launching their kernels
+takes longer than running them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,8 +28,10 @@ from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
 from palestra.engine.cuda.drafts import STEP_TOKENS, DraftPlan, Speculation
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
+from palestra.engine.cuda.hybrid_decoder import HybridDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
+from palestra.engine.cuda.recurrent_steps import RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.recurrent import RecurrentLayers, Run, StateStore, over_runs, runs_of
@@ -97,6 +101,10 @@ class CudaRunner(Runner):
         self.reserve_memory(pages)
         self._switch = AttentionSwitch(model)
         self.fast_decoder = CudaFastDecoder(model, context, exact) if is_llama_like(model) else None
+        steps = {module: RecurrentStep.of(module) for module in self._recurrent.modules}
+        self.recurrent_steps = {module: step for module, step in steps.items() if step is not None}
+        complete = len(self.recurrent_steps) == len(steps) > 0
+        self.hybrid_decoder = HybridDecoder.of(model, context, self.recurrent_steps) if complete else None
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
         self._graphs: dict[DecodeShape | PrefillShape, Graph] = {}
         self._graph_pool: Any = None
@@ -158,8 +166,10 @@ class CudaRunner(Runner):
         if moved:
             self._forget_graphs()
             self._weights_at = self._weight_addresses()
-        if self.fast_decoder is not None:
-            self.fast_decoder.find_weights() if moved else self.fast_decoder.refresh_adapters()
+        decoders: list[Any] = [*self.recurrent_steps.values(), self.fast_decoder, self.hybrid_decoder]
+        for decoder in decoders:
+            if decoder is not None:
+                decoder.find_weights() if moved else decoder.refresh_adapters()
 
     def release_memory(self) -> None:
         self._forget_graphs()  # they hold the addresses of the pages
@@ -186,9 +196,11 @@ class CudaRunner(Runner):
     def disable_fast_path(self) -> bool:
         if self._exact is not None:
             return False
-        fast_decoder, self.fast_decoder = self.fast_decoder, None
+        was_on = self.fast_decoder is not None or bool(self.recurrent_steps)
+        self.fast_decoder = self.hybrid_decoder = None
+        self.recurrent_steps = {}
         self._forget_graphs()
-        return fast_decoder is not None
+        return was_on
 
     def _weight_addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model.parameters()]
@@ -379,15 +391,30 @@ class CudaRunner(Runner):
         plan = DecodePlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], shared, self._side)
         if self.fast_decoder is not None:
             logits = self.fast_decoder.decode(state.ids[:rows], plan)
+        elif self.hybrid_decoder is not None:
+            plan.layout = self._kv_shape.layout
+            logits = self.hybrid_decoder.decode(state.ids[:rows], plan, self._states, self._state_rows(rows))
         else:
             runs = [Run(state.slots[:rows].long(), 1, state.lens[:rows] > 0)]
-            logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows], runs)
+            recurrent = self._steps_of(self._state_rows(rows))
+            logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows], runs, recurrent)
             if self._routing is not None:
                 steps = (state.positions[:rows] - state.starts[:rows]).long()
                 at = steps * self._routed.shape[1] + torch.arange(rows, device=self.device)
                 self._routed.flatten(0, 1).index_copy_(0, at, self._take_routing())
         state.choose(logits)
         return logits
+
+    def _state_rows(self, rows: int) -> StateRows:
+        return StateRows(self._state.slots[:rows], self._state.lens[:rows])
+
+    def _steps_of(self, rows: StateRows) -> dict[int, Callable[[Tensor], Tensor]]:
+        """The recurrent layers, by place, whose decode step is computed by our kernels."""
+        return {
+            place: partial(self.recurrent_steps[module], parts=self._states.parts(place), rows=rows)
+            for place, module in enumerate(self._recurrent.modules)
+            if module in self.recurrent_steps
+        }
 
     def _exact_plan(self, rows: int) -> ExactPlan:
         """The last token of each row."""
@@ -441,11 +468,12 @@ class CudaRunner(Runner):
         return Graph(graph.replay, logits)
 
     def _module_logits(
-        self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor, runs: Sequence[Run]
-    ) -> Tensor:
-        """[rows, V] logits of the module with our attention, and of its recurrent layers over `runs`."""
+        self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor, runs: Sequence[Run],
+        steps: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+    ) -> Tensor:  # fmt: skip
+        """[rows, V] logits of the module with our attention, and of its recurrent layers over `runs`, or by `steps`."""
         plan.layout = self._kv_shape.layout
-        compute = over_runs(self._states, runs)
+        compute = over_runs(self._states, runs, steps)
         recording: AbstractContextManager[list[Tensor]] = nullcontext([])
         if self._routing is not None:
             recording = self._routing.record()

@@ -1,0 +1,192 @@
+"""Decode steps of recurrent layers in three or four kernels each, with the states updated in the store.
+
+Each class is the forward of some transformers modules for one token a row. Modules that none of them knows, prompts and
+appends are computed by the module's own forward (`engine/recurrent.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from palestra.engine.cuda import recurrent_kernels as kernels
+from palestra.engine.cuda.decoder_layers import Product
+from palestra.engine.cuda.paged_ops import pad
+from palestra.engine.recurrent import Part
+from palestra.engine.supported import base_linear, is_linear, norm_epsilon
+
+DELTA_NETS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")
+MAMBA_LAYERS = ("NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "BambaMixer")
+SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+CONV, RECURRENT = Part("conv", 0), Part("recurrent", 0)
+CHANNELS_AT_ONCE = 256
+MAX_TILE = 128 * 256  # numbers of a head's state that a program holds in registers
+DELTA_NUMBERS, MAMBA_NUMBERS = 128, 32  # of these in a thread: on an H200 two programs, or four, fit a multiprocessor
+
+
+class StateRows(NamedTuple):
+    """Where the states of a decode step's rows are."""
+
+    slots: Tensor  # [rows] int32, of the store
+    lens: Tensor  # [rows] int32; 0: a dead row, whose state stays as it is
+
+
+class RecurrentStep:
+    """One recurrent layer's decode step; `of` finds the class for a module.
+
+    Calling it maps the layer's input [rows, hidden] to its output. The fast hybrid decoder calls `inputs`, `mix` and
+    `out` itself, to add the output to the residual.
+    """
+
+    def __init__(self, module: Any, linears: Sequence[Any]) -> None:
+        self.module, self._linears = module, linears
+        self.find_weights()
+
+    @staticmethod
+    def of(module: Any) -> RecurrentStep | None:
+        """None if the module is of another kind, or has quantised weights, hooks or an unusual adapter."""
+        name, own = type(module).__name__, type(module).__module__.startswith("transformers.models.")
+        if not own or any(m._forward_hooks or m._forward_pre_hooks for m in module.modules()):
+            return None
+        kinds = ((DELTA_NETS, DeltaNetStep), (MAMBA_LAYERS, MambaStep), (SHORT_CONVOLUTIONS, ShortConvolutionStep))
+        kind = next((kind for names, kind in kinds if name in names), None)
+        return kind.of_known(module) if kind is not None else None
+
+    def find_weights(self) -> None:
+        """Look up the weights' tensors; to be called again after they have been moved."""
+        self.inputs, self.out = Product.of(*self._linears), Product.of(self.module.out_proj)
+
+    def refresh_adapters(self) -> None:
+        for product in (self.inputs, self.out):
+            if product.adapter is not None:
+                product.adapter.refresh()
+
+    def __call__(self, x: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
+        return self.out(self.mix(self.inputs(x), parts, rows))
+
+    def mix(self, projected: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
+        """What the output projection reads [rows, width], of the input projection [rows, inputs]; updates the states
+        `parts` of the layer in the store."""
+        raise NotImplementedError
+
+
+class DeltaNetStep(RecurrentStep):
+    """A gated delta net: convolution, delta rule and gated norm."""
+
+    @classmethod
+    def of_known(cls, module: Any) -> DeltaNetStep | None:
+        grouped = hasattr(module, "in_proj_qkvz")  # Qwen3-Next: queries, keys, values and gates of each key head
+        names = ["in_proj_qkvz", "in_proj_ba"] if grouped else [f"in_proj_{x}" for x in ("qkv", "z", "b", "a")]
+        linears = [getattr(module, name) for name in names]
+        tile = pad(module.head_k_dim) * pad(module.head_v_dim)
+        usual = module.activation == "silu" and getattr(module.norm, "activation", "silu") == "silu"
+        if not usual or tile > MAX_TILE or not _are_usual(module.conv1d, [*linears, module.out_proj]):
+            return None
+        return cls(module, linears)
+
+    def find_weights(self) -> None:
+        super().find_weights()
+        m = self.module
+        repeats, keys, values = m.num_v_heads // m.num_k_heads, m.key_dim, m.value_dim
+        if not hasattr(m, "in_proj_qkvz"):
+            self._columns = None
+            self._z, self._b, self._a = 2 * keys + values, 2 * (keys + values), 2 * (keys + values) + m.num_v_heads
+            self._z_group, self._b_group = repeats * m.head_v_dim, repeats
+            return
+        group_values = repeats * m.head_v_dim
+        group = 2 * m.head_k_dim + 2 * group_values
+        of_groups = torch.arange(m.num_k_heads * group, dtype=torch.int32).view(m.num_k_heads, group)
+        q, k, v, _ = of_groups.split([m.head_k_dim, m.head_k_dim, group_values, group_values], 1)
+        self._columns = torch.cat([x.flatten() for x in (q, k, v)]).to(m.A_log.device)
+        self._z, self._z_group = 2 * m.head_k_dim + group_values, group
+        self._b, self._a, self._b_group = of_groups.numel(), of_groups.numel() + repeats, 2 * repeats
+
+    def mix(self, projected: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
+        m, state = self.module, parts[RECURRENT]
+        qkv = convolve(m.conv1d, projected, parts[CONV], rows, self._columns, silu=True)
+        out = projected.new_empty(len(projected), m.value_dim)
+        kernels.delta_rule_step[(len(projected), m.num_v_heads)](
+            qkv, projected[:, self._z :], projected[:, self._b :], projected[:, self._a :], m.A_log, m.dt_bias,
+            m.norm.weight, state, *rows, out, projected.stride(0), self._z_group, self._b_group, state.stride(0),
+            norm_epsilon(m.norm), m.head_k_dim**-0.5, HK=m.num_k_heads, HV=m.num_v_heads, DK=m.head_k_dim,
+            DKP=pad(m.head_k_dim), DV=m.head_v_dim, DVP=pad(m.head_v_dim),
+            num_warps=warps_for(pad(m.head_k_dim) * pad(m.head_v_dim), DELTA_NUMBERS),
+        )  # fmt: skip
+        return out
+
+
+class MambaStep(RecurrentStep):
+    """Mamba 2: convolution, selective state update, gated norm within groups."""
+
+    @classmethod
+    def of_known(cls, module: Any) -> MambaStep | None:
+        tile = pad(module.head_dim) * pad(module.ssm_state_size)
+        even = module.num_heads * module.head_dim == module.intermediate_size
+        usual = module.activation in ("silu", "swish") and even and tile <= MAX_TILE
+        if not usual or not _are_usual(module.conv1d, [module.in_proj, module.out_proj]):
+            return None
+        return cls(module, [module.in_proj])
+
+    def mix(self, projected: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
+        m, state, width = self.module, parts[RECURRENT], self.module.intermediate_size
+        count, stride = len(projected), projected.stride(0)
+        xbc = convolve(m.conv1d, projected[:, width:], parts[CONV], rows, silu=True)
+        out, normed = projected.new_empty(count, width), projected.new_empty(count, width)
+        kernels.mamba_step[(count, m.num_heads)](
+            xbc, projected[:, width + m.conv_dim :], m.A_log, m.dt_bias, m.D, state, *rows, out, stride,
+            state.stride(0), H=m.num_heads, P=m.head_dim, PP=pad(m.head_dim), N=m.ssm_state_size,
+            NP=pad(m.ssm_state_size), GROUPS=m.n_groups,
+            num_warps=warps_for(pad(m.head_dim) * pad(m.ssm_state_size), MAMBA_NUMBERS),
+        )  # fmt: skip
+        size = getattr(m.norm, "group_size", width)
+        kernels.gated_group_norm[(count, width // size)](
+            out, projected, m.norm.weight, normed, stride, width, norm_epsilon(m.norm), SIZE=size,
+            BLOCK=triton.next_power_of_2(size), num_warps=8 if size > 2048 else 4,
+        )  # fmt: skip
+        return normed
+
+
+class ShortConvolutionStep(RecurrentStep):
+    """LFM2's convolution of a gated input, whose output is gated too."""
+
+    @classmethod
+    def of_known(cls, module: Any) -> ShortConvolutionStep | None:
+        usual = _are_usual(module.conv, [module.in_proj, module.out_proj])
+        return cls(module, [module.in_proj]) if usual else None
+
+    def mix(self, projected: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
+        return convolve(self.module.conv, projected, parts[CONV], rows, gated=True)
+
+
+def convolve(
+    conv: Any, x: Tensor, state: Tensor, rows: StateRows, columns: Tensor | None = None, silu: bool = False,
+    gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """The output [rows, channels] of a convolution for one more token a row, whose windows `state` advance."""
+    _, channels, window = state.shape
+    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
+    kernels.convolution_step[(len(x), triton.cdiv(channels, CHANNELS_AT_ONCE))](
+        x, x if columns is None else columns, conv.weight, x if conv.bias is None else conv.bias, state, *rows, out,
+        x.stride(0), state.stride(0), channels, K=conv.kernel_size[0], WINDOW=window,
+        WP=triton.next_power_of_2(window), BLOCK=CHANNELS_AT_ONCE, MAPPED=columns is not None,
+        BIASED=conv.bias is not None, SILU=silu, GATED=gated, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _are_usual(conv: nn.Conv1d, linears: Sequence[Any]) -> bool:
+    """A convolution of each channel by itself, and ordinary linear layers of its dtype, all with a bias or none."""
+    depthwise = conv.groups == conv.in_channels == conv.out_channels and conv.dilation == (1,) and conv.stride == (1,)
+    if not depthwise or not all(is_linear(linear) for linear in linears):
+        return False
+    inputs = {base_linear(linear).bias is None for linear in linears[:-1]}
+    return len(inputs) == 1 and {base_linear(linear).weight.dtype for linear in linears} == {conv.weight.dtype}
+
+
+def warps_for(tile: int, numbers: int) -> int:
+    """Warps of a program that holds a head's state, if a thread holds so many of its numbers."""
+    return max(1, min(8, tile // (32 * numbers)))

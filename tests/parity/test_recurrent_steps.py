@@ -1,0 +1,128 @@
+"""Decode steps of recurrent layers by our kernels against the module's own forward. Runs in Triton's interpreter, or on
+a GPU. Skipped where Triton is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("triton")
+RunKernels = Callable[..., tuple[int, str]]
+
+STEPS = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from engine_families import tiny_model
+from palestra.engine.cuda.recurrent_steps import RecurrentStep, StateRows
+from palestra.engine.recurrent import RecurrentLayers, Run, StateStore, over_runs, state_shape
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = tiny_model(sys.argv[2])
+torch.manual_seed(1)
+with torch.no_grad():
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms, biases and decays
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+model.to(device)
+layers = RecurrentLayers(model)
+assert layers
+if RecurrentStep.of(layers.modules[0]) is None:
+    print("NO STEP")
+    sys.exit()
+slots = torch.tensor([3, 1, 0, 6, 4], dtype=torch.int32, device=device)
+lens = torch.tensor([7, 2, 0, 0, 9], dtype=torch.int32, device=device)  # a padding row, and one that has ended
+alive, untouched = lens > 0, [0, 2, 5, 6, 7]
+hidden = torch.randn(2, 1, 5, model.config.hidden_size, device=device)
+
+def random_store(shape):
+    store = StateStore(shape, 8, lambda *args, **options: torch.zeros(*args, device=device, **options))
+    generator = torch.Generator().manual_seed(0)
+    for place in shape:
+        for state in store.parts(place).values():
+            state.copy_(torch.randn(state.shape, generator=generator))
+    return store
+
+def apart(x, y):
+    return ((x.float() - y.float()).abs().max() / y.float().abs().max()).item()
+
+def compare(dtype, tolerated):
+    model.to(dtype)
+    shape = state_shape(model, layers)
+    ours, modules = random_store(shape), random_store(shape)
+    compute = over_runs(modules, [Run(slots.long(), 1, alive)])
+    for place, module in enumerate(layers.modules[:1]):  # the others are alike
+        step = RecurrentStep.of(module)
+        before = {part: state.clone() for part, state in ours.parts(place).items()}
+
+        def call(rows, states):
+            return type(module).forward(module, rows, **{layers._cache_names[place]: states})
+
+        for x in hidden.to(dtype):
+            out, expected = step(x[0], ours.parts(place), StateRows(slots, lens)), compute(place, x, call)[0]
+            assert out.isfinite().all() and out.dtype == dtype
+            assert apart(out[alive], expected[alive]) < tolerated, apart(out[alive], expected[alive])
+            for part, state in ours.parts(place).items():
+                assert apart(state, modules.parts(place)[part]) < tolerated, part
+                assert (state[untouched] == before[part][untouched]).all(), part
+                assert (state[slots[alive].long()] != before[part][slots[alive].long()]).any(), part
+with torch.inference_mode():
+    compare(torch.float32, 1e-5)
+    compare(torch.float16, 0.01)
+    compare(torch.bfloat16, 0.06)  # the interpreter does not round to it, but cuts off
+print("SAME")
+"""
+
+FAULT = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from engine_families import tiny_model
+import palestra.engine.engine as engine_module
+from palestra.engine import check
+from palestra.engine.cuda import paged_ops, recurrent_steps
+from palestra.engine.cuda.runner import CudaRunner
+
+heads = {"linear_num_value_heads": 1, "linear_num_key_heads": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+model = tiny_model("qwen3_5_text", **heads, **layers)
+model.to("cuda", torch.bfloat16) if torch.cuda.is_available() else model.to(torch.float16)
+engine_module.build_runner = CudaRunner
+paged_ops.DECODE_PROGRAMS = 1
+check.NEW_TOKENS = 4
+options = {"page_size": 16, "kv_memory_gib": 0.002, "max_running": 4}
+assert engine_module.Engine(model, **options).runner.hybrid_decoder is not None
+right = recurrent_steps.convolve
+recurrent_steps.convolve = lambda conv, x, state, rows, *more, **flags: right(
+    conv, x, state, rows._replace(slots=rows.slots.flip(0)), *more, **flags  # windows of other rows
+)
+runner = engine_module.Engine(model, **options).runner
+assert runner.hybrid_decoder is None and not runner.recurrent_steps
+print("SAME")
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "lfm2", "nemotron_h", "granitemoehybrid"])
+def test_decode_steps_equal_the_modules_forward(run_kernels: RunKernels, support: str, family: str) -> None:
+    status, output = run_kernels(STEPS, support, family)
+    assert status == 0, output[-3000:]
+    assert output.endswith("SAME\n")
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "olmo_hybrid"])
+def test_unknown_recurrent_layers_keep_their_own_forward(run_kernels: RunKernels, support: str, family: str) -> None:
+    status, output = run_kernels(STEPS, support, family)
+    assert status == 0, output[-3000:]
+    assert output.endswith("NO STEP\n")
+
+
+def test_wrong_states_are_noticed_at_load(run_kernels: RunKernels, support: str) -> None:
+    status, output = run_kernels(FAULT, support)
+    assert status == 0, output[-3000:]
+    assert output.endswith("SAME\n")
+
+
+@pytest.fixture
+def support(pytestconfig: pytest.Config) -> str:
+    return str(pytestconfig.rootpath / "tests" / "support")
