@@ -338,37 +338,74 @@ def generate(model: Any) -> None:
 
 
 def agent(model: Any) -> None:
-    """64 rollouts (8 prompts x 8), 3 tool turns: 4 x 48 sampled tokens, 64 tokens a tool result, prompt of 350."""
-    siblings, new, rounds = (2, 3, 2) if OPTIONS.tiny else (8, 48, 4)
-    groups = prompts(siblings, 350)
-    tool = prompts(siblings * siblings, 64)
-    engine = engine_of(model, 20, max_running=64, tokens_per_step=32768)
+    """A whole step: 64 rollouts (8 prompts x 8) with 3 tool turns, 4 x 48 sampled tokens, 64 tokens a tool result,
+    prompts of 350; then loss, backward and optimizer. Against `generate` and the plain update of learner.py."""
+    import copy
 
-    def ours() -> None:
+    from learner import learner_for, plain_step, step_of
+
+    from palestra.core.types import Sample
+
+    siblings, new, rounds, result = (2, 3, 2, 64) if OPTIONS.tiny else (8, 48, 4, 64)
+    groups = prompts(siblings, 350)
+    tool = prompts(siblings * siblings, result)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-9, fused=True)
+    learner, config = learner_for(model, None)
+    engine = engine_of(model, 20, max_running=64, tokens_per_step=32768)
+    trained = (False,) * 350 + (((True,) * new + (False,) * result) * rounds)[:-result]
+
+    def sampled() -> list[list[int]]:
         sessions = [s for p in groups for s in engine.fork(engine.open(p), siblings)]
         for r in range(rounds):
             engine.sample(sessions, [SamplingParams(new, seed=i) for i in range(len(tool))])
             if r + 1 < rounds:
-                for session, result in zip(sessions, tool, strict=True):
-                    engine.append(session, result)
+                for session, answer in zip(sessions, tool, strict=True):
+                    engine.append(session, answer)
+        rows = [list(session.token_ids) for session in sessions]
         for session in sessions:
             engine.close(session)
+        return rows
+
+    def samples_of(rows: list[list[int]]) -> list[Sample]:
+        logprobs = tuple(-8.0 * t for t in trained)
+        none = (False,) * len(trained)
+        return [
+            Sample(tuple(row), trained, none, logprobs, i % siblings - siblings / 2 + 0.5, i // siblings, 350)
+            for i, row in enumerate(rows)
+        ]
 
     def generated() -> None:
         ids = torch.tensor([p for p in groups for _ in range(siblings)], device=DEVICE)
         results = torch.tensor(tool, device=DEVICE)
         for r in range(rounds):
             options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
-            ids = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+            ids = plain.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
             if r + 1 < rounds:
                 ids = torch.cat([ids, results], dim=1)
 
-    ours()
-    ours_s = min(seconds(ours), seconds(ours))
+    samples: list[Sample] = []
+
+    def learn() -> None:
+        step_of(learner, samples, config)
+        engine.weights_changed(engine.version + 1)
+
+    sample_s, learn_s = [], []
+    for _ in range(4):
+        sample_s.append(seconds(lambda: samples.__setitem__(slice(None), samples_of(sampled()))))
+        learn_s.append(seconds(learn))
+    times = {"sample_s": min(sample_s[1:]), "learn_s": min(learn_s[2:])}
+    report(what="agent step", **times, step_s=sum(times.values()), ms_per_token=1000 * times["sample_s"] / rounds / new)
+    rows_at_once = 8
+    plain.train()
+    plain_step(plain, optimizer, samples[:rows_at_once], rows_at_once)
+    plain_learn_s = seconds(lambda: plain_step(plain, optimizer, samples, rows_at_once))
+    plain.eval()
     generate_s = seconds(generated)
+    whole = generate_s + plain_learn_s
     report(
-        what="agent step", ours_s=ours_s, ms_per_step=1000 * ours_s / (rounds * new), generate_s=generate_s,
-        ratio=generate_s / ours_s, target=15,
+        what="agent step, generate and plain update", sample_s=generate_s, learn_s=plain_learn_s, step_s=whole,
+        ratio=whole / sum(times.values()), learn_ratio=plain_learn_s / times["learn_s"],
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class CudaRunner(Runner):
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
     poll_interval = 4  # decode steps between two checks whether a row has finished
-    turns_per_interval = 16  # as long as the host delivers so many turns, the GPU is busy with about one interval
+    turns_per_interval = 48  # as long as the host delivers so many turns, the GPU is busy with about one interval
 
     def __init__(
         self,
