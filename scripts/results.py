@@ -254,7 +254,7 @@ def improve(name: str, seed: int, small: bool, model: str | None, more: list[str
         raise SystemExit(f"{name} is an environment; improve takes agent files, such as planner")
     own = {"model.name": model} if model else {}
     folder = Path("runs") / f"improve-{name}-{label}"
-    size = {"budget": 40, "pareto-cases": 6} if small else {"budget": 500, "pareto-cases": 30, "minibatch": 6}
+    size = {"budget": 40, "pareto-cases": 6} if small else {"budget": 400, "pareto-cases": 30, "minibatch": 6}
     settings = recipe.settings | own | ({"eval.cases": 8} if small else {})
     command = [sys.executable, "-m", "palestra", "improve", str(ROOT / recipe.task), "--seed", str(seed)]
     options = {"out": folder, **size, **{key: value for key, value in settings.items() if not key.startswith("env.")}}
