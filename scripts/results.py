@@ -254,14 +254,16 @@ def improve(name: str, seed: int, small: bool, model: str | None, more: list[str
         raise SystemExit(f"{name} is an environment; improve takes agent files, such as planner")
     own = {"model.name": model} if model else {}
     folder = Path("runs") / f"improve-{name}-{label}"
-    size = {"budget": 40, "pareto-cases": 6} if small else {"budget": 400, "pareto-cases": 30, "minibatch": 6}
+    size = {"budget": 40, "pareto-cases": 6} if small else {"budget": 300, "pareto-cases": 24, "minibatch": 6}
     settings = recipe.settings | own | ({"eval.cases": 8} if small else {})
     command = [sys.executable, "-m", "palestra", "improve", str(ROOT / recipe.task), "--seed", str(seed)]
     options = {"out": folder, **size, **{key: value for key, value in settings.items() if not key.startswith("env.")}}
     subprocess.run([*command, *(f"--{key}={value}" for key, value in options.items()), *more], check=True)
     found = json.loads((folder / "report.json").read_text())
     tokens = found["sampled_tokens"] + found["reflections"]["completion_tokens"]
-    limit = {"train.max_sampled_tokens": tokens}
+    # small steps that are not filled up: they end close to the limit
+    limit = {"train.max_sampled_tokens": tokens, "train.problems_per_step": 4, "rollout.group_size": 8}
+    limit |= {"train.signal_share": 0}
     report = run_training(
         [str(ROOT / recipe.task)], Path("runs") / f"improve-{name}-grpo-{label}", seed, settings | limit, more
     )
