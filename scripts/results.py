@@ -263,7 +263,7 @@ def improve(name: str, seed: int, small: bool, model: str | None, more: list[str
     tokens = found["sampled_tokens"] + found["reflections"]["completion_tokens"]
     # small steps that are not filled up: they end close to the limit
     limit = {"train.max_sampled_tokens": tokens, "train.problems_per_step": 4, "rollout.group_size": 8}
-    limit |= {"train.signal_share": 0}
+    limit |= {"train.refill_limit": 0}
     report = run_training(
         [str(ROOT / recipe.task)], Path("runs") / f"improve-{name}-grpo-{label}", seed, settings | limit, more
     )
