@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,14 @@ from palestra.cli import settings
 from palestra.cli.common import PATH, config_option, debug_option, json_line_option, load_libraries
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import show_interval
+from palestra.cli.train import train_in_terminal
 from palestra.core.chat_model import POLICY
 from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.files import write_jsonl
 from palestra.core.show import visible
 from palestra.evals.report import compare
 from palestra.prompts.improve import Improvement, improve
+from palestra.runs.request import RunRequest
 
 
 @settings.command_of_run("improve")
@@ -120,7 +121,9 @@ def command(
     if as_json:
         click.echo(json.dumps(done.to_dict() | {"folder": str(folder)}))
     if then_train:
-        _train(agent_file, folder / "improved.json", config_file, options, as_json)
+        improved = AgentOptions.take({"improved": folder / "improved.json"})
+        request = RunRequest(agent_file=agent_file, agent=improved.record(), settings=layer)
+        train_in_terminal(request, console, as_json=as_json)
 
 
 def _write(folder: Path, file: AgentFile, done: Improvement, *, write: bool) -> list[str]:
@@ -158,17 +161,3 @@ def _print(console: Console, folder: Path, done: Improvement, unplaced: list[str
     if unplaced:
         console.print(f"not found in the file, so not written there: {', '.join(unplaced)}", markup=False)
     console.print(f"{folder}/improved.json, improved.diff", highlight=False, markup=False)
-
-
-def _train(
-    agent_file: str | None, improved: Path, config_file: Path | None, options: Mapping[str, Any], as_json: bool
-) -> None:
-    """`palestra train` with the improved texts, and the same settings."""
-    from palestra.cli.train import command as train
-
-    words = [*([agent_file] if agent_file else []), "--improved", str(improved)]
-    words += ["--config", str(config_file)] if config_file else []
-    for key, value in options.items():
-        text = json.dumps(value) if isinstance(value, dict) else settings.show(value)
-        words += [f"--{key}", text]
-    train.main(args=[*words, *(["--json"] if as_json else [])], prog_name="palestra train", standalone_mode=False)

@@ -98,47 +98,63 @@ def command(
     file, and that over the agent file's own config.
     """
     if nproc is not None and not detach and starts_ranks(nproc, refused={"--dry-run": dry_run, "--env-url": env_url}):
-        if resume is not None:
-            trust = _is_trusted(require_run(resume), trust)  # here, where a question can be answered once
-        words = [*(["--trust"] if trust else []), *settings.typed_words()]
-        raise click.exceptions.Exit(launch_ranks([*PALESTRA, "train", *words], nproc))
+        raise click.exceptions.Exit(_train_in_ranks(nproc, resume, trust))
     console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
     _refuse_together(own, click.get_current_context().params)
     options = with_model_of_run(settings.from_options(parameters))
+    addresses = RunRequest(env_url=env_url, serve_port=serve_port, wait_limit_s=wait_limit_s)
     if resume is not None:
         resumed = _resume_of(resume, from_checkpoint, options, config_file, trust)
-        addresses = RunRequest(env_url=env_url, serve_port=serve_port, wait_limit_s=wait_limit_s)
-        continued_by = f"palestra train --env-url {env_url}" if env_url else "palestra train"
-        run, outcome = executor.resume(resumed, watching(console, continued_by), addresses, agent_file)
+        run, outcome = executor.resume(resumed, watching(console, _continued_by(addresses)), addresses, agent_file)
         print_outcome(console, run, outcome, as_json)
         return
     read = read_settings(config_file, options) if env or env_url else EnvSettings(run=layer(config_file, options))
-    request = RunRequest(
+    request = replace(
+        addresses,
         environment=env,
         agent_file=agent_file,
         agent=own.record(),
         settings=read.run,
         env_settings=read.env,
         server_settings=read.openai,
-        env_url=env_url,
-        serve_port=serve_port,
-        wait_limit_s=wait_limit_s,
         wire=wire or None,
         nproc=nproc or 1,
     )
     if dry_run:
-        with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(DryRun):
-            executor.train(request, watching(console, "palestra train", dry_run=True), Path(scratch))
-        console.print("ready; nothing was trained (--dry-run)")
+        _dry_run(request, console)
     elif detach:
         _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console, as_json)
     else:
-        if env_url is not None:
-            require_serve_extra()
-        continued_by = f"palestra train --env-url {env_url}" if env_url else "palestra train"
-        run, outcome = executor.train(request, watching(console, continued_by), folder)
-        print_outcome(console, run, outcome, as_json)
+        train_in_terminal(request, console, folder, as_json=as_json)
+
+
+def train_in_terminal(request: RunRequest, console: Console, folder: Path | None = None, *, as_json: bool) -> None:
+    """Execute a run in this process, show its progress, and print its outcome."""
+    if request.env_url is not None:
+        require_serve_extra()
+    run, outcome = executor.train(request, watching(console, _continued_by(request)), folder)
+    print_outcome(console, run, outcome, as_json)
+
+
+def _continued_by(request: RunRequest) -> str:
+    """The command that continues this run, without its --resume."""
+    return f"palestra train --env-url {request.env_url}" if request.env_url else "palestra train"
+
+
+def _dry_run(request: RunRequest, console: Console) -> None:
+    """Load everything in a temporary run folder, and end before the first step."""
+    with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(DryRun):
+        executor.train(request, watching(console, "palestra train", dry_run=True), Path(scratch))
+    console.print("ready; nothing was trained (--dry-run)")
+
+
+def _train_in_ranks(nproc: int, resume: str | None, trust: bool) -> int:
+    """Run this command line in `nproc` processes; returns their exit code."""
+    if resume is not None:
+        trust = _is_trusted(require_run(resume), trust)  # here, where a question can be answered once
+    words = [*(["--trust"] if trust else []), *settings.typed_words()]
+    return launch_ranks([*PALESTRA, "train", *words], nproc)
 
 
 def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
@@ -230,5 +246,4 @@ def sft(
     found = None if Path(traces).exists() else find_run(traces)
     options |= {"stages.plan": "sft", "stages.traces": str(found.folder.path if found else Path(traces).absolute())}
     request = RunRequest(agent_file=agent_file, settings=layer(config_file, options), name=Path(traces).stem)
-    run, outcome = executor.train(request, watching(console, "palestra train"), folder)
-    print_outcome(console, run, outcome, as_json)
+    train_in_terminal(request, console, folder, as_json=as_json)
