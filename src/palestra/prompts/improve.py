@@ -128,7 +128,7 @@ def improve(
     search_limits = Limits(budget, minibatch, merges, settings.seed)
     if agent_url is not None and reflect == POLICY and base_url is None:
         reflect, base_url, api_key_env = own.required_model, agent_url, agent_key_env
-    asked = ChatModel(
+    reflector = ChatModel(
         reflect,
         base_url,
         purpose="reflect",
@@ -141,33 +141,48 @@ def improve(
     def run() -> Improvement:
         make, host = _local(settings) if agent_url is None else _elsewhere(settings, agent_url, agent_key_env)
         trying = _Trying(own, train, held, measures, reward_weights, settings, make)
-
-        async def search() -> Improvement:
-            with hosting(host):
-                before = await trying.score(texts)
-                cases = [case.id for case in train.cases]
-                compared = cases[:pareto_cases]
-                found = Search(
-                    trying.trials,
-                    _Reflector(asked),
-                    cases[pareto_cases:] if len(cases) >= 2 * pareto_cases else cases,
-                    compared,
-                    chosen,
-                    search_limits,
-                    on_event,
-                )
-                best = await found.run(texts)
-                better = best.texts if best.mean > found.candidates[0].mean else texts
-                after = await trying.score(better) if better is not texts else before
-            usage = asked.usage
-            used: dict[str, float] = {"calls": usage.requests, "tokens": usage.tokens, "cost": asked.cost}
-            used["completion_tokens"] = usage.completion_tokens
-            scores, counts = (before, after, found.candidates), (found.used, found.sampled_tokens, used)
-            return Improvement(with_texts(own, better), texts, better, *scores, *counts)
-
-        return asyncio.run(search())
+        with hosting(host):
+            return asyncio.run(_search(trying, reflector, texts, chosen, pareto_cases, search_limits, on_event))
 
     return outside_event_loop(run)
+
+
+async def _search(
+    trying: _Trying,
+    reflector: ChatModel,
+    texts: Texts,
+    components: Sequence[str],
+    pareto_cases: int,
+    limits: Limits,
+    on_event: Callable[[str], None],
+) -> Improvement:
+    """Search from `texts`, and score the agent with them and with the best ones."""
+    before = await trying.score(texts)
+    cases = [case.id for case in trying.train.cases]
+    feedback_cases = cases[pareto_cases:] if len(cases) >= 2 * pareto_cases else cases
+    search = Search(
+        trying.trials, _Reflector(reflector), feedback_cases, cases[:pareto_cases], components, limits, on_event
+    )
+    best = await search.run(texts)
+    is_better = best.mean > search.candidates[0].mean
+    better = best.texts if is_better else texts
+    usage = reflector.usage
+    return Improvement(
+        agent=with_texts(trying.agent, better),
+        before_texts=texts,
+        texts=better,
+        before=before,
+        after=await trying.score(better) if is_better else before,
+        candidates=search.candidates,
+        attempts=search.used,
+        sampled_tokens=search.sampled_tokens,
+        reflections={
+            "calls": usage.requests,
+            "tokens": usage.tokens,
+            "cost": reflector.cost,
+            "completion_tokens": usage.completion_tokens,
+        },
+    )
 
 
 def _components(texts: Texts, given: Sequence[str] | None) -> list[str]:
