@@ -83,52 +83,47 @@ class LocalLearner:
         self.model = model
         self._ranks = ranks
         self._has_adapter = hasattr(model, "disable_adapter")
+        self._require_support(config)
+        hf = base_model(model)
+        if config.model.gradient_checkpointing:
+            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        in_shards = ranks is not ONE_PROCESS
+        options = _scorer_options(config, pad_token_id, in_shards)
+        routing = config.train.expert_routing
+        self._scorer = Scorer(model, exact=config.model.exact, routing=routing, **options)
+        if shares_device:
+            self._scorer.graphs = None
+        whole_logits = self._scorer.mode == "reference"
+        self._limit = MicroBatchLimit(micro_batch_tokens(config, hf.config, self.device, whole_logits=whole_logits))
+        self._max_rows = max_rows
+        self._suits_memory = config.train.tokens_per_micro_batch is None
+        captured = 0 if self._scorer.graphs is None else captured_tokens(config, hf.config, self.device)
+        self._shapes = Shapes(captured) if captured else None
+        self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
+        self._reference = self._reference_scorer(options) if config.train.beta > 0 else None
+        if in_shards:
+            for scorer in {self._scorer, self._reference} - {None}:
+                shard(scorer, master_weights=config.model.master_weights)
+        self._replicas: Replicas | None = None
+        if not shares_device and can_be_replicated(model, self._scorer):
+            self._replicas = Replicas(model, self._scorer, config.model.threads, routing=routing, **options)
+        self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
+        self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
+        self._packings: WeakKeyDictionary[Batch, tuple[bool, PackedBatch]] = WeakKeyDictionary()
+
+    def _require_support(self, config: RunConfig) -> None:
         if config.lora.r > 0 and not self._has_adapter:
             raise SettingError(
                 "lora.r > 0 but the model has no adapter; wrap it with palestra.learner.lora.add_lora first"
             )
         if config.model.exact and self.device.type != "cuda":
             raise UnsupportedModel(f"model.exact has no kernels for a {self.device.type.upper()}; {NO_EXACT}")
-        if config.model.gradient_checkpointing:
-            hf = base_model(model)
-            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        in_shards = ranks is not ONE_PROCESS
-        rollout = config.rollout
-        routing: dict[str, Any] = {"routing": config.train.expert_routing}
-        options: dict[str, Any] = {
-            "temperature": rollout.temperature,
-            "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
-            "pad_token_id": pad_token_id,
-            "in_shards": in_shards,
-        }
-        self._scorer = Scorer(model, exact=config.model.exact, **options, **routing)
-        whole_logits = self._scorer.mode == "reference"
-        tokens = micro_batch_tokens(config, base_model(model).config, self.device, whole_logits=whole_logits)
-        self._limit, self._max_rows = MicroBatchLimit(tokens), max_rows
-        self._suits_memory = config.train.tokens_per_micro_batch is None
-        if shares_device:
-            self._scorer.graphs = None
-        graphs = self._scorer.graphs
-        limit = 0 if graphs is None else captured_tokens(config, base_model(model).config, self.device)
-        self._shapes = Shapes(limit) if limit else None
-        self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
-        self._reference: Scorer | None = None
-        if config.train.beta > 0 and self._has_adapter:
-            self._reference = self._scorer  # the same weights, with the adapter switched off
-        elif config.train.beta > 0:
-            frozen = copy.deepcopy(model).requires_grad_(False).eval()
-            self._reference = Scorer(frozen, **options)
-        if in_shards:
-            for scorer in {self._scorer, self._reference} - {None}:
-                shard(scorer, master_weights=config.model.master_weights)
-        self._replicas = (
-            Replicas(model, self._scorer, config.model.threads, **options, **routing)
-            if not shares_device and can_be_replicated(model, self._scorer)
-            else None
-        )
-        self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
-        self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
-        self._packings: WeakKeyDictionary[Batch, tuple[bool, PackedBatch]] = WeakKeyDictionary()
+
+    def _reference_scorer(self, options: Mapping[str, Any]) -> Scorer:
+        """The scorer of the weights at construction: the base weights below an adapter, else a copy."""
+        if self._has_adapter:
+            return self._scorer  # the same weights, with the adapter switched off
+        return Scorer(copy.deepcopy(self.model).requires_grad_(False).eval(), **options)
 
     @property
     def device(self) -> torch.device:
@@ -384,6 +379,17 @@ class LocalLearner:
             stats = TokenStats(sums={"routing_mismatch": found[0]}, counts={"routing_mismatch": found[1]})
             terms = replace(terms, stats=terms.stats + stats)
         return MicroOutputs(terms, logprobs.detach(), entropy.detach())
+
+
+def _scorer_options(config: RunConfig, pad_token_id: int, in_shards: bool) -> dict[str, Any]:
+    """What the scorers of the policy, its replicas and the reference have in common."""
+    rollout = config.rollout
+    return {
+        "temperature": rollout.temperature,
+        "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
+        "pad_token_id": pad_token_id,
+        "in_shards": in_shards,
+    }
 
 
 def _without_routing(micro: PackedMicroBatch) -> PackedMicroBatch:
