@@ -32,15 +32,22 @@ from palestra.train.batch import trainable_batch
 from palestra.train.checkpoint import TrainState, has_room, join_checkpoint, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
-from palestra.train.distill import choose_rows
+from palestra.train.distill import DistillRows, choose_rows
 from palestra.train.distill_teachers import Teacher
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts
 from palestra.train.metrics import peak_memory_gib, rollout_metrics
-from palestra.train.replay import Replay
+from palestra.train.replay import Replay, ReplayRows
 from palestra.train.safety_net import Snapshots, collapse_reason
-from palestra.train.schedule import coefficients_at, next_entropy, solved_reason, step_scale, token_limit_reason
+from palestra.train.schedule import (
+    Coefficients,
+    coefficients_at,
+    next_entropy,
+    solved_reason,
+    step_scale,
+    token_limit_reason,
+)
 from palestra.train.token_record import TokenRecord
 from palestra.train.update import update
 from palestra.train.watcher import Watcher
@@ -143,6 +150,11 @@ class Training:
         return self.source if isinstance(self.source, DemonstrationSource) else None
 
     @property
+    def _replay(self) -> Replay | None:
+        """The store of successes; None in a stage that does not replay them."""
+        return self.replay if self.config.train.replay else None
+
+    @property
     def steps_left(self) -> int | None:
         """With the one in progress; None where steps are taken one by one."""
         return None if self.total_steps is None else self.total_steps - self.state.step
@@ -210,26 +222,11 @@ class Training:
         began, state, config = time.perf_counter(), self.state, self.config
         groups, advantages = rollouts.groups, rollouts.advantages
         self.source.observe(groups, advantages, state.step + 1)  # before the next step is prepared
-        steps = None if self.total_steps is None else self.total_steps - state.stage_start
-        entropy = config.train.entropy_coefficient if state.entropy_coefficient is None else state.entropy_coefficient
-        coefficients = coefficients_at(state.step - state.stage_start, config, steps, entropy)
         teacher = self.teacher if config.distill.coefficient else None
         distilled = None if teacher is None else choose_rows(teacher, groups, advantages, config)
-        replay = self.replay if config.train.replay else None
+        replay = self._replay
         replayed = None if replay is None else replay.rows(groups, state.step, config.train)
-        scale = 1.0  # with ECHO, where every group has a gradient
-        if coefficients.echo <= 0:
-            scale = step_scale(
-                groups,
-                advantages,
-                taught=set() if distilled is None else set(distilled.batch.groups.tolist()),
-                replayed=0 if replayed is None else len(replayed.rollouts),
-                # outside of a run, the caller chooses the groups of a step
-                problems=len(groups) if self.total_steps is None else config.train.problems_per_step,
-                full_update_share=config.train.full_update_share,
-            )
-        rate = coefficients.learning_rate * scale * state.safety.rate_factor
-        coefficients = replace(coefficients, learning_rate=rate)
+        coefficients, scale = self._coefficients(groups, advantages, distilled, replayed)
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
         if config.distill.only:
             batch = batch.part(0, 0)
@@ -262,17 +259,7 @@ class Training:
         metrics |= learned | {"update_scale": scale if learned else 0.0} | (distilled.metrics if distilled else {})
         if replay is not None:
             replay.add(groups)
-        after = replace(
-            state,
-            step=state.step + 1,
-            source=self.source.state(),
-            policy_version=version,
-            entropy_coefficient=next_entropy(coefficients.entropy, metrics, config.train),
-            signal_rate=rollouts.signal_rate,
-            stored=state.stored if replay is None else len(replay.store),
-            sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
-            cases=self._known_cases(),
-        )
+        after = self._state_after(metrics, coefficients.entropy, version, rollouts.signal_rate)
         train_s = time.perf_counter() - began
         sampling_s = rollouts.seconds + (train_s if self.learner_thread else 0.0)
         metrics |= {
@@ -290,6 +277,49 @@ class Training:
         self.tracker.metrics(after.step, metrics)
         self.state = after
         return metrics
+
+    def _coefficients(
+        self,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]],
+        distilled: DistillRows | None,
+        replayed: ReplayRows | None,
+    ) -> tuple[Coefficients, float]:
+        """The coefficients of this step, and the share of a full update by which its learning rate is scaled."""
+        state, config = self.state, self.config
+        steps = None if self.total_steps is None else self.total_steps - state.stage_start
+        entropy = config.train.entropy_coefficient if state.entropy_coefficient is None else state.entropy_coefficient
+        coefficients = coefficients_at(state.step - state.stage_start, config, steps, entropy)
+        scale = 1.0  # with ECHO, where every group has a gradient
+        if coefficients.echo <= 0:
+            scale = step_scale(
+                groups,
+                advantages,
+                taught=set() if distilled is None else set(distilled.batch.groups.tolist()),
+                replayed=0 if replayed is None else len(replayed.rollouts),
+                # outside of a run, the caller chooses the groups of a step
+                problems=len(groups) if self.total_steps is None else config.train.problems_per_step,
+                full_update_share=config.train.full_update_share,
+            )
+        rate = coefficients.learning_rate * scale * state.safety.rate_factor
+        return replace(coefficients, learning_rate=rate), scale
+
+    def _state_after(
+        self, metrics: dict[str, float], entropy: float, policy_version: int, signal_rate: float
+    ) -> TrainState:
+        """The state after a step with these metrics and this entropy coefficient."""
+        state, replay = self.state, self._replay
+        return replace(
+            state,
+            step=state.step + 1,
+            source=self.source.state(),
+            policy_version=policy_version,
+            entropy_coefficient=next_entropy(entropy, metrics, self.config.train),
+            signal_rate=signal_rate,
+            stored=state.stored if replay is None else len(replay.store),
+            sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
+            cases=self._known_cases(),
+        )
 
     def _known_cases(self) -> dict[str, list[float]]:
         return self.state.cases if self.rates is None else self.rates.to_dict()
@@ -438,8 +468,8 @@ class Training:
         self.source.restore(state.source)
         if self.rates is not None:
             self.rates.load(state.cases, state.step)
-        if self.replay is not None and self.config.train.replay:
-            self.replay.store.cut(state.stored)
+        if (replay := self._replay) is not None:
+            replay.store.cut(state.stored)
         self.policy.update(self.learner.weights(state.policy_version))
         self.state = state
 
