@@ -4,7 +4,7 @@ Each is a process that knows nothing of Palestra but its environment variables, 
 attempt must end by itself, no turn be re-tokenised, and the loss differ from 0. Programs with short prompts are trained
 with palestra/tiny, coding agents and others with long prompts with a small random model of a long context.
 With --learn, a program must bring palestra/tiny from at most 35 % to at least 90 % of the demo's held-out questions.
-Packages go to build/agents: virtual environments, an npm folder.
+Packages go to build/agents: virtual environments and npm folders, so that one that cannot be installed stops no other.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ VIRTUAL_ENVIRONMENTS = {
     "mini_swe_agent": ["mini-swe-agent>=2", "mcp"],  # its litellm imports mcp, and does not require it
     "aider": ["aider-chat"],
 }  # fmt: skip
-NPM_PACKAGES = [
-    "openai", "ai", "@ai-sdk/openai", "zod", "tsx",
-    "@anthropic-ai/claude-code", "@openai/codex", "opencode-ai", "@qwen-code/qwen-code",
-]  # fmt: skip
+NPM_FOLDERS = {
+    "node": ["openai", "ai", "@ai-sdk/openai", "zod", "tsx"],
+    "claude_code": ["@anthropic-ai/claude-code"],
+    "codex": ["@openai/codex"],
+    "opencode": ["opencode-ai"],
+    "qwen_code": ["@qwen-code/qwen-code"],
+}
 BEFORE_AT_MOST, AFTER_AT_LEAST = 0.35, 0.90
 STEPS = 3
 SETTINGS = {  # by section of the page
@@ -64,12 +67,17 @@ class Program:
 
     file: str
     about: str
-    packages: str = "python"  # a virtual environment, or node
+    packages: str = "python"  # a virtual environment or an npm folder
     is_long: bool = False
 
     @property
     def folder(self) -> Path:
         return BUILD / self.packages
+
+    @property
+    def executables(self) -> Path:
+        """The folder with the commands of its packages."""
+        return self.folder / ("node_modules/.bin" if self.packages in NPM_FOLDERS else "bin")
 
     @property
     def section(self) -> str:
@@ -81,8 +89,8 @@ class Program:
         if path.suffix == ".sh":
             return f"sh {path}"
         if self.packages != "node":
-            return f"{self.folder / 'bin' / 'python'} {path}"
-        runner = NODE / "node_modules" / ".bin" / "tsx" if path.suffix == ".ts" else "node"
+            return f"{self.executables / 'python'} {path}"
+        runner = self.executables / "tsx" if path.suffix == ".ts" else "node"
         return f"{runner} {NODE / self.file}"
 
 
@@ -95,10 +103,10 @@ PROGRAMS = (
     Program("pydantic_ai_agent.py", "pydantic-ai"),
     Program("openai_node.mjs", "Node, `openai` package", "node"),
     Program("vercel_ai.ts", "TypeScript, Vercel AI SDK", "node"),
-    Program("claude_code.sh", "Claude Code, `claude -p`", "node", is_long=True),
-    Program("codex.sh", "Codex, `codex exec`", "node", is_long=True),
-    Program("opencode.sh", "opencode, `opencode run`", "node", is_long=True),
-    Program("qwen_code.sh", "Qwen Code, `qwen -p`", "node", is_long=True),
+    Program("claude_code.sh", "Claude Code, `claude -p`", "claude_code", is_long=True),
+    Program("codex.sh", "Codex, `codex exec`", "codex", is_long=True),
+    Program("opencode.sh", "opencode, `opencode run`", "opencode", is_long=True),
+    Program("qwen_code.sh", "Qwen Code, `qwen -p`", "qwen_code", is_long=True),
     Program("aider.sh", "aider, `aider --message`", "aider", is_long=True),
     Program("mini_swe_agent.sh", "mini-swe-agent, `mini --yolo`", "mini_swe_agent", is_long=True),
     Program("smolagents_agent.py", "smolagents, ToolCallingAgent", "smolagents", is_long=True),
@@ -119,12 +127,15 @@ def install(programs: list[Program]) -> dict[str, str]:
         if (folder / "ready").exists():
             continue
         try:
-            _install_node() if packages == "node" else _install_python(folder, VIRTUAL_ENVIRONMENTS[packages])
+            if packages in NPM_FOLDERS:
+                _install_node(folder, NPM_FOLDERS[packages])
+            else:
+                _install_python(folder, VIRTUAL_ENVIRONMENTS[packages])
             (folder / "ready").touch()
         except (OSError, subprocess.CalledProcessError) as error:
             failed[packages] = f"not installed here: {error}"[:300]
     if NODE.is_dir():  # Node looks packages up beside the program
-        for file in ("catalogue.json", *(p.file for p in PROGRAMS if p.packages == "node" and p.file[-3:] != ".sh")):
+        for file in ("catalogue.json", *(p.file for p in PROGRAMS if p.packages == "node")):
             shutil.copy(EXAMPLES / file, NODE / file)
     return failed
 
@@ -134,10 +145,10 @@ def _install_python(folder: Path, packages: list[str]) -> None:
     subprocess.run([folder / "bin" / "pip", "install", "--quiet", *packages], check=True)
 
 
-def _install_node() -> None:
-    NODE.mkdir(parents=True, exist_ok=True)
-    (NODE / "package.json").write_text('{"type": "module"}')
-    subprocess.run(["npm", "install", "--silent", *NPM_PACKAGES], cwd=NODE, check=True)
+def _install_node(folder: Path, packages: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "package.json").write_text('{"type": "module"}')
+    subprocess.run(["npm", "install", "--silent", *packages], cwd=folder, check=True)
 
 
 def make_long_model() -> None:
@@ -185,8 +196,8 @@ def train(program: Program, section: str) -> Row:
         command += ["--agent.fork_server", "true"]
     if program.is_long:
         command += ["--model.name", str(LONG_MODEL), "--measure", f"{Path(__file__).resolve()}:length"]
-    bins = [str(NODE / "node_modules" / ".bin"), str(program.folder / "bin"), os.environ["PATH"]]
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join(bins)}
+    path = os.pathsep.join([str(program.executables), os.environ["PATH"]])
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PATH": path}
     log = BUILD / f"{program.file}.log"
     with log.open("w") as errors:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, env=env, timeout=LIMIT_S, check=False)

@@ -70,6 +70,8 @@ def test_an_unmodified_program_solves_cases_with_the_model(model, file):
 def test_every_example_is_trained_by_make_test_agents():
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"shop.py", "catalogue.json", "any_cli.sh"}
     assert {program.file for program in train_agents.PROGRAMS} == files
+    package_sets = {*train_agents.VIRTUAL_ENVIRONMENTS, *train_agents.NPM_FOLDERS}
+    assert {program.packages for program in train_agents.PROGRAMS} == package_sets
 
 
 LONG_ROW = {"attempts": 6, "ended": 6, "losses": [0.0, 0.1, -0.2], "rows": 1.0, "retokenised": 0.0}
