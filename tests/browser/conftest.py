@@ -76,6 +76,7 @@ def picture(page):
     """picture("runs"): the window for the docs, where screenshots are asked for."""
 
     def save(name: str) -> None:
+        assert "cannot be shown" not in page.text(), name
         if SCREENSHOTS:
             page.screenshot(SCREENSHOTS / f"{name}.webp")
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from urllib.parse import quote
 
 import make_runs
 import pytest
@@ -62,7 +63,7 @@ def test_every_page_has_its_picture(page, visit, url, picture) -> None:
         "rollout": f"{run}/rollouts/{best['id']}",
         "group": f"{run}/groups/{best['group']}",
         "problems": f"{run}/problems",
-        "problem": f"{run}/problems/{flips['problems'][-1]['problem_id']}?kind=after",
+        "problem": f"{run}/problems/{quote(flips['problems'][-1]['problem_id'], safe='')}?kind=after",
         "compare": f"#/compare?runs={run.split('/')[-1]}%2C{other}",
         "config": f"{run}/config",
         "evaluations": f"{run}/evaluations",
