@@ -160,7 +160,7 @@ class AgentOptions:
         return asdict(self) if self.are_set else {}
 
     def arguments(self) -> list[str]:
-        """As command-line arguments, for a run in the background."""
+        """As command-line arguments, for commands that are shown to the user."""
         words: list[str] = []
         for f in fields(self):
             value = getattr(self, f.name)
