@@ -76,6 +76,8 @@ PLACE = "{scrollWidth: 2600, clientWidth: 1400, scrollLeft: x}"
         (f"neighbours({json.dumps(ROWS)}).map((rows) => rows.length)", [2, 1, 1, 1]),
         (f"[0, 400, 1000, 1200].map((x) => columnsBeyond(8, {PLACE}))", [4, 3, 1, 0]),
         ("rolloutsOfStep({planned: 64, mean: 64})", "64"),
+        ("axisLabels([0, 0.5, 1], true)", ["0 %", "50 %", "100 %"]),
+        ("axisLabels([0, 0.002])", ["0", "2.00e-3"]),
         (f"{json.dumps(RUNS)}.map(passRate)", [["100 %", "held out"], ["95 %", "training"], ["", ""]]),
     ],
 )

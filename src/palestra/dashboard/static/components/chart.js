@@ -1,19 +1,13 @@
 /* Curves by step, over uPlot: smoothing, one cursor for all charts of a page, and the numbers beside it. */
 
 import { h, replace } from "../lib/dom.js";
-import { number, percent as asPercent } from "../lib/format.js";
+import { axisLabels, number, percent as asPercent } from "../lib/format.js";
 import { colour } from "../lib/theme.js";
 
 const HEIGHT = 200;
 const RAW_ALPHA = 0.28;
 const WHOLE = [1, 2, 5].flatMap((n) => [...Array(10).keys()].map((power) => n * 10 ** power)).sort((a, b) => a - b);
 const SERIES = 6; // colours in the stylesheet; further series begin again with the first
-
-/** Labels of an axis in one notation: small numbers, such as learning rates, would be cut off by its edge. */
-function tickLabels(ticks) {
-  const size = Math.max(...ticks.map(Math.abs));
-  return ticks.map((tick) => (size && size < 0.01 && tick ? tick.toExponential(2) : number(tick)));
-}
 
 /** Exponential moving average without the bias of its first values; gaps stay gaps. */
 function smoothed(values, weight) {
@@ -99,7 +93,7 @@ export class Chart {
           ...axis,
           size: 52,
           space: 36,
-          values: (_, ticks) => (this.percent ? ticks.map(asPercent) : tickLabels(ticks)),
+          values: (_, ticks) => axisLabels(ticks, this.percent),
         },
       ],
       series: [{}, ...this.series.map((_, i) => line(i, 1, RAW_ALPHA)), ...this.series.map((_, i) => line(i, 2, 1))],

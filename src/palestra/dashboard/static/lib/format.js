@@ -21,6 +21,13 @@ export const integer = (value) => (known(value) ? Math.round(value).toLocaleStri
 
 export const percent = (share, digits = 0) => (known(share) ? `${(100 * share).toFixed(digits)} %` : NONE);
 
+/** Labels of an axis in one notation: small numbers, such as learning rates, would be cut off by its edge. */
+export function axisLabels(ticks, inPercent = false) {
+  if (inPercent) return ticks.map((tick) => percent(tick));
+  const size = Math.max(...ticks.map(Math.abs));
+  return ticks.map((tick) => (size && size < 0.01 && tick ? tick.toExponential(2) : number(tick)));
+}
+
 export const signed = (value) => (known(value) ? (value > 0 ? "+" : "") + number(value).replace("-", "−") : NONE);
 
 export function duration(seconds) {
