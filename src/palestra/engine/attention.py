@@ -97,10 +97,13 @@ def query_scales(module: Any, positions: Tensor) -> Tensor:
 
 
 def attention_chunk(module: Any) -> int | None:
-    """The length of the chunks into which the layer divides a sequence, without attention between them; None: one."""
+    """The length of the chunks into which the layer divides a sequence, without attention between them; None: one.
+
+    Models without chunks are not asked for the layer's number: compiled layers would be compiled for each number.
+    """
     config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    return config.attention_chunk_size if kinds and kinds[module.layer_idx] == CHUNKED else None  # type: ignore[union-attr]
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    return size if size is not None and config.layer_types[module.layer_idx] == CHUNKED else None  # type: ignore[union-attr]
 
 
 def unchunked_context(config: Any) -> int | None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from palestra.engine.attention import attention_chunk
 from palestra.learner import patches, self_check
 from palestra.learner.forward import Scorer
 
@@ -90,3 +91,10 @@ def test_a_larger_check_begins_with_the_same_rows() -> None:
     for name in ("token_ids", "position_ids", "source", "target"):
         mine = getattr(small, name)
         assert torch.equal(getattr(large, name)[: len(mine)], mine)
+
+
+def test_a_layers_number_is_no_reason_to_compile_again() -> None:
+    class NoNumber(nn.Module):
+        config = Qwen3Config(num_hidden_layers=2)  # has layer_types
+
+    assert attention_chunk(NoNumber()) is None, "reading layer_idx makes the compiler make a program for each layer"
