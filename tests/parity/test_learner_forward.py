@@ -112,21 +112,25 @@ def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tok
         assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
 
 
-@pytest.mark.parametrize("family", [*{**FAMILIES, **CHANGES}])
+@pytest.mark.parametrize("family", [family for family in {**FAMILIES, **CHANGES} if family not in RECURRENT])
 def test_a_root_gives_the_plain_logprobs_and_gradients(family: str) -> None:
     model, samples = tiny_model(family, **CHANGES.get(family, {})), begin_alike(groups())
     expected = plain(model, samples, 0.7)
     theirs = gradients(model, *expected)
     scorer = Scorer(model, temperature=0.7)
-    assert (scorer.mode, scorer.shares_root) == ("trees", family not in RECURRENT)
-    micros = packed(samples, 1000, min_root=5 if scorer.shares_root else 0)
-    assert [micro.batch.root for micro in micros] == [10 if scorer.shares_root else 0]
+    assert scorer.shares_root
+    micros = packed(samples, 1000, min_root=5)
+    assert [micro.batch.root for micro in micros] == [10]
     with scorer.session():
         got = tuple(torch.cat(x) for x in zip(*(scorer(micro, entropy_gradient=True) for micro in micros), strict=True))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         ours = gradients(model, *got)
     for mine, own in zip(ours, theirs, strict=True):
         assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
+
+
+def test_recurrent_layers_compute_whole_rows() -> None:
+    assert not Scorer(tiny_model("lfm2")).shares_root
 
 
 def test_the_shared_prompt_is_computed_once() -> None:

@@ -150,11 +150,11 @@ def pack(
 
 def _common_beginning(scored: _Scored, families: _Trees) -> int:
     """How many tokens all rows begin with, of those from which nothing is predicted that is scored."""
-    rows = [row for _, family in families for row in family]
     tokens, starts = scored.batch.token_ids, scored.starts.tolist()
-    length = min(scored.unread[row] for row in rows)
-    first = starts[rows[0]]
-    for row in rows[1:]:
+    length = min(scored.unread[row] for _, family in families for row in family)
+    first = starts[families[0][1][0]]
+    # Siblings have the same prompt: if it is long enough, one of them is compared.
+    for row in (row for prompt, family in families for row in (family if prompt < length else family[:1])):
         differ = tokens[starts[row] : starts[row] + length] != tokens[first : first + length]
         if differ.any():
             length = int(differ.argmax())
