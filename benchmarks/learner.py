@@ -4,8 +4,9 @@ python benchmarks/learner.py            on this CPU: CPU seconds of one step
 python benchmarks/learner.py --gpu      on a CUDA GPU: milliseconds, TFLOP/s by 6·N·tokens, peak memory
 python benchmarks/learner.py --gpu --only learner --profile    of each learner's step: how long the GPU is busy, by
                                         kernel, when it is idle and what the host does then, and memory (3 minutes)
-python benchmarks/learner.py --gpu --only "learner of 135M"    the small model's rows alone, in micro-batches of 16,384
-                                        tokens and of the size that suits it (40 seconds)
+python benchmarks/learner.py --gpu --only "of 135M"    the small model's rows alone, in micro-batches of 16,384 tokens
+                                        and of the size that suits it; then prompts that begin alike, with this
+                                        beginning computed once or with every prompt (2 minutes)
 python benchmarks/learner.py --gpu --tiny    the same script with a tiny shape, on whatever is there
 """
 
@@ -85,15 +86,18 @@ def build(shape: str, dtype: torch.dtype, device: str) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
 
 
-def make_samples(groups: int, siblings: int, prompt: int, completion: int, vocabulary: int) -> list[Sample]:
+def make_samples(
+    groups: int, siblings: int, prompt: int, completion: int, vocabulary: int, beginning: int = 0
+) -> list[Sample]:
+    """All prompts begin with the same `beginning` tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int) -> list[int]:
         return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
 
-    samples = []
+    samples, common = [], tokens(beginning)
     for group in range(groups):
-        shared = tokens(prompt)
+        shared = common + tokens(prompt - beginning)
         for sibling in range(siblings):
             size = prompt + completion
             trained = (False,) * prompt + (True,) * completion
@@ -202,6 +206,14 @@ def on_gpu(tiny: bool, repeats: int) -> None:
     for micro in (16384, None):
         samples = make_samples(*agents, SHAPES[small][-1])
         measure_gpu(rows_name, "learner", micro, learner_step_for(small, dtype, device, samples, micro), repeats)
+    groups, siblings, prompt, completion, beginning = (4, 3, 96, 8, 80) if tiny else (64, 8, 400, 45, 384)
+    rows_name = f"{small}: {groups} x {siblings} x ({prompt} + {completion}), {beginning} common"
+    samples = make_samples(groups, siblings, prompt, completion, SHAPES[small][-1], beginning)
+    for micro in (16384, None):
+        for root in (False, True):
+            way = "learner" if root else "learner, beginning repeated"
+            start = learner_step_for(small, dtype, device, samples, micro, root=root)
+            measure_gpu(rows_name, way, micro, start, repeats)
 
 
 def keep_all_but(columns: int) -> None:
@@ -234,11 +246,19 @@ def plain_for(
 
 
 def learner_step_for(
-    shape: str, dtype: torch.dtype, device: str, samples: list[Sample], micro: int | None, share: bool = True
+    shape: str,
+    dtype: torch.dtype,
+    device: str,
+    samples: list[Sample],
+    micro: int | None,
+    share: bool = True,
+    root: bool = True,
 ) -> Callable[[], tuple[Step, nn.Module, list[Sample]]]:
     def start() -> tuple[Step, nn.Module, list[Sample]]:
         model = build(shape, dtype, device)
         learner, config = learner_for(model, micro, share)
+        if not root:
+            learner._min_root = 0
         return lambda: step_of(learner, samples, config)["grad_norm"], model, samples
 
     return start

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from engine_families import tiny_model
-from small_learner import loss_of
+from small_learner import loss_of, make_samples
 from test_learners import BASE, LEARNERS, RATE, Case, model_of, rows
 
 from palestra.algo.batch import Batch
@@ -191,6 +191,24 @@ def one_step(family: str, ranks: TorchRanks, settings: dict[str, Any], routed: b
     found["metrics"].pop("tokens_computed")
     found["mismatch"] = metrics[0].get("routing_mismatch")
     found["weights"] = apart(weights_of(one), weights_of(many))
+    return found
+
+
+def root(ranks: TorchRanks, folder: Path) -> dict[str, Any]:
+    """Prompts that begin alike: each rank computes the beginning once, one process with every row."""
+    base = {"train.tokens_per_micro_batch": 400, "rollout.max_new_tokens": 16}
+    settings = (base | {"train.share_prefix": share} for share in (False, True))
+    configs = [RunConfig.build(BASE, each) for each in settings]
+    one = LocalLearner(tiny_model("qwen3"), config=configs[0])
+    many = FsdpLearner(tiny_model("qwen3"), config=configs[1], ranks=ranks)
+    samples = make_samples(groups=5, beginning=80)
+    batch, loss = Batch.of(samples), loss_of(samples)
+    own = many._local._packed(batch.part(*share_of_rows(batch, ranks)), echo=False)
+    found: dict[str, Any] = {"roots": [micro.batch.root for micro in own.micro_batches]}
+    found["logprobs"] = float(np.nanmax(np.abs(one.forward(batch) - many.forward(batch))))
+    for learner in (one, many):
+        learner.forward_backward(batch, loss)
+    found["gradient"] = apart(gradients(one), gradients(many))
     return found
 
 

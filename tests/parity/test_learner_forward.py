@@ -50,10 +50,26 @@ def groups() -> list[Sample]:
     return samples
 
 
-def packed(samples: list[Sample], max_tokens: int, share_prefix: bool = True) -> list[PackedMicroBatch]:
-    device = torch.device("cpu")
-    whole = pack_batch(Batch.of(samples), max_tokens=max_tokens, share_prefix=share_prefix, echo=True, device=device)
-    return whole.micro_batches
+def packed(samples: list[Sample], max_tokens: int, share_prefix: bool = True, **more: Any) -> list[PackedMicroBatch]:
+    options = {"max_tokens": max_tokens, "share_prefix": share_prefix, "device": torch.device("cpu"), **more}
+    return pack_batch(Batch.of(samples), echo=True, **options).micro_batches
+
+
+def begin_alike(samples: list[Sample]) -> list[Sample]:
+    """The same rows behind ten common tokens."""
+    no, beginning = [False] * 10, list(range(50, 60))
+    return [
+        Sample(
+            [*beginning, *s.token_ids],
+            [*no, *s.policy_mask],
+            [*no, *s.echo_mask],
+            [0.0] * 10 + list(s.logprobs),
+            1.0,
+            s.group,
+            10 + s.prompt_length,
+        )
+        for s in samples
+    ]
 
 
 def plain(model: torch.nn.Module, samples: list[Sample], temperature: float) -> tuple[Tensor, Tensor]:
@@ -94,6 +110,27 @@ def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tok
         ours = gradients(model, *got)
     for mine, own in zip(ours, theirs, strict=True):
         assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
+
+
+@pytest.mark.parametrize("family", [family for family in {**FAMILIES, **CHANGES} if family not in RECURRENT])
+def test_a_root_gives_the_plain_logprobs_and_gradients(family: str) -> None:
+    model, samples = tiny_model(family, **CHANGES.get(family, {})), begin_alike(groups())
+    expected = plain(model, samples, 0.7)
+    theirs = gradients(model, *expected)
+    scorer = Scorer(model, temperature=0.7)
+    assert scorer.shares_root
+    micros = packed(samples, 1000, min_root=5)
+    assert [micro.batch.root for micro in micros] == [10]
+    with scorer.session():
+        got = tuple(torch.cat(x) for x in zip(*(scorer(micro, entropy_gradient=True) for micro in micros), strict=True))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        ours = gradients(model, *got)
+    for mine, own in zip(ours, theirs, strict=True):
+        assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
+
+
+def test_recurrent_layers_compute_whole_rows() -> None:
+    assert not Scorer(tiny_model("lfm2")).shares_root
 
 
 def test_the_shared_prompt_is_computed_once() -> None:

@@ -38,9 +38,10 @@ def build() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def group(prompt_length: int, lengths: tuple[int, ...], number: int) -> list[Sample]:
-    rng = random.Random(number)
-    prompt = [rng.randrange(1024) for _ in range(prompt_length)]
+def group(prompt_length: int, lengths: tuple[int, ...], number: int, root: int = 0) -> list[Sample]:
+    """Siblings; the first `root` tokens of the prompt are the same for all numbers."""
+    rng, common = random.Random(number), random.Random("root")
+    prompt = [(common if i < root else rng).randrange(1024) for i in range(prompt_length)]
     samples = []
     for n in lengths:
         tokens = tuple(prompt + [rng.randrange(1024) for _ in range(n)])
@@ -57,10 +58,13 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
     model = build().to("cuda", torch.bfloat16)
     scorer = Scorer(model, compile_layers=compiled)
     assert (scorer.mode, scorer.compiled) == ("trees", compiled)
-    for samples in (group(70, (40, 9, 33), 0) + group(20, (50,), 1), group(33, (8,) * 4, 2)):
-        device = torch.device("cuda")
-        whole = pack_batch(Batch.of(samples), max_tokens=10_000, share_prefix=True, echo=False, device=device)
-        [batch] = whole.micro_batches
+    with_root = [sample for number in range(6) for sample in group(110, (40, 9, 133), number, root=90)]
+    lone_rows = [sample for number in range(9) for sample in group(110, (70,), number, root=100)]
+    plain = group(70, (40, 9, 33), 0) + group(20, (50,), 1), group(33, (8,) * 4, 2)
+    for samples, root in ((plain[0], 0), (plain[1], 0), (with_root, 90), (lone_rows, 100)):
+        options = {"max_tokens": 10_000, "share_prefix": True, "min_root": scorer.min_root}
+        [batch] = pack_batch(Batch.of(samples), echo=False, device=torch.device("cuda"), **options).micro_batches
+        assert batch.batch.root == root
         with scorer.session():
             logprobs = scorer(batch)[0]
             weights = torch.linspace(-1.0, 1.0, len(logprobs), device="cuda")
@@ -82,16 +86,26 @@ def test_the_gpu_learner_agrees_with_the_plain_float32_forward(compiled: bool) -
             assert float(error) < 0.1
 
 
-def test_the_same_pass_gives_the_same_bits_each_time() -> None:
-    scorer = Scorer(build().to("cuda", torch.bfloat16), compile_layers=False)
-    samples = [sample for number in range(64) for sample in group(100, (40,) * 8, number)]
-    whole = pack_batch(
-        Batch.of(samples), max_tokens=100_000, share_prefix=True, echo=False, device=torch.device("cuda")
-    )
-    [batch] = whole.micro_batches
-    with scorer.session(), torch.no_grad():
-        first, *others = (scorer(batch)[0] for _ in range(20))
-    assert all(torch.equal(first, other) for other in others)
+@pytest.mark.parametrize("root", [0, 80])
+def test_the_same_pass_gives_the_same_bits_each_time(root: int) -> None:
+    model = build().to("cuda", torch.bfloat16)
+    scorer = Scorer(model, compile_layers=False)
+    samples = [sample for number in range(64) for sample in group(100, (40,) * 8, number, root)]
+    options = {"max_tokens": 100_000, "share_prefix": True, "min_root": scorer.min_root}
+    [batch] = pack_batch(Batch.of(samples), echo=False, device=torch.device("cuda"), **options).micro_batches
+    assert batch.batch.root == root
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        scorer(batch)[0].sum().backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    with scorer.session():
+        with torch.no_grad():
+            first, *others = (scorer(batch)[0] for _ in range(20))
+        assert all(torch.equal(first, other) for other in others)
+        expected, *again = (gradients() for _ in range(3))
+    assert all(torch.equal(a, b) for more in again for a, b in zip(expected, more, strict=True))
 
 
 def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
@@ -102,26 +116,38 @@ def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
     return adapted
 
 
+@pytest.mark.parametrize("root", [0, 80])
 @pytest.mark.parametrize("lora", [False, True])
-def test_captured_passes_give_the_numbers_of_plain_ones(lora: bool) -> None:
+def test_captured_passes_give_the_numbers_of_plain_ones(lora: bool, root: int) -> None:
     model = build().to("cuda", torch.bfloat16)
     model = with_adapters(model) if lora else model
     scorer = Scorer(model, compile_layers=True)
     assert scorer.graphs is not None
     shapes = Shapes(10_000)
+    # Two micro-batches of one shape; those with a root have two trees each.
+    max_tokens = 430 if root else 200
     for number in range(5):
         samples = group(90 + number, (40, 9, 33 - number), number) + group(70, (50, 12), 10 + number)
+        if root:
+            known = root + number  # the root grows from step to step
+            sizes = ((140 + number, (40, 9, 33 - number)), (140, (50, 12)), (139, (40, 30)), (141 + number, (50, 12)))
+            samples = [
+                sample
+                for i, (prompt, lengths) in enumerate(sizes)
+                for sample in group(prompt, lengths, 10 * i + number, known)
+            ]
         results = []
         for some in (shapes, None):
             packed = pack_batch(
                 Batch.of(samples),
-                max_tokens=200,
+                max_tokens=max_tokens,
                 share_prefix=True,
                 echo=False,
                 device=torch.device("cuda"),
                 shapes=some,
+                min_root=scorer.min_root,
             )
-            assert len(packed.micro_batches) == 2
+            assert [micro.batch.root for micro in packed.micro_batches] == [known if root else 0] * 2
             model.zero_grad()
             found = []
             for batch in packed.micro_batches:

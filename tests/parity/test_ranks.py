@@ -18,7 +18,7 @@ from ranks_program import STEPS, apart, local, take_step, weights_of
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 FAMILIES = ("experts", "hybrid")
-SCENARIOS = ("full", "lora", *FAMILIES, "shares", "stop", "killed", "stuck", "raises", "differ")
+SCENARIOS = ("full", "lora", *FAMILIES, "root", "shares", "stop", "killed", "stuck", "raises", "differ")
 
 
 def run_ranks(forkserver: Forkserver, count: int, folder: Path, *scenarios: str) -> dict[str, Any]:
@@ -77,6 +77,13 @@ def test_two_ranks_find_the_loss_gradient_and_weights_of_one_process(two: dict[s
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_two_ranks_train_hybrid_models_and_replay_experts_as_one_process_does(two: dict[str, Any], kind: str) -> None:
     assert_one_step(two[kind], kind)
+
+
+def test_each_rank_computes_the_common_beginning_of_its_rows_once(two: dict[str, Any]) -> None:
+    for found in two["root"]["ranks"]:
+        assert set(found["roots"]) == {80}
+        assert found["logprobs"] < 1e-5
+        assert found["gradient"] < 1e-5
 
 
 @pytest.mark.slow

@@ -41,12 +41,17 @@ def make_samples(
     prompt: int | None = None,
     lengths: Callable[[int], int] = lambda sibling: 7 + 2 * sibling,
     tool_result: tuple[int, ...] = (3, 4),
+    beginning: int = 0,
 ) -> list[Sample]:
-    """Groups whose rows have a tool result (tokens 3 and 4 of the completion) among the model's tokens."""
+    """Groups whose rows have a tool result (tokens 3 and 4 of the completion) among the model's tokens.
+
+    All prompts begin with the same `beginning` tokens.
+    """
     rng = random.Random(seed)
+    common = [rng.randrange(VOCABULARY) for _ in range(beginning)]
     samples = []
     for group in range(groups):
-        ids = [rng.randrange(VOCABULARY) for _ in range(5 + group if prompt is None else prompt)]
+        ids = common + [rng.randrange(VOCABULARY) for _ in range(5 + group if prompt is None else prompt)]
         for sibling in range(siblings):
             n, p = lengths(sibling), len(ids)
             tokens = ids + [rng.randrange(VOCABULARY) for _ in range(n)]

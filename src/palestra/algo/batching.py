@@ -1,7 +1,8 @@
 """Batch -> packed micro-batches: no padding, and a group's prompt once for all its siblings.
 
 A micro-batch is one flat run of tokens, made of trees: a prompt, then one completion after the other. The positions of
-every completion continue from the end of the prompt.
+every completion continue from the end of the prompt. If all rows of a batch begin alike (system prompt, tool schemas,
+examples), this common beginning is the root: it comes first in each micro-batch, and the trees hold what follows it.
 
     >>> from palestra.core.types import Sample
     >>> mask = (False, False, True, True)
@@ -32,7 +33,10 @@ from palestra.core.machine import to_device
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where one prompt and its completions lie in the packed run: `start`, then prompt, then each completion."""
+    """Where one prompt and its completions lie in the packed run: `start`, then prompt, then each completion.
+
+    The tokens of the micro-batch's root are not counted.
+    """
 
     start: int
     prompt_length: int
@@ -68,6 +72,7 @@ class MicroBatch:
     inputs: dict[str, Tensor]  # [N] float32: the columns that a loss reads, by name
     at: np.ndarray  # [N] on the host: where each token stands in the batch's columns (or among its targets)
     routing: Tensor | None = None  # [T, layers, k] the sampler's experts, as in the batch
+    root: int = 0  # the first tokens, with which the rows of all trees begin
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same, with its tensors on a device, in one transfer."""
@@ -91,15 +96,20 @@ class _Scored:
             self.counts = np.diff(ends, prepend=0)  # [R] scored tokens of each row
             self.place = self.at - np.repeat(self.starts, self.counts)  # [M] places in the row
             self.target = batch.token_ids[self.at]
+            first = self.place[np.minimum(ends - self.counts, len(self.at) - 1)] if len(self.at) else ends
             last = self.place[np.maximum(ends, 1) - 1] if len(self.at) else ends
         else:
             targets = batch.targets
             self.at, self.place, self.target = np.arange(len(targets.ids)), targets.places, targets.ids
             self.counts, ends = np.diff(targets.offsets), targets.offsets[1:]
-            last = np.array([part.max(initial=0) for part in np.split(targets.places, ends[:-1])], dtype=int)
+            of_rows = np.split(targets.places, ends[:-1])
+            first = np.array([part.min() if len(part) else 0 for part in of_rows], dtype=int)
+            last = np.array([part.max(initial=0) for part in of_rows], dtype=int)
         self.first = ends - self.counts  # [R] where they begin among all
         # [R] tokens that must be computed: all before the last scored one
         self.fed: list[int] = np.where(self.counts > 0, last, 0).tolist()
+        # [R] tokens from which nothing is predicted that is scored: all before the one that predicts the first
+        self.unread: list[int] = np.where(self.counts > 0, first - 1, 0).tolist()
 
 
 _Trees = list[tuple[int, list[int]]]  # (prompt length, rows) of each
@@ -115,24 +125,44 @@ def pack(
     rows: Collection[int] | None = None,
     evenly: bool = False,
     at_least: int = 1,
+    min_root: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens (a longer row gets its own) and `max_rows` rows.
 
     Rows without a scored token are left out; `rows` selects from the others. A group too large for one micro-batch is
     split, and its prompt computed again in each part. `evenly` keeps the number of micro-batches and makes their sizes
-    nearly equal, since the largest one determines the memory; `at_least` asks for more of them.
+    nearly equal, since the largest one determines the memory; `at_least` asks for more of them. A common beginning of
+    all rows becomes the root of each micro-batch with several trees if it has at least `min_root` tokens (0: no root).
     """
     if not batch.rows:
         return []
     scored = _Scored(batch, echo)
     families = list(_families(scored, share_prefix, rows))
+    root = _common_beginning(scored, families) if min_root and len(families) > 1 else 0
+    if root < min_root or root > max_tokens // 2:
+        root = 0
+    limit = max_tokens - root
     if evenly:
-        max_tokens = _even_limit([_tokens(scored, *family) for family in families], max_tokens, at_least)
-    return [_micro_batch(scored, trees) for trees in _divide(scored, families, max_tokens, max_rows or batch.rows)]
+        limit = _even_limit([_tokens(scored, root, *family) for family in families], limit, at_least)
+    divided = _divide(scored, root, families, limit, max_rows or batch.rows)
+    return [_micro_batch(scored, root if len(trees) > 1 else 0, trees) for trees in divided]
 
 
-def _divide(scored: _Scored, families: _Trees, max_tokens: int, max_rows: int) -> list[_Trees]:
-    """The trees of each micro-batch."""
+def _common_beginning(scored: _Scored, families: _Trees) -> int:
+    """How many tokens all rows begin with, of those from which nothing is predicted that is scored."""
+    tokens, starts = scored.batch.token_ids, scored.starts.tolist()
+    length = min(scored.unread[row] for _, family in families for row in family)
+    first = starts[families[0][1][0]]
+    # Siblings have the same prompt: if it is long enough, one of them is compared.
+    for row in (row for prompt, family in families for row in (family if prompt < length else family[:1])):
+        differ = tokens[starts[row] : starts[row] + length] != tokens[first : first + length]
+        if differ.any():
+            length = int(differ.argmax())
+    return length
+
+
+def _divide(scored: _Scored, root: int, families: _Trees, max_tokens: int, max_rows: int) -> list[_Trees]:
+    """The trees of each micro-batch; `max_tokens` counts those behind the root."""
     batches: list[_Trees] = [[]]
     used = count = 0
 
@@ -142,17 +172,18 @@ def _divide(scored: _Scored, families: _Trees, max_tokens: int, max_rows: int) -
         used = count = 0
 
     for prompt_length, family in families:
-        whole = _tokens(scored, prompt_length, family)
+        whole = _tokens(scored, root, prompt_length, family)
+        shared = max(prompt_length, root)
         if used + whole > max_tokens >= whole:
             close()
         tree: list[int] = []
         for row in family:
-            new = scored.fed[row] if not tree else scored.fed[row] - prompt_length
+            new = scored.fed[row] - (shared if tree else root)
             if used and (used + new > max_tokens or count == max_rows):
                 if tree:
                     batches[-1].append((prompt_length, tree))
                 close()
-                tree, new = [], scored.fed[row]
+                tree, new = [], scored.fed[row] - root
             tree.append(row)
             used += new
             count += 1
@@ -160,8 +191,10 @@ def _divide(scored: _Scored, families: _Trees, max_tokens: int, max_rows: int) -
     return [trees for trees in batches if trees]
 
 
-def _tokens(scored: _Scored, prompt_length: int, family: list[int]) -> int:
-    return prompt_length + sum(scored.fed[row] - prompt_length for row in family)
+def _tokens(scored: _Scored, root: int, prompt_length: int, family: list[int]) -> int:
+    """The tokens of a tree behind the root."""
+    shared = max(prompt_length, root)
+    return shared - root + sum(scored.fed[row] - shared for row in family)
 
 
 def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
@@ -223,21 +256,23 @@ def _families(scored: _Scored, share_prefix: bool, rows: Collection[int] | None)
     yield from families.values()
 
 
-def _micro_batch(scored: _Scored, groups: _Trees) -> MicroBatch:
+def _micro_batch(scored: _Scored, root: int, groups: _Trees) -> MicroBatch:
     trees: list[Tree] = []
-    runs: list[tuple[int, int, int]] = []  # what is computed: a row, and from where to where in it
-    places: list[tuple[int, int, int]] = []  # of each row: start of its tree, shared tokens, start of its own
-    start = 0
+    # What is computed: a row, and from where to where in it.
+    runs: list[tuple[int, int, int]] = [(groups[0][1][0], 0, root)]
+    # Of each row: where it would begin if its tree held the root, tokens shared with others, start of its own.
+    places: list[tuple[int, int, int]] = []
+    start = root
     for prompt_length, rows in groups:
-        shared = prompt_length if len(rows) > 1 else 0  # a lone row is one causal run
-        runs.append((rows[0], 0, shared))
-        own_start = start + shared
+        shared = max(prompt_length if len(rows) > 1 else 0, root)  # a lone row is one causal run
+        runs.append((rows[0], root, shared))
+        own_start = start + shared - root
         for row in rows:
             runs.append((row, shared, scored.fed[row]))
-            places.append((start, shared, own_start))
+            places.append((start - root, shared, own_start))
             own_start += scored.fed[row] - shared
         own = (scored.fed[row] - shared for row in rows)
-        trees.append(Tree(start, shared, tuple(length for length in own if length)))
+        trees.append(Tree(start, shared - root, tuple(length for length in own if length)))
         start = own_start
     row_of_run, first, last = np.array(runs).T
     positions = ragged_arange(first, last - first)
@@ -254,6 +289,7 @@ def _micro_batch(scored: _Scored, groups: _Trees) -> MicroBatch:
         token_ids=torch.from_numpy(scored.batch.token_ids[flat].astype(np.int64)),
         position_ids=torch.from_numpy(positions),
         routing=routing,
+        root=root,
         trees=tuple(trees),
         row=torch.from_numpy(np.repeat(index, counts)),
         at=at,

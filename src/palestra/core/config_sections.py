@@ -170,7 +170,9 @@ class TrainSection(Section):
     tokens_per_micro_batch: int | None = Field(None, ge=1, le=100_000_000)
     """token budget of one forward and backward; none suits it to the model: 16384, and up to 65536 on a GPU with room
     for it"""
-    share_prefix: bool = Field(True, description="compute the prompt of a group once for all its siblings")
+    share_prefix: bool = True
+    """compute the prompt of a group once for all its siblings, and the common beginning of all prompts once for each
+    micro-batch"""
     deterministic: bool = False
     """the same seed gives the same run also with tools that take longer than 50 ms: sampling waits for them, so that
     who shares a batch does not depend on the time that they take"""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["trees", "reference"]
 WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
+MIN_ROOT = 64  # tokens; to attend to a shorter root costs more than to compute its tokens with every prompt
 
 
 class Scorer(nn.Module):
@@ -101,6 +102,20 @@ class Scorer(nn.Module):
     def shares_prefix(self) -> bool:
         """Whether a micro-batch may hold trees of several rows."""
         return self.mode == "trees"
+
+    @property
+    def shares_root(self) -> bool:
+        """Whether a micro-batch may hold the common beginning of its trees once.
+
+        Recurrent layers and the sampler's kernels (`model.exact`) compute whole rows. The recorded experts of a token
+        differ from row to row.
+        """
+        return self.shares_prefix and not self._recurrent and self.exact is None and self.routing is None
+
+    @property
+    def min_root(self) -> int:
+        """For `pack_batch`: the tokens from which a common beginning is computed once; 0: never."""
+        return MIN_ROOT if self.shares_root else 0
 
     @contextmanager
     def session(self, *, training: bool | None = None) -> Iterator[None]:

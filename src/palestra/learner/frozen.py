@@ -49,8 +49,10 @@ class FrozenModel:
         """[T] log-probabilities of the batch's tokens, or [M] of its targets."""
 
         def pack(rows: set[int] | None = None) -> PackedBatch:
-            options: dict[str, Any] = {"max_tokens": self._limit.tokens, "share_prefix": self._scorer.shares_prefix}
-            return pack_batch(batch, echo=False, device=self._device, rows=rows, **options)
+            scorer = self._scorer
+            options: dict[str, Any] = {"share_prefix": scorer.shares_prefix, "min_root": scorer.min_root}
+            options |= {"max_tokens": self._limit.tokens, "rows": rows}
+            return pack_batch(batch, echo=False, device=self._device, **options)
 
         def smaller(micros: Sequence[PackedMicroBatch]) -> PackedBatch:
             self._limit.halve(micros[0])

@@ -100,6 +100,7 @@ class LocalLearner:
         captured = 0 if self._scorer.graphs is None else captured_tokens(config, hf.config, self.device)
         self._shapes = Shapes(captured) if captured else None
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
+        self._min_root = self._scorer.min_root if self._share_prefix else 0
         self._reference = self._reference_scorer(options) if config.train.beta > 0 else None
         if in_shards:
             for scorer in {self._scorer, self._reference} - {None}:
@@ -348,6 +349,7 @@ class LocalLearner:
                 device=self.device,
                 rows=rows,
                 at_least=self._parts_of(batch),
+                min_root=self._min_root,
                 shapes=None if graphs is None or graphs.is_off else self._shapes,
             )
 

@@ -65,6 +65,7 @@ def pack_batch(
     device: torch.device,
     rows: Collection[int] | None = None,
     at_least: int = 1,
+    min_root: int = 0,
     shapes: Shapes | None = None,
 ) -> PackedBatch:
     """Pack on the host, then copy to the device, so that no pass waits for it later; see `algo.batching.pack`.
@@ -81,6 +82,7 @@ def pack_batch(
         rows=rows,
         evenly=evenly,
         at_least=at_least,
+        min_root=min_root,
     )
     lengths = to_device((_row_lengths(batches, batch.rows, name) for name in ("policy_mask", "echo_mask")), device)
     return PackedBatch([_to_device(micro, echo, device, shapes) for micro in batches], *lengths)
@@ -105,7 +107,7 @@ def _to_device(batch: MicroBatch, echo: bool, device: torch.device, shapes: Shap
     policy = np.flatnonzero(batch.policy_mask.numpy())
     observed = np.flatnonzero(batch.echo_mask.numpy()) if echo else policy[:0]
     policy_on, observed_on = to_device(map(torch.from_numpy, (policy, observed)), device)
-    return PackedMicroBatch(batch.to(device), policy_on, observed_on, Layout(batch.trees, device, shapes))
+    return PackedMicroBatch(batch.to(device), policy_on, observed_on, Layout(batch.trees, device, shapes, batch.root))
 
 
 def _row_lengths(batches: list[MicroBatch], rows: int, mask: str) -> Tensor:

@@ -29,6 +29,7 @@ RECURRENT = ("linear", "mamba", "conv", "recurrent", "ssm")
 # are off by tenths in bfloat16), and of a gradient relative to its size. A wrong mask is off by whole nats.
 TOLERANCES = {torch.bfloat16: (0.3, 0.5), torch.float16: (0.05, 0.1)}
 FULL_PRECISION = (5e-4, 1e-2)
+ROOT, PROMPT = 4, 9  # tokens with which all rows of the check begin, and with which siblings do
 LONGEST_WINDOW = 1024  # sliding windows up to here are checked with rows that reach beyond them
 # The compiler lays out layers for the size that it sees first, which is here: numbers of a hidden state on a GPU.
 TYPICAL_SIZE = 2**22
@@ -41,7 +42,8 @@ def choose_mode(scorer: Any) -> None:
         # As the learner will call it, so that programs compiled here are used there; a model without trainable weights
         # is a reference.
         patches.set_training(model, any(p.requires_grad for p in model.parameters()) and not has_dropout(model))
-        shared, apart = (_probe(model, share_prefix) for share_prefix in (True, False))
+        root = ROOT if scorer.shares_root else 0
+        shared, apart = _probe(model, True, root), _probe(model, False)
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
         compiled, scorer.compiled = scorer.compiled, False
         scorer.mode = "trees"
@@ -51,7 +53,7 @@ def choose_mode(scorer: Any) -> None:
         elif compiled:
             scorer.compiled = True
             if model.device.type == "cuda":
-                shared = _probe(model, True, size=TYPICAL_SIZE)
+                shared = _probe(model, True, root, size=TYPICAL_SIZE)
             if reason := _mismatch(scorer, shared, expected):
                 scorer.compiled = False
                 log.warning("the learner runs uncompiled, which is slower: %s", reason)
@@ -113,8 +115,9 @@ def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]], count
     return [logprobs.detach(), *(g.float() for g in gradients if g is not None)]
 
 
-def _probe(model: Any, share_prefix: bool, size: int = 0) -> PackedMicroBatch:
-    """Three siblings of unlike lengths, as one tree or apart; the scored tokens come in the same order.
+def _probe(model: Any, share_prefix: bool, min_root: int = 0, size: int = 0) -> PackedMicroBatch:
+    """Three siblings of unlike lengths, as one tree or apart, and a row that begins like them; the scored tokens come
+    in the same order.
 
     The longest reaches well beyond the model's sliding window, where there is one of moderate size: a few tokens
     with a few keys too many would not show. Other rows follow until a hidden state of all has about `size` numbers.
@@ -122,15 +125,18 @@ def _probe(model: Any, share_prefix: bool, size: int = 0) -> PackedMicroBatch:
     embeddings = model.get_input_embeddings().weight
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
-    longest = 9 + (window + window // 4 if window <= LONGEST_WINDOW else 0)
+    longest = PROMPT + (window + window // 4 if window <= LONGEST_WINDOW else 0)
     ids = [(i * 7919 + 17) % len(embeddings) for i in range(19 + longest)]
-    completions = ((9, 15), (15, 15 + longest), (15 + longest, 19 + longest))
-    samples = [_row(ids[:9] + ids[first:last], last - first, group=0, prompt_length=9) for first, last in completions]
-    others = range(1, 1 + min(4096, size // embeddings.shape[1]) // 128)
+    completions = ((PROMPT, 15), (15, 15 + longest), (15 + longest, 19 + longest))
+    samples = [
+        _row(ids[:PROMPT] + ids[first:last], last - first, group=0, prompt_length=PROMPT) for first, last in completions
+    ]
+    samples.append(_row(ids[:ROOT] + ids[PROMPT:15], 4, group=1, prompt_length=0))
+    others = range(2, 2 + min(4096, size // embeddings.shape[1]) // 128)
     samples += [_row((ids * 10)[:129], 1, group=group, prompt_length=0) for group in others]
     batch, device = Batch.of(samples), embeddings.device
-    packed = pack_batch(batch, max_tokens=8192, share_prefix=share_prefix, echo=False, device=device)
-    return packed.micro_batches[0]
+    options: dict[str, Any] = {"max_tokens": 8192, "share_prefix": share_prefix, "min_root": min_root}
+    return pack_batch(batch, echo=False, device=device, **options).micro_batches[0]
 
 
 def _row(tokens: list[int], trained: int, *, group: int, prompt_length: int) -> Sample:

@@ -24,14 +24,19 @@ class Lengths:
     completions: list[int]
     siblings: list[int]  # the completions of each of these prompts together
     others: list[int]  # rows by themselves
+    root: int = 0  # the beginning of all trees
 
     @property
     def tokens(self) -> int:
-        return sum(self.prompts) + sum(self.completions) + sum(self.others)
+        return self.root + sum(self.prompts) + sum(self.completions) + sum(self.others)
 
     @property
     def runs(self) -> int:
-        return len(self.prompts) + len(self.completions) + len(self.others)
+        return bool(self.root) + len(self.prompts) + len(self.completions) + len(self.others)
+
+    @property
+    def longest(self) -> int:
+        return max((self.root, *self.prompts, *self.completions, *self.others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +51,18 @@ class Shape:
     longest_run: int
     longest_tree: int  # its completions together
     longest_prompt: int
+    root: int = 0  # shapes of older checkpoints have none
 
     @property
     def tokens(self) -> int:
-        return self.prompts + self.completions + self.others
+        return self.root + self.prompts + self.completions + self.others
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
     """What fills a shape up: lengths of runs behind each section, and as many of length 0 as are still missing."""
 
+    root: list[int]
     prompts: list[int]
     completions: list[int]
     others: list[int]
@@ -64,11 +71,11 @@ class Padding:
     empty_trees: int
 
     @property
-    def sections(self) -> tuple[list[int], list[int], list[int]]:
-        return self.prompts, self.completions, self.others
+    def sections(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        return self.root, self.prompts, self.completions, self.others
 
 
-NO_PADDING = Padding([], [], [], [], 0, 0)
+NO_PADDING = Padding([], [], [], [], [], 0, 0)
 
 
 class Shapes:
@@ -105,13 +112,14 @@ def shape_for(lengths: Lengths) -> Shape:
     >>> made.prompts, made.completions, made.others, made.runs, made.trees, made.longest_run
     (320, 160, 0, 16, 8, 256)
     """
-    run = _power(2 * max((*lengths.prompts, *lengths.completions, *lengths.others), default=1), SHORTEST_RUN)
+    run = _power(2 * max(lengths.longest, 1), SHORTEST_RUN)  # the padding of the root fits in one, too
     tree, prompt = (_power(2 * max(part, default=1), SHORTEST_RUN) for part in (lengths.siblings, lengths.prompts))
     prompts = _size(sum(lengths.prompts), SPARE_KEYS)
-    completions, others = _size(sum(lengths.completions)), _size(sum(lengths.others))
+    completions, others, root = _size(sum(lengths.completions)), _size(sum(lengths.others)), _size(lengths.root)
     trees = _with_room(len(lengths.siblings)) + prompts // prompt + completions // tree + 2 if prompts else 0
-    runs = _with_room(lengths.runs) + trees + (completions + others) // run + 2
-    return Shape(prompts, completions, others, _power(runs, 16), _power(trees, 8) if trees else 0, run, tree, prompt)
+    runs = _with_room(lengths.runs) + trees + (completions + others) // run + 2 + bool(root)
+    runs, trees = _power(runs, 16), _power(trees, 8) if trees else 0
+    return Shape(prompts, completions, others, runs, trees, run, tree, prompt, root)
 
 
 def padding_in(shape: Shape, lengths: Lengths) -> Padding | None:
@@ -119,24 +127,26 @@ def padding_in(shape: Shape, lengths: Lengths) -> Padding | None:
 
     >>> lengths = Lengths([100, 90], [30, 40, 50, 10], [70, 60], [])
     >>> padding_in(shape_for(lengths), lengths)
-    Padding(prompts=[130], completions=[30], others=[], siblings=[30], empty_runs=8, empty_trees=5)
+    Padding(root=[], prompts=[130], completions=[30], others=[], siblings=[30], empty_runs=8, empty_trees=5)
     """
     prompts = shape.prompts - sum(lengths.prompts)
     completions, others = shape.completions - sum(lengths.completions), shape.others - sum(lengths.others)
     trees = max(-(-prompts // shape.longest_prompt), -(-completions // shape.longest_tree)) if shape.prompts else 0
+    root = shape.root - lengths.root
     padding_runs = -(-completions // shape.longest_run), -(-others // shape.longest_run)
-    empty_runs = shape.runs - lengths.runs - trees - sum(padding_runs)
+    empty_runs = shape.runs - lengths.runs - trees - sum(padding_runs) - bool(shape.root)
     empty_trees = shape.trees - len(lengths.siblings) - trees
-    longest = max((*lengths.prompts, *lengths.completions, *lengths.others), default=0)
     fits = (
-        min(prompts - trees, completions, others, empty_runs, empty_trees) >= 0
-        and longest <= shape.longest_run
+        min(prompts - trees, completions, others, root, empty_runs, empty_trees) >= 0
+        and bool(shape.root) == bool(lengths.root)  # without a root, nothing attends to one
+        and lengths.longest <= shape.longest_run
         and max(lengths.siblings, default=0) <= shape.longest_tree
         and max(lengths.prompts, default=0) <= shape.longest_prompt
     )
     if not fits:
         return None
     return Padding(
+        [root] if shape.root else [],
         _divided(prompts, trees),
         _divided(completions, padding_runs[0]),
         _divided(others, padding_runs[1]),

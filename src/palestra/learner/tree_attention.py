@@ -1,4 +1,4 @@
-"""Attention over packed trees: a completion sees its prompt and its own past, nothing else.
+"""Attention over packed trees: a completion sees the root, its prompt and its own past, nothing else.
 
 One function, registered with transformers' AttentionInterface, drives any model that follows that
 interface; the layout of the packed tokens reaches it as the keyword `layout`.
@@ -38,16 +38,20 @@ class Reach(NamedTuple):
 
 
 class Layout:
-    """Where the trees lie, with the index tensors and masks that every layer uses again.
+    """Where the trees lie behind the `root` tokens, with the index tensors and masks that every layer uses again.
 
     Layers compute tokens in an order of their own, the one of `bounds`, if `is_reordered`, padded to one of `shapes`.
     """
 
-    def __init__(self, trees: tuple[Tree, ...], device: torch.device, shapes: Shapes | None = None) -> None:
+    def __init__(
+        self, trees: tuple[Tree, ...], device: torch.device, shapes: Shapes | None = None, root: int = 0
+    ) -> None:
         self.trees = trees
+        self.root = root
         self.device = device
-        self.longest_row = max((t.prompt_length + max(t.completion_lengths, default=0) for t in trees), default=0)
-        self.bounds = Bounds(trees, device, shapes)
+        rows = (t.prompt_length + max(t.completion_lengths, default=0) for t in trees)
+        self.longest_row = root + max(rows, default=0)
+        self.bounds = Bounds(trees, device, shapes, root)
         self._masks: dict[tuple[int, int, Reach], Tensor] = {}
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
         self.runs: Any = None  # of recurrent layers, made by the first of them
@@ -133,7 +137,7 @@ def tree_attention(
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out = flash_trees(q, k, v, layout.bounds, scale)
     elif is_causal_only and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:  # as the fused kernel needs it
-        out = cpu_trees(q, k, v, layout.trees, scale)
+        out = cpu_trees(q, k, v, layout.trees, scale, layout.root)
     else:
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         out = masked_trees(q, k, v, layout, Reach(sliding_window, chunk), extra)
@@ -152,7 +156,8 @@ def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, reach: Reach, 
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("attention walks the trees of the micro-batch, which the next one does not have")
     q, k, v = (layout.restore(x) for x in (q, k, v))
-    outputs = [out for tree in layout.trees for out in _attend_tree(tree, q, k, v, layout, reach, extra)]
+    trees = (Tree(0, layout.root, ()), *layout.trees)
+    outputs = [out for tree in trees for out in _attend_tree(tree, q, k, v, layout, reach, extra)]
     return layout.reorder(torch.cat(outputs))
 
 
@@ -162,9 +167,12 @@ def _attend_tree(
     """The tree's outputs [n, H, D]: those of the prompt, then those of all completions."""
     start, middle = tree.start, tree.start + tree.prompt_length
     prompt = slice(start, middle)
+    k_past, v_past = k[prompt], v[prompt]
+    if root := min(start, layout.root):
+        k_past, v_past = torch.cat([k[:root], k_past]), torch.cat([v[:root], v_past])
     if tree.prompt_length:
-        mask = layout.mask(tree.prompt_length, tree.prompt_length, reach)
-        yield _attend(q[prompt][None], k[prompt][None], v[prompt][None], mask, **extra)[0]
+        mask = layout.mask(tree.prompt_length, len(k_past), reach)
+        yield _attend(q[prompt][None], k_past[None], v_past[None], mask, **extra)[0]
     siblings = len(tree.completion_lengths)
     if not siblings:
         return
@@ -174,9 +182,9 @@ def _attend_tree(
     else:
         places, real = layout.spread(tree)
         q_own, k_own, v_own = (x.index_select(0, places).unflatten(0, (siblings, -1)) for x in (q, k, v))
-    if tree.prompt_length:
-        k_own = torch.cat([k[prompt].expand(siblings, -1, -1, -1), k_own], dim=1)
-        v_own = torch.cat([v[prompt].expand(siblings, -1, -1, -1), v_own], dim=1)
+    if len(k_past):
+        k_own = torch.cat([k_past.expand(siblings, -1, -1, -1), k_own], dim=1)
+        v_own = torch.cat([v_past.expand(siblings, -1, -1, -1), v_own], dim=1)
     out = _attend(q_own, k_own, v_own, layout.mask(q_own.shape[1], k_own.shape[1], reach), **extra)
     yield out[0] if siblings == 1 else out.flatten(0, 1).index_select(0, real)
 
@@ -222,30 +230,30 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
-def cpu_trees(q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float) -> Tensor:
+def cpu_trees(q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float, root: int = 0) -> Tensor:
     """[T, H, D] attention of packed tokens over their tree paths; q [T, H, D], k and v [T, K, D]."""
     if repeats := q.shape[1] // k.shape[1] - 1:
         k, v = (x.repeat_interleave(repeats + 1, dim=1) for x in (k, v))
-    out: Tensor = _TreeAttention.apply(q, k, v, trees, scale)
+    out: Tensor = _TreeAttention.apply(q, k, v, trees, scale, root)
     return out
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float, root: int) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         total = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # log-sum-exp
-        for runs in _batches(trees):
+        for runs in _batches(trees, root):
             part = _flash(*(runs.pad(x) for x in (q, k, v)), 0.0, True, scale=scale)
             for whole, result in zip((out, total), part, strict=True):
                 runs.unpad(result, whole)
-        for prompt, own in _shared(trees):
+        for prompt, own in _shared(trees, root):
             queries, keys, values = _batch(q[own]), _batch(k[prompt]), _batch(v[prompt])
             half, half_total = (x[0].transpose(0, 1) for x in _flash(queries, keys, values, 0.0, False, scale=scale))
             out[own].lerp_(half, (half_total - total[own]).sigmoid_()[..., None].to(out.dtype))
             total[own] = torch.logaddexp(total[own], half_total)
         ctx.save_for_backward(q, k, v, out, total)
-        ctx.trees, ctx.scale = trees, scale
+        ctx.trees, ctx.scale, ctx.root = trees, scale, root
         return out
 
     @staticmethod
@@ -253,22 +261,22 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, total = ctx.saved_tensors
         grad = grads[0].contiguous()
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for runs in _batches(ctx.trees):
+        for runs in _batches(ctx.trees, ctx.root):
             parts = runs.pad(grad, zeros=True), *(runs.pad(x) for x in (q, k, v, out, total))
             for whole, result in zip((dq, dk, dv), _flash_backward(*parts, 0.0, True, scale=ctx.scale), strict=True):
                 runs.unpad(result, whole)
-        for prompt, own in _shared(ctx.trees):
+        for prompt, own in _shared(ctx.trees, ctx.root):
             queries, results = (_batch(x[own]) for x in (grad, q)), (_batch(x[own]) for x in (out, total))
             keys, values = _batch(k[prompt]), _batch(v[prompt])
             parts = _flash_backward(*queries, keys, values, *results, 0.0, False, scale=ctx.scale)
             for whole, place, result in zip((dq, dk, dv), (own, prompt, prompt), parts, strict=True):
                 whole[place] += result[0].transpose(0, 1)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Prompts and completions of similar length, each with its own causal attention."""
+    """Root, prompts and completions of similar length, each with its own causal attention."""
 
     rows: int
     places: Tensor  # [rows * n] the token at each place; padding repeats a run's last
@@ -290,9 +298,10 @@ class _Runs:
 
 
 @lru_cache(maxsize=2)  # every layer asks for the same, forward and backward
-def _batches(trees: tuple[Tree, ...]) -> list[_Runs]:
+def _batches(trees: tuple[Tree, ...], root: int) -> list[_Runs]:
     """All runs, those of about one length together."""
-    lengths = np.array([n for tree in trees for n in (tree.prompt_length, *tree.completion_lengths) if n])
+    of_trees = (n for tree in trees for n in (tree.prompt_length, *tree.completion_lengths))
+    lengths = np.array([n for n in (root, *of_trees) if n])
     starts = lengths.cumsum() - lengths
     order = lengths.argsort(kind="stable")
     found, first = [], 0
@@ -319,9 +328,11 @@ def _batch(x: Tensor, rows: int = 1) -> Tensor:
     return x.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-def _shared(trees: tuple[Tree, ...]) -> Iterator[tuple[slice, slice]]:
-    """(prompt, its completions) of each tree that has both."""
+def _shared(trees: tuple[Tree, ...], root: int) -> Iterator[tuple[slice, slice]]:
+    """(prompt, its completions) of each tree that has both, and (root, all trees)."""
     for tree in trees:
         middle, end = tree.start + tree.prompt_length, tree.start + tree.length
         if tree.start < middle < end:
             yield slice(tree.start, middle), slice(middle, end)
+    if root:
+        yield slice(0, root), slice(root, None)

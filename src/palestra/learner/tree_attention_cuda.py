@@ -1,11 +1,12 @@
-"""Tree attention by two flash-attention calls: each token to its own run, and completions to their prompt.
+"""Tree attention by up to three flash-attention calls: each token to its own run, completions to their prompt, and all
+tokens to the root, the common beginning of all trees.
 
-Both halves are partial softmaxes over disjoint keys; they are merged by their log-sum-exps. The
-backward pass gives each half the merged output and log-sum-exp, which makes its gradients exact, so
-neither a mask nor a second copy of the prompt's keys ever exists.
+These parts are partial softmaxes over disjoint keys; they are merged by their log-sum-exps. The
+backward pass gives each part the merged output and log-sum-exp, which makes its gradients exact, so
+neither a mask nor a second copy of a prompt's keys ever exists.
 
-Tokens come with the prompts first, so that both halves read slices: to pick them out of every tensor in every
-layer takes more launches than all else, and small models wait for launches.
+Tokens come with the root and the prompts first, so that all parts read slices: to pick them out of every tensor in
+every layer takes more launches than all else, and small models wait for launches.
 """
 
 from __future__ import annotations
@@ -29,48 +30,73 @@ from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
 HALF = (torch.bfloat16, torch.float16)
 Half = tuple[Tensor, Tensor, int, int, bool]  # query bounds, key bounds, the longest of each, causal
 
+# The backward kernel works in parallel on segments, heads and blocks of keys. A root has few blocks of keys, so the
+# tokens that attend to it are divided into this many segments of at least so many tokens, each with a copy of its keys.
+ROOT_SEGMENTS, SHORTEST_SEGMENT = 16, 128
+
 
 _alive: WeakValueDictionary[int, Bounds] = WeakValueDictionary()
 _handles = count()
 
 
 class Bounds:
-    """Where the two halves lie when tokens come in `order`: the prompts that completions share, these completions, and
-    all other runs. `place` is the reverse: where each token of the trees is then.
+    """Where the parts of attention lie when tokens come in `order`: the root, the prompts that completions share, these
+    completions, and all other runs. `place` is the reverse: where each token of the trees is then.
 
     Compiled layers know them only by `handle`, so that no layout makes them compile again; whoever
-    runs a forward and backward pass must keep the object. `own` bounds every prompt and every
+    runs a forward and backward pass must keep the object. `own` bounds the root, every prompt and every
     completion, `shared` the completions and the prompt of each tree that has both, which are the tokens in
-    `completions` and `prompts`.
+    `completions` and `prompts`. `to_root` bounds segments of all tokens behind the root (`rest`), and copies of the
+    root's keys, one for each segment.
 
     With a `shape`, one of `shapes`, each section ends with padding, which repeats the first token. Bounds of one shape
     differ in the numbers of their tensors alone.
     """
 
-    def __init__(self, trees: tuple[Tree, ...], device: torch.device, shapes: Shapes | None = None) -> None:
+    def __init__(
+        self, trees: tuple[Tree, ...], device: torch.device, shapes: Shapes | None = None, root: int = 0
+    ) -> None:
         shared = [tree for tree in trees if tree.is_shared]
         prompts = [(tree.start, tree.prompt_length) for tree in shared]
         completions = [run for tree in shared for run in _runs(tree)[1:]]
         others = [run for tree in trees if not tree.is_shared for run in _runs(tree)]
-        sections = [[n for _, n in runs] for runs in (prompts, completions, others)]
+        runs_of_sections = [(0, root)] if root else [], prompts, completions, others
+        sections = [[n for _, n in runs] for runs in runs_of_sections]
         siblings = [sum(tree.completion_lengths) for tree in shared]
-        lengths = Lengths(sections[0], sections[1], siblings, sections[2])
+        lengths = Lengths(sections[1], sections[2], siblings, sections[3], root)
         fitted = None if shapes is None else shapes.fit(lengths)
         self.shape = None if fitted is None else fitted[0]
         padding = NO_PADDING if fitted is None else fitted[1]
         padded = [runs + more for runs, more in zip(sections, padding.sections, strict=True)]
         no_trees = [0] * padding.empty_trees
-        keys, queries = padded[0] + no_trees, siblings + padding.siblings + no_trees
-        own = [*padded[0], *padded[1], *padded[2], *[0] * padding.empty_runs]
-        order, place = _order((prompts, completions, others), padding.sections)
-        indices = (order, place, *map(_bounds, (own, queries, keys)))
-        self.order, self.place, *self.numbers = to_device(map(torch.from_numpy, indices), device)
-        self.longest = [max(lengths, default=1) for lengths in (own, queries, keys)]
-        if self.shape is not None:
-            self.longest = [self.shape.longest_run, self.shape.longest_tree, self.shape.longest_prompt]
-        self.prompts = slice(0, sum(keys))
+        keys, queries = padded[1] + no_trees, siblings + padding.siblings + no_trees
+        own = [n for runs in padded for n in runs] + [0] * padding.empty_runs
+        order, place = _order(runs_of_sections, padding.sections)
+        self.root = slice(0, sum(padded[0]))
+        self.prompts = slice(self.root.stop, self.root.stop + sum(keys))
         self.completions = slice(self.prompts.stop, self.prompts.stop + sum(queries))
+        self.rest = slice(self.root.stop, len(order))
+        self.segments = max(1, min(ROOT_SEGMENTS, (self.rest.stop - self.rest.start) // SHORTEST_SEGMENT))
+        bounds = [own, queries, keys, *self._to_root(padded[0])]
+        indices = (order, place, *map(_bounds, bounds))
+        self.order, self.place, *self.numbers = to_device(map(torch.from_numpy, indices), device)
+        self.longest = [max(lengths, default=1) for lengths in bounds]
+        if self.shape is not None:
+            of_shape = [self.shape.longest_run, self.shape.longest_tree, self.shape.longest_prompt]
+            self.longest = [*of_shape, *self.longest[3:4], *([self.shape.root] if self.shape.root else [])]
         self._register()
+
+    def _to_root(self, root: list[int]) -> list[list[int]]:
+        """The lengths of segments of the rest, and of the root's copies, if there is a root.
+
+        The padding behind the root in each copy belongs to a segment without queries: nothing attends to it.
+        """
+        if not root:
+            return []
+        rest = self.rest.stop - self.rest.start
+        parts = np.diff(np.arange(self.segments + 1) * rest // self.segments).tolist()
+        queries = [n for part in parts for n in (part, *[0] * (len(root) - 1))]
+        return [queries, root * self.segments]
 
     def copy(self) -> Bounds:
         """The same, with numbers of its own."""
@@ -95,8 +121,24 @@ class Bounds:
 
     @property
     def has_shared(self) -> bool:
-        """Whether there is a second half."""
-        return self.prompts.stop > 0
+        """Whether completions share a prompt."""
+        return self.prompts.stop > self.prompts.start
+
+    @property
+    def to_root(self) -> Half:
+        return self.numbers[3], self.numbers[4], self.longest[3], self.longest[4], False
+
+    @property
+    def has_root(self) -> bool:
+        return self.root.stop > 0
+
+    def copies_of_root(self, x: Tensor) -> Tensor:
+        """[T, …] -> [segments · root, …]."""
+        return x[self.root].expand(self.segments, *[-1] * x.dim()).flatten(0, 1)
+
+    def sum_of_copies(self, x: Tensor) -> Tensor:
+        """[segments · root, …] -> [root, …]: the gradient of `copies_of_root`."""
+        return x.unflatten(0, (self.segments, -1)).sum(0)
 
 
 def flash_fits(query: Tensor, value: Tensor) -> bool:
@@ -112,13 +154,17 @@ def flash_trees(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float) -
 
 @torch.library.custom_op("palestra::tree_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """([T, H, D] output, [H, T] log-sum-exp) over both halves."""
+    """([T, H, D] output, [H, T] log-sum-exp) over all parts."""
     bounds = _alive[int(handle)]
     out, lse = _half(q, k, v, bounds.own, scale)
     if bounds.has_shared:
         completions, prompts = bounds.completions, bounds.prompts
         half, half_lse = _half(q[completions], k[prompts], v[prompts], bounds.shared, scale)
         _merge(q.device.type)(out[completions], lse[:, completions], half, half_lse)
+    if bounds.has_root:
+        rest, copies = bounds.rest, bounds.copies_of_root
+        half, half_lse = _half(q[rest], copies(k), copies(v), bounds.to_root, scale)
+        _merge(q.device.type)(out[rest], lse[:, rest], half, half_lse)
     return out, lse
 
 
@@ -137,6 +183,11 @@ def _backward(
         c, p = bounds.completions, bounds.prompts
         more = _half_backward(grad[c], q[c], k[p], v[p], out[c], lse[:, c].contiguous(), bounds.shared, scale)
         torch._foreach_add_([dq[c], dk[p], dv[p]], more)
+    if bounds.has_root:
+        r, root, copies = bounds.rest, bounds.root, bounds.copies_of_root
+        parts = grad[r], q[r], copies(k), copies(v), out[r], lse[:, r].contiguous()
+        dq_more, *of_copies = _half_backward(*parts, bounds.to_root, scale)
+        torch._foreach_add_([dq[r], dk[root], dv[root]], [dq_more, *map(bounds.sum_of_copies, of_copies)])
     return dq, dk, dv
 
 

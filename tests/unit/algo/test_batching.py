@@ -1,10 +1,12 @@
 """Packing samples into micro-batches."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from palestra.algo.batch import Batch, Targets
-from palestra.algo.batching import Tree, pack
+from palestra.algo.batching import MicroBatch, Tree, pack
 from palestra.core.machine import ALIGNMENT, to_device
 from palestra.core.types import Sample
 
@@ -61,6 +63,66 @@ def test_even_micro_batches_are_as_many_with_the_same_rows_and_the_largest_is_sm
 def test_a_group_that_fits_whole_is_not_split_over_two_micro_batches() -> None:
     samples = [row([1, 2, 3, 4], [5, 6, 7], group=g) for g in (0, 0, 1, 1)]
     assert [batch.trees for batch in pack(Batch.of(samples), max_tokens=12)] == [(Tree(0, 4, (2, 2)),)] * 2
+
+
+def with_root(samples: list[Sample], max_tokens: int = 100, **options: Any) -> list[MicroBatch]:
+    return pack(Batch.of(samples), max_tokens=max_tokens, min_root=2, **options)
+
+
+def test_a_beginning_that_all_rows_share_comes_once_before_the_trees() -> None:
+    samples = [row([1, 2, 3], [4, 5, 6]), row([1, 2, 3], [7, 8]), row([1, 2, 9], [4, 5, 5], group=1)]
+    [batch] = with_root(samples)
+    assert batch.root == 2
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 7, 9, 4, 5]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 2, 3, 4]
+    assert batch.trees == (Tree(2, 1, (2, 1)), Tree(6, 0, (3,)))
+    assert batch.source.tolist() == [2, 3, 4, 2, 5, 6, 7, 8]
+    [whole] = pack(Batch.of(samples), max_tokens=100)
+    assert whole.root == 0
+    assert torch.equal(batch.token_ids[batch.source], whole.token_ids[whole.source])
+    assert torch.equal(batch.position_ids[batch.source], whole.position_ids[whole.source])
+    assert torch.equal(batch.target, whole.target)
+
+
+def test_the_root_ends_before_the_token_that_predicts_the_first_scored_one() -> None:
+    samples = [row([1, 2, 3, 4], [5, i, 6], group=i) for i in (7, 8)]
+    assert [batch.root for batch in with_root(samples)] == [3]
+    targets = Targets(np.array([5, 6]), np.array([5, 3]), np.array([0, 1, 2]), {"weights": np.ones(2, np.float32)})
+    rows = [np.array([1, 2, 3, 4, 5]), np.array([1, 2, 3, 4])]
+    [micro] = pack(Batch.of_targets(rows, targets, np.arange(2), np.full(2, 4)), max_tokens=64, min_root=2)
+    assert (micro.root, micro.token_ids.tolist(), micro.source.tolist()) == (2, [1, 2, 3, 4, 5, 3], [4, 5])
+
+
+def test_a_prompt_that_ends_within_the_root_leaves_trees_without_a_prompt() -> None:
+    first = row([1, 2, 3], [4, 5, 6])
+    samples = [
+        Sample(s.token_ids, s.policy_mask, s.echo_mask, s.logprobs, 1.0, group, 1)
+        for group, s in ((0, first), (0, row([1, 2, 9], [7])), (1, first))
+    ]
+    [batch] = with_root(samples)
+    assert (batch.root, batch.trees) == (2, (Tree(2, 0, (3, 1)), Tree(6, 0, (3,))))
+    assert batch.token_ids[batch.source].tolist() == [3, 4, 5, 9, 3, 4, 5]
+
+
+def test_there_is_no_root_of_few_tokens_for_one_tree_or_for_unlike_rows() -> None:
+    alike = [row([1, 2, 3], [4, 5], group=g) for g in (0, 1)]
+    assert [batch.root for batch in with_root(alike)] == [2]
+    assert [batch.root for batch in pack(Batch.of(alike), max_tokens=100, min_root=3)] == [0]
+    assert [batch.root for batch in pack(Batch.of(alike), max_tokens=100)] == [0]
+    assert [batch.root for batch in with_root([row([1, 2, 3], [4, 5])] * 2)] == [0]
+    assert [batch.root for batch in with_root([*alike, row([1, 9, 3], [4, 5], group=2)])] == [0]
+    assert [batch.root for batch in with_root([*alike, row([1, 9], [4], group=2, trained=False)])] == [2]
+    assert [batch.root for batch in with_root(alike, max_rows=1)] == [0, 0]
+
+
+def test_the_root_counts_once_in_the_size_of_a_micro_batch() -> None:
+    samples = [row([*range(10), 20 + g], [5] * 4, group=g) for g in range(8) for _ in range(2)]
+    for evenly in (False, True):
+        batches = with_root(samples, max_tokens=31, evenly=evenly)
+        assert [len(batch.token_ids) for batch in batches] == [10 + 3 * 7] * 2 + [10 + 2 * 7]
+        assert torch.bincount(torch.cat([batch.row for batch in batches])).tolist() == [4] * 16
+    batches = with_root(samples, max_tokens=16)  # which has no room for two trees and a root
+    assert [(batch.root, len(batch.token_ids)) for batch in batches] == [(0, 14)] * 16
 
 
 def test_a_row_without_a_scored_token_is_left_out() -> None:

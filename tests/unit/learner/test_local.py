@@ -114,6 +114,26 @@ def test_sharing_the_prompt_and_gradient_checkpointing_change_nothing(change: di
         assert usual["tokens_computed"] < other["tokens_computed"]
 
 
+@pytest.mark.parametrize("echo", [0.0, 0.3])
+@pytest.mark.parametrize("budget", [16384, 160])
+def test_a_common_beginning_is_computed_once_for_each_micro_batch(budget: int, echo: float) -> None:
+    samples = make_samples(groups=4, beginning=80)
+    found = []
+    for share in (True, False):
+        changes = {"share_prefix": share, "tokens_per_micro_batch": budget}
+        config = settings(train=changes, echo={"coefficient": echo})
+        learner = KeepsGradients(build(), config=config)
+        coefficients = coefficients_at(0, config, None, 0.0)
+        metrics = update(learner, Batch.of(samples), config, coefficients, version=0)
+        found.append((metrics, learner.taken[0]))
+    (ours, mine), (plain, theirs) = found
+    assert float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm())
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-4, abs=1e-6)
+    behind = sum(5 + group + sum(7 + 2 * sibling - 1 for sibling in range(3)) for group in range(4))
+    assert ours["tokens_computed"] == behind + 80 * 2  # a micro-batch for each replica, or by the budget
+    assert plain["tokens_computed"] == sum(len(sample.token_ids) - 1 for sample in samples)
+
+
 @pytest.mark.parametrize("mode", ["trees", "reference"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_echo_term_is_the_cross_entropy_on_tool_results(temperature: float, mode: str) -> None:

@@ -53,7 +53,7 @@ def siblings_see_each_other(keywords: dict[str, Any]) -> dict[str, Any]:
     """All completions of a tree as one long one."""
     layout = keywords["layout"]
     trees = (replace(tree, completion_lengths=(sum(tree.completion_lengths),)) for tree in layout.trees)
-    return keywords | {"layout": Layout(tuple(trees), layout.device)}
+    return keywords | {"layout": Layout(tuple(trees), layout.device, root=layout.root)}
 
 
 def completions_do_not_see_their_prompt(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,12 @@ def completions_do_not_see_their_prompt(keywords: dict[str, Any]) -> dict[str, A
     starts = (Tree(t.start, t.prompt_length, ()) for t in layout.trees)
     rest = (Tree(t.start + t.prompt_length, 0, t.completion_lengths) for t in layout.trees)
     trees = tuple(part for pair in zip(starts, rest, strict=True) for part in pair)
-    return keywords | {"layout": Layout(trees, layout.device)}
+    return keywords | {"layout": Layout(trees, layout.device, root=layout.root)}
+
+
+def trees_do_not_see_the_root(keywords: dict[str, Any]) -> dict[str, Any]:
+    layout = keywords["layout"]
+    return keywords | {"layout": Layout((Tree(0, layout.root, ()), *layout.trees), layout.device)}
 
 
 def no_window(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -82,15 +87,22 @@ def places_in_the_packed_run(micro: PackedMicroBatch) -> torch.Tensor:
 
 
 def one_too_far_from_the_prompt(micro: PackedMicroBatch) -> torch.Tensor:
-    [tree] = micro.batch.trees
-    return micro.batch.position_ids + (torch.arange(tree.length) >= tree.prompt_length)
+    tree, _ = micro.batch.trees
+    places = torch.arange(len(micro.batch.token_ids))
+    return micro.batch.position_ids + (places >= tree.start + tree.prompt_length)
+
+
+def one_too_far_from_the_root(micro: PackedMicroBatch) -> torch.Tensor:
+    return micro.batch.position_ids + (torch.arange(len(micro.batch.token_ids)) >= micro.batch.root)
 
 
 FAULTS = {
     "siblings see each other": attend_by(siblings_see_each_other),
     "no prompt": attend_by(completions_do_not_see_their_prompt),
+    "no root": attend_by(trees_do_not_see_the_root),
     "positions of the packed run": place_by(places_in_the_packed_run),
     "positions off by one": place_by(one_too_far_from_the_prompt),
+    "positions behind the root off by one": place_by(one_too_far_from_the_root),
 }
 
 

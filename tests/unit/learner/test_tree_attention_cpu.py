@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,17 +16,36 @@ from palestra.learner.tree_attention import Layout, Reach, cpu_trees, masked_tre
 TREES = (Tree(0, 5, (3, 3, 4, 1)), Tree(16, 0, (6,)), Tree(22, 4, (2, 2)), Tree(30, 3, ()))
 
 
+@pytest.mark.parametrize("root", [0, 7])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_runs_and_prompts_merged_equal_masked_attention(kv_heads: int) -> None:
+def test_runs_prompts_and_root_merged_equal_masked_attention(kv_heads: int, root: int) -> None:
     torch.manual_seed(0)
-    heads = (4, kv_heads, kv_heads)
-    q, k, v = (torch.randn(33, h, 16, dtype=torch.float64, requires_grad=True) for h in heads)
-    weight = torch.randn(33, 4, 16, dtype=torch.float64)
-    merged = cpu_trees(q, k, v, TREES, 0.3)
-    layout = Layout(TREES, q.device)
+    heads, trees = (4, kv_heads, kv_heads), tuple(replace(tree, start=root + tree.start) for tree in TREES)
+    q, k, v = (torch.randn(root + 33, h, 16, dtype=torch.float64, requires_grad=True) for h in heads)
+    weight = torch.randn(root + 33, 4, 16, dtype=torch.float64)
+    merged = cpu_trees(q, k, v, trees, 0.3, root)
+    layout = Layout(trees, q.device, root=root)
     masked = masked_trees(q, k, v, layout, Reach(), {"scale": 0.3, "softcap": None, "sinks": None})
     torch.testing.assert_close(merged, masked)
     ours, plain = (torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (merged, masked))
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=4), Reach(chunk=5)])
+def test_rows_behind_a_root_attend_as_whole_rows(reach: Reach) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(17, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    rows = [[*range(9), 9, 10], [*range(9), 11], [*range(6), 12, 13, 14, 15, 16]]  # root 6, prompt 3, lone row of 5
+    extra = {"scale": None, "softcap": None, "sinks": None}
+    layout = Layout((Tree(6, 3, (2, 1)), Tree(12, 0, (5,))), q.device, root=6)
+    found = masked_trees(q, k, v, layout, reach, extra)
+    apart = [
+        masked_trees(q[row], k[row], v[row], Layout((Tree(0, 0, (len(row),)),), q.device), reach, extra) for row in rows
+    ]
+    whole = torch.cat([found[row] for row in rows])
+    torch.testing.assert_close(whole, torch.cat(apart))
+    weight = torch.randn_like(whole)
+    ours, plain = (torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (whole, torch.cat(apart)))
     torch.testing.assert_close(ours, plain)
 
 

@@ -1,10 +1,11 @@
-"""Two partial attentions, merged, are the attention over whole tree paths: values and gradients."""
+"""Partial attentions, merged, are the attention over whole tree paths: values and gradients."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,10 @@ from palestra.learner.tree_attention_cuda import Bounds, flash_trees
 
 TREES = (Tree(0, 5, (3, 4, 1)), Tree(13, 0, (6,)), Tree(19, 4, (2, 2)), Tree(27, 3, ()))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def behind(root: int) -> tuple[Tree, ...]:
+    return tuple(replace(tree, start=root + tree.start) for tree in TREES)
 
 
 def half(q, k, v, bounds, scale):
@@ -81,19 +86,25 @@ def formula_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tree_attention_cuda, "_half_backward", half_backward)
 
 
+@pytest.mark.parametrize("root", [0, 9, 70])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_merged_halves_equal_masked_attention(device: str, padded: bool) -> None:
+def test_merged_parts_equal_masked_attention(
+    device: str, padded: bool, root: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_attention_cuda, "SHORTEST_SEGMENT", 8)  # several even for so few tokens
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    tokens, heads, kv_heads, size = 30, 4, 2, 32
+    tokens, heads, kv_heads, size = root + 30, 4, 2, 32
     q, k, v = (
         torch.randn(tokens, h, size, device=device, dtype=dtype, requires_grad=True)
         for h in (heads, kv_heads, kv_heads)
     )
     weight = torch.randn(tokens, heads, size, device=device, dtype=dtype)
     results = []
-    bounds, layout = Bounds(TREES, q.device, Shapes(10_000) if padded else None), Layout(TREES, q.device)
+    shapes, trees = Shapes(10_000) if padded else None, behind(root)
+    bounds, layout = Bounds(trees, q.device, shapes, root), Layout(trees, q.device, root=root)
+    assert (bounds.has_root, bounds.segments > 2) == (root > 0, True)
     for merged in (True, False):
         if merged:
             out = flash_trees(*(x[bounds.order] for x in (q, k, v)), bounds, 0.3)[bounds.place]
@@ -110,24 +121,33 @@ def test_merged_halves_equal_masked_attention(device: str, padded: bool) -> None
 @pytest.mark.parametrize("seed", range(20))
 def test_padding_is_seen_by_itself_alone(seed: int) -> None:
     rng = random.Random(seed)
-    trees, start = [], 0
+    root = rng.choice([0, rng.randint(1, 2000)])
+    trees, start = [], root
     for _ in range(rng.randint(1, 40)):
         prompt = rng.choice([0, 0, rng.randint(1, 300)])
         tree = Tree(start, prompt, tuple(rng.randint(1, 400) for _ in range(rng.randint(0 if prompt else 1, 9))))
         trees.append(tree)
         start += tree.length
-    bounds = Bounds(tuple(trees), torch.device("cpu"), Shapes(100_000))
+    bounds = Bounds(tuple(trees), torch.device("cpu"), Shapes(100_000), root)
     assert bounds.shape is not None
-    plain = Bounds(tuple(trees), torch.device("cpu"))
+    plain = Bounds(tuple(trees), torch.device("cpu"), root=root)
     assert bounds.order[bounds.place].tolist() == list(range(start))
-    assert start <= len(bounds.order) <= 1.8 * start + 3 * 128 + 64
-    own, queries, keys = (numbers.tolist() for numbers in bounds.numbers)
+    assert start <= len(bounds.order) <= 1.8 * start + 4 * 128 + 64
+    own, queries, keys, *to_root = (numbers.tolist() for numbers in bounds.numbers)
     assert own[-1] == len(bounds.order)
     assert (queries[-1], keys[-1]) == (
         bounds.completions.stop - bounds.completions.start,
-        bounds.prompts.stop,
+        bounds.prompts.stop - bounds.prompts.start,
     )
-    for lengths, longest in zip(map(pairwise, (own, queries, keys)), bounds.longest, strict=True):
+    if root:
+        assert bounds.place[:root].tolist() == list(range(root))
+        assert (to_root[0][-1], to_root[1][-1]) == (
+            len(bounds.order) - bounds.root.stop,
+            bounds.segments * bounds.root.stop,
+        )
+        attended = [(d - c) for (a, b), (c, d) in zip(*map(pairwise, to_root), strict=True) if b > a]
+        assert attended == [root] * bounds.segments
+    for lengths, longest in zip(map(pairwise, (own, queries, keys, *to_root)), bounds.longest, strict=True):
         assert all(0 <= b - a <= longest for a, b in lengths)
     for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
         assert d > c or a == b  # a query without a key has no softmax
@@ -148,10 +168,25 @@ def test_a_shape_serves_other_layouts() -> None:
     assert too_large.shape is None
 
 
+def test_a_shape_with_a_root_serves_roots_of_other_lengths_but_no_layout_without_one() -> None:
+    shapes, cpu = Shapes(4000), torch.device("cpu")
+    bounds = [Bounds((Tree(n, 30, (40, 50)), Tree(n + 120, 0, (60,))), cpu, shapes, n) for n in range(300, 250, -5)]
+    assert len({some.shape for some in bounds}) == 1
+    assert len({(*map(len, some.numbers), *some.longest) for some in bounds}) == 1
+    plain = Bounds((Tree(0, 30, (40, 50)), Tree(120, 0, (60,))), cpu, shapes)
+    assert plain.shape not in (None, bounds[0].shape)
+    assert len(plain.numbers) == 3
+    restored = Shapes(4000)
+    restored.restore(shapes.state())
+    assert restored.state() == shapes.state()
+    restored.restore([numbers[:8] for numbers in shapes.state()[1:]])  # of a version without roots
+    assert restored.state() == shapes.state()[1:]
+
+
 def test_the_operator_is_registered_as_compilers_need_it() -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(30, h, 8, requires_grad=True) for h in (4, 2, 2))
-    bounds = Bounds(TREES, q.device)
+    q, k, v = (torch.randn(39, h, 8, requires_grad=True) for h in (4, 2, 2))
+    bounds = Bounds(behind(9), q.device, root=9)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.palestra.tree_attention.default, (q, k, v, bounds.handle, 0.3), test_utils=checks)
 
