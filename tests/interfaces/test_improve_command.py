@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tests.support.judge_server import stub_model
 
+from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 
 # What instructions do to a model of this size is chance; so the measure reads them itself.
@@ -122,6 +123,7 @@ def test_the_agents_model_may_be_at_an_endpoint_and_reflects_by_itself(cli, agen
     def model(question: str) -> str:
         return reflector(question) if "# Current text" in question else "3"
 
+    RunFolder.create(Path("runs"), "hoster", RunConfig(), {}, at=Path("runs/hoster"))  # a similar name
     with stub_model(model) as stub:
         where = ["--agent-url", stub.base_url, "--model.name", "hosted"]
         done = cli("improve", str(agent_file), *where, *SEARCH, "--json")

@@ -88,7 +88,9 @@ def command(
     palestra improve my_agent.py --reflect qwen3:32b --reflect-url http://localhost:11434/v1 --then-train
     """
     search = {name: parameters.pop(name) for name in ("budget", "minibatch", "pareto_cases", "merges")}
-    options = with_model_of_run(settings.from_options(parameters))
+    options = settings.from_options(parameters)
+    if agent_url is None:  # a name at an endpoint is not one of a run here
+        options = with_model_of_run(options)
     layer = settings.layer(config_file, options)
     file, agent, config = AgentOptions().open(agent_file, layer)
     if isinstance(agent, ProgramAgent) or (write and file.source == DEMO):
