@@ -116,7 +116,7 @@ if options["branches"]:  # a step that is collected though no turn has ended: th
     engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4, self_check=False)
     job, bursts = engine.submit(engine.open(prompt), SamplingParams(9, seed=1)), 0
     while job.finish is None:
-        engine.collect(engine.launch(deliveries=16 * bursts), until_one_ends=False)
+        engine.collect(engine.launch(), until_one_ends=False)
         bursts += 1
     [whole] = engine.sample([engine.open(prompt)], SamplingParams(9, seed=1))
     assert bursts > 1

@@ -233,8 +233,8 @@ class Engine:
         return self.truncate_when_cache_full() if step is None else self.collect(step)
 
     @torch.inference_mode()
-    def launch(self, deliveries: int = 0) -> Step | None:
-        """Begin a step of every session that can run; None if there is none. `deliveries`: see `Runner.launch`.
+    def launch(self) -> Step | None:
+        """Begin a step of every session that can run; None if there is none.
 
         Until it is collected, only sessions that take no part in it may be opened, submitted, appended to or closed;
         all may be branched.
@@ -245,7 +245,7 @@ class Engine:
             chunks = self.scheduler.plan(self.runner.decode_steps)
         if not chunks:
             return None
-        emissions = self._within_memory(lambda: self.runner.launch(chunks, deliveries))
+        emissions = self._within_memory(lambda: self.runner.launch(chunks))
         return Step((), no_emissions) if emissions is None else Step(chunks, emissions)
 
     @torch.inference_mode()

@@ -65,11 +65,8 @@ class Runner:
         """Run the module's own layers from now on; False if that is the case already."""
         raise NotImplementedError
 
-    def launch(self, chunks: Sequence[Chunk], deliveries: int = 0) -> Collect:
-        """Start a step; the returned function waits for it and returns what each sampling chunk emitted.
-
-        `deliveries`: the number of earlier turns that the host hands to their callers before it collects this step.
-        """
+    def launch(self, chunks: Sequence[Chunk]) -> Collect:
+        """Start a step; the returned function waits for it and returns what each sampling chunk emitted."""
         raise NotImplementedError
 
 

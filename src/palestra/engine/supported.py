@@ -251,10 +251,13 @@ def is_llama_like(model: Any) -> bool:
 
 
 def can_capture(model: Any) -> bool:
-    """Whether a forward never waits for the GPU: experts called in turn do, and RoPE that changes with the length."""
+    """Whether a forward never waits for the GPU. Experts called in turn do, grouped products of other dtypes than
+    bfloat16 as well, and RoPE that changes with the length."""
     config = text_config(model)
-    if has_experts(config) and getattr(config, "_experts_implementation", None) not in CAPTURABLE_EXPERTS:
-        return False
+    if has_experts(config):
+        experts = getattr(config, "_experts_implementation", None)
+        if experts not in CAPTURABLE_EXPERTS or (experts == "grouped_mm" and model.dtype != torch.bfloat16):
+            return False
     return has_static_rope(config)
 
 

@@ -197,7 +197,7 @@ class LocalPolicy(Policy[Session]):
                 return
 
     async def _one_step(self) -> None:
-        self._step = self.engine.launch(deliveries=min(len(self._ended), _TURNS_AT_ONCE))
+        self._step = self.engine.launch()
         if self._step is None and not self._ended:
             await self._others()  # the callers of turns that have ended may give the pages back that are missing
             self._step = self.engine.launch()

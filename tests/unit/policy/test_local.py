@@ -38,7 +38,7 @@ def policy(model: Qwen3ForCausalLM, request: pytest.FixtureRequest) -> LocalPoli
 def note_steps(policy: LocalPolicy, events: list[Any]) -> None:
     """Add the number of sessions in each step from here on."""
     launch = policy.engine.runner.launch
-    policy.engine.runner.launch = lambda chunks, *more: (events.append(len(chunks)), launch(chunks, *more))[1]  # type: ignore[method-assign]
+    policy.engine.runner.launch = lambda chunks: (events.append(len(chunks)), launch(chunks))[1]  # type: ignore[method-assign]
 
 
 def overlapping_policy(model: Qwen3ForCausalLM) -> tuple[LocalPolicy, list[Any]]:

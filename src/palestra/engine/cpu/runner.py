@@ -113,7 +113,7 @@ class CpuRunner(Runner):
         fast_decoder, self.fast_decoder = self.fast_decoder, None
         return fast_decoder is not None
 
-    def launch(self, chunks: Sequence[Chunk], deliveries: int = 0) -> Collect:
+    def launch(self, chunks: Sequence[Chunk]) -> Collect:
         emissions = self._step_with_states(chunks) if self._recurrent else self.step(chunks)
         return lambda until_one_ends: emissions
 

@@ -70,7 +70,6 @@ class CudaRunner(Runner):
     overlaps = True
     decode_steps = 64  # the most decode steps before the scheduler plans again
     poll_interval = 4  # decode steps between two checks whether a row has finished
-    turns_per_interval = 48  # as long as the host delivers so many turns, the GPU is busy with about one interval
 
     def __init__(
         self,
@@ -210,7 +209,7 @@ class CudaRunner(Runner):
         self._graph_pool = None  # gone with the last graph that used it
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], deliveries: int = 0) -> Collect:
+    def launch(self, chunks: Sequence[Chunk]) -> Collect:
         """Enqueue the step's work on the device, as far as that needs no answer."""
         fills = [Fill(c.job.session, c.count - c.samples) for c in chunks if c.count > c.samples]
         decoding = [c for c in chunks if c.samples]
@@ -228,8 +227,7 @@ class CudaRunner(Runner):
             # What the sampling kernels do not know (truncation, penalties, grammars) is sampled by torch, one step at
             # a time.
             if all(c.job.only_temperature for c in decoding):
-                intervals = 2 + deliveries // self.turns_per_interval
-                read = self._decode_many(decoding, others_wait, intervals)
+                read = self._decode_many(decoding, others_wait)
             else:
                 read = self._decode_once(decoding)
 
@@ -302,12 +300,11 @@ class CudaRunner(Runner):
 
         return collect
 
-    def _decode_many(self, chunks: Sequence[Chunk], others_wait: bool, intervals: int) -> Collect:
+    def _decode_many(self, chunks: Sequence[Chunk], others_wait: bool) -> Collect:
         """Run decode steps until a row finishes, at most `decode_steps`.
 
-        Two poll intervals are enqueued at first, more if the host has other work. From then on `collect` waits for the
-        last but one interval before it enqueues the next, so that the GPU always has one interval of work left while
-        the host reads the flags.
+        Two poll intervals are enqueued at first. From then on `collect` waits for the last but one interval before it
+        enqueues the next, so that the GPU always has one interval of work left while the host reads the flags.
         """
         blind = any(c.job.params.stop for c in chunks if c.job.params)  # stop strings are checked on the host alone
         most = self.poll_interval if blind or others_wait else self.decode_steps
@@ -343,8 +340,8 @@ class CudaRunner(Runner):
                 )
             return emissions
 
-        while enqueue() < steps and len(looks) < intervals:
-            pass
+        if enqueue() < steps:
+            enqueue()
         return collect
 
     def _load(self, chunks: Sequence[Chunk], steps: int, may_draft: bool = True) -> tuple[DecodeShape, int]:
