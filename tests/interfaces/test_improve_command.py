@@ -132,3 +132,11 @@ def test_the_agents_model_may_be_at_an_endpoint_and_reflects_by_itself(cli, agen
     assert json.loads(done.out)["after"]["rate"] == 1.0
     assert {body["model"] for body in stub.bodies} == {"hosted"}
     assert refused.code == 2
+
+
+def test_where_no_attempt_earns_anything_it_says_what_to_do(cli, agent_file: Path) -> None:
+    with stub_model(lambda question: "no idea") as stub:
+        done = cli("improve", str(agent_file), "--reflect", "m", "--reflect-url", stub.base_url, *SEARCH)
+    assert done.code == 0, done.err
+    assert "no attempt earned a reward" in done.out
+    assert "--warm-start auto" in done.out

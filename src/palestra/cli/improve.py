@@ -160,6 +160,13 @@ def _print(console: Console, folder: Path, done: Improvement, unplaced: list[str
         highlight=False,
         markup=False,
     )
+    if not done.changed and all(candidate.mean <= 0 for candidate in done.candidates):
+        console.print(
+            "no attempt earned a reward, so no text was better than another; begin with a warm start (palestra train "
+            "AGENT_FILE --warm-start auto), or let a stronger model rewrite (--reflect)",
+            highlight=False,
+            markup=False,
+        )
     if unplaced:
         console.print(f"not found in the file, so not written there: {', '.join(unplaced)}", markup=False)
     console.print(f"{folder}/improved.json, improved.diff", highlight=False, markup=False)
