@@ -164,8 +164,16 @@ def _with_id(call: ToolCall, call_id: str) -> ToolCall:
 def number_calls(
     messages: Sequence[Message], results: Sequence[ToolResult], first: int = 0
 ) -> tuple[list[Message], list[ToolResult]]:
-    """`with_unique_ids`, and the results with the new ids; there is a tool message for each, in the same order."""
+    """`with_unique_ids`, and the results with the new ids; there is a tool message for each, in the same order.
+
+    An environment that answers calls itself adds tool messages for which there is no result.
+    """
     numbered = with_unique_ids(messages, first)
-    ids = [message.tool_call_id for message in numbered[first:] if message.role == "tool"]
-    renamed = ((r, _with_id(r.call, call_id or r.call.id)) for r, call_id in zip(results, ids, strict=True))
-    return numbered, [r if c is r.call else ToolResult(c, r.content, r.ok, r.seconds, r.raised) for r, c in renamed]
+    both = zip(messages[first:], numbered[first:], strict=True)
+    ids = iter([(old.tool_call_id, new.tool_call_id) for old, new in both if new.role == "tool"])
+    renamed = []
+    for r in results:
+        call_id = next((new for old, new in ids if old == r.call.id), None)
+        call = _with_id(r.call, call_id or r.call.id)
+        renamed.append(r if call is r.call else ToolResult(call, r.content, r.ok, r.seconds, r.raised))
+    return numbered, renamed
