@@ -31,7 +31,7 @@ HALF = (torch.bfloat16, torch.float16)
 Half = tuple[Tensor, Tensor, int, int, bool]  # query bounds, key bounds, the longest of each, causal
 
 # The backward kernel works in parallel on segments, heads and blocks of keys. A root has few blocks of keys, so the
-# tokens that attend to it are divided into this many segments of at least so many tokens, each with a copy of its keys.
+# tokens that attend to it are divided into up to this many segments, each with a copy of its keys.
 ROOT_SEGMENTS, SHORTEST_SEGMENT = 16, 128
 
 

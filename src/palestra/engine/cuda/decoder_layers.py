@@ -60,6 +60,11 @@ class Product:
         weight, bias = fuse([base_linear(linear) for linear in linears])
         return cls(weight, bias, FusedAdapter.of(linears), exact)
 
+    def refresh_adapter(self) -> None:
+        """Copy the adapter's weights into the fused buffers; all other weights are read in place."""
+        if self.adapter is not None:
+            self.adapter.refresh()
+
     def __call__(self, x: Tensor) -> Tensor:
         if self.exact:
             return self._exact(x)

@@ -45,13 +45,10 @@ class CudaFastDecoder:
         self._few_rows = None if exact else FewRows.of(self.model.model.embed_tokens.weight, self.layers)
 
     def refresh_adapters(self) -> None:
-        """Copy the adapters' weights into the fused buffers; all other weights are read in place."""
         for layer in self.layers:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                if product.adapter is not None:
-                    product.adapter.refresh()
-        if self._head.adapter is not None:
-            self._head.adapter.refresh()
+                product.refresh_adapter()
+        self._head.refresh_adapter()
 
     def decode(self, ids: Tensor, plan: DecodePlan) -> Tensor:
         """Logits [rows, vocabulary] of one token a row."""

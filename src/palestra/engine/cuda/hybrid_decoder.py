@@ -20,7 +20,15 @@ from palestra.engine.cuda.fast_decoder import gated, norm
 from palestra.engine.cuda.paged_ops import DecodePlan, RopeAndNorm, pad
 from palestra.engine.cuda.recurrent_steps import RecurrentStep, StateRows
 from palestra.engine.recurrent import StateStore
-from palestra.engine.supported import base_linear, base_model, has_static_rope, is_linear, norm_epsilon, text_config
+from palestra.engine.supported import (
+    base_linear,
+    base_model,
+    can_fuse,
+    has_hooks,
+    has_static_rope,
+    norm_epsilon,
+    text_config,
+)
 
 HYBRIDS = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
 
@@ -67,15 +75,14 @@ class HybridDecoder:
         self._head = Product.of(self.model.lm_head)
 
     def refresh_adapters(self) -> None:
-        """Copy the adapters' weights into the fused buffers, but for those of recurrent layers."""
+        """Those of recurrent layers are refreshed by their own steps."""
         products = [self._head]
         for layer in self.layers:
             products += [layer.gate_up, layer.down]
             if isinstance(layer.mixer, GatedAttention):
                 products += [layer.mixer.qkv, layer.mixer.out]
         for product in products:
-            if product.adapter is not None:
-                product.adapter.refresh()
+            product.refresh_adapter()
 
     def _layer(self, index: int, module: Any) -> HybridLayer:
         mlp = module.mlp
@@ -128,7 +135,7 @@ def _is_known(model: Any, recurrent: Mapping[nn.Module, RecurrentStep]) -> bool:
     own = type(model).__module__.startswith("transformers.models.")
     if not own or HYBRIDS.get(config.model_type) != name or config.hidden_act != "silu" or not has_static_rope(config):
         return False
-    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()):
+    if has_hooks(model) or type(model.model.embed_tokens) is not nn.Embedding:
         return False
     groups: list[list[Any]] = [[model.lm_head]]
     for layer in model.model.layers:
@@ -138,9 +145,7 @@ def _is_known(model: Any, recurrent: Mapping[nn.Module, RecurrentStep]) -> bool:
         elif layer.linear_attn not in recurrent:
             return False
         groups += [[layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]]
-    linears = [linear for group in groups for linear in group]
-    if type(model.model.embed_tokens) is not nn.Embedding or not all(is_linear(linear) for linear in linears):
+    if not can_fuse(groups):
         return False
-    if len({(base_linear(x).weight.dtype, base_linear(x).weight.device) for x in [*linears, model.model.norm]}) > 1:
-        return False
-    return all(len({base_linear(linear).bias is None for linear in group}) == 1 for group in groups)
+    weights = [base_linear(linear).weight for group in groups for linear in group]
+    return len({(weight.dtype, weight.device) for weight in [*weights, model.model.norm.weight]}) == 1

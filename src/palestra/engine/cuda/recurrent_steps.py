@@ -61,9 +61,8 @@ class RecurrentStep:
         self.inputs, self.out = Product.of(*self._linears), Product.of(self.module.out_proj)
 
     def refresh_adapters(self) -> None:
-        for product in (self.inputs, self.out):
-            if product.adapter is not None:
-                product.adapter.refresh()
+        self.inputs.refresh_adapter()
+        self.out.refresh_adapter()
 
     def __call__(self, x: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
         return self.out(self.mix(self.inputs(x), parts, rows))
@@ -188,5 +187,5 @@ def _are_usual(conv: nn.Conv1d, linears: Sequence[Any]) -> bool:
 
 
 def warps_for(tile: int, numbers: int) -> int:
-    """Warps of a program that holds a head's state, if a thread holds so many of its numbers."""
+    """Warps of a program that holds a head's state of `tile` numbers, with `numbers` of them in a thread."""
     return max(1, min(8, tile // (32 * numbers)))
