@@ -41,3 +41,10 @@ def test_the_attention_of_a_config_can_be_replaced() -> None:
     config = LlamaConfig(attn_implementation="sdpa")
     config._attn_implementation_internal = "eager"
     assert config._attn_implementation == "eager"
+
+
+def test_transformers_has_its_grouped_product() -> None:
+    from transformers.integrations.moe import _grouped_mm
+
+    x, weights, ends = torch.ones(3, 4), torch.ones(2, 4, 8), torch.tensor([1, 3], dtype=torch.int32)
+    assert _grouped_mm(x, weights, ends).tolist() == [[4.0] * 8] * 3

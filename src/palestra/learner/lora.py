@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import MissingPackageError, SettingError, UnsupportedError
 from palestra.engine.supported import adapted_product
+from palestra.learner.lora_experts import use_low_rank_products
 from palestra.learner.tree_attention_cuda import HALF
 
 if TYPE_CHECKING:
@@ -82,9 +83,11 @@ def add_lora(model: Any, lora: LoraSection, *, in_model_dtype: bool | None = Non
     if (by_default if in_model_dtype is None else in_model_dtype) and model.dtype in HALF:
         config._register_custom_module({nn.Linear: _half_precision_linear()})
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except ValueError as error:
         raise SettingError(f"lora.target_modules={lora.target_modules} cannot be adapted: {error}") from error
+    use_low_rank_products(adapted)
+    return adapted
 
 
 @cache
