@@ -45,18 +45,18 @@ def choose_mode(scorer: Any) -> None:
         root = ROOT if scorer.shares_root else 0
         shared, apart = _probe(model, True, root), _probe(model, False)
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
-        compiled, scorer.compiled = scorer.compiled, False
-        scorer.mode = "trees"
+        scorer.mode, uncompiled_because = "trees", None
+        if scorer.compiled:  # first: it is what nearly all models run, and each check takes time
+            typical = _probe(model, True, root, size=TYPICAL_SIZE) if model.device.type == "cuda" else shared
+            uncompiled_because = _mismatch(scorer, typical, expected)
+            if uncompiled_because is None:
+                return
+        scorer.compiled = False
         if reason := _mismatch(scorer, shared, expected):
             scorer.mode = "reference"
             log.warning("the learner computes padded rows and whole logits, slower and in more memory: %s", reason)
-        elif compiled:
-            scorer.compiled = True
-            if model.device.type == "cuda":
-                shared = _probe(model, True, root, size=TYPICAL_SIZE)
-            if reason := _mismatch(scorer, shared, expected):
-                scorer.compiled = False
-                log.warning("the learner runs uncompiled, which is slower: %s", reason)
+        elif uncompiled_because is not None:
+            log.warning("the learner runs uncompiled, which is slower: %s", uncompiled_because)
 
 
 def has_dropout(model: nn.Module) -> bool:
