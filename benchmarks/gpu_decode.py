@@ -2,6 +2,9 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode profile generate agent
+    export TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TRITON_CACHE_DIR=/tmp/triton
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B compile_generate  # fills these caches
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B agent_compiled    # uses them
 
 Random weights: speed depends on shapes alone. Each line is one JSON object; the last table sums up. `profile` has the
 kernels of a decode step. `--module` computes decode steps by the model's own layers; `--tiny` runs the script with a
@@ -14,11 +17,12 @@ import argparse
 import json
 import time
 import traceback
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_agent
 import torch
+from gpu_agent import seconds, synchronize
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from palestra.core.types import SamplingParams
@@ -88,19 +92,6 @@ def engine_of(model: Any, kv_memory_gib: float, **options: Any) -> Engine:
 def prompts(n: int, length: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(n)
     return torch.randint(0, sizes()["vocab_size"], (n, length), generator=generator).tolist()
-
-
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    synchronize()
-    start = time.perf_counter()
-    work()
-    synchronize()
-    return time.perf_counter() - start
 
 
 def reference(q: Any, keys: Any, values: Any, table: Any, length: int, window: int, softcap: float) -> Any:
@@ -338,87 +329,40 @@ def generate(model: Any) -> None:
 
 
 def agent(model: Any) -> None:
-    """A whole step: 64 rollouts (8 prompts x 8) with 3 tool turns, 4 x 48 sampled tokens, 64 tokens a tool result,
-    prompts of 350; then loss, backward and optimizer. Against `generate` and the plain update of learner.py."""
-    import copy
+    """A whole step of rollouts with tool calls (gpu_agent.py) against `generate` and the plain update of learner.py."""
+    for row in gpu_agent.agent(model, engine_of(model, 20, max_running=64, tokens_per_step=32768), agent_rollouts()):
+        report(**row)
 
-    from learner import learner_for, plain_step, step_of
 
-    from palestra.core.types import Sample
+def compile_generate(model: Any) -> None:
+    """Fill the compile caches for `agent_compiled`; other programs may use the GPU at the same time."""
+    report(**gpu_agent.compile_only(model, agent_rollouts()))
 
-    siblings, new, rounds, result = (2, 3, 2, 64) if OPTIONS.tiny else (8, 48, 4, 64)
-    groups = prompts(siblings, 350)
-    tool = prompts(siblings * siblings, result)
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-9, fused=True)
-    learner, config = learner_for(model, None)
+
+def agent_compiled(model: Any) -> None:
+    """The same step against compiled `generate`; neither compilation nor warm-up is counted."""
     engine = engine_of(model, 20, max_running=64, tokens_per_step=32768)
-    trained = (False,) * 350 + (((True,) * new + (False,) * result) * rounds)[:-result]
+    for row in gpu_agent.agent_compiled(model, engine, agent_rollouts()):
+        report(**row)
 
-    def sampled() -> list[list[int]]:
-        sessions = [s for p in groups for s in engine.fork(engine.open(p), siblings)]
-        for r in range(rounds):
-            engine.sample(sessions, [SamplingParams(new, seed=i) for i in range(len(tool))])
-            if r + 1 < rounds:
-                for session, answer in zip(sessions, tool, strict=True):
-                    engine.append(session, answer)
-        rows = [list(session.token_ids) for session in sessions]
-        for session in sessions:
-            engine.close(session)
-        return rows
 
-    def samples_of(rows: list[list[int]]) -> list[Sample]:
-        logprobs = tuple(-8.0 * t for t in trained)
-        none = (False,) * len(trained)
-        return [
-            Sample(tuple(row), trained, none, logprobs, i % siblings - siblings / 2 + 0.5, i // siblings, 350)
-            for i, row in enumerate(rows)
-        ]
-
-    def generated() -> None:
-        ids = torch.tensor([p for p in groups for _ in range(siblings)], device=DEVICE)
-        results = torch.tensor(tool, device=DEVICE)
-        for r in range(rounds):
-            options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
-            ids = plain.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-            if r + 1 < rounds:
-                ids = torch.cat([ids, results], dim=1)
-
-    samples: list[Sample] = []
-
-    def learn() -> None:
-        step_of(learner, samples, config)
-        engine.weights_changed(engine.version + 1)
-
-    sample_s, learn_s = [], []
-    for _ in range(4):
-        sample_s.append(seconds(lambda: samples.__setitem__(slice(None), samples_of(sampled()))))
-        learn_s.append(seconds(learn))
-    times = {"sample_s": min(sample_s[1:]), "learn_s": min(learn_s[2:])}
-    report(what="agent step", **times, step_s=sum(times.values()), ms_per_token=1000 * times["sample_s"] / rounds / new)
-    rows_at_once = 8
-    plain.train()
-    plain_step(plain, optimizer, samples[:rows_at_once], rows_at_once)
-    plain_learn_s = seconds(lambda: plain_step(plain, optimizer, samples, rows_at_once))
-    plain.eval()
-    generate_s = seconds(generated)
-    whole = generate_s + plain_learn_s
-    report(
-        what="agent step, generate and plain update", sample_s=generate_s, learn_s=plain_learn_s, step_s=whole,
-        ratio=whole / sum(times.values()), learn_ratio=plain_learn_s / times["learn_s"],
-    )  # fmt: skip
+def agent_rollouts() -> gpu_agent.Rollouts:
+    return gpu_agent.rollouts(sizes()["vocab_size"], OPTIONS.tiny)
 
 
 def main() -> None:
     all_parts = ["kernels", "parity", "decode", "profile", "prefixes", "drafts", "lora", "generate", "agent"]
+    more = ["compile_generate", "agent_compiled"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"default: {' '.join(all_parts)}")
+    parser.add_argument(
+        "parts", nargs="*", metavar="part", help=f"default: {' '.join(all_parts)}; also {' '.join(more)}"
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6B")
     parser.add_argument("--module", action="store_true", help="decode by the model's own layers, without ours")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, few rows")
     parser.parse_args(namespace=OPTIONS)
     parts = OPTIONS.parts or all_parts
-    if unknown := set(parts) - set(all_parts):
+    if unknown := set(parts) - {*all_parts, *more}:
         parser.error(f"no parts: {' '.join(sorted(unknown))}")
     model = build() if set(parts) - {"kernels"} else None
     for part in parts:
