@@ -2,6 +2,7 @@
 
     python benchmarks/gateway.py [--steps 6] [--problems 8] [--clients 1] [-- --rollout.max_new_tokens=200 …]
     python benchmarks/gateway.py --model palestra/smollm2 --clients 8      # on a GPU, two minutes
+    python benchmarks/gateway.py -- --agent.gateway_workers=0              # requests answered by the trainer's process
 
 The agent is the demo's. As a program it is a plain HTTP client without an SDK; `--clients` processes play all attempts
 of a step (problems x 8). With the same seeds both sides sample nearly the same tokens. CPU seconds are those of the
@@ -64,7 +65,8 @@ def train(options: argparse.Namespace, more: list[str]) -> None:
         "train.problems_per_step": options.problems,
         "checkpoint.every": 0,
     }
-    settings |= dict(word.removeprefix("--").split("=", 1) for word in more if word != "--")
+    given = dict(word.removeprefix("--").split("=", 1) for word in more if word != "--")
+    settings |= {name: value for name, value in given.items() if options.side == "gateway" or "agent." not in name}
     agent: Any = replace(demo.agent, model=options.model)
     if options.side == "gateway":
         agent = ClientAgent(name="shop", model=options.model, clients=ClientProcesses(options.clients))

@@ -1,10 +1,11 @@
 """What one request costs the gateway itself: CPU microseconds of its process, with a policy that takes no time.
 
-    python benchmarks/gateway_requests.py [--attempts 600] [--clients 1] [--profile]
+    python benchmarks/gateway_requests.py [--attempts 600] [--clients 1] [--workers 2] [--profile]
     python benchmarks/gateway_requests.py --large 1000000
 
 Attempts of three turns (two tool calls and an answer) of the demo's agent, 64 at a time, by plain HTTP clients in
-processes of their own. About ten seconds.
+processes of their own. About ten seconds. With `--workers`, processes answer the requests, and `worker_us_per_request`
+is the CPU time of all of them.
 
 With `--large` the longest time for which a request of that many characters keeps the event loop from anything else,
 for contexts that refuse it by its length, refuse it by its tokens, and take it. `worst_cpu_ms` counts at most the CPU
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import cProfile
 import json
+import os
 import pstats
 import sys
 import time
@@ -24,16 +26,17 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer
-from palestra.train.setup import interpreter_for_many_rollouts
 
 TURNS = (
     '<tool_call>\n{"name": "price", "arguments": {"item": "lamp"}}\n</tool_call><|im_end|>',
@@ -190,6 +193,7 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=600)
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--clients", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0, help="processes that answer the requests")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--large", type=int, default=0, help="characters of one request")
     parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
@@ -208,7 +212,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer("palestra/tiny")
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in TURNS]
     model = Completer(ReadyPolicy(texts), tokenizer, "ready", 10_000)  # type: ignore[arg-type]
-    gateway = Gateway(model, SamplingParams(max_new_tokens=500))
+    gateway = Gateway(model, SamplingParams(max_new_tokens=500), workers=options.workers)
     await gateway.start()
     clients, slots, profile = ClientProcesses(options.clients), asyncio.Semaphore(options.at_once), cProfile.Profile()
     turns = 0
@@ -227,12 +231,14 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             turns += opened.counts.turns
 
     await asyncio.gather(*(group(i) for i in range(8)))
+    workers_cpu = sum(map(cpu_seconds, gateway.workers.process_ids))
     turns, wall, cpu = 0, time.perf_counter(), time.process_time()
     if options.profile:
         profile.enable()
     await asyncio.gather(*(group(1000 + i) for i in range(options.attempts // SIBLINGS)))
     profile.disable()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    workers_cpu = sum(map(cpu_seconds, gateway.workers.process_ids)) - workers_cpu
     await clients.close()
     await gateway.close()
     if options.profile:
@@ -241,9 +247,16 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "requests": turns,
         "gateway_us_per_request": round(1e6 * cpu / turns),
+        "worker_us_per_request": round(1e6 * workers_cpu / turns),
         "client_us_per_request": round(1e6 * clients.cpu_s / (turns + 24 * SIBLINGS)),
         "requests_per_s": round(turns / wall),
     }
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of another process (Linux)."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def measure_delay(characters: int, context: int) -> dict[str, Any]:

@@ -101,6 +101,16 @@ def _loaded_tiny():
 
 
 @pytest.fixture(scope="session")
+def gateway_workers():
+    """Two gateway workers, for one gateway at a time."""
+    from reused_workers import ReusedWorkers
+
+    workers = ReusedWorkers(2, "127.0.0.1")
+    yield workers
+    workers.end()
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer(_loaded_tiny):
     return copy.deepcopy(_loaded_tiny.tokenizer)
 

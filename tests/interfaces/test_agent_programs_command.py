@@ -96,6 +96,10 @@ def test_options_that_do_not_go_together_are_refused(cli, program):
         ([*program, "--env", "calculator"], "does not go with --env"),
         ([*program, "--rollout.tool_timeout_s", "3", *SMALL], "the agent runs its tools itself"),
         (["--agent.timeout_s", "3", *SMALL], "has no program of its own"),
+        (
+            ["--agent-port", "0", "--cases", "cases.jsonl", *SMALL, "--agent.gateway_workers", "2"],
+            "external agents know the gateway's own address alone",
+        ),
     ):
         answer = cli.error("train", *words)
         assert reason in answer, answer

@@ -23,6 +23,7 @@ def collect(
     cases: int = 1,
     timeout_s: float = 60.0,
     during: Callable[[Gateway], Awaitable[Any]] | None = None,
+    workers: Any = None,
     **options: Any,
 ) -> list[Group]:
     """The groups of the first cases; `during(gateway)` runs while they are collected. `options` are the collector's."""
@@ -30,6 +31,8 @@ def collect(
     async def run() -> list[Group]:
         sampling = attempt_limits(config, training=True).sampling
         gateway = Gateway(model, sampling, routes=program.routes())
+        if workers is not None:
+            gateway.workers = workers
         collector = ProgramCollector(
             environment, program, gateway, sampling, ProgramLimits(timeout_s), 8, asyncio.Semaphore(8), **options
         )

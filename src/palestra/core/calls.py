@@ -189,15 +189,22 @@ class _Worker:
 
 _idle_workers: list[_Worker] = []
 _queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _CallQueue] = WeakKeyDictionary()
+_hung_in_workers = 0
 _hung: set[_Call] = set()  # ran past their limit; a thread cannot be ended from outside
 os.register_at_fork(after_in_child=_idle_workers.clear)  # a forked child has no threads but its own
 os.register_at_fork(after_in_child=_queues.clear)
 
 
 def hung_calls() -> int:
-    """Number of calls that still run in their threads after their time limit."""
+    """Number of calls that still run in their threads after their time limit, here and in worker processes."""
     _hung.difference_update([call for call in _hung if call.ended])
-    return len(_hung)
+    return len(_hung) + _hung_in_workers
+
+
+def note_hung_calls(change: int) -> None:
+    """Count the calls of a worker process that hang, or do not any more."""
+    global _hung_in_workers
+    _hung_in_workers += change
 
 
 async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any) -> Any:

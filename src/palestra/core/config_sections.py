@@ -241,6 +241,9 @@ class RolloutSection(Section):
     alone; none: until the context is full"""
     keep_reasoning: bool = True
     """our own agent loop: the model reads what it thought in earlier turns; false leaves it out, as many servers do"""
+    workers: int | None = Field(None, ge=0, le=64)
+    """our own agent loop: processes that run it (chat templates, tools, measures), forked from this one; default 3 to 8
+    with a GPU for environments that are known to work in several processes, else 0 (in this process)"""
     max_staleness: int = Field(0, ge=0, le=1000)
     """policy versions that a rollout may lag behind when it is trained; above 0 sampling continues while tools run and
     the learner works"""
@@ -267,6 +270,9 @@ class AgentSection(Section):
     """import the modules of a Python program once and fork for each attempt: starts in 0.1 s"""
     sandbox: bool = False
     """isolate each attempt of a command: it reaches the model and nothing else of the network"""
+    gateway_workers: int | None = Field(None, ge=0, le=64)
+    """child processes that answer the agents' requests, so that only sampling takes time of the training process;
+    none: by the number of processors where a GPU samples; 0: no process"""
     roles: dict[str, str] = Field(default_factory=dict, max_length=16)
     """further agents of a program by label, each at OPENAI_BASE_URL_<LABEL>: train, start (the model before the
     training), checkpoint (the run's newest), a model (folder, hub id, RUN@STEP), or URL#model of an endpoint; only

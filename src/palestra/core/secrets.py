@@ -101,5 +101,11 @@ def _forms(secret: str) -> set[str]:
 
 def hide_environment() -> None:
     """No other process of this user may read our environment or memory (Linux), if there is a secret in it."""
-    if sys.platform == "linux" and _secrets(tuple(os.environ.items()))[0]:
+    if _secrets(tuple(os.environ.items()))[0]:
+        hide_memory()
+
+
+def hide_memory() -> None:
+    """No other process of this user may read or change our memory (Linux)."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)

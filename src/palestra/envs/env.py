@@ -65,6 +65,9 @@ class Env:
     scores_are_bounded: bool = True  # False: rewards of another library, which need not lie in 0..1
     max_turns: int | None = None  # messages of the model in an attempt; None: as many as the run's limits allow
     max_episodes: int | None = None  # attempts that may be open at a time; None: any number
+    works_in_forks: bool = (
+        False  # attempts share no connection, open file or lock: `rollout.workers` is chosen by itself
+    )
     run_settings: ClassVar[Mapping[str, Any]] = {}  # settings of a training that suit it: {"train.learning_rate": 1e-3}
 
     problem: Problem  # during an attempt: what is being solved,

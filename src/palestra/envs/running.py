@@ -124,6 +124,10 @@ class RunningEnv:
     def max_episodes(self) -> int | None:
         return self.env.max_episodes
 
+    @property
+    def works_in_forks(self) -> bool:
+        return self.env.works_in_forks
+
     @cached_property
     def _problems(self) -> dict[Split, ProblemList]:
         sizes: dict[Split, int] = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from palestra.core.errors import RolloutError
@@ -48,6 +49,17 @@ class Policy(Generic[Session]):
         """Sample one turn; its ids become part of the session. Concurrent calls are batched."""
         raise NotImplementedError
 
+    def begin(self, session: Session, params: SamplingParams) -> asyncio.Future[Turn]:
+        """Begin to sample one turn; cancelling the future cancels it."""
+        return asyncio.ensure_future(self.sample(session, params))
+
+    async def follow(self, session: Session) -> None:
+        """Keep `token_ids` up to date during the `sample` call that has just begun, for a stream of its text.
+
+        Returns once the call was accepted or refused. Sessions of this process are always up to date.
+        """
+        await asyncio.sleep(0)
+
     def append(self, session: Session, token_ids: Sequence[int]) -> None:
         """Add tokens that the model did not sample."""
         raise NotImplementedError
@@ -69,6 +81,14 @@ class Policy(Generic[Session]):
 
     def release(self) -> None:
         """Free what is held outside of this process (adapters at a server, actors) at the end of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of consecutive tokens: the logprob of each, and the most likely in its place as (id, logprob), best first."""
+
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from palestra.models.chat.grammars import grammar_compiler
 from palestra.policy.base import Policy
 from palestra.policy.module import load_weights
 
+_BEGIN_S = 60.0  # for which a first step waits for attempts of other processes
+_QUICK_WORKERS_S = 0.25  # processes of a busy machine wait for each other
 _WINDOW = 8  # rounds of tool calls after which the median follows a change
 
 
@@ -46,6 +49,30 @@ class ToolBarrier:
         self._left_at: dict[Session, float] = {}
         self._awaited: set[Session] = set()
         self._all_back = asyncio.Event()
+        self._expected = 0  # attempts that other processes are about to begin
+        self._all_begun = asyncio.Event()
+
+    def allow_for_workers(self) -> None:
+        """Quick tools are called in other processes, which take longer on a busy machine."""
+        self._quick_s = max(self._quick_s, _QUICK_WORKERS_S)
+
+    def expect(self, attempts: int) -> None:
+        """Announce attempts of other processes; the first step waits for them."""
+        self._expected += attempts
+
+    def begun(self, attempts: int = 1) -> None:
+        """Count announced attempts that have begun or failed to begin."""
+        self._expected = max(0, self._expected - attempts)
+        if not self._expected:
+            self._all_begun.set()
+
+    async def wait_for_expected(self) -> None:
+        """Wait until the attempts that were announced have begun, or the timeout ends."""
+        if self._enabled and self._expected:
+            self._all_begun = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_begun.wait(), _BEGIN_S)
+        self._expected = 0
 
     def turn_ended(self, session: Session) -> None:
         self._left_at[session] = time.perf_counter()
@@ -56,6 +83,8 @@ class ToolBarrier:
         left_at = self._left_at.get(session)
         if left_at is not None:
             self._this_round_s.append(time.perf_counter() - left_at)
+        elif self._expected:
+            self.begun()
         self.forget(session)
 
     def forget(self, session: Session) -> None:
@@ -86,9 +115,6 @@ _YIELDS = 4
 # the other, as those of the agents of a step do, are gathered first; the work on them is to be done anyway. Counted in
 # rounds, not by a clock: who shares a step with whom must be the same in every run of a seed.
 _ROUNDS = 32
-# On a GPU a step ends many turns at once. They are delivered in portions with a step in between: the first are
-# being sampled again while the tools of the last are called.
-_TURNS_AT_ONCE = 128
 
 
 class LocalPolicy(Policy[Session]):
@@ -103,6 +129,9 @@ class LocalPolicy(Policy[Session]):
     """
 
     can_branch = True
+    # On a GPU a step ends many turns at once. They are delivered in portions with a step in between: the first are
+    # being sampled again while the tools of the last are called.
+    turns_at_once = 128
 
     def __init__(
         self,
@@ -119,7 +148,7 @@ class LocalPolicy(Policy[Session]):
         self._calls = 0  # of `sample`
         self._step: Step | None = None  # in progress on the device
         self._ended: deque[Job] = deque()  # turns that have not been handed to their callers yet
-        self._tool_barrier = ToolBarrier(tool_barrier, waits_for_all=waits_for_all_tools)
+        self.tool_barrier = ToolBarrier(tool_barrier, waits_for_all=waits_for_all_tools)
 
     @property
     def version(self) -> int:
@@ -141,13 +170,13 @@ class LocalPolicy(Policy[Session]):
         if session.job is not None:
             self._collect()
         job = session.job
-        self._tool_barrier.came_back(session)
+        self.tool_barrier.came_back(session)
         self.engine.close(session)
         if job is not None:
             self._deliver([job])
 
     def skip_tool_barrier(self, session: Session) -> None:
-        self._tool_barrier.forget(session)
+        self.tool_barrier.forget(session)
 
     def update(self, weights: Weights) -> None:
         """Copy the tensors, unless the engine runs the module that holds them; cached KV is stale in both cases."""
@@ -163,28 +192,43 @@ class LocalPolicy(Policy[Session]):
         self.engine.wake()
 
     async def sample(self, session: Session, params: SamplingParams) -> Turn:
-        self._tool_barrier.came_back(session)
+        job, turn = self._begin(session, params)
+        try:
+            return await turn
+        finally:
+            self._settle(job)
+
+    def begin(self, session: Session, params: SamplingParams) -> asyncio.Future[Turn]:
+        job, turn = self._begin(session, params)
+        turn.add_done_callback(lambda _: self._settle(job))
+        return turn
+
+    def _begin(self, session: Session, params: SamplingParams) -> tuple[Job, asyncio.Future[Turn]]:
+        self.tool_barrier.came_back(session)
         self._calls += 1
         job = self.engine.submit(session, params)
-        if job.finish is not None:
-            return job.result()
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Turn] = loop.create_future()
+        if job.finish is not None:
+            waiter.set_result(job.result())
+            return job, waiter
         self._waiters[job] = waiter
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             self._driver = loop.create_task(self._drive())
-        try:
-            return await waiter
-        finally:
-            self._waiters.pop(job, None)
-            if job.finish is None:
-                self._collect()
-                self.engine.cancel(job)
+        return job, waiter
+
+    def _settle(self, job: Job) -> None:
+        """Forget a turn that was begun; cancel it if it has not ended."""
+        self._waiters.pop(job, None)
+        if job.finish is None:
+            self._collect()
+            self.engine.cancel(job)
 
     async def _drive(self) -> None:
         """Step while callers wait. A failed step fails every turn in progress, not the loop."""
         self._collect()  # a driver before this one may have been cancelled
         await self._drain_submissions(_ROUNDS)  # callers that start together are batched from the first step
+        await self.tool_barrier.wait_for_expected()
         while self._waiters:
             try:
                 await self._one_step()
@@ -205,7 +249,7 @@ class LocalPolicy(Policy[Session]):
                 self._ended.extend(self.engine.truncate_when_cache_full())
         if self.engine.runner.overlaps:
             calls = self._calls
-            self._hand_out(_TURNS_AT_ONCE)
+            self._hand_out(self.turns_at_once)
             await self._others()
             self._collect(until_one_ends=not self._ended and calls == self._calls)
         else:
@@ -217,7 +261,7 @@ class LocalPolicy(Policy[Session]):
         """Yield to the callers of finished turns, and wait for those that return quickly."""
         # where nothing overlaps a step, as long as more of them come
         await self._drain_submissions(1 if self.engine.runner.overlaps else _ROUNDS)
-        await self._tool_barrier.wait()
+        await self.tool_barrier.wait()
 
     async def _drain_submissions(self, rounds: int) -> None:
         """Let callers submit their turns, as long as more of them come."""
@@ -242,7 +286,7 @@ class LocalPolicy(Policy[Session]):
         for job in jobs:
             waiter = self._waiters.get(job)
             if waiter is not None and not waiter.done():
-                self._tool_barrier.turn_ended(job.session)
+                self.tool_barrier.turn_ended(job.session)
                 waiter.set_result(job.result())
 
 

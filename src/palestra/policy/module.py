@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from palestra.core.errors import SettingError
 from palestra.core.weights import Weights
 from palestra.engine.attention import plain_forward
+from palestra.policy.base import TokenLogprobs
 
 
 @torch.no_grad()
@@ -50,14 +50,6 @@ def sampling_copy(model: Model) -> Model:
 
 
 _CHUNK = 512  # tokens whose logits are held at once
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of consecutive tokens: the logprob of each, and the most likely in its place as (id, logprob), best first."""
-
-    logprobs: list[float] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 def token_logprobs(

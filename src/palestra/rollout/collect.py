@@ -65,8 +65,12 @@ class Collector:
         group_size: int,
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
+        on_group: Callable[[int, Group], None] = lambda i, group: None,
     ) -> list[Group]:
-        """Collect one group per problem; the number of open groups is limited. Equal seed keys give equal rollouts."""
+        """Collect one group per problem; the number of open groups is limited. Equal seed keys give equal rollouts.
+
+        `on_group` gets the number of each problem and its group when that is complete.
+        """
         at_once = self.groups_at_once(group_size)
         started = self._take_prepared(problems, group_size)
         opening = {
@@ -76,15 +80,20 @@ class Collector:
         }
         slots = asyncio.Semaphore(at_once)
 
+        async def group_of(i: int, problem: Problem, key: str) -> Group:
+            if i in started:
+                return await self._attempts(started.pop(i), key, on_rollout)
+            opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
+            opening.pop(i, None)  # from here on the group closes them
+            if isinstance(opened, NotOpened):
+                return failed_group(problem, opened.reason, group_size, on_rollout)
+            return await self._group(problem, opened, key, on_rollout)
+
         async def attempted(i: int, problem: Problem, key: str) -> Group:
             async with slots:
-                if i in started:
-                    return await self._attempts(started.pop(i), key, on_rollout)
-                opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
-                opening.pop(i, None)  # from here on the group closes them
-                if isinstance(opened, NotOpened):
-                    return failed_group(problem, opened.reason, group_size, on_rollout)
-                return await self._group(problem, opened, key, on_rollout)
+                group = await group_of(i, problem, key)
+            on_group(i, group)
+            return group
 
         try:
             if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first

@@ -12,6 +12,7 @@ from palestra.core.types import Message, SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
+from palestra.policy.channel import ChannelPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class LocalModels:
 
     def _find(self, name: str) -> tuple[Policy[Any], ChatFormat]:
         if name != POLICY:
+            if isinstance(self.policy, ChannelPolicy):
+                raise UnsupportedError(
+                    f"the helper model {name!r} cannot be loaded in a worker process; set rollout.workers to 0, or use "
+                    "an endpoint"
+                )
             return load_chat(name)
         if self.policy is None or self.format is None:
             raise UnsupportedError(

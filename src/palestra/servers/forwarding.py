@@ -14,6 +14,7 @@ from palestra.core import http
 from palestra.servers.body import MIB, read_body
 from palestra.servers.http_errors import refuse
 
+KEY_PREFIX = "sk-palestra-"  # of the keys of all attempts
 SILENCE_S = 600.0  # a model may reason for long before its first token
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
@@ -59,7 +60,7 @@ class ForwardedAgent:
     key: str | None = field(default=None, repr=False)
     on_end: Callable[[ForwardedAgent], None] = lambda agent: None
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16), init=False)
-    api_key: str = field(default_factory=lambda: f"sk-palestra-{secrets.token_urlsafe(24)}", init=False, repr=False)
+    api_key: str = field(default_factory=lambda: f"{KEY_PREFIX}{secrets.token_urlsafe(24)}", init=False, repr=False)
 
     @property
     def base_url(self) -> str:

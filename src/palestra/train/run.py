@@ -19,6 +19,7 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, StateError, UserCodeError
+from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group
 from palestra.evals.capability import Capability
@@ -47,7 +48,7 @@ from palestra.train.overview import STEP_KEYS, Overview
 from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
 from palestra.train.schedule import total_steps
-from palestra.train.setup import interpreter_for_many_rollouts, load_for_run, parameter_count, use_threads
+from palestra.train.setup import load_for_run, parameter_count, use_threads
 from palestra.train.stages import Stages, stage_config, stage_names
 from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
 from palestra.train.watcher import SilentWatcher, Watcher

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,9 +32,6 @@ from palestra.policy.remote import RemotePolicy
 from palestra.runs.limits import count_gpus, require_gpus
 from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit, with_step_size
 from palestra.train.ranks import join
-
-MADE_UNTIL_COLLECTION = 200_000  # objects; a step of 1,000 rollouts leaves about as many until the next
-SWITCH_S = 0.0005  # after which another thread may have the interpreter; Python's own is 0.005
 
 
 def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
@@ -175,27 +168,3 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
             # on a CPU vLLM 0.28 fails at a request with a seed whose prompt is computed in pieces
             **({"enable_chunked_prefill": False, "enforce_eager": True} if model.device.type == "cpu" else {}),
         )
-
-
-@contextmanager
-def interpreter_for_many_rollouts() -> Iterator[None]:
-    """Python's garbage collector and its threads, set for steps with hundreds of rollouts.
-
-    A step makes a million objects, nearly none of them in cycles: the collector passes over all that exists now
-    (modules, the model, problems) and looks less often, which takes a third of the host's part of a step. And whoever
-    starts the GPU's work waits less for the thread that writes records: it hands the interpreter over with each start.
-    """
-    is_frozen = gc.get_freeze_count() > 0  # by whoever owns this process, to stay so
-    if not is_frozen:
-        gc.collect()
-        gc.freeze()
-    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
-    gc.set_threshold(MADE_UNTIL_COLLECTION, *threshold[1:])
-    sys.setswitchinterval(min(interval, SWITCH_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-        gc.set_threshold(*threshold)
-        if not is_frozen:
-            gc.unfreeze()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from palestra.backends.ray.pool import GroupSampler, PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.conversations import Conversation
 from palestra.core.errors import SettingError, UnsupportedError
+from palestra.core.machine import processors
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
@@ -24,6 +25,7 @@ from palestra.models.chat.roundtrip import check_tool_calls, tool_call_problem
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
+from palestra.policy.local import LocalPolicy
 from palestra.rollout.collect import Collector, token_speakers
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
@@ -31,6 +33,7 @@ from palestra.rollout.local_models import LocalModels
 from palestra.rollout.opening import OpenTimeout, tools_of
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
 from palestra.rollout.shared import SharedCollector
+from palestra.rollout.workers import RolloutWorkers, WorkerCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import attempt_limits
@@ -38,7 +41,9 @@ from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
 from palestra.train.watcher import Watcher
 
-OWN_LOOP = ("rollout.compact_at", "rollout.keep_reasoning", "train.deterministic")  # of our agent loop alone
+# of our agent loop alone
+OWN_LOOP = ("rollout.compact_at", "rollout.keep_reasoning", "rollout.workers", "train.deterministic")
+MIN_WORKERS, MAX_WORKERS = 3, 8  # that a run chooses by itself
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,15 @@ class Parts:
     step: int = 0  # of the checkpoint that it goes on from
     ranks: Ranks = ONE_PROCESS
     checkpoints: Path | None = None  # the folder of the run's own
+    workers: list[RolloutWorkers] = field(default_factory=list)  # processes of the agent loop: one object or none
 
     @cached_property
     def chat(self) -> ChatFormat:
         return ChatFormat(self.tokenizer)
+
+    def close_workers(self) -> None:
+        for workers in self.workers:
+            workers.close()
 
 
 class Task(Protocol):
@@ -99,7 +109,12 @@ class EnvironmentTask:
     def source(self, parts: Parts) -> ProblemSource:
         parts.config.refuse(["agent"], "the agent has no program of its own, it runs in our agent loop")
         _check_tools(self.environment, parts)
-        return source_of(self.environment, self._collector(parts, training=True), parts)
+        if self.rollout_func is None and (count := worker_count(self.environment, parts)):
+            make, seed = partial(self._collectors_of_worker, parts, count), parts.config.seed
+            assert isinstance(parts.policy, LocalPolicy)
+            parts.workers.append(RolloutWorkers(parts.policy, make, count, seed))
+        collector = self._collector(parts, training=True)
+        return source_of(self.environment, collector, parts, on_close=parts.close_workers)
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
         if not self.scored:
@@ -107,8 +122,8 @@ class EnvironmentTask:
         return evaluator_of(self.environment, self._collector(parts, training=False), parts)
 
     def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
-        rewards = rewards_of(self.environment, self.reward_functions, parts)
         if self.rollout_func is not None:
+            rewards = rewards_of(self.environment, self.reward_functions, parts)
             ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", "train.expert_routing", *OWN_LOOP]
             parts.config.refuse(ours, "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
@@ -123,12 +138,26 @@ class EnvironmentTask:
                 rewards,
                 parts.config.rollout.max_open_episodes,
             )
-        collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
+        collector = self._agent_collector(parts, training=training)
         if isinstance(parts.policy, PoolPolicy):
             recipe = ActorRecipe(parts.config, replace(self, trainer=None))
             return PoolCollector(parts.policy.pool, recipe, training, collector.groups_at_once)
-        collector = replace(collector, rewards=rewards)
+        if parts.workers:
+            return WorkerCollector(parts.workers[0], training, collector.groups_at_once)
         return collector if parts.ranks.size == 1 else SharedCollector(collector, parts.ranks)
+
+    def _agent_collector(self, parts: Parts, *, training: bool) -> Collector:
+        """Our agent loop, with the reward functions."""
+        collector = agent_collector(self.environment, parts.policy, parts.chat, parts.config, training=training)
+        return replace(collector, rewards=rewards_of(self.environment, self.reward_functions, parts))
+
+    def _collectors_of_worker(self, parts: Parts, workers: int, policy: Policy[Any]) -> dict[bool, Collector]:
+        """What one of the worker processes collects with, for training and for evaluations."""
+        rollout = parts.config.rollout
+        open_at_once = max(rollout.group_size, rollout.max_open_episodes // workers)
+        config = parts.config.with_settings({"rollout.max_open_episodes": open_at_once})
+        own = Parts(config, policy, parts.tokenizer, parts.runner, Watcher())
+        return {training: self._agent_collector(own, training=training) for training in (True, False)}
 
     def sampler(self, parts: Parts) -> GroupSampler:
         """What a rollout actor samples with."""
@@ -229,6 +258,27 @@ def agent_collector(
         max_open_episodes=open_at_once,
         host=LocalModels(policy, chat),
     )
+
+
+def worker_count(environment: Environment, parts: Parts) -> int:
+    """How many processes run the agent loop besides this one; by default only where it is known to be safe."""
+    asked = parts.config.rollout.workers
+    if asked == 0:
+        return 0
+    reason = None
+    if not isinstance(parts.policy, LocalPolicy) or parts.ranks.size > 1:
+        reason = "they need the paged engine in this process, and one rank"
+    elif getattr(environment, "max_episodes", None) is not None:
+        reason = "this environment limits how many attempts may be open"
+    if asked is not None:
+        if reason is not None:
+            raise SettingError(f"rollout.workers = {asked}: {reason}; leave it out")
+        return asked
+    on_gpu = reason is None and parts.policy.engine.runner.overlaps  # type: ignore[attr-defined]
+    if not on_gpu or not getattr(environment, "works_in_forks", False):
+        return 0
+    count = min(MAX_WORKERS, processors() // 2)
+    return count if count >= MIN_WORKERS else 0
 
 
 def offered_tools(task: Task) -> list[Any]:

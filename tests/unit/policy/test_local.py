@@ -106,7 +106,7 @@ def test_a_session_is_branched_while_a_step_computes_it(policy: LocalPolicy) -> 
 def test_where_steps_overlap_turns_that_ended_together_are_handed_out_in_portions_with_a_step_in_between(
     model, monkeypatch
 ):
-    monkeypatch.setattr(local, "_TURNS_AT_ONCE", 2)
+    monkeypatch.setattr(LocalPolicy, "turns_at_once", 2)
     policy, events = overlapping_policy(model)
 
     async def twice() -> None:

@@ -36,6 +36,7 @@ class Calculator(Env):
     """Work out an expression with a calculator."""
 
     name = "calculator"
+    works_in_forks = True
     instructions = "Work out the expression with the calculator, then answer with the result."
     env_config_cls: ClassVar[type[BaseModel]] = CalculatorConfig
 

@@ -20,6 +20,7 @@ class Catalogue(Env):
     """Answer questions about a shop's goods by looking them up."""
 
     name = "catalogue"
+    works_in_forks = True
     instructions = "You answer customers of a shop. Look everything up in the catalogue; do not guess."
 
     def setup(self) -> None:

@@ -45,6 +45,7 @@ class Sql(Env):
     """Answer questions about a database by querying it."""
 
     name = "sql"
+    works_in_forks = True
     instructions = "Answer with a number. Look at the tables, then query them with SQL."
 
     def setup(self) -> None:

@@ -31,6 +31,7 @@ class Treasure(Env):
     """Find the key in a house, then open the chest with it: one command a turn."""
 
     name = "treasure"
+    works_in_forks = True
     instructions = (
         "You are in a house. Each turn, say one command and nothing else: go north, go south, go east, go west, "
         "take key, or open chest. The chest needs the key."

@@ -30,6 +30,7 @@ from palestra.models.chat.template import PROMPT_END_TOKENS
 from palestra.models.chat.toolcalls import Reply
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
+from palestra.servers.forwarding import KEY_PREFIX
 from palestra.servers.gateway.conversation_tree import Continuation, ConversationTree, Prompt, TurnNode
 from palestra.servers.gateway.request import ChatRequest, params_of
 from palestra.servers.gateway.responses import StoredResponses
@@ -70,14 +71,15 @@ class Attempt:
         *,
         sampling: SamplingParams,
         seed: int,
+        attempt_id: str | None = None,
         key: str | None = None,
         client_sampling: bool = False,
         records: bool = True,
         shared_prompts: SharedPrompts | None = None,
         on_end: Callable[[Attempt], None] = lambda attempt: None,
     ) -> None:
-        self.id = secrets.token_urlsafe(16)
-        self.api_key = key or f"sk-palestra-{secrets.token_urlsafe(24)}"
+        self.id = attempt_id or secrets.token_urlsafe(16)
+        self.api_key = key or f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         self.problem = problem
         self.tree = ConversationTree(model, shared_prompts or SharedPrompts(model.policy, int(records)))
         self.ended = False
@@ -154,7 +156,9 @@ class Attempt:
         prompt = await self._prompt(request)
         with self._turns(request, prompt) as turns:
             tasks = [turn.start(self._sample) for turn in turns]
-            await asyncio.sleep(0)  # a refusal of the policy is immediate
+            # a refusal of the policy comes before the stream begins
+            for turn in turns:
+                await self.model.policy.follow(turn.session)
             for task in tasks:
                 if task.done():
                     task.result()

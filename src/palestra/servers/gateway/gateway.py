@@ -15,6 +15,7 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from starlette.routing import BaseRoute
 
@@ -24,12 +25,11 @@ from palestra.rollout.collect import seed_of
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.app import gateway_app
 from palestra.servers.gateway.attempt import Attempt
+from palestra.servers.gateway.open_attempts import OpenAttempts
 from palestra.servers.gateway.shared_prompts import SharedPrompts
-from palestra.servers.http_errors import refuse
+from palestra.servers.gateway.workers import GatewayWorkers, WorkerAttempt, WorkerPrompts
 from palestra.servers.openai.completer import Completer
 from palestra.servers.web import Server, open_port, reachable_url
-
-_ENDED = 20_000
 
 
 class Gateway:
@@ -37,7 +37,8 @@ class Gateway:
 
     A `host` other than loopback needs a `token`, which clients send to take a case (`POST /attempts`).
     With `client_sampling`, requests set temperature, top_p, … and seed; otherwise the run does. With `unix_socket` it
-    also listens at `socket_path`, for programs without network.
+    also listens at `socket_path`, for programs without network. With `workers` above 0, child processes answer the
+    requests for its own model; only sampling and requests to the gateway's own URL take time of this process.
     """
 
     def __init__(
@@ -51,13 +52,12 @@ class Gateway:
         client_sampling: bool = False,
         routes: Sequence[BaseRoute] = (),
         unix_socket: bool = False,
+        workers: int = 0,
     ) -> None:
         self._model = model
         self._sampling = sampling
         self._client_sampling = client_sampling
-        self._by_id: dict[str, Attempt | ForwardedAgent] = {}  # the open ones
-        self._by_key: dict[str, Attempt | ForwardedAgent] = {}
-        self._ended: dict[str, None] = {}  # ids and keys of the last attempts
+        self._attempts = OpenAttempts[Attempt | ForwardedAgent]()
         self._socket = open_port(host, port, token)
         self._folder = (
             tempfile.TemporaryDirectory(prefix="palestra-gateway-", dir=scratch_root()) if unix_socket else None
@@ -65,9 +65,10 @@ class Gateway:
         self._unix_socket = None if self._folder is None else socket.socket(socket.AF_UNIX)
         if self._unix_socket is not None:
             self._unix_socket.bind(self.socket_path)
-        self._server = Server(gateway_app(self._find, routes, token))
+        self._server = Server(gateway_app(self._attempts.find, routes, token))
         self._task: asyncio.Task[None] | None = None
         self.url = reachable_url(host, self._socket)
+        self.workers = GatewayWorkers(workers, host)
 
     @property
     def port(self) -> int:
@@ -81,6 +82,7 @@ class Gateway:
         """Answer from now on, as a task of the running event loop."""
         if self._task is None:
             _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
+            self.workers.start(self._model)
             sockets = [each for each in (self._socket, self._unix_socket) if each is not None]
             self._task = asyncio.create_task(self._server.serve(sockets=sockets))
             while not self._server.started and not self._task.done():
@@ -88,8 +90,11 @@ class Gateway:
 
     async def close(self) -> None:
         """End all attempts, and the server."""
-        for attempt in list(self._by_id.values()):
-            await attempt.finish()
+        try:
+            for attempt in self._attempts:
+                await attempt.finish()
+        finally:
+            self.workers.close()
         self._server.should_exit = True
         if self._task is not None:
             await self._task
@@ -105,57 +110,42 @@ class Gateway:
         seed_key: str,
         key: str | None = None,
         sampling: SamplingParams | None = None,
-        shared_prompts: SharedPrompts | None = None,
+        shared_prompts: SharedPrompts | WorkerPrompts | None = None,
         model: Completer | None = None,
-    ) -> Attempt:
+    ) -> Attempt | WorkerAttempt:
         """A new attempt. The same seed key (run's seed, problem's number, sibling) gives the same turns.
 
         With the `shared_prompts` of a group, what its siblings open with is computed once. Another `model` than the
         gateway's is sampled as the requests ask.
         """
-        attempt = Attempt(
-            problem,
-            model or self._model,
-            self.url,
-            sampling=sampling or self._sampling,
-            seed=seed_of(seed_key),
-            key=key,
-            client_sampling=self._client_sampling or model is not None,
-            shared_prompts=shared_prompts,
-            on_end=self._forget,
-        )
-        self._by_id[attempt.id] = self._by_key[attempt.api_key] = attempt
+        options: dict[str, Any] = {
+            "sampling": sampling or self._sampling,
+            "seed": seed_of(seed_key),
+            "key": key,
+            "client_sampling": self._client_sampling or model is not None,
+            "on_end": self._attempts.forget,
+        }
+        attempt: Attempt | WorkerAttempt
+        if shared_prompts is None and model is None and (own := self.workers.prompts(1)) is not None:
+
+            def end(ended: WorkerAttempt) -> None:
+                self._attempts.forget(ended)
+                own.close()
+
+            shared_prompts, options["on_end"] = own, end
+        if isinstance(shared_prompts, WorkerPrompts):
+            attempt = shared_prompts.open(problem, **options)
+        else:
+            attempt = Attempt(problem, model or self._model, self.url, shared_prompts=shared_prompts, **options)
+        self._attempts.add(attempt)
         return attempt
 
     def open_elsewhere(self, upstream: str, model: str | None, key: str | None) -> ForwardedAgent:
         """An agent whose requests are passed on to `upstream`."""
-        agent = ForwardedAgent(self.url, upstream, model, key, self._forget)
-        self._by_id[agent.id] = self._by_key[agent.api_key] = agent
+        agent = ForwardedAgent(self.url, upstream, model, key, self._attempts.forget)
+        self._attempts.add(agent)
         return agent
 
-    def shared_prompts(self, siblings: int) -> SharedPrompts:
+    def shared_prompts(self, siblings: int) -> SharedPrompts | WorkerPrompts:
         """The prompts shared by `siblings` attempts at one problem; close them when the attempts have ended."""
-        return SharedPrompts(self._model.policy, siblings)
-
-    def _forget(self, attempt: Attempt | ForwardedAgent) -> None:
-        """Forget an attempt, except that it existed."""
-        del self._by_id[attempt.id], self._by_key[attempt.api_key]
-        self._ended |= {attempt.id: None, attempt.api_key: None}
-        while len(self._ended) > _ENDED:
-            del self._ended[next(iter(self._ended))]
-
-    def _find(self, attempt_id: str | None, key: str | None) -> Attempt | ForwardedAgent:
-        """Find an attempt by its URL or its key. A key opens no other attempt, and none that has ended.
-
-        With the URL, which cannot be guessed, any key of no attempt is accepted: some clients send their own.
-        """
-        if attempt_id in self._ended or key in self._ended:
-            raise refuse(401, "this attempt has ended; its key is not valid any more")
-        by_key = self._by_key.get(key or "")
-        attempt = by_key if attempt_id is None else self._by_id.get(attempt_id)
-        if attempt is None:
-            what = "the API key" if attempt_id is None else "the attempt in the URL"
-            raise refuse(401, f"{what} belongs to no attempt; use the base URL and the key that the attempt was given")
-        if by_key is not None and by_key is not attempt:
-            raise refuse(401, "the API key belongs to another attempt than the URL")
-        return attempt
+        return self.workers.prompts(siblings) or SharedPrompts(self._model.policy, siblings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,8 +25,7 @@ from palestra.models.chat.roundtrip import check_tool_calls
 from palestra.models.chat.streaming import certain
 from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
-from palestra.policy.base import Policy
-from palestra.policy.module import TokenLogprobs
+from palestra.policy.base import Policy, TokenLogprobs
 from palestra.servers.openai.sampling_fields import MAX_PROMPTS, SamplingFields
 
 MAX_TOP_LOGPROBS = 20
@@ -39,7 +38,8 @@ _MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
 
 T = TypeVar("T")
-ScoresTokens = Callable[..., Iterator[TokenLogprobs]]  # `policy.module.token_logprobs` of a model
+# `policy.module.token_logprobs` of a model, or of one in another process
+ScoresTokens = Callable[..., Iterator[TokenLogprobs] | AsyncIterator[TokenLogprobs]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,10 @@ class Completion:
     prompt: TokenLogprobs | None = None  # of the prompt's tokens but the first
 
 
+def ignore_request(choices: int, params: SamplingParams) -> None:
+    """The default of `Completer.on_request`."""
+
+
 class Completer:
     """Completions by the policy's continuous batching; new weights are used from the next token on."""
 
@@ -88,7 +92,7 @@ class Completer:
         self.context_tokens = context_tokens
         self.score = score
         self.vocabulary = vocabulary
-        self.on_request: Callable[[int, SamplingParams], None] = lambda choices, params: None
+        self.on_request: Callable[[int, SamplingParams], None] = ignore_request
         self.unexpected_calls: UnexpectedCalls = "execute"
         self._chat: ChatFormat | None = None
         self._no_chat = ""
@@ -257,10 +261,9 @@ class Completer:
         start = 1 if request.scores_prompt else length
         found = TokenLogprobs()
         temperature = request.params.temperature or 1.0
-        for piece in self.score(ids, start, top=request.top_logprobs, temperature=temperature):
+        async for piece in pieces_of(self.score(ids, start, top=request.top_logprobs, temperature=temperature)):
             found.logprobs.extend(piece.logprobs)
             found.top.extend(piece.top)
-            await asyncio.sleep(0)  # let other requests sample
         at = length - start
         prompt = TokenLogprobs(found.logprobs[:at], found.top[:at]) if request.scores_prompt else None
         return replace(completion, top=found.top[at:], prompt=prompt)
@@ -365,6 +368,17 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from texts_of(each)
+
+
+async def pieces_of(found: Iterator[T] | AsyncIterator[T]) -> AsyncIterator[T]:
+    """Each piece of work; other requests sample after each."""
+    if isinstance(found, AsyncIterator):
+        async for piece in found:
+            yield piece
+        return
+    for piece in found:
+        yield piece
+        await asyncio.sleep(0)
 
 
 def _seeded(request: SamplingRequest, index: int) -> SamplingParams:

@@ -97,6 +97,7 @@ class ProgramCollector:
                 error = f"running the agent raised {text_of(failure)}"
             finally:
                 rollout, conversations = await agents.finish()
+        error = rollout.error or error  # the gateway's is the cause of the program's
         if error is None and not rollout.turns:
             error = result.explain_silence()
         rollout = replace(rollout, error=error, info={**rollout.info, **result.record()})

@@ -17,10 +17,11 @@ from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.servers.gateway.workers import WorkerAttempt, WorkerPrompts
 from palestra.servers.openai.completer import Completer
 
 TRAIN, START, CHECKPOINT = "train", "start", "checkpoint"
-GroupModels = dict[str, tuple[SharedPrompts, Completer | None]]
+GroupModels = dict[str, tuple[SharedPrompts | WorkerPrompts, Completer | None]]
 KEY_VARIABLE = "PALESTRA_ROLE_KEY_"  # + the label: the key of an endpoint
 
 
@@ -77,6 +78,7 @@ class Roles:
         """An endpoint for each agent of an attempt."""
         main = gateway.open(problem, seed_key=seed_key, sampling=sampling, shared_prompts=models[""][0])
         others: dict[str, Attempt | ForwardedAgent] = {}
+        trained: dict[str, Attempt | WorkerAttempt] = {}
         for label, model in self.models.items():
             if _is_elsewhere(model):
                 url, _, name = model.partition("#")
@@ -85,10 +87,10 @@ class Roles:
             else:
                 prompts, frozen = models[label]
                 key = f"{seed_key}/{label}"
-                others[label] = gateway.open(
-                    problem, seed_key=key, sampling=sampling, shared_prompts=prompts, model=frozen
-                )
-        trained = {label: a for label, a in others.items() if self.models[label] == TRAIN and isinstance(a, Attempt)}
+                agent = gateway.open(problem, seed_key=key, sampling=sampling, shared_prompts=prompts, model=frozen)
+                others[label] = agent
+                if model == TRAIN:
+                    trained[label] = agent
         return Agents(main, others, trained)
 
 
@@ -96,9 +98,9 @@ class Roles:
 class Agents:
     """The agents of one attempt: the one without a label, those with one, and which of these are trained."""
 
-    main: Attempt
+    main: Attempt | WorkerAttempt
     others: Mapping[str, Attempt | ForwardedAgent]
-    trained: Mapping[str, Attempt]
+    trained: Mapping[str, Attempt | WorkerAttempt]
 
     @property
     def endpoint(self) -> Endpoint:
@@ -106,7 +108,7 @@ class Agents:
         return Endpoint(self.main.base_url, self.main.api_key, self.main.id, agents)
 
     @property
-    def recorded(self) -> Sequence[Attempt]:
+    def recorded(self) -> Sequence[Attempt | WorkerAttempt]:
         """Those whose tokens are trained."""
         return (self.main, *self.trained.values())
 

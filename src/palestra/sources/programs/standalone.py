@@ -24,6 +24,7 @@ from palestra.core.types import Problem, SamplingParams, Score
 from palestra.servers.body import parse, read_body
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.gateway.workers import WorkerAttempt
 from palestra.servers.http_errors import refuse
 from palestra.servers.openai.completer import Completer
 from palestra.sources.programs.collector import case_of, hidden_columns
@@ -51,7 +52,7 @@ class StandaloneGateway:
         self._file = file
         self._cases = iter(cases)
         self._hidden = hidden_columns(cases)
-        self._open_attempts: dict[str, Attempt] = {}
+        self._open_attempts: dict[str, Attempt | WorkerAttempt] = {}
         self._numbers = itertools.count()
 
     async def _open(self, request: Request) -> Response:

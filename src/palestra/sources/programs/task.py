@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.agents.programs import CommandAgent, ProgramAgent, ProgramLimits
+from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, UnsupportedError
+from palestra.core.http import is_loopback
 from palestra.core.run_folder import RunKind, last_checkpoint
 from palestra.envs.sandbox.program import ProgramSandbox, check_sandbox
 from palestra.envs.suite_env import SuiteEnvironment
@@ -17,6 +20,7 @@ from palestra.policy.local import LocalPolicy
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction
 from palestra.servers.gateway.gateway import Gateway
+from palestra.servers.gateway.workers import default_workers
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.loading import completer_of, load_completer
 from palestra.sources.programs.collector import ProgramCollector, hidden_columns
@@ -117,7 +121,28 @@ class ProgramTask:
             if isinstance(program, CommandAgent) and program.containers is not None:
                 parts.config.refuse(["agent.sandbox", "agent.fork_server"], "each attempt is a container")
             address: dict[str, Any] = {"host": program.host, "port": program.port, "token": program.token}
-            self.gateway = Gateway(model, sampling, **address, routes=program.routes(), unix_socket=in_sandbox)
+            address |= {"routes": program.routes(), "unix_socket": in_sandbox}
+            workers = self._workers(parts.config)
+            if workers:
+                parts.policy.turns_at_once = sys.maxsize  # other processes deliver them
+            self.gateway = Gateway(model, sampling, **address, workers=workers)
             if program.posts_reward:
                 parts.watcher.note(f"agents take their cases with POST {self.gateway.url}/attempts")
         return self.gateway
+
+    def _workers(self, config: RunConfig) -> int:
+        """The number of the gateway's workers; 0 where agents need the gateway's own port or socket."""
+        program, reason = self.program, ""
+        if config.agent.sandbox:
+            reason = "agents in a sandbox reach the gateway's socket alone"
+        elif program.posts_reward:
+            reason = "external agents know the gateway's own address alone"
+        elif program.port or not is_loopback(program.host):
+            reason = "agents use the gateway's own address and port"
+        if reason:
+            if config.agent.gateway_workers:
+                config.refuse(["agent.gateway_workers"], reason)
+            return 0
+        if config.agent.gateway_workers is not None:
+            return config.agent.gateway_workers
+        return default_workers() if self.loaded.model.device.type != "cpu" else 0

@@ -14,11 +14,15 @@ from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.inference import inference_app
 
 
-def with_gateway(model: Completer, agent: Callable[[Gateway], Awaitable[Any]], **options: Any) -> Any:
-    """What `agent(gateway)` returns; a gateway runs meanwhile, in the same event loop."""
+def with_gateway(
+    model: Completer, agent: Callable[[Gateway], Awaitable[Any]], workers: Any = None, **options: Any
+) -> Any:
+    """What `agent(gateway)` returns; a gateway runs meanwhile, in the same event loop or with these `workers`."""
 
     async def run() -> Any:
         gateway = Gateway(model, options.pop("sampling", SamplingParams(max_new_tokens=200)), **options)
+        if workers is not None:
+            gateway.workers = workers
         await gateway.start()
         try:
             return await agent(gateway)

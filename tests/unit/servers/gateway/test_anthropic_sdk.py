@@ -4,7 +4,7 @@ import json
 
 import anthropic
 import pytest
-from real_gateway import open_attempt, with_attempt, with_gateway
+from real_gateway import open_attempt, with_attempt
 from scripted_model import CALLS, END, QUESTION, SCHEMA, TOOL, completer
 
 ADD = {"name": "add", "description": "Add.", "input_schema": TOOL["function"]["parameters"]}
@@ -102,7 +102,7 @@ def test_stop_sequences_and_limits_end_a_message(tiny_tokenizer, with_server):
     with_server(completer(tiny_tokenizer, ["One two"] * 2), agent)
 
 
-def test_a_wrong_key_is_an_authentication_error_of_this_dialect(model):
+def test_a_wrong_key_is_an_authentication_error_of_this_dialect(model, with_any_gateway):
     async def agent(gateway):
         one, other = open_attempt(gateway, 0), open_attempt(gateway, 1)
         for options in ({"api_key": other.api_key}, {"base_url": gateway.url, "api_key": "sk-ant-of-my-own"}):
@@ -112,4 +112,4 @@ def test_a_wrong_key_is_an_authentication_error_of_this_dialect(model):
         await client_of(one, base_url=gateway.url).messages.create(**FIELDS, messages=[QUESTION])
         assert [m.id async for m in client_of(one).models.list()] == ["palestra/tiny"]
 
-    with_gateway(model, agent)
+    with_any_gateway(model, agent)

@@ -6,7 +6,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from real_gateway import open_attempt, with_attempt, with_gateway
+from real_gateway import open_attempt
 from scripted_model import END, QUESTION, TOOL, completer
 
 from palestra.core.errors import PalestraError
@@ -49,14 +49,15 @@ async def refusals(attempt, messages):
     return str(of_messages.value)
 
 
-def test_a_prompt_beyond_the_context_is_recognised_by_the_clients_of_every_dialect(model):
-    text = with_attempt(model, lambda attempt: refusals(attempt, LONG))
+def test_a_prompt_beyond_the_context_is_recognised_by_the_clients_of_every_dialect(model, with_any_gateway):
+    text = with_any_gateway(model, lambda gateway: refusals(open_attempt(gateway), LONG))
     assert re.search(r"prompt is too long: \d+ tokens > 2048 maximum", text)
     assert "maximum context length is 2048 tokens" in text
 
 
-def test_a_used_up_token_budget_is_recognised_like_a_full_context(tiny_tokenizer):
-    async def ask(attempt):
+def test_a_used_up_token_budget_is_recognised_like_a_full_context(tiny_tokenizer, with_any_gateway):
+    async def ask(gateway):
+        attempt = open_attempt(gateway)
         client = openai.AsyncOpenAI(base_url=attempt.base_url, api_key=attempt.api_key, max_retries=0)
         reply = await client.chat.completions.create(model="m", messages=[QUESTION])
         said = {"role": "assistant", "content": reply.choices[0].message.content}
@@ -66,7 +67,7 @@ def test_a_used_up_token_budget_is_recognised_like_a_full_context(tiny_tokenizer
 
     model = completer(tiny_tokenizer, lambda i: f"Yes.{END}")
     size = len(tiny_tokenizer(f"Yes.{END}")["input_ids"])
-    rollout = with_attempt(model, ask, sampling=SamplingParams(max_new_tokens=size))
+    rollout = with_any_gateway(model, ask, sampling=SamplingParams(max_new_tokens=size))
     assert rollout.stop == "truncated"
 
 
@@ -115,10 +116,10 @@ MALFORMED = [
 RUBBISH = (b"", b"{", b"[]", b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff")
 
 
-def test_a_malformed_request_is_refused_in_the_form_of_its_dialect(model):
+def test_a_malformed_request_is_refused_in_the_form_of_its_dialect(model, with_any_gateway):
     async def ask(gateway):
         attempt = open_attempt(gateway)
-        async with httpx.AsyncClient(base_url=f"{gateway.url}/attempt/{attempt.id}/v1", trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=attempt.base_url, trust_env=False) as client:
             for path, body, says in MALFORMED:
                 for stream in ({}, {"stream": True}):
                     answer = await client.post(f"/{path}", json={**body, **stream})
@@ -146,4 +147,4 @@ def test_a_malformed_request_is_refused_in_the_form_of_its_dialect(model):
                 assert answer.json()["error"]["message"]
                 assert answer.json()["error"].get("code") == code, path
 
-    with_gateway(model, ask)
+    with_any_gateway(model, ask)

@@ -5,7 +5,7 @@ import json
 
 import openai
 import pytest
-from real_gateway import open_attempt, with_attempt, with_gateway, with_serve
+from real_gateway import open_attempt, with_attempt, with_serve
 from scripted_model import CALLS, END, QUESTION, SCHEMA, TOOL, completer
 
 FLAT_TOOL = {"type": "function", "strict": True, **TOOL["function"]}
@@ -19,7 +19,7 @@ async def collected(stream):
     return [event async for event in stream]
 
 
-def test_an_attempt_is_found_by_its_url_or_its_key_and_no_key_opens_another(model):
+def test_an_attempt_is_found_by_its_url_or_its_key_and_no_key_opens_another(model, with_any_gateway):
     async def agent(gateway):
         one, other = open_attempt(gateway, 0), open_attempt(gateway, 1)
 
@@ -30,18 +30,18 @@ def test_an_attempt_is_found_by_its_url_or_its_key_and_no_key_opens_another(mode
         await ask(one.base_url, one.api_key)
         await ask(f"{gateway.url}/v1", one.api_key)
         await ask(one.base_url, "sk-of-my-own")
-        assert one.counts.requests == 3
-        assert other.counts.requests == 0
         for base_url, key in [(one.base_url, other.api_key), (f"{gateway.url}/v1", "sk-of-my-own")]:
             with pytest.raises(openai.AuthenticationError):
                 await ask(base_url, key)
-        assert len((await one.finish()).conversations) == 3
+        assert len((await one.finish()).conversations) == one.counts.requests == 3
         for base_url in (one.base_url, f"{gateway.url}/v1"):
             with pytest.raises(openai.AuthenticationError, match="has ended"):
                 await ask(base_url, one.api_key)
         await ask(other.base_url, other.api_key)
+        await other.finish()
+        assert other.counts.requests == 1
 
-    with_gateway(model, agent)
+    with_any_gateway(model, agent)
 
 
 def test_a_streamed_chat_is_the_same_as_a_whole_one(model, with_server):
@@ -213,14 +213,15 @@ def test_a_streamed_response_has_all_events_of_its_items(tiny_tokenizer, with_se
     assert {e.type for e in events} >= {"response.created", "response.output_item.added", "response.completed"}
 
 
-def test_an_attempt_that_ends_in_mid_turn_ends_the_requests_of_its_agent(model):
-    async def agent(attempt):
+def test_an_attempt_that_ends_in_mid_turn_ends_the_requests_of_its_agent(model, with_any_gateway):
+    async def agent(gateway):
+        attempt = open_attempt(gateway)
         client = client_of(attempt)
         fields = {"model": "any", "messages": [QUESTION], "extra_body": {"ignore_eos": True}}
         whole = asyncio.ensure_future(client.chat.completions.create(**fields))
         stream = await client.chat.completions.create(**fields, stream=True)
         await anext(stream)
-        while attempt.requests != 2:
+        while len(model.policy._waiters) != 2:
             await asyncio.sleep(0.01)
         assert (await attempt.finish()).turns == ()
         with pytest.raises(openai.APIStatusError, match="has ended"):
@@ -228,11 +229,11 @@ def test_an_attempt_that_ends_in_mid_turn_ends_the_requests_of_its_agent(model):
         with pytest.raises(openai.APIError, match="has ended"):
             await collected(stream)
 
-    with_attempt(model, agent)
+    with_any_gateway(model, agent)
     assert not model.policy.engine.busy
 
 
-def test_calls_from_twenty_threads_are_conversations_of_their_own(tiny_tokenizer):
+def test_calls_from_twenty_threads_are_conversations_of_their_own(tiny_tokenizer, with_any_gateway):
     def talk(attempt, i):
         with openai.OpenAI(base_url=attempt.base_url, api_key=attempt.api_key, max_retries=0) as client:
             messages = [{"role": "user", "content": f"Question {i % 10}?"}]
@@ -240,12 +241,13 @@ def test_calls_from_twenty_threads_are_conversations_of_their_own(tiny_tokenizer
                 answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
                 messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
 
-    async def agent(attempt):
+    async def agent(gateway):
+        attempt = open_attempt(gateway)
         await asyncio.gather(*(asyncio.to_thread(talk, attempt, i) for i in range(20)))
         return await attempt.finish(), attempt.counts
 
     model = completer(tiny_tokenizer, lambda i: f"{i}.{END}")
-    rollout, counts = with_attempt(model, agent)
+    rollout, counts = with_any_gateway(model, agent)
     rows = rollout.conversations
     trained = [t.token_ids.tolist() for row in rows for t in row.turns if t.maker == "model"]
     assert sorted(trained) == sorted(model.policy.sampled)

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
+import signal
 from itertools import chain
 
 import httpx
+import pytest
 from program_groups import collect
 
 from palestra import EvalSuite, demo
@@ -15,6 +18,7 @@ from palestra.core.config import RunConfig
 from palestra.core.types import Message, Problem, ToolCall
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.rollout.rewards import RewardFunctions
+from palestra.servers.gateway.workers import GatewayWorkers
 from palestra.sources.programs.collector import case_of, hidden_columns
 from palestra.sources.programs.outside import OutsideAgent
 from palestra.train.tasks import agent_collector
@@ -67,11 +71,13 @@ def tokens(rollout, maker=None):
     return [turn.token_ids.tolist() for turn in rollout.turns if maker in (None, turn.maker)]
 
 
-def test_a_program_gives_the_very_rollouts_of_our_own_loop(model):
+@pytest.mark.parametrize("with_workers", [False, True])
+def test_a_program_gives_the_very_rollouts_of_our_own_loop(model, with_workers, request):
+    workers = request.getfixturevalue("gateway_workers") if with_workers else None
     environment = SuiteEnvironment(demo.agent, demo.suite)
     collector = agent_collector(environment, model.policy, model.chat, CONFIG, training=True)
     native = asyncio.run(collector.collect(environment.problems("train")[:4], 2, [f"0/{i}" for i in range(4)]))
-    groups = collected(model, function_agent(shop_assistant), cases=4)
+    groups = collected(model, function_agent(shop_assistant), cases=4, workers=workers)
     mine, other = ([rollout for group in found for rollout in group.rollouts] for found in (groups, native))
     same = [tokens(a, "model") == tokens(b, "model") for a, b in zip(mine, other, strict=True)]
     assert sum(same) >= 7  # a malformed call is told to the model by our loop; a client sees it as text
@@ -154,6 +160,18 @@ def test_a_case_that_was_taken_and_never_rewarded_fails_after_its_time(model):
     outside = OutsideAgent("elsewhere", "palestra/tiny")
     group = collected(model, outside, measures=(), during=forgetful, timeout_s=0.2)
     assert all("longer than 0.2 s" in rollout.error for rollout in group.rollouts)
+
+
+def test_attempts_of_a_worker_that_dies_are_recorded_as_failed_with_the_cause(model):
+    workers = GatewayWorkers(1, "127.0.0.1")
+
+    async def kill_and_ask(case, base_url, api_key):
+        os.kill(workers.process_ids[0], signal.SIGKILL)
+        await ask(case, base_url, api_key)
+
+    group = collected(model, function_agent(kill_and_ask), workers=workers)
+    assert [rollout.stop for rollout in group.rollouts] == ["failed"] * 2
+    assert all("was ended by SIGKILL" in rollout.error for rollout in group.rollouts)
 
 
 def test_a_case_tells_nothing_of_what_is_expected():

@@ -43,10 +43,10 @@ async def debate(case, base_url, api_key, agents):
     return {"critique": critique, "final": await chat(solver, f"Answer to: {critique}")}
 
 
-def collected(model, roles, measures, program=debate, load=load_completer):
+def collected(model, roles, measures, program=debate, load=load_completer, **options):
     agent = function_agent(program)
     environment = SuiteEnvironment(agent, SUITE, None, measures)
-    return collect(model, environment, agent, CONFIG, cases=2, roles=Roles(roles, load))
+    return collect(model, environment, agent, CONFIG, cases=2, roles=Roles(roles, load), **options)
 
 
 def batch_of(groups):
@@ -59,7 +59,9 @@ def varied(ctx):
     return (sum(map(len, (m.text for m in ctx.messages))) % 7) / 7
 
 
-def test_only_the_trained_agents_tokens_carry_gradient(model):
+@pytest.mark.parametrize("with_workers", [False, True])
+def test_only_the_trained_agents_tokens_carry_gradient(model, with_workers, request):
+    workers = request.getfixturevalue("gateway_workers") if with_workers else None
     frozen = load_completer("palestra/tiny")
     critics = []
     sample = frozen.policy.sample
@@ -70,7 +72,7 @@ def test_only_the_trained_agents_tokens_carry_gradient(model):
         return turn
 
     frozen.policy.sample = watched
-    groups = collected(model, {"critic": "palestra/tiny"}, [varied], load=lambda name: frozen)
+    groups = collected(model, {"critic": "palestra/tiny"}, [varied], load=lambda name: frozen, workers=workers)
     rollouts = [r for group in groups for r in group.rollouts]
     assert all(r.error is None for r in rollouts)
     assert len(critics) == 8  # one turn in each attempt, and none of them is in a rollout

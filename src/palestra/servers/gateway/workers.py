@@ -1,0 +1,227 @@
+"""Gateway workers, as the trainer sees them: child processes that answer the requests of whole groups of attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from palestra.core import children
+from palestra.core.channel import Channel
+from palestra.core.errors import PalestraError, RolloutError, StateError
+from palestra.core.machine import processors
+from palestra.core.secrets import clean_environment
+from palestra.core.types import Problem, Rollout, SamplingParams
+from palestra.servers.forwarding import ForwardedAgent
+from palestra.servers.gateway.attempt import AttemptCounts
+from palestra.servers.gateway.worker_policy import CompleterServer, WorkerSettings
+from palestra.servers.openai.completer import Completer, ignore_request
+from palestra.servers.web import open_port, url_of
+
+_MAX_WORKERS = 8
+_MIN_PROCESSORS = 4
+_BACKLOG = 512
+_MAX_LOGGED = 1000  # messages that are remembered
+_EXIT_S = 1.0  # between the end of the connection and the exit status
+_QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}  # it says that torch is missing
+
+log = logging.getLogger("palestra")
+
+
+def default_workers() -> int:
+    """The number of workers that leaves half of the processors to the trainer and the agents; 0 on a small machine."""
+    count = processors()
+    return 0 if count < _MIN_PROCESSORS else min(_MAX_WORKERS, count // 2 - 1)
+
+
+class WorkerLost(RolloutError):
+    """The worker process of an attempt has ended."""
+
+
+class WorkerAttempt(ForwardedAgent):
+    """An attempt in a worker. Requests that come to the gateway's own URL are forwarded there."""
+
+    def __init__(self, problem: Problem, worker: GatewayWorker, on_end: Callable[[ForwardedAgent], None]) -> None:
+        super().__init__(worker.url, "", on_end=on_end)
+        self.upstream = self.anthropic_base_url
+        self.problem = problem
+        self._worker = worker
+        self._finished: asyncio.Future[tuple[Rollout, AttemptCounts]] | None = None
+
+    @property
+    def anthropic_base_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def counts(self) -> AttemptCounts:
+        if self._finished is None or not self._finished.done():
+            raise StateError("the counts of an attempt in a gateway worker are known after `await attempt.finish()`")
+        return self._finished.result()[1]
+
+    async def finish(self) -> Rollout:  # type: ignore[override]
+        """As `Attempt.finish`; a failed rollout with the reason as its error where the worker has ended."""
+        if self._finished is None:
+            self.on_end(self)
+            self._finished = asyncio.ensure_future(self._finish())
+        return (await asyncio.shield(self._finished))[0]
+
+    async def _finish(self) -> tuple[Rollout, AttemptCounts]:
+        try:
+            rollout, counts = await self._worker.call("finish", self.id)
+        except WorkerLost as lost:
+            return Rollout(self.problem.id, (), (), "failed", error=str(lost)), AttemptCounts(0, 0, 0, 0, 0, 0, 0)
+        except Exception as error:
+            raise self._worker.original(error) from None
+        return rollout, AttemptCounts(*counts)
+
+
+class WorkerPrompts:
+    """The `SharedPrompts` of a group whose attempts are in this worker. Close it when they have ended."""
+
+    def __init__(self, worker: GatewayWorker, number: int, siblings: int) -> None:
+        self.worker = worker
+        self.number = number
+        worker.groups += 1
+        worker.send("group", number, siblings)
+
+    def open(
+        self,
+        problem: Problem,
+        seed: int,
+        key: str | None,
+        sampling: SamplingParams,
+        client_sampling: bool,
+        on_end: Callable[[ForwardedAgent], None],
+    ) -> WorkerAttempt:
+        attempt = WorkerAttempt(problem, self.worker, on_end)
+        attempt.api_key = key or attempt.api_key
+        options = {"sampling": sampling, "seed": seed, "attempt_id": attempt.id, "key": attempt.api_key}
+        self.worker.send("open_attempt", problem.id, self.number, {**options, "client_sampling": client_sampling})
+        return attempt
+
+    def close(self) -> None:
+        self.worker.groups -= 1
+        self.worker.send("close_group", self.number)
+
+
+class GatewayWorker:
+    """A worker process, its port, and the sessions that it has opened."""
+
+    def __init__(self, host: str) -> None:
+        self.groups = 0  # open ones
+        self.lost: WorkerLost | None = None
+        listener = open_port(host, 0, None)
+        listener.listen(_BACKLOG)  # requests wait until the process answers them
+        self.url = url_of(listener)
+        self._socket, theirs = socket.socketpair()
+        with listener, theirs:
+            socket.send_fds(self._socket, [b"\0"], [listener.fileno()])
+            command = [sys.executable, "-P", "-m", "palestra.servers.gateway.worker"]
+            environment = {**clean_environment(), **_QUIET}
+            self.process = children.start(command, env=environment, stdin=theirs.fileno(), stdout=2, stderr=2)
+        self._server: CompleterServer | None = None
+        self._channel: Channel | None = None
+
+    def connect(self, model: Completer, settings: WorkerSettings, log_once: Callable[[str, int, str], None]) -> None:
+        """Serve the policy to the process from now on, in the running event loop."""
+        self._server = CompleterServer(model)
+        handlers = {**self._server.handlers, "log": log_once}
+        self._channel = self._server.channel = Channel(self._socket, handlers, self._ended)
+        self.send("start", settings)
+
+    def send(self, kind: str, *values: Any) -> None:
+        if self.lost is None:
+            assert self._channel is not None, "the gateway was not started"
+            self._channel.send(kind, *values)
+
+    async def call(self, kind: str, *values: Any) -> Any:
+        if self.lost is not None:
+            raise self.lost
+        assert self._channel is not None, "the gateway was not started"
+        return await self._channel.call(kind, *values)[1]
+
+    def original(self, error: Exception) -> Exception:
+        """The error of the policy whose text came back from the worker."""
+        known = {} if self._server is None else self._server.broken
+        return error if isinstance(error, PalestraError) else known.get(str(error), error)
+
+    def close(self) -> None:
+        """Kill the process; it has nothing to save."""
+        if self._channel is not None and self._server is not None and self.lost is None:
+            self._channel.close()
+            self._server.close()
+        self._socket.close()
+        children.end(self.process)
+
+    def _ended(self) -> None:
+        """Fail the attempts of a process that has ended by itself."""
+        assert self._channel is not None
+        assert self._server is not None
+        try:
+            status = self.process.wait(_EXIT_S)
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        except subprocess.TimeoutExpired:
+            how = "closed its connection"
+        children.end(self.process)
+        self.lost = WorkerLost(
+            f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too. "
+            "Look for its last words in the log, or set agent.gateway_workers to 0"
+        )
+        log.error("a gateway worker (process %d) %s; its open attempts fail", self.process.pid, how)
+        self._channel.close(self.lost)
+        self._server.close()
+
+
+class GatewayWorkers:
+    """The workers of one gateway. Their processes start with it, and import while the engine is prepared."""
+
+    def __init__(self, count: int, host: str) -> None:
+        self._workers = [GatewayWorker(host) for _ in range(count)]
+        self._numbers = itertools.count()
+        self._logged: set[tuple[str, str]] = set()
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    def start(self, model: Completer) -> None:
+        """Connect the processes to the policy of the running event loop."""
+        if not self._workers:
+            return
+        settings = WorkerSettings(
+            tokenizer=pickle.dumps(model.tokenizer),
+            name=model.name,
+            context_tokens=model.context_tokens,
+            vocabulary=model.vocabulary,
+            has_scores=model.score is not None,
+            can_branch=model.policy.can_branch,
+            watches_requests=model.on_request is not ignore_request,
+            unexpected_calls=model.unexpected_calls,
+        )
+        for worker in self._workers:
+            worker.connect(model, settings, self._log_once)
+
+    def prompts(self, siblings: int) -> WorkerPrompts | None:
+        """The prompts of a new group, in the worker with the fewest groups; None if all workers have ended."""
+        running = [worker for worker in self._workers if worker.lost is None]
+        if not running:
+            return None
+        return WorkerPrompts(min(running, key=lambda worker: worker.groups), next(self._numbers), siblings)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def _log_once(self, logger: str, level: int, text: str) -> None:
+        """Log a message of a worker, unless another one has sent the same."""
+        if (logger, text) not in self._logged:
+            if len(self._logged) < _MAX_LOGGED:
+                self._logged.add((logger, text))
+            logging.getLogger(logger).log(level, "%s", text)

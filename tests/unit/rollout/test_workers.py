@@ -1,0 +1,263 @@
+"""Worker processes of the agent loop: the same rollouts as in one process, and clear errors when one ends."""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import ScriptedPolicy
+
+from palestra.core.chat_model import ChatModel
+from palestra.core.config import RunConfig
+from palestra.core.errors import ResourceError, SettingError
+from palestra.core.types import Group, Score
+from palestra.envs.env import Env
+from palestra.envs.library.calculator import Calculator
+from palestra.envs.running import RunningEnv
+from palestra.policy.local import LocalPolicy
+from palestra.train import tasks
+from palestra.train.tasks import EnvironmentTask, Parts, worker_count
+from palestra.train.watcher import Watcher
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="rollout.workers forks processes")
+
+SIZE = 3
+
+
+class Sums(Env):
+    """Add two numbers."""
+
+    def make_problem(self, rng: random.Random) -> Any:
+        a, b = rng.randint(1, 99), rng.randint(1, 99)
+        return f"What is {a} + {b}?", a + b
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def score(self, answer: str) -> Any:
+        return Score(1.0, True, f"process {os.getpid()}")
+
+
+class Run:
+    """The source of a run with this environment, and what it gives."""
+
+    def __init__(self, environment: Any, tiny: Any, reward_functions: Any = (), **settings: Any) -> None:
+        options = {"rollout.group_size": SIZE, "rollout.max_new_tokens": 32, "rollout.workers": 2}
+        options |= {"train.problems_per_step": 2}
+        config = RunConfig.build(options | {name.replace("__", "."): value for name, value in settings.items()})
+        self.policy = LocalPolicy(tiny.model, tiny.tokenizer, kv_memory_gib=0.05, self_check=False)
+        self.parts = Parts(config, self.policy, tiny.tokenizer, asyncio.Runner(), Watcher())
+        task = EnvironmentTask(environment, reward_functions)
+        self.source, self.evaluator = task.source(self.parts), task.evaluator(self.parts)
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for workers in self.parts.workers for worker in workers._workers]
+
+    def step(self, count: int = 5) -> list[Group]:
+        return self.parts.runner.run(self.source.next(count, 0))
+
+    def prepare(self, count: int = 5) -> None:
+        self.parts.runner.run(self.source.prepare(count))
+
+    def close(self) -> None:
+        self.source.close()
+
+
+@pytest.fixture
+def start(tiny: Any) -> Iterator[Any]:
+    runs: list[Run] = []
+
+    def make(environment: Any = None, *more: Any, **settings: Any) -> Run:
+        runs.append(Run(environment or RunningEnv(Sums()), tiny, *more, **settings))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+        run.parts.runner.close()
+
+
+def tokens(groups: list[Group]) -> list[Any]:
+    return [[[t.token_ids.tolist() for t in r.turns] for r in g.rollouts] for g in groups]
+
+
+def pids(groups: list[Group]) -> list[set[str]]:
+    return [{s.reason for r in g.rollouts for s in r.scores.values()} for g in groups]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_rollouts_are_those_of_one_process_prepared_or_not(start):
+    here, there = start(rollout__workers=0), start()
+    expected = [here.step() for _ in range(3)]
+    found = [there.step()]
+    there.prepare()
+    found.append(there.step())
+    there.prepare(4)  # of other groups than those that come: they are given up
+    found.append(there.step())
+    assert [tokens(groups) for groups in found] == [tokens(groups) for groups in expected]
+    for mine, other in zip(found, expected, strict=True):
+        assert [g.problem_id for g in mine] == [g.problem_id for g in other]
+        assert [[r.messages for r in g.rollouts] for g in mine] == [[r.messages for r in g.rollouts] for g in other]
+    assert here.pids == []
+    workers = [f"process {pid}" for pid in there.pids]
+    assert [found[0][i].rollouts[0].scores["score"].reason for i in range(5)] == [workers[i % 2] for i in range(5)]
+    assert all(len(of_group) == 1 for of_group in pids(found[0])), "a group belongs to one worker"
+
+
+def test_an_evaluation_is_made_by_workers_too(start):
+    here, there = start(rollout__workers=0, eval__cases=4), start(eval__cases=4)
+    reports = [run.evaluator.run(run.parts.runner, run.parts.watcher, "scoring") for run in (here, there)]
+    assert tokens([Group("", report.rollouts) for report in reports][:1]) == tokens([Group("", reports[1].rollouts)])
+
+
+def test_workers_end_with_the_source(start):
+    run = start()
+    run.step(2)
+    assert len(run.pids) == 2
+    assert all(map(is_alive, run.pids))
+    run.close()
+    assert not any(map(is_alive, run.pids))
+
+
+def test_a_worker_that_is_killed_ends_the_step_with_its_exit_code(start):
+    run = start()
+    run.step(2)
+    os.kill(run.pids[1], signal.SIGKILL)
+    with pytest.raises(ResourceError, match=r"exit code -9.*rollout.workers"):
+        run.step()
+    with pytest.raises(ResourceError):
+        run.step()
+    assert not run.policy.engine.busy, "no turn of the other worker is left"
+
+
+class Slow(Sums):
+    """Its tool waits until the file exists."""
+
+    file: Path
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def start(self) -> None:
+        while not self.file.exists():
+            time.sleep(0.01)
+
+
+def test_a_cancelled_step_leaves_workers_that_go_on(start, tmp_path):
+    environment = Slow()
+    environment.file = tmp_path / "go"
+    environment.file.touch()
+    run = start(RunningEnv(environment))
+    environment.file.unlink()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(run.source.next(4, 0))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    run.parts.runner.run(cancelled())
+    environment.file.touch()
+    assert len(run.step(2)) == 2
+
+
+class Broken(Sums):
+    def score(self, answer: str) -> Any:
+        raise KeyError("no such thing")
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        logging.getLogger("palestra.test").warning("adding in another process")
+        return a + b
+
+
+def test_errors_of_the_environment_are_on_the_rollouts(start):
+    errors = {r.error for g in start(RunningEnv(Broken())).step(2) for r in g.rollouts}
+    assert len(errors) == 1
+    assert "KeyError" in errors.pop()
+
+
+def test_a_prompt_that_is_refused_fails_its_group_alone(start):
+    class Long(Sums):
+        def make_problem(self, rng: random.Random) -> Any:
+            a = rng.randint(1, 99)
+            return f"What is {a} + 1?" + " again" * (a % 2 * 5000), a + 1
+
+    groups = start(RunningEnv(Long())).step(6)
+    errors = [{r.error for r in g.rollouts} for g in groups]
+    assert {None} in errors
+    assert any("tokens" in str(error) for of_group in errors for error in of_group)
+
+
+def test_reward_functions_know_how_far_the_training_is(start):
+    def progress(completions: list, trainer_state: Any) -> list[float]:
+        return [float(trainer_state.global_step)] * len(completions)
+
+    for workers in (0, 2):
+        run = start(None, [progress], rollout__workers=workers)
+        run.step(2)
+        run.policy.engine.weights_changed(7)
+        assert {r.scores["progress"].value for g in run.step(2) for r in g.rollouts} == {7.0}
+
+
+def test_log_records_of_workers_reach_this_process(start, caplog):
+    class Chatty(Sums):
+        def start(self) -> None:
+            logging.getLogger("palestra.test").warning("hello from %d", os.getpid())
+
+    run = start(RunningEnv(Chatty()))
+    run.step(2)
+    assert {record.getMessage() for record in caplog.records} >= {f"hello from {pid}" for pid in run.pids}
+
+
+def test_models_of_this_process_are_not_loaded_in_a_worker(start, caplog):
+    async def judged(completions: list, **more: Any) -> list[float]:
+        await ChatModel("palestra/tiny", purpose="judge").ask([{"role": "user", "content": "?"}], str)
+        return [1.0] * len(completions)
+
+    start(None, [judged]).step(2)
+    assert any("rollout.workers" in record.getMessage() for record in caplog.records)
+
+
+class Limited(Sums):
+    max_episodes = 4
+
+
+def test_workers_are_rejected_where_they_cannot_work(tiny, tiny_tokenizer):
+    config = RunConfig.build({"rollout.workers": 2})
+    parts = Parts(config, ScriptedPolicy(tiny_tokenizer, []), tiny_tokenizer, None, None)
+    with pytest.raises(SettingError, match="paged engine"):
+        worker_count(RunningEnv(Sums()), parts)
+    policy = LocalPolicy(tiny.model, tiny.tokenizer, kv_memory_gib=0.05, self_check=False)
+    parts = Parts(config, policy, tiny_tokenizer, None, None)
+    with pytest.raises(SettingError, match="limits"):
+        worker_count(RunningEnv(Limited()), parts)
+
+
+def test_workers_are_chosen_with_a_gpu_for_environments_that_say_so(tiny, monkeypatch):
+    policy = LocalPolicy(tiny.model, tiny.tokenizer, kv_memory_gib=0.05, self_check=False)
+    parts = Parts(RunConfig.build(), policy, tiny.tokenizer, None, None)
+    assert worker_count(RunningEnv(Calculator()), parts) == 0
+    monkeypatch.setattr(type(policy.engine.runner), "overlaps", True)
+    for processors, count in ((4, 0), (6, 3), (64, 8)):
+        monkeypatch.setattr(tasks, "processors", lambda processors=processors: processors)
+        assert worker_count(RunningEnv(Calculator()), parts) == count
+    assert worker_count(RunningEnv(Sums()), parts) == 0
