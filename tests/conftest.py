@@ -110,8 +110,9 @@ def gateway_workers():
     workers.end()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tiny_tokenizer(_loaded_tiny):
+    """A copy for each test, which may change it."""
     return copy.deepcopy(_loaded_tiny.tokenizer)
 
 

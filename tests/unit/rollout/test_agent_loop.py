@@ -61,12 +61,8 @@ def test_calls_of_all_turns_have_ids_of_their_own_and_results_keep_theirs(tiny_t
 
 
 def test_ids_that_the_template_shows_stay_as_the_model_read_them(tiny_tokenizer) -> None:
-    template = tiny_tokenizer.chat_template
-    tiny_tokenizer.chat_template = template + "{#- tool_call_id -#}"
-    try:
-        rollout = played(tiny_tokenizer, [CALL, CALL, ANSWER])
-    finally:
-        tiny_tokenizer.chat_template = template
+    tiny_tokenizer.chat_template += "{#- tool_call_id -#}"
+    rollout = played(tiny_tokenizer, [CALL, CALL, ANSWER])
     assert [call.id for message in rollout.messages for call in message.tool_calls] == ["call_0", "call_0"]
 
 

@@ -56,8 +56,8 @@ def model() -> Qwen3ForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def chat(tiny_tokenizer: Any) -> ChatFormat:
-    return ChatFormat(tiny_tokenizer)
+def chat(_loaded_tiny: Any) -> ChatFormat:
+    return ChatFormat(_loaded_tiny.tokenizer)
 
 
 GRAMMAR = json.dumps([tool.schema for tool in TOOLS.values()])

@@ -31,8 +31,8 @@ def calls_of(tokenizer: Any, tools: list[dict[str, Any]] = SCHEMAS) -> Any:
 
 
 @pytest.fixture(scope="module")
-def grammar(tiny_tokenizer):
-    return calls_of(tiny_tokenizer)
+def grammar(_loaded_tiny):
+    return calls_of(_loaded_tiny.tokenizer)
 
 
 def allows(matching: Any, token_id: int) -> bool:

@@ -1,7 +1,6 @@
 """Gateway workers: the same rollouts as without them, and what happens when a worker, a client or the trainer ends."""
 
 import asyncio
-import copy
 import os
 import signal
 import subprocess
@@ -194,9 +193,8 @@ def test_a_client_that_disconnects_cancels_the_sampling_in_the_trainer(tiny_toke
 
 
 def test_the_settings_and_callbacks_of_the_completer_hold_in_workers(tiny_tokenizer, gateway_workers):
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.chat_template = "{%- set mood = 'calm' %}" + tokenizer.chat_template + "{{ mood }}"
-    model = completer(tokenizer, lambda i: FENCED + END)
+    tiny_tokenizer.chat_template = "{%- set mood = 'calm' %}" + tiny_tokenizer.chat_template + "{{ mood }}"
+    model = completer(tiny_tokenizer, lambda i: FENCED + END)
     model.unexpected_calls = "error"
     asked = []
     model.on_request = lambda choices, params: asked.append((choices, params.max_new_tokens))
