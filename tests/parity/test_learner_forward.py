@@ -15,7 +15,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.batching import pack
 from palestra.core.types import Sample
 from palestra.engine.recurrent import RowStates
-from palestra.learner import tree_recurrence
+from palestra.learner import patches, tree_recurrence
 from palestra.learner.forward import Scorer
 from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
 
@@ -117,6 +117,55 @@ def test_packed_trees_give_the_plain_logprobs_and_gradients(family: str, max_tok
         ours = gradients(model, *got)
     for mine, own in zip(ours, theirs, strict=True):
         assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Let layers be traced as on a GPU, without generating code; gives the numbers of programs and of graph breaks."""
+    counters = torch._dynamo.utils.counters
+
+    def traced(call: Any) -> Any:
+        return torch.compile(call, dynamic=True, backend="aot_eager")
+
+    def count() -> tuple[int, int]:
+        return counters["stats"]["unique_graphs"], counters["graph_break"].total()
+
+    torch._dynamo.reset()
+    counters.clear()
+    patches._compiled_layer.cache_clear()
+    monkeypatch.setattr(patches, "_compiled", traced)
+    yield count
+    patches._compiled_layer.cache_clear()
+    torch._dynamo.reset()
+
+
+def traced(family: str, kinds: int) -> Any:
+    """A family with so many kinds of layers. Tracing takes ten seconds a family."""
+    slow = pytest.mark.slow("make test-slow traces all families")
+    return pytest.param(family, kinds, marks=() if family in ("gemma2", "qwen3_5_text") else slow)
+
+
+COMPILED = {"llama": 1, "gemma2": 2, "gpt_oss": 2, "qwen3_5_text": 2, "lfm2": 2, "olmo_hybrid": 2, "bamba": 2}
+
+
+@pytest.mark.parametrize(("family", "kinds"), [traced(*each) for each in COMPILED.items()])
+def test_compiled_layers_give_the_plain_logprobs_and_gradients(family: str, kinds: int, programs: Any) -> None:
+    model, samples = tiny_model(family, **CHANGES.get(family, {})), groups()
+    model.set_experts_implementation("batched_mm")  # on a CPU the grouped product cannot be traced
+    expected = plain(model, samples, 0.7)
+    theirs = gradients(model, *expected)
+    scorer = Scorer(model, temperature=0.7, compile_layers=True)
+    assert (scorer.mode, scorer.compiled) == ("trees", True)
+    for max_tokens in (1000, 30):
+        micros = packed(samples, max_tokens)
+        with scorer.session(training=True):
+            parts = [scorer(micro, entropy_gradient=True) for micro in micros]
+            got = tuple(torch.cat(x) for x in zip(*parts, strict=True))
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+            ours = gradients(model, *got)
+        for mine, own in zip(ours, theirs, strict=True):
+            assert float((mine - own).norm()) <= 1e-4 * float(own.norm()) + 1e-6
+    assert programs() == (kinds, 0)
 
 
 @pytest.mark.parametrize("family", [family for family in {**FAMILIES, **CHANGES} if family not in RECURRENT])

@@ -52,15 +52,11 @@ def compare(dtype, tolerated):
     shape = state_shape(model, layers)
     ours, modules = random_store(shape), random_store(shape)
     compute = over_runs(modules, [Run(slots.long(), 1, alive)])
-    for place, module in enumerate(layers.modules[:1]):  # the others are alike
-        step = RecurrentStep.of(module)
+    for place, layer in enumerate(layers.layers[:1]):  # the others are alike
+        step = RecurrentStep.of(layer.module)
         before = {part: state.clone() for part, state in ours.parts(place).items()}
-
-        def call(rows, states):
-            return type(module).forward(module, rows, **{layers._cache_names[place]: states})
-
         for x in hidden.to(dtype):
-            out, expected = step(x[0], ours.parts(place), StateRows(slots, lens)), compute(place, x, call)[0]
+            out, expected = step(x[0], ours.parts(place), StateRows(slots, lens)), compute(layer, x)[0]
             assert out.isfinite().all() and out.dtype == dtype
             assert apart(out[alive], expected[alive]) < tolerated, apart(out[alive], expected[alive])
             for part, state in ours.parts(place).items():

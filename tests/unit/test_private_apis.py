@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from torch import nn
 from transformers import LlamaConfig
 
 import palestra
+from palestra.engine.delta_rule import REPLACED, chunk_gated_delta_rule
+from palestra.learner.opaque import AUTOGRAD
 
 SOURCE = Path(palestra.__file__).parent
 FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_norm")
-OTHERS = {"_inductor", "_higher_order_ops"}
+OTHERS = {"_inductor", "_higher_order_ops", "_C", "_dynamo"}
 
 
 def test_every_private_name_of_torch_in_the_source_is_listed() -> None:
@@ -48,3 +51,19 @@ def test_transformers_has_its_grouped_product() -> None:
 
     x, weights, ends = torch.ones(3, 4), torch.ones(2, 4, 8), torch.tensor([1, 3], dtype=torch.int32)
     assert _grouped_mm(x, weights, ends).tolist() == [[4.0] * 8] * 3
+
+
+def test_autograd_can_be_switched_on_inside_of_a_custom_operation() -> None:
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for name in AUTOGRAD:
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
+        assert torch.ones(1, requires_grad=True).exp().requires_grad
+
+
+def test_transformers_has_the_delta_rule_that_is_replaced() -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    replaced = inspect.signature(getattr(modeling_qwen3_5, REPLACED)).parameters
+    ours = inspect.signature(chunk_gated_delta_rule).parameters
+    assert [*replaced][:9] == [*ours][:9]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
-from palestra.core.machine import to_device
+from palestra.core.machine import in_one_order, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,3 +332,23 @@ def ragged_arange(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """
     ends = np.cumsum(lengths)
     return np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows] of [T, …]. Siblings read the last state of their prompt, and its gradients are added in one order."""
+    taken: Tensor = _TakeRows.apply(x, rows)
+    return taken
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [rows] = ctx.saved_tensors
+        with in_one_order(rows):
+            return grads[0].new_zeros(ctx.shape).index_add_(0, rows, grads[0]), None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from palestra.core.errors import UnsupportedModel
 from palestra.engine.attention import plain_forward
+from palestra.engine.delta_rule import REPLACED, chunk_gated_delta_rule, modeling_files
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+PACKED = "palestra_packed"  # attribute of a module whose forward is replaced: how it is computed
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +65,13 @@ class RowStates:
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
+    @classmethod
+    def of(cls, parts: Mapping[Part, Tensor], record_past: bool = False) -> RowStates:
+        by_kind: dict[str, dict[int, Tensor]] = {"conv": {}, "recurrent": {}}
+        for part, state in parts.items():
+            by_kind[part.kind][part.number] = state
+        return cls(by_kind["conv"], by_kind["recurrent"], record_past)
+
     @property
     def parts(self) -> dict[Part, Tensor]:
         conv = {Part("conv", number): state for number, state in self.conv_states.items()}
@@ -84,48 +93,63 @@ class PartShape(NamedTuple):
 StateShape = Mapping[int, Mapping[Part, PartShape]]  # by place among the model's recurrent layers
 
 
+class RecurrentLayer:
+    """One of a model's recurrent layers; calling it computes rows of tokens [rows, n, H] -> [rows, n, H] by the layer's
+    own forward, which continues from their states and replaces them."""
+
+    def __init__(self, number: int, module: nn.Module) -> None:
+        self.number, self.module = number, module
+        self.handle = torch.tensor(number)  # for compiled code, which would be compiled again for each number
+        self.trained: list[Tensor] = []  # its weights, as a learner knows them
+        self._cache_name = _cache_argument(module)
+
+    def __call__(self, rows: Tensor, states: RowStates) -> Tensor:
+        out: Tensor = type(self.module).forward(self.module, rows, **{self._cache_name: states})
+        return out
+
+
+# Makes a layer's output of packed hidden states [1, T, H].
+Compute = Callable[[RecurrentLayer, Tensor], Tensor]
+
+
 class RecurrentLayers:
     """The recurrent layers of a model, in order; empty for a model that only attends."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for module in model.modules() if _is_recurrent(module)]
-        self._cache_names = [_cache_argument(module) for module in self.modules]
+        self.layers = [RecurrentLayer(number, module) for number, module in enumerate(self.modules)]
+        self._delta_rules = {file: getattr(file, REPLACED) for file in modeling_files(self.modules)}
 
     def __bool__(self) -> bool:
         return bool(self.modules)
 
     @contextmanager
-    def use(self, compute: Callable[[int, Tensor, Call], Tensor]) -> Iterator[None]:
-        """Let `compute(layer, hidden, call)` make each layer's output of packed hidden states [1, T, H].
-
-        `call` is the layer's own forward: rows of tokens [rows, n, H] and their states -> [rows, n, H].
-        """
-        before = [module.__dict__.get("forward") for module in self.modules]
-        for layer, module in enumerate(self.modules):
-            module.__dict__["forward"] = self._packed(layer, compute)
+    def use(self, compute: Compute) -> Iterator[None]:
+        """Let `compute(layer, hidden)` make the output of each layer."""
+        before = [{name: layer.module.__dict__.get(name) for name in ("forward", PACKED)} for layer in self.layers]
+        for layer in self.layers:
+            # The same function for all: the compiler compiles again for each function that it meets.
+            own = {"forward": MethodType(_forward, layer.module), PACKED: (compute, layer)}
+            layer.module.__dict__.update(own)
+        for file in self._delta_rules:
+            setattr(file, REPLACED, chunk_gated_delta_rule)
         try:
             yield
         finally:
-            for module, forward in zip(self.modules, before, strict=True):
-                if forward is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = forward
-
-    def _packed(self, layer: int, compute: Callable[[int, Tensor, Call], Tensor]) -> Callable[..., Tensor]:
-        module, cache_name = self.modules[layer], self._cache_names[layer]
-
-        def call(rows: Tensor, states: RowStates) -> Tensor:
-            out: Tensor = type(module).forward(module, rows, **{cache_name: states})
-            return out
-
-        def forward(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-            return compute(layer, hidden_states, call)
-
-        return forward
+            for file, theirs in self._delta_rules.items():
+                setattr(file, REPLACED, theirs)
+            for layer, values in zip(self.layers, before, strict=True):
+                for name, value in values.items():
+                    if value is None:
+                        del layer.module.__dict__[name]
+                    else:
+                        layer.module.__dict__[name] = value
 
 
-Call = Callable[[Tensor, RowStates], Tensor]
+def _forward(module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    compute, layer = module.__dict__[PACKED]
+    out: Tensor = compute(layer, hidden_states)
+    return out
 
 
 def _is_recurrent(module: nn.Module) -> bool:
@@ -165,24 +189,6 @@ def state_bytes(shape: StateShape) -> int:
     return sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in parts)
 
 
-def _row_states(parts: Mapping[Part, Tensor], record_past: bool = False) -> RowStates:
-    by_kind: dict[str, dict[int, Tensor]] = {"conv": {}, "recurrent": {}}
-    for part, state in parts.items():
-        by_kind[part.kind][part.number] = state
-    return RowStates(by_kind["conv"], by_kind["recurrent"], record_past)
-
-
-def stack_states(states: Sequence[RowStates]) -> RowStates:
-    """The rows of several calls as one."""
-    parts = [each.parts for each in states]
-    return _row_states({part: torch.cat([p[part] for p in parts]) for part in parts[0]} if parts else {}, True)
-
-
-def select_states(states: RowStates, chosen: Tensor) -> RowStates:
-    """The states of some rows, once for each entry of `chosen`; gradients add up."""
-    return _row_states({part: x.index_select(0, chosen) for part, x in states.parts.items()}, states.record_past)
-
-
 class StateStore:
     """The states of many sessions on one device. All parts of one dtype lie side by side, so a copy is one or two
     kernels. Slot 0 belongs to no session: the padding rows of a step use it."""
@@ -220,7 +226,7 @@ class StateStore:
         return self._views[layer]
 
     def read(self, layer: int, slots: Tensor) -> RowStates:
-        return _row_states({part: view.index_select(0, slots) for part, view in self._views[layer].items()})
+        return RowStates.of({part: view.index_select(0, slots) for part, view in self._views[layer].items()})
 
     def write(self, layer: int, slots: Tensor, states: RowStates, alive: Tensor | None) -> None:
         """Store new states; rows that are not `alive` keep theirs."""
@@ -251,22 +257,23 @@ def runs_of(rows: Sequence[tuple[int, int]], device: torch.device) -> list[Run]:
 
 def over_runs(
     store: StateStore, runs: Sequence[Run], steps: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({})
-) -> Callable[[int, Tensor, Call], Tensor]:
+) -> Compute:
     """How recurrent layers compute a step of the engine, for `RecurrentLayers.use`.
 
     Layers of `steps` compute all runs, of one token a row, by that function of [rows, H] instead of their own forward.
     """
 
-    def compute(layer: int, hidden: Tensor, call: Call) -> Tensor:
-        if layer in steps:
-            return steps[layer](hidden[0])[None]
+    def compute(layer: RecurrentLayer, hidden: Tensor) -> Tensor:
+        number = layer.number
+        if number in steps:
+            return steps[number](hidden[0])[None]
         outputs, first = [], 0
         for run in runs:
             rows = len(run.slots)
             tokens = hidden[0, first : first + rows * run.tokens].unflatten(0, (rows, run.tokens))
-            states = store.read(layer, run.slots)
-            outputs.append(call(tokens, states).flatten(0, 1))
-            store.write(layer, run.slots, states, run.alive)
+            states = store.read(number, run.slots)
+            outputs.append(layer(tokens, states).flatten(0, 1))
+            store.write(number, run.slots, states, run.alive)
             first += rows * run.tokens
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 

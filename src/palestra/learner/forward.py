@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from palestra.algo.batching import MicroBatch
+from palestra.algo.batching import MicroBatch, take_rows
 from palestra.algo.step_loss import LossGradient
 from palestra.core.errors import UnsupportedModel
-from palestra.core.machine import in_one_order
 from palestra.engine.recurrent import RecurrentLayers
 from palestra.engine.routing import Routers
 from palestra.engine.supported import NO_EXACT, base_model
@@ -123,14 +122,15 @@ class Scorer(nn.Module):
 
         `training` switches the modules to training or evaluation mode; None leaves them as they are.
         """
-        packed = self._recurrent.use(over_trees(self._current_layout)) if self.mode == "trees" else nullcontext()
+        is_packed = self.mode == "trees"
+        packed = self._recurrent.use(over_trees(self._recurrent, self._current_layout)) if is_packed else nullcontext()
         routed = self.routing.use() if self.routing is not None else nullcontext()
         with packed, routed, ModulePatches() as patches:
             if training is not None:
                 patches.set_training(self.model, training)
             if self._norms is not None:
                 self._norms.use(patches)
-            if self.mode == "trees":
+            if is_packed:
                 use_tree_attention(self.model, patches)
             if self.compiled:
                 compile_layers(decoder_layers(self.model), patches, with_hooks=not self.in_shards)
@@ -209,7 +209,7 @@ class Scorer(nn.Module):
 
     def _layers(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         self._layout = layout
-        layout.positions = positions
+        layout.positions, layout.recurrent = positions, self._recurrent.layers
         options: dict[str, Any] = {"use_cache": False, "layout": layout}
         out = decoder_of(self.model)(input_ids=ids[None], position_ids=positions[None], **options)
         hidden: Tensor = out.last_hidden_state[0]
@@ -264,23 +264,3 @@ def _padded(routing: Tensor, mask: Tensor) -> Tensor:
     rows = routing.new_full((len(mask), *routing.shape[1:]), torch.iinfo(routing.dtype).max)
     rows[mask] = routing
     return rows
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows] of [T, …]. Siblings read the last state of their prompt, and its gradients are added in one order."""
-    taken: Tensor = _TakeRows.apply(x, rows)
-    return taken
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.shape = x.shape
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        [rows] = ctx.saved_tensors
-        with in_one_order(rows):
-            return grads[0].new_zeros(ctx.shape).index_add_(0, rows, grads[0]), None

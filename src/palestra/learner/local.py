@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
+from palestra.algo.batching import take_rows
 from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import Loss, LossTokens
 from palestra.core.config import RunConfig
@@ -30,7 +31,7 @@ from palestra.core.weights import Weights
 from palestra.engine.supported import NO_EXACT, base_linear, base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
-from palestra.learner.forward import Scorer, take_rows
+from palestra.learner.forward import Scorer
 from palestra.learner.micro_batches import (
     LocalOutputs,
     MicroBatchLimit,

@@ -18,7 +18,12 @@ from palestra.engine.supported import is_standard_rms_norm, norm_epsilon
 
 MAX_MLP_SHARE = 0.75  # of the tokens; above this, selecting them saves nothing
 MAX_RECOMPUTED_COLUMNS = 256  # a product over fewer, as those of adapters' ranks, is cheaper to repeat than to keep
-FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit.default"
+COSTLY = {  # beside products
+    "bitsandbytes.gemm_4bit.default",
+    "palestra.tree_attention.default",
+    "palestra.masked_trees.default",
+    "palestra.recurrent_layer.default",
+}
 # What traced layers hold of ours, and the compiler's cache does not look into: the rule of what is kept, and attention.
 TRACED_FILES = [Path(__file__), Path(__file__).with_name("tree_attention_cuda.py")]
 
@@ -205,5 +210,5 @@ def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     if operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         costly = args[-2].shape[1] > MAX_RECOMPUTED_COLUMNS
     else:
-        costly = operation is torch.ops.palestra.tree_attention.default or str(operation) == FOUR_BIT_PRODUCT
+        costly = str(operation) in COSTLY
     return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,7 +1,7 @@
 """Which mode is right for this model? A few rows, forward and backward, against the model's own logits.
 
-Only what is known not to work (`UnsupportedModel`) and numbers that differ lead to the reference mode; any other
-exception, such as a lack of memory or a compiler's, is raised.
+Only what is known not to work (`UnsupportedModel`) and numbers that differ lead to the reference mode, and what the
+compiler cannot do to uncompiled layers; any other exception, such as a lack of memory, is raised.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from palestra.algo.batch import Batch
 from palestra.core.errors import UnsupportedModel
@@ -48,7 +49,10 @@ def choose_mode(scorer: Any) -> None:
         scorer.mode, uncompiled_because = "trees", None
         if scorer.compiled:  # first: it is what nearly all models run, and each check takes time
             typical = _probe(model, True, root, size=TYPICAL_SIZE) if model.device.type == "cuda" else shared
-            uncompiled_because = _mismatch(scorer, typical, expected)
+            try:
+                uncompiled_because = _mismatch(scorer, typical, expected)
+            except TorchDynamoException as error:
+                uncompiled_because = f"{type(model).__name__} cannot be compiled: {error!s:.300}"
             if uncompiled_because is None:
                 return
         scorer.compiled = False

@@ -7,7 +7,7 @@ interface; the layout of the packed tokens reaches it as the keyword `layout`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Array
 from palestra.engine.attention import attention_chunk, query_scales, scales_queries
+from palestra.engine.recurrent import RecurrentLayer
+from palestra.learner.opaque import Registry, gradients
 from palestra.learner.patches import ModulePatches
 from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees
@@ -54,13 +56,16 @@ class Layout:
         self.bounds = Bounds(trees, device, shapes, root)
         self._masks: dict[tuple[int, int, Reach], Tensor] = {}
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
+        self.recurrent: Sequence[RecurrentLayer] = ()
         self.runs: Any = None  # of recurrent layers, made by the first of them
         self.positions = torch.empty(0)  # [T] of the tokens in the order in which layers compute them
+        self.handle = LAYOUTS.add(self)
 
     def copy(self) -> Layout:
         """The same, with bounds of its own."""
         other = copy.copy(self)
         other.bounds = self.bounds.copy()
+        other.handle = LAYOUTS.add(other)
         return other
 
     @property
@@ -106,6 +111,9 @@ class Layout:
         return self._spread[tree.start]
 
 
+LAYOUTS: Registry[Layout] = Registry()
+
+
 def tree_attention(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D]
@@ -136,6 +144,10 @@ def tree_attention(
         # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out = flash_trees(q, k, v, layout.bounds, scale)
+    elif torch.compiler.is_compiling():
+        limits = 0 if sliding_window is None else sliding_window, 0 if chunk is None else chunk
+        sinks = [] if s_aux is None else [s_aux]
+        out = torch.ops.palestra.masked_trees(q, k, v, sinks, layout.handle, scaling, softcap, *limits)
     elif is_causal_only and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:  # as the fused kernel needs it
         out = cpu_trees(q, k, v, layout.trees, scale, layout.root)
     else:
@@ -150,7 +162,6 @@ def repeated(x: Tensor, heads: int) -> Tensor:
     return x[:, :, None].expand(-1, -1, share, -1).flatten(1, 2) if 1 < share <= MAX_REPEATS else x
 
 
-@torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
 def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, reach: Reach, extra: dict[str, Any]) -> Tensor:
     """[T, H, D] attention, tree by tree, with masks no larger than one completion over its path."""
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -159,6 +170,72 @@ def masked_trees(q: Tensor, k: Tensor, v: Tensor, layout: Layout, reach: Reach, 
     trees = (Tree(0, layout.root, ()), *layout.trees)
     outputs = [out for tree in trees for out in _attend_tree(tree, q, k, v, layout, reach, extra)]
     return layout.reorder(torch.cat(outputs))
+
+
+def _masked(
+    layout: Tensor, scale: float | None, softcap: float | None, window: int, chunk: int
+) -> Callable[..., Tensor]:
+    """`masked_trees` as a function of queries, keys, values and sinks. A window or chunk of 0 is none."""
+    reach = Reach(window or None, chunk or None)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        extra = {"scale": scale, "softcap": softcap, "sinks": sinks[0] if sinks else None}
+        return masked_trees(q, k, v, LAYOUTS[layout], reach, extra)
+
+    return compute
+
+
+@torch.library.custom_op("palestra::masked_trees", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: list[Tensor],
+    layout: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    window: int,
+    chunk: int,
+) -> Tensor:
+    return _masked(layout, scale, softcap, window, chunk)(q, k, v, *sinks)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+@torch.library.custom_op("palestra::masked_trees_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    inputs: list[Tensor],
+    layout: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    window: int,
+    chunk: int,
+) -> list[Tensor]:
+    found = gradients(_masked(layout, scale, softcap, window, chunk), inputs, [], grad)
+    return [x.contiguous() for x in found]
+
+
+@_backward.register_fake
+def _(grad: Tensor, inputs: list[Tensor], *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in inputs]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, v, sinks, layout, *ctx.rule = inputs
+    ctx.save_for_backward(layout, q, k, v, *sinks)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    layout, *inputs = ctx.saved_tensors
+    q, k, v, *sinks = torch.ops.palestra.masked_trees_backward(grad, inputs, layout, *ctx.rule)
+    return q, k, v, sinks, None, *(None for _ in ctx.rule)
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)
 
 
 def _attend_tree(

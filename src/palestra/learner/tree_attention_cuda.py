@@ -14,9 +14,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from palestra.algo.batching import Tree, ragged_arange
 from palestra.core.machine import in_one_order, to_device
 from palestra.core.types import Array
+from palestra.learner.opaque import Registry
 from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
 
 HALF = (torch.bfloat16, torch.float16)
@@ -33,10 +33,6 @@ Half = tuple[Tensor, Tensor, int, int, bool]  # query bounds, key bounds, the lo
 # The backward kernel works in parallel on segments, heads and blocks of keys. A root has few blocks of keys, so the
 # tokens that attend to it are divided into up to this many segments, each with a copy of its keys.
 ROOT_SEGMENTS, SHORTEST_SEGMENT = 16, 128
-
-
-_alive: WeakValueDictionary[int, Bounds] = WeakValueDictionary()
-_handles = count()
 
 
 class Bounds:
@@ -106,9 +102,7 @@ class Bounds:
         return other
 
     def _register(self) -> None:
-        number = next(_handles)
-        self.handle = torch.tensor(number)
-        _alive[number] = self
+        self.handle = _BOUNDS.add(self)
 
     @property
     def own(self) -> Half:
@@ -141,6 +135,9 @@ class Bounds:
         return x.unflatten(0, (self.segments, -1)).sum(0)
 
 
+_BOUNDS: Registry[Bounds] = Registry()
+
+
 def flash_fits(query: Tensor, value: Tensor) -> bool:
     """Whether the GPU kernels take these heads."""
     size = query.shape[-1]
@@ -155,7 +152,7 @@ def flash_trees(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float) -
 @torch.library.custom_op("palestra::tree_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """([T, H, D] output, [H, T] log-sum-exp) over all parts."""
-    bounds = _alive[int(handle)]
+    bounds = _BOUNDS[handle]
     out, lse = _half(q, k, v, bounds.own, scale)
     if bounds.has_shared:
         completions, prompts = bounds.completions, bounds.prompts
@@ -177,7 +174,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Te
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bounds = _alive[int(handle)]
+    bounds = _BOUNDS[handle]
     dq, dk, dv = _half_backward(grad, q, k, v, out, lse, bounds.own, scale)
     if bounds.has_shared:
         c, p = bounds.completions, bounds.prompts

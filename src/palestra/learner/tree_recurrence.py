@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algo.batching import Tree
-from palestra.engine.recurrent import Call, RowStates, select_states, stack_states
-from palestra.learner.tree_attention import Layout
+from palestra.algo.batching import Tree, take_rows
+from palestra.engine.recurrent import Compute, RecurrentLayer, RecurrentLayers, RowStates
+from palestra.learner.opaque import gradients
+from palestra.learner.tree_attention import LAYOUTS, Layout
 
 MAX_PADDING = 1.25  # times the length of the shortest completion of a batch
 MIN_TOKENS = 2  # of a padded row: layers update the state of a single token in place, which autograd does not allow
@@ -51,9 +53,9 @@ class _Rows:
         prompts = torch.tensor([s.prompt for s in stretches], device=device) if stretches[0].prompt >= 0 else None
         return cls(len(stretches), torch.from_numpy(places).to(device), real, prompts)
 
-    def call(self, call: Call, tokens: Tensor, states: RowStates) -> Tensor:
+    def compute(self, layer: RecurrentLayer, tokens: Tensor, states: RowStates) -> Tensor:
         """[T, H] -> the outputs [n, H] of the stretches' tokens, one stretch after the other."""
-        out = call(tokens.index_select(0, self.places).unflatten(0, (self.count, -1)), states).flatten(0, 1)
+        out = layer(tokens.index_select(0, self.places).unflatten(0, (self.count, -1)), states).flatten(0, 1)
         return out if self.real is None else out.index_select(0, self.real)
 
 
@@ -96,24 +98,84 @@ def _of_about_one_length(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretc
         yield batch
 
 
-def over_trees(layout_of: Callable[[], Layout]) -> Callable[[int, Tensor, Call], Tensor]:
-    """How recurrent layers compute a micro-batch of the learner, for `RecurrentLayers.use`."""
+def stack_states(states: Sequence[RowStates]) -> RowStates:
+    """The rows of several calls as one."""
+    parts = [each.parts for each in states]
+    return RowStates.of({part: torch.cat([p[part] for p in parts]) for part in parts[0]} if parts else {}, True)
 
-    @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
-    def compute(layer: int, hidden: Tensor, call: Call) -> Tensor:
+
+def select_states(states: RowStates, chosen: Tensor) -> RowStates:
+    """The states of some rows, once for each entry of `chosen`; gradients add up."""
+    return RowStates.of({part: take_rows(x, chosen) for part, x in states.parts.items()}, states.record_past)
+
+
+def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout]) -> Compute:
+    """How recurrent layers compute a micro-batch of the learner, for `RecurrentLayers.use`.
+
+    Compiled layers compute it as one operation, again in the backward pass.
+    """
+    for layer in layers.layers:
+        layer.trained = [weight for weight in layer.module.parameters() if weight.requires_grad]
+
+    def compute(layer: RecurrentLayer, hidden: Tensor) -> Tensor:
         layout = layout_of()
-        if layout.runs is None:
-            layout.runs = TreeRuns(layout.trees, layout.device)
-        runs: TreeRuns = layout.runs
-        tokens, outputs, states = layout.restore(hidden[0]), [], []
-        for rows in runs.prompts:
-            states.append(RowStates(record_past=True, begins=True))
-            outputs.append(rows.call(call, tokens, states[-1]))
-        after_prompts = stack_states(states)
-        for rows in runs.completions:
-            begin = RowStates(record_past=True, begins=True)
-            before = begin if rows.prompts is None else select_states(after_prompts, rows.prompts)
-            outputs.append(rows.call(call, tokens, before))
-        return layout.reorder(torch.cat(outputs).index_select(0, runs.back))[None]
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.palestra.recurrent_layer(hidden, layer.trained, layer.handle, layout.handle)
+            return out
+        return _compute(layer, layout, hidden)
 
     return compute
+
+
+def _compute(layer: RecurrentLayer, layout: Layout, hidden: Tensor) -> Tensor:
+    if layout.runs is None:
+        layout.runs = TreeRuns(layout.trees, layout.device)
+    runs: TreeRuns = layout.runs
+    tokens, outputs, states = layout.restore(hidden[0]), [], []
+    for rows in runs.prompts:
+        states.append(RowStates(record_past=True, begins=True))
+        outputs.append(rows.compute(layer, tokens, states[-1]))
+    after_prompts = stack_states(states)
+    for rows in runs.completions:
+        begin = RowStates(record_past=True, begins=True)
+        before = begin if rows.prompts is None else select_states(after_prompts, rows.prompts)
+        outputs.append(rows.compute(layer, tokens, before))
+    return layout.reorder(torch.cat(outputs).index_select(0, runs.back))[None]
+
+
+@torch.library.custom_op("palestra::recurrent_layer", mutates_args=())
+def _forward(hidden: Tensor, weights: list[Tensor], layer: Tensor, layout: Tensor) -> Tensor:
+    """`weights` are those of the layer that are trained: autograd sees the operation's arguments alone."""
+    found = LAYOUTS[layout]
+    return _compute(found.recurrent[int(layer)], found, hidden)
+
+
+@_forward.register_fake
+def _(hidden: Tensor, *_: Any) -> Tensor:
+    return hidden.new_empty(hidden.shape)
+
+
+@torch.library.custom_op("palestra::recurrent_layer_backward", mutates_args=())
+def _backward(grad: Tensor, hidden: Tensor, weights: list[Tensor], layer: Tensor, layout: Tensor) -> list[Tensor]:
+    found = LAYOUTS[layout]
+    own = found.recurrent[int(layer)]
+    return [x.contiguous() for x in gradients(partial(_compute, own, found), [hidden], own.trained, grad)]
+
+
+@_backward.register_fake
+def _(grad: Tensor, hidden: Tensor, weights: list[Tensor], *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (hidden, *weights)]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, weights, *handles = inputs
+    ctx.save_for_backward(*handles, hidden, *weights)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    layer, layout, hidden, *weights = ctx.saved_tensors
+    found, *of_weights = torch.ops.palestra.recurrent_layer_backward(grad, hidden, weights, layer, layout)
+    return found, of_weights, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)
