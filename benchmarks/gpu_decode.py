@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode profile generate agent
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B delta_rule     # on a CPU too, with fewer rows
     export TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TRITON_CACHE_DIR=/tmp/triton
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B compile_generate  # fills these caches
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B agent_compiled    # uses them
@@ -328,6 +329,38 @@ def generate(model: Any) -> None:
         model.set_attn_implementation("sdpa")  # continuous batching leaves its own behind when it fails
 
 
+def delta_rule(model: Any) -> None:
+    """The gated delta rule of one layer against transformers' code for it: prompts, and siblings that continue them."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    from palestra.engine.delta_rule import chunk_gated_delta_rule
+
+    rules = {"ours": chunk_gated_delta_rule, "theirs": torch_chunk_gated_delta_rule}
+    on_gpu = DEVICE == "cuda"
+    for rows, length in [(2, 70)] if OPTIONS.tiny else [(8 if on_gpu else 1, 350), (64 if on_gpu else 4, 384)]:
+        runs = [{who: delta_rule_ms(rule, rows, length) for who, rule in rules.items()} for _ in range(4)][1:]
+        best = {who: [min(times) for times in zip(*(run[who] for run in runs), strict=True)] for who in rules}
+        ratio = sum(best["theirs"]) / sum(best["ours"])
+        report(
+            what="gated delta rule of a layer, ms forward and backward", rows=rows, tokens=length, **best, ratio=ratio
+        )
+
+
+def delta_rule_ms(rule: Any, rows: int, length: int) -> tuple[float, float]:
+    heads, key, value = (sizes()[f"linear_{n}"] for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(rows, length, heads, n, device=DEVICE, dtype=dtype) for n in (key, key, value))
+    g, beta = -torch.rand(rows, length, heads, device=DEVICE), torch.rand(rows, length, heads, device=DEVICE)
+    state = torch.randn(rows, heads, key, value, device=DEVICE)
+    inputs = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    found: list[Any] = []
+    forward = seconds(lambda: found.extend(rule(q, k, v, g, beta, **options)))
+    grads = [torch.ones_like(x) for x in found]
+    return 1000 * forward, 1000 * seconds(lambda: torch.autograd.grad(found, inputs, grads))
+
+
 def agent(model: Any) -> None:
     """A whole step of rollouts with tool calls (gpu_agent.py) against `generate` and the plain update of learner.py."""
     for row in gpu_agent.agent(model, engine_of(model, 20, max_running=64, tokens_per_step=32768), agent_rollouts()):
@@ -352,7 +385,7 @@ def agent_rollouts() -> gpu_agent.Rollouts:
 
 def main() -> None:
     all_parts = ["kernels", "parity", "decode", "profile", "prefixes", "drafts", "lora", "generate", "agent"]
-    more = ["compile_generate", "agent_compiled"]
+    more = ["delta_rule", "compile_generate", "agent_compiled"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "parts", nargs="*", metavar="part", help=f"default: {' '.join(all_parts)}; also {' '.join(more)}"
@@ -364,7 +397,7 @@ def main() -> None:
     parts = OPTIONS.parts or all_parts
     if unknown := set(parts) - {*all_parts, *more}:
         parser.error(f"no parts: {' '.join(sorted(unknown))}")
-    model = build() if set(parts) - {"kernels"} else None
+    model = build() if set(parts) - {"kernels", "delta_rule"} else None
     for part in parts:
         start = time.perf_counter()
         try:

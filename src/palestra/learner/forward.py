@@ -123,7 +123,8 @@ class Scorer(nn.Module):
         `training` switches the modules to training or evaluation mode; None leaves them as they are.
         """
         is_packed = self.mode == "trees"
-        packed = self._recurrent.use(over_trees(self._recurrent, self._current_layout)) if is_packed else nullcontext()
+        over = over_trees(self._recurrent, self._current_layout, in_shards=self.in_shards)
+        packed = self._recurrent.use(over) if is_packed else nullcontext()
         routed = self.routing.use() if self.routing is not None else nullcontext()
         with packed, routed, ModulePatches() as patches:
             if training is not None:

@@ -109,10 +109,11 @@ def select_states(states: RowStates, chosen: Tensor) -> RowStates:
     return RowStates.of({part: take_rows(x, chosen) for part, x in states.parts.items()}, states.record_past)
 
 
-def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout]) -> Compute:
+def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout], *, in_shards: bool = False) -> Compute:
     """How recurrent layers compute a micro-batch of the learner, for `RecurrentLayers.use`.
 
-    Compiled layers compute it as one operation, again in the backward pass.
+    In compiled layers it is one operation, which is computed again in the backward pass. `in_shards`: the layers'
+    weights are gathered around each pass, and the compiler leaves it out.
     """
     for layer in layers.layers:
         layer.trained = [weight for weight in layer.module.parameters() if weight.requires_grad]
@@ -124,7 +125,7 @@ def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout]) -> Comp
             return out
         return _compute(layer, layout, hidden)
 
-    return compute
+    return torch.compiler.disable(compute) if in_shards else compute
 
 
 def _compute(layer: RecurrentLayer, layout: Layout, hidden: Tensor) -> Tensor:
