@@ -87,10 +87,10 @@ class _DeltaRule(torch.autograd.Function):
         c = log_decay.cumsum(-1)  # [BH, N, C]
         decay = (c[..., :, None] - c[..., None, :]).tril_().exp_().tril_()
         b, grown, left = b[..., None], c.exp()[..., None], (c[..., -1:] - c).exp()[..., None]
-        a = (k @ k.mT).mul_(b).mul_(decay).tril_(-1)
+        alike = (k @ k.mT).mul_(decay).tril_(-1)  # A without β
         p = (q @ k.mT).mul_(decay)
-        eye = torch.eye(chunk, dtype=a.dtype, device=a.device).expand_as(a)
-        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+        eye = torch.eye(chunk, dtype=p.dtype, device=p.device).expand_as(p)
+        inverse = torch.linalg.solve_triangular(b * alike, eye, upper=False, unitriangular=True)
         width = v.shape[-1]
         uw = inverse @ torch.cat([b * v, (b * grown) * k], -1)  # [BH, N, C, V + K]
         u, w = uw[..., :width], uw[..., width:]
@@ -111,17 +111,17 @@ class _DeltaRule(torch.autograd.Function):
         new = read[..., chunk:, :]
         out = read[..., :chunk, :] + p @ new
 
-        ctx.save_for_backward(q, k, v, b, c, a, p, inverse, uw, readers, states, read, q_norm, k_norm, beta, g)
+        saved = q, k, v, b, c, decay, alike, p, inverse, uw, readers, states, read, q_norm, k_norm, beta, g
+        ctx.save_for_backward(*saved)
         ctx.shape, ctx.dtypes, ctx.scale = (rows, length, heads), (query.dtype, key.dtype, value.dtype), scale
         return _tokens(out, ctx.shape, query.dtype), now.view_as(state)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, b, c, a, p, inverse, uw, readers, states, read, q_norm, k_norm, beta, g = ctx.saved_tensors
+        q, k, v, b, c, decay, alike, p, inverse, uw, readers, states, read, q_norm, k_norm, beta, g = ctx.saved_tensors
         chunk, width = q.shape[-2], v.shape[-1]
         d_out = _chunks(grads[0], chunk, q.dtype)
         grown, left, last = c.exp()[..., None], (c[..., -1:] - c).exp()[..., None], c[..., -1].exp()[..., None, None]
-        decay = (c[..., :, None] - c[..., None, :]).tril_().exp_().tril_()
         new = read[..., chunk:, :]
         writers = left * k
 
@@ -146,7 +146,8 @@ class _DeltaRule(torch.autograd.Function):
         d_p = d_out @ new.mT
 
         # Of the log decay c: what D, eᶜ q, β eᶜ k and the decayed keys say of it.
-        by_decay = d_a * a + d_p * p  # [BH, N, C, C]
+        by_alike = d_a * alike
+        by_decay = (b * by_alike).addcmul_(d_p, p)  # [BH, N, C, C]
         kept = (d_writers * writers).sum(-1)
         read_by_k = (d_bk * k).sum(-1, keepdim=True) * grown  # of β, through β eᶜ k
         d_c = by_decay.sum(-1) - by_decay.sum(-2) - kept
@@ -154,10 +155,9 @@ class _DeltaRule(torch.autograd.Function):
         d_c[..., -1] += kept.sum(-1) + d_whole
         d_g = d_c.flip(-1).cumsum(-1).flip(-1)
 
-        d_a.mul_(decay)
+        d_b = by_alike.sum(-1) + (d_bv * v).sum(-1) + read_by_k[..., 0]
+        d_a.mul_(decay).mul_(b)
         d_p.mul_(decay)
-        d_b = (d_a * (k @ k.mT)).sum(-1) + (d_bv * v).sum(-1) + read_by_k[..., 0]
-        d_a.mul_(b)
         d_q = (d_p @ k).addcmul_(d_grown_q, grown)
         d_k = (d_a + d_a.mT) @ k + d_p.mT @ q
         d_k.addcmul_(d_writers, left).addcmul_(d_bk, b * grown)
