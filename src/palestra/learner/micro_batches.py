@@ -147,10 +147,16 @@ def micro_batch_tokens(config: RunConfig, model_config: Any, where: torch.device
 
 
 def captured_tokens(config: RunConfig, model_config: Any, where: torch.device) -> int:
-    """The tokens of the largest micro-batch whose pass is worth capturing, padding included."""
-    shape, device = shape_of(model_config), device_of(where)
-    if shape is None or device is None:
+    """The tokens of the largest micro-batch whose pass is worth capturing, padding included.
+
+    The memory that is left is rounded to the GPU's whole memory, a half, a quarter and so on: with another limit some
+    micro-batches are not padded, and round differently. What other processes use should not make another run.
+    """
+    shape, device, whole = shape_of(model_config), device_of(where), data_sheet(where)
+    if shape is None or device is None or whole is None or not device.memory_gib > 0:
         return 0
+    halves = round(math.log2(device.memory_gib / whole.memory_gib))
+    device = replace(whole, memory_gib=whole.memory_gib * 2.0**halves)
     return captured_micro_batch(shape, device, work_of(config, shape, device, prompt_tokens=1))
 
 

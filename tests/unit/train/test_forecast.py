@@ -12,7 +12,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import ResourceError
 from palestra.core.types import Rollout, Turn
 from palestra.evals.report import EvalReport
-from palestra.learner.micro_batches import device_of, micro_batch_tokens
+from palestra.learner.micro_batches import captured_tokens, device_of, micro_batch_tokens
 from palestra.plan.device import GIB
 from palestra.plan.of_config import STEP_SIZES
 from palestra.train.forecast import forecast, kv_memory_for, refuse_what_cannot_fit, with_step_size
@@ -154,3 +154,11 @@ def test_on_a_cpu_nothing_is_refused() -> None:
     found = forecast(config(), SMALL, torch.device("cpu"))
     assert found is not None
     assert not found.device.is_gpu
+
+
+def test_what_other_processes_use_decides_of_no_shape_unless_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(free_gib: float) -> int:
+        on(monkeypatch, "NVIDIA H200", free_gib, 139.8)
+        return captured_tokens(config(**{"train.tokens_per_micro_batch": 8192}), SMALL, CUDA)
+
+    assert limit(139.0) == limit(120.0) == limit(101.0) > limit(10.0) > limit(0.0) == 0
