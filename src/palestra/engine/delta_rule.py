@@ -145,17 +145,17 @@ class _DeltaRule(torch.autograd.Function):
         d_a = (d_vk @ uw.mT).tril_(-1).neg_()
         d_p = d_out @ new.mT
 
-        # Of the log decay c: what D, eᶜ q, β eᶜ k and the decayed keys say of it.
+        # The log decay g_t is in D_ij for j < t <= i, in e^(c_i) for t <= i, in e^(c_last - c_i) for i < t. Sums of just
+        # these: differences of larger ones, as the gradient by c has them, would lose digits.
         by_alike = d_a * alike
         by_decay = (b * by_alike).addcmul_(d_p, p)  # [BH, N, C, C]
-        kept = (d_writers * writers).sum(-1)
         read_by_k = (d_bk * k).sum(-1, keepdim=True) * grown  # of β, through β eᶜ k
-        d_c = by_decay.sum(-1) - by_decay.sum(-2) - kept
-        d_c += (d_grown_q * q).sum(-1).mul_(grown[..., 0]) + read_by_k[..., 0] * b[..., 0]
-        d_c[..., -1] += kept.sum(-1) + d_whole
-        d_g = d_c.flip(-1).cumsum(-1).flip(-1)
+        by_grown = (d_grown_q * q).sum(-1, keepdim=True).mul_(grown).addcmul_(read_by_k, b)[..., 0]
+        by_left = (d_writers * writers).sum(-1)
+        d_g = _from_here(by_decay, -2).tril_(-1).sum(-1) + _from_here(by_grown, -1) + d_whole[..., None]
+        d_g[..., 1:] += by_left.cumsum(-1)[..., :-1]
 
-        d_b = by_alike.sum(-1) + (d_bv * v).sum(-1) + read_by_k[..., 0]
+        d_b = (by_alike.sum(-1, keepdim=True) + (d_bv * v).sum(-1, keepdim=True) + read_by_k)[..., 0]
         d_a.mul_(decay).mul_(b)
         d_p.mul_(decay)
         d_q = (d_p @ k).addcmul_(d_grown_q, grown)
@@ -185,6 +185,11 @@ def _tokens(x: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tenso
     rows, length, heads = shape
     whole = x.reshape(rows, heads, -1, *x.shape[3:])[:, :, :length].transpose(1, 2)
     return whole.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def _from_here(x: Tensor, dim: int) -> Tensor:
+    """At each place, the sum from there to the end."""
+    return x.flip(dim).cumsum(dim).flip(dim)
 
 
 def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
