@@ -42,7 +42,7 @@ LONG = (
 )
 IMPORTED = ["transformers.models.auto.modeling_auto", "palestra.api", "palestra.servers.openai.loading"]
 if find_spec("triton"):
-    IMPORTED += ["palestra.engine.cuda.runner", "palestra.learner.kernels"]
+    IMPORTED += ["palestra.engine.cuda.runner", "palestra.learner.kernels", "fast_interpreter"]
 SHARED = pytest.StashKey[Forkserver]()
 
 
