@@ -145,8 +145,8 @@ class _DeltaRule(torch.autograd.Function):
         d_a = (d_vk @ uw.mT).tril_(-1).neg_()
         d_p = d_out @ new.mT
 
-        # The log decay g_t is in D_ij for j < t <= i, in e^(c_i) for t <= i, in e^(c_last - c_i) for i < t. Sums of just
-        # these: differences of larger ones, as the gradient by c has them, would lose digits.
+        # The log decay g_t is in D_ij for j < t <= i, in e^(c_i) for t <= i, and in e^(c_last - c_i) for i < t. Its
+        # gradient adds up just these: the gradient by c has differences of larger sums, which lose digits.
         by_alike = d_a * alike
         by_decay = (b * by_alike).addcmul_(d_p, p)  # [BH, N, C, C]
         read_by_k = (d_bk * k).sum(-1, keepdim=True) * grown  # of β, through β eᶜ k
