@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from palestra.core.errors import UnsupportedModel
 from palestra.engine.attention import plain_forward
-from palestra.engine.delta_rule import REPLACED, chunk_gated_delta_rule, modeling_files
+from palestra.engine.delta_rule import modeling_files, replaced_in
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 PACKED = "palestra_packed"  # attribute of a module whose forward is replaced: how it is computed
@@ -118,7 +118,7 @@ class RecurrentLayers:
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for module in model.modules() if _is_recurrent(module)]
         self.layers = [RecurrentLayer(number, module) for number, module in enumerate(self.modules)]
-        self._delta_rules = {file: getattr(file, REPLACED) for file in modeling_files(self.modules)}
+        self._modeling_files = modeling_files(self.modules)
 
     def __bool__(self) -> bool:
         return bool(self.modules)
@@ -131,13 +131,10 @@ class RecurrentLayers:
             # The same function for all: the compiler compiles again for each function that it meets.
             own = {"forward": MethodType(_forward, layer.module), PACKED: (compute, layer)}
             layer.module.__dict__.update(own)
-        for file in self._delta_rules:
-            setattr(file, REPLACED, chunk_gated_delta_rule)
         try:
-            yield
+            with replaced_in(self._modeling_files):
+                yield
         finally:
-            for file, theirs in self._delta_rules.items():
-                setattr(file, REPLACED, theirs)
             for layer, values in zip(self.layers, before, strict=True):
                 for name, value in values.items():
                     if value is None:

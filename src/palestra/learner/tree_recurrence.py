@@ -148,7 +148,7 @@ def _compute(layer: RecurrentLayer, layout: Layout, hidden: Tensor) -> Tensor:
 def _forward(hidden: Tensor, weights: list[Tensor], layer: Tensor, layout: Tensor) -> Tensor:
     """`weights` are those of the layer that are trained: autograd sees the operation's arguments alone."""
     found = LAYOUTS[layout]
-    return _compute(found.recurrent[int(layer)], found, hidden)
+    return _compute(found.recurrent[int(layer)], found, hidden).to(hidden.dtype)
 
 
 @_forward.register_fake
