@@ -56,6 +56,9 @@ class Graphs:
         self._pool: Any = None
         self._addresses: list[int] = []
         self.is_off = False  # for good, once a capture failed or its memory was needed
+        # Whether micro-batches are padded. Without memory for graphs they still are: how much of it other processes
+        # use should not decide how numbers round.
+        self.pads = True
 
     @property
     def captured(self) -> int:
@@ -93,6 +96,7 @@ class Graphs:
         except RuntimeError as error:  # out of memory, or what cannot be captured
             log.info("the learner's small passes are launched one by one: %s", error)
             self.forget()
+            self.pads = _lacks_memory(error)
             return None
         if len(self._captured) > MOST:
             self._captured.popitem(last=False)
@@ -108,6 +112,11 @@ class Graphs:
 
     def _weights_at(self) -> list[int]:
         return [weight.data_ptr() for weight in self._weights]
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether it is, or came while handling, a lack of memory: to end a failed capture may fail, too."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _lacks_memory(error.__context__))
 
 
 class Captured:

@@ -351,7 +351,7 @@ class LocalLearner:
                 rows=rows,
                 at_least=self._parts_of(batch),
                 min_root=self._min_root,
-                shapes=None if graphs is None or graphs.is_off else self._shapes,
+                shapes=self._shapes if graphs is not None and graphs.pads else None,
             )
 
     def _forward(

@@ -64,12 +64,22 @@ def test_weights_that_have_moved_are_captured_anew(found: Any) -> None:
     assert [shape for what, shape in found.said if what == "captured"] == [1, 1]
 
 
-def test_what_cannot_be_captured_is_computed_as_before(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "pads"),
+    [(RuntimeError("operation not permitted when stream is capturing"), False), (torch.OutOfMemoryError(), True)],
+)
+def test_what_cannot_be_captured_is_computed_as_before_and_padded_if_only_memory_is_missing(
+    error: RuntimeError, pads: bool, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        try:
+            raise error
+        finally:
+            raise RuntimeError("the capture was ended")
 
     monkeypatch.setattr(found.graphs, "_capture", refuse)
     assert shapes(found, 1, 1, 1) == [0.0, 0.0, 0.0]
+    assert found.graphs.pads == pads
     monkeypatch.undo()
     assert shapes(found, 2, 2) == [0.0, 0.0]  # not tried again
 

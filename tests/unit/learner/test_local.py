@@ -91,16 +91,17 @@ def test_the_size_of_micro_batches_changes_nothing(loss: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=2e-3 * 0.2)
 
 
-def test_micro_batches_are_padded_only_while_their_passes_may_be_captured() -> None:
+def test_micro_batches_are_padded_also_when_graphs_had_to_give_their_memory_back() -> None:
     learner = Steps(build(), config=settings()).learner
     learner._shapes = Shapes(10_000)
-    learner._scorer.graphs = Graphs(learner.model, learner._scorer._layers)
+    graphs = learner._scorer.graphs = Graphs(learner.model, learner._scorer._layers)
     shapes = []
-    for _ in range(2):
+    for change in (lambda: None, graphs.forget, lambda: setattr(graphs, "pads", False)):
+        change()
         packed = learner._packed(Batch.of(make_samples()), echo=False)
         shapes += [micro.layout.bounds.shape for micro in packed.micro_batches]
-        learner._scorer.graphs.forget()
-    assert [shape is None for shape in shapes] == [False, True]
+    assert shapes[0] is not None
+    assert shapes == [shapes[0], shapes[0], None]
 
 
 @pytest.mark.parametrize("change", [{"train": {"share_prefix": False}}, {"model": {"gradient_checkpointing": True}}])
