@@ -109,9 +109,13 @@ def _mismatch(scorer: Any, micro: PackedMicroBatch, expected: list[Tensor]) -> s
 
 
 def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]], count: int | None = None) -> list[Tensor]:
-    """The first log-probabilities, and the gradient of their weighted sum by a few weights, where any is trained."""
+    """The first log-probabilities, and the gradient of their weighted sum by a few weights, where any is trained.
+
+    By matrices: gradients of vectors, such as the decays of recurrent layers, may be little but rounding in bfloat16.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    watched = [*trainable[:2], *trainable[-1:]] if len(trainable) > 2 else trainable
+    matrices = [p for p in trainable if p.dim() == 2] or trainable
+    watched = [*matrices[:2], *matrices[-1:]] if len(matrices) > 2 else matrices
     with torch.set_grad_enabled(bool(watched)):
         logprobs = score()[0][:count]
         weights = torch.linspace(-1.0, 1.0, len(logprobs), device=logprobs.device)
