@@ -1,7 +1,7 @@
 """A whole agent step: ours, and transformers' `generate` with the plain update of learner.py (parts of gpu_decode.py).
 
 64 rollouts (8 prompts x 8) with 3 tool turns, 4 x 48 sampled tokens, 64 tokens a tool result, prompts of 350; then
-loss, backward and optimizer.
+loss, backward and optimizer. With `ragged`, prompts have 175 to 524 tokens and results 32 to 95.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from palestra.core.types import Sample, SamplingParams
+from palestra.engine import recurrent
 from palestra.engine.engine import Engine
+from palestra.engine.recurrent import Piece, pieces_of
+from palestra.learner import tree_recurrence
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 8  # of the plain update, which holds all logits
@@ -38,6 +41,7 @@ class Rollouts:
     result: int
     vocabulary: int
     prompt: int = 350
+    ragged: bool = False  # prompts and results have half to one and a half times these lengths
 
     @property
     def count(self) -> int:
@@ -45,24 +49,39 @@ class Rollouts:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        turn = (True,) * self.new + (False,) * self.result
-        return (False,) * self.prompt + (turn * self.rounds)[: -self.result]
+        return self._trained(self.prompt, self.result)
+
+    def _trained(self, prompt: int, result: int) -> tuple[bool, ...]:
+        turn = (True,) * self.new + (False,) * result
+        return (False,) * prompt + (turn * self.rounds)[:-result]
 
     def tokens(self, rows: int, length: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(rows)
         return torch.randint(0, self.vocabulary, (rows, length), generator=generator).tolist()
 
+    def many(self, rows: int, length: int) -> list[list[int]]:
+        """Prompts or results of `length` tokens on average."""
+        if not self.ragged:
+            return self.tokens(rows, length)
+        lengths = [length // 2 + 7919 * row % length for row in range(rows)]
+        return [ids[:n] for ids, n in zip(self.tokens(rows, 2 * length), lengths, strict=True)]
+
     def samples(self, rows: list[list[int]]) -> list[Sample]:
-        trained, siblings = self.trained, self.siblings
-        logprobs, none = tuple(-8.0 * t for t in trained), (False,) * len(trained)
-        return [
-            Sample(tuple(row), trained, none, logprobs, i % siblings - siblings / 2 + 0.5, i // siblings, self.prompt)
-            for i, row in enumerate(rows)
-        ]
+        siblings, samples = self.siblings, []
+        lengths = [len(ids) for ids in self.many(siblings, self.prompt)]
+        for i, row in enumerate(rows):
+            prompt = lengths[i // siblings]
+            result = (len(row) - prompt - self.rounds * self.new) // (self.rounds - 1)
+            trained = self._trained(prompt, result)
+            logprobs, none = tuple(-8.0 * t for t in trained), (False,) * len(trained)
+            advantage = i % siblings - siblings / 2 + 0.5
+            samples.append(Sample(tuple(row), trained, none, logprobs, advantage, i // siblings, prompt))
+        return samples
 
 
-def rollouts(vocabulary: int, tiny: bool) -> Rollouts:
-    return Rollouts(2, 3, 2, 64, vocabulary) if tiny else Rollouts(8, 48, 4, 64, vocabulary)
+def rollouts(vocabulary: int, tiny: bool, ragged: bool = False) -> Rollouts:
+    sizes = (8 if ragged else 2, 3, 2, 64) if tiny else (8, 48, 4, 64)
+    return Rollouts(*sizes, vocabulary, ragged=ragged)
 
 
 def synchronize() -> None:
@@ -81,7 +100,7 @@ def seconds(work: Callable[[], Any]) -> float:
 def our_step(model: Any, engine: Engine, plan: Rollouts) -> Row:
     """Our engine and learner; the first steps warm up."""
     learner, config = learner_for(model, None)
-    groups, tool = plan.tokens(plan.siblings, plan.prompt), plan.tokens(plan.count, plan.result)
+    groups, tool = plan.many(plan.siblings, plan.prompt), plan.many(plan.count, plan.result)
     samples: list[Sample] = []
 
     def sample() -> None:
@@ -155,6 +174,18 @@ def agent(model: Any, engine: Engine, plan: Rollouts) -> Iterator[Row]:
     ours = our_step(model, engine, plan)
     yield ours
     yield versus(ours, "generate", generate_s(plain, plan), plain_update_s(plain, plan))
+
+
+def ragged(model: Any, engine: Engine, plan: Rollouts) -> Iterator[Row]:
+    """Our step where prompts and results have many lengths; then recurrent layers are called for each length."""
+
+    def whole(lengths: list[int], divide: bool) -> list[Piece]:
+        return pieces_of(lengths, divide=False)
+
+    for what, pieces in (("many lengths", pieces_of), ("a call for each length", whole)):
+        recurrent.pieces_of = tree_recurrence.pieces_of = pieces
+        yield our_step(model, engine, plan) | {"what": f"agent step, {what}"}
+    recurrent.pieces_of = tree_recurrence.pieces_of = pieces_of
 
 
 def agent_compiled(model: Any, engine: Engine, plan: Rollouts) -> Iterator[Row]:

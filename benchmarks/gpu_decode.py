@@ -1,7 +1,7 @@
 """The engine on a GPU against transformers' own sampling, at the shape of Qwen3-0.6B or Qwen3.5-0.8B.
 
     PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
-    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode profile generate agent
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode profile generate agent ragged
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B delta_rule     # on a CPU too, with fewer rows
     export TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TRITON_CACHE_DIR=/tmp/triton
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B compile_generate  # fills these caches
@@ -367,6 +367,13 @@ def agent(model: Any) -> None:
         report(**row)
 
 
+def ragged(model: Any) -> None:
+    """Our step again, where prompts and tool results have many lengths."""
+    plan = gpu_agent.rollouts(sizes()["vocab_size"], OPTIONS.tiny, ragged=True)
+    for row in gpu_agent.ragged(model, engine_of(model, 20, max_running=64, tokens_per_step=32768), plan):
+        report(**row)
+
+
 def compile_generate(model: Any) -> None:
     """Fill the compile caches for `agent_compiled`; other programs may use the GPU at the same time."""
     report(**gpu_agent.compile_only(model, agent_rollouts()))
@@ -385,7 +392,7 @@ def agent_rollouts() -> gpu_agent.Rollouts:
 
 def main() -> None:
     all_parts = ["kernels", "parity", "decode", "profile", "prefixes", "drafts", "lora", "generate", "agent"]
-    more = ["delta_rule", "compile_generate", "agent_compiled"]
+    more = ["delta_rule", "ragged", "compile_generate", "agent_compiled"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "parts", nargs="*", metavar="part", help=f"default: {' '.join(all_parts)}; also {' '.join(more)}"

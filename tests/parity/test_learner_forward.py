@@ -243,6 +243,24 @@ def test_long_prompts_give_the_plain_gradients(family: str, in_double: Callable[
     assert worst_gradient(in_double(family), groups(LONG_ROWS)) < 1e-9
 
 
+@pytest.mark.parametrize("family", [*DELTA_NETS, "lfm2", "bamba"])
+def test_prompts_of_many_lengths_give_the_plain_gradients_in_few_calls(
+    family: str, in_double: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    compute = tree_recurrence._Rows.compute
+
+    def counted(rows: Any, layer: Any, *arguments: Any) -> Tensor:
+        calls.append(layer.number)
+        return compute(rows, layer, *arguments)
+
+    samples = groups(tuple((length, (3, 3)) for length in (70, 71, 74, 78, 83, 87, 90, 97)))
+    monkeypatch.setattr(tree_recurrence._Rows, "compute", counted)
+    assert worst_gradient(in_double(family), samples, meddle=calls.clear) < 1e-9
+    of_completions = 1
+    assert calls.count(0) - of_completions == (8 if family == "bamba" else 2 + 4)
+
+
 @pytest.mark.parametrize("defect", ["no gradient", "slightly off", "of another prompt"])
 def test_the_limit_shows_a_wrong_state_after_the_prompt(
     defect: str, in_double: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,8 @@
 
 Engine and learner compute packed tokens of many sequences in one row. Attention is told where sequences begin; a
 recurrent layer carries its state from each token to the next. So its forward is replaced for the length of a pass: it
-is called once for all runs of one length, with the states that they continue from. The layers read and write states
-through transformers' cache interface, which is all that is assumed of them.
+is called for rows of as many tokens each, with the states that they continue from (`pieces_of`). The layers read and
+write states through transformers' cache interface, which is all that is assumed of them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from types import MappingProxyType, MethodType
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.core.errors import UnsupportedModel
+from palestra.core.machine import to_device
+from palestra.core.types import Array
 from palestra.engine.attention import plain_forward
 from palestra.engine.delta_rule import modeling_files, replaced_in
 
@@ -101,6 +103,7 @@ class RecurrentLayer:
         self.number, self.module = number, module
         self.handle = torch.tensor(number)  # for compiled code, which would be compiled again for each number
         self.trained: list[Tensor] = []  # its weights, as a learner knows them
+        self.pads = hasattr(module, "chunk_size")  # Mamba 2: a row of a few tokens costs as much as one of a chunk
         self._cache_name = _cache_argument(module)
 
     def __call__(self, rows: Tensor, states: RowStates) -> Tensor:
@@ -122,6 +125,11 @@ class RecurrentLayers:
 
     def __bool__(self) -> bool:
         return bool(self.modules)
+
+    @property
+    def pad(self) -> bool:
+        """Whether a few tokens cost as much as many."""
+        return any(layer.pads for layer in self.layers)
 
     @contextmanager
     def use(self, compute: Compute) -> Iterator[None]:
@@ -236,20 +244,64 @@ class StateStore:
             view.index_copy_(0, slots, state)
 
 
+class Piece(NamedTuple):
+    """One call: some rows, as many tokens of each, and which of a row's tokens is the first."""
+
+    rows: Array
+    firsts: Array
+    tokens: int
+
+
+# What a call's launches take, in tokens of a long row: gated delta nets launch more for every chunk of it.
+CALL_TOKENS = 1000
+
+
+def pieces_of(lengths: Sequence[int], divide: bool = True) -> list[Piece]:
+    """The calls, in their order, that compute rows of these lengths. No row is padded, which would change its state.
+
+    One call for each length; or, with `divide` and where it takes less time, all rows as far as the shortest one goes,
+    then the rest of each in powers of two. No such part is one token: layers update that one's state in place.
+
+    >>> [(piece.rows.tolist(), piece.tokens) for piece in pieces_of([7, 9, 7])]
+    [([0, 2], 7), ([1], 9)]
+    >>> [(piece.rows.tolist(), piece.tokens) for piece in pieces_of([20, 21, 22, 23, 24, 25, 26, 27])]
+    [([0, 2, 4, 6], 20), ([1, 3, 5, 7], 21), ([4, 5, 6, 7], 4), ([2, 3, 6, 7], 2)]
+    """
+    n = np.array(lengths, np.int64)
+    whole = [Piece(rows := np.flatnonzero(n == tokens), 0 * rows, int(tokens)) for tokens in np.unique(n)]
+    if not divide or len(whole) <= 2:
+        return whole
+    begin = n.min() + (n - n.min()) % 2
+    parts, rest = pieces_of(begin.tolist(), divide=False), n - begin
+    for bit in reversed(range(1, int(rest.max()).bit_length())):
+        rows = np.flatnonzero(rest >> bit & 1)
+        if len(rows):
+            parts.append(Piece(rows, (begin + (rest & -(2 << bit)))[rows], 1 << bit))
+    return min(whole, parts, key=lambda pieces: sum(CALL_TOKENS + piece.tokens for piece in pieces))
+
+
 class Run(NamedTuple):
-    """Rows of a step with `tokens` tokens each, one after the other."""
+    """Rows of a step with `tokens` tokens each."""
 
     slots: Tensor  # [rows] of the store
     tokens: int
     alive: Tensor | None = None  # [rows]; None: all
+    places: Tensor | None = None  # [rows · tokens] of the step's tokens; None: all of them, one row after the other
 
 
-def runs_of(rows: Sequence[tuple[int, int]], device: torch.device) -> list[Run]:
-    """Rows, each a slot and a number of tokens, as runs, in their order."""
-    runs = []
-    for tokens, equal in groupby(rows, key=lambda row: row[1]):
-        runs.append(Run(torch.tensor([slot for slot, _ in equal], device=device), tokens))
-    return runs
+def runs_of(rows: Sequence[tuple[int, int]], layers: RecurrentLayers, device: torch.device) -> list[Run]:
+    """The calls for packed rows, each a slot and a number of tokens."""
+    if not rows:
+        return []
+    slots, lengths = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    starts = lengths.cumsum() - lengths
+    pieces = pieces_of(lengths.tolist(), divide=not layers.pad)
+    places = [(starts[p.rows] + p.firsts)[:, None] + np.arange(p.tokens) for p in pieces]
+    arrays = [array for p, at in zip(pieces, places, strict=True) for array in (slots[p.rows], at.reshape(-1))]
+    on_device = to_device(map(torch.from_numpy, arrays), device)
+    if len(pieces) == 1:
+        return [Run(on_device[0], pieces[0].tokens)]
+    return [Run(on_device[2 * i], p.tokens, places=on_device[2 * i + 1]) for i, p in enumerate(pieces)]
 
 
 def over_runs(
@@ -264,14 +316,15 @@ def over_runs(
         number = layer.number
         if number in steps:
             return steps[number](hidden[0])[None]
-        outputs, first = [], 0
+        whole = torch.empty_like(hidden[0])
         for run in runs:
-            rows = len(run.slots)
-            tokens = hidden[0, first : first + rows * run.tokens].unflatten(0, (rows, run.tokens))
+            tokens = hidden[0] if run.places is None else hidden[0].index_select(0, run.places)
             states = store.read(number, run.slots)
-            outputs.append(layer(tokens, states).flatten(0, 1))
+            out = layer(tokens.unflatten(0, (len(run.slots), run.tokens)), states).flatten(0, 1)
             store.write(number, run.slots, states, run.alive)
-            first += rows * run.tokens
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+            if run.places is None:
+                return out[None]
+            whole.index_copy_(0, run.places, out)
+        return whole[None]
 
     return compute

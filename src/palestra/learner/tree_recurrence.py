@@ -1,8 +1,8 @@
 """Recurrent layers over packed trees: a prompt's state is computed once, and every completion continues from it.
 
-Prompts of one length are computed together, without padding, since padding would change their state. Completions of
-about one length follow, padded at the end, where it changes nothing that is read. Gradients of completions reach the
-prompt through its state.
+Prompts are computed together without padding, which would change their states (`engine.recurrent.pieces_of`).
+Completions of about one length follow, padded at the end, where it changes nothing that is read. Gradients of
+completions reach the prompt through its state.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batching import Tree, take_rows
-from palestra.engine.recurrent import Compute, RecurrentLayer, RecurrentLayers, RowStates
+from palestra.engine.recurrent import Compute, RecurrentLayer, RecurrentLayers, RowStates, pieces_of
 from palestra.learner.opaque import gradients
 from palestra.learner.tree_attention import LAYOUTS, Layout
 
@@ -41,7 +40,7 @@ class _Rows:
     count: int
     places: Tensor  # [count * longest] the token at each place; padding repeats a stretch's last
     real: Tensor | None  # which places hold a token of their own; None: all
-    prompts: Tensor | None  # [count] whose states they continue; None: they begin here
+    prompts: Tensor | None  # [count] whose states they continue; None: they begin here, all prompts in their order
 
     @classmethod
     def of(cls, stretches: Sequence[_Stretch], device: torch.device, longest: int) -> _Rows:
@@ -62,18 +61,26 @@ class _Rows:
 class TreeRuns:
     """The calls for the trees of one micro-batch, and where their outputs go."""
 
-    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
-        prompts = sorted((_Stretch(t.start, t.prompt_length) for t in trees if t.prompt_length), key=lambda s: s.length)
-        numbers = {stretch.start: number for number, stretch in enumerate(prompts)}
+    def __init__(self, trees: Sequence[Tree], device: torch.device, divide: bool) -> None:
+        prompts = [(tree.start, tree.prompt_length) for tree in trees if tree.prompt_length]
+        pieces = pieces_of([length for _, length in prompts], divide) if prompts else []
+        order = [int(row) for piece in pieces if not piece.firsts.any() for row in piece.rows]
+        numbers = {prompts[row][0]: number for number, row in enumerate(order)}
+        begin: list[list[_Stretch]] = []
+        rest: list[list[_Stretch]] = []  # of prompts that are computed in several calls
+        for rows, firsts, tokens in pieces:
+            starts = [prompts[row][0] for row in rows]
+            kind = rest if firsts.any() else begin
+            continued = [numbers[start] if firsts.any() else -1 for start in starts]
+            kind.append([_Stretch(s + int(f), tokens, n) for s, f, n in zip(starts, firsts, continued, strict=True)])
         completions = sorted(_completions(trees, numbers), key=lambda s: (s.prompt < 0, s.length))
-        self.prompts = [
-            _Rows.of(list(alike), device, length) for length, alike in groupby(prompts, key=lambda s: s.length)
-        ]
+        self.prompts, self.rest = ([_Rows.of(rows, device, rows[0].length) for rows in kind] for kind in (begin, rest))
         self.completions = [
             _Rows.of(alike, device, max(MIN_TOKENS, alike[-1].length)) for alike in _of_about_one_length(completions)
         ]
-        order = [np.arange(s.start, s.start + s.length) for s in (*prompts, *completions)]
-        back = np.argsort(np.concatenate(order)) if order else np.zeros(0, np.int64)
+        stretches = [s for rows in (*begin, *rest, completions) for s in rows]
+        order_of_tokens = [np.arange(s.start, s.start + s.length) for s in stretches]
+        back = np.argsort(np.concatenate(order_of_tokens)) if stretches else np.zeros(0, np.int64)
         self.back = torch.from_numpy(back).to(device)  # [T] where each packed token's output comes
 
 
@@ -109,6 +116,12 @@ def select_states(states: RowStates, chosen: Tensor) -> RowStates:
     return RowStates.of({part: take_rows(x, chosen) for part, x in states.parts.items()}, states.record_past)
 
 
+def replace_states(states: RowStates, chosen: Tensor, new: RowStates) -> RowStates:
+    """The states with those of some rows replaced."""
+    parts = {part: x.index_copy(0, chosen, new.parts[part].to(x.dtype)) for part, x in states.parts.items()}
+    return RowStates.of(parts, states.record_past)
+
+
 def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout], *, in_shards: bool = False) -> Compute:
     """How recurrent layers compute a micro-batch of the learner, for `RecurrentLayers.use`.
 
@@ -130,13 +143,18 @@ def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout], *, in_s
 
 def _compute(layer: RecurrentLayer, layout: Layout, hidden: Tensor) -> Tensor:
     if layout.runs is None:
-        layout.runs = TreeRuns(layout.trees, layout.device)
+        layout.runs = TreeRuns(layout.trees, layout.device, divide=not layer.pads)
     runs: TreeRuns = layout.runs
     tokens, outputs, states = layout.restore(hidden[0]), [], []
     for rows in runs.prompts:
         states.append(RowStates(record_past=True, begins=True))
         outputs.append(rows.compute(layer, tokens, states[-1]))
     after_prompts = stack_states(states)
+    for rows in runs.rest:
+        assert rows.prompts is not None
+        states_of_rows = select_states(after_prompts, rows.prompts)
+        outputs.append(rows.compute(layer, tokens, states_of_rows))
+        after_prompts = replace_states(after_prompts, rows.prompts, states_of_rows)
     for rows in runs.completions:
         begin = RowStates(record_past=True, begins=True)
         before = begin if rows.prompts is None else select_states(after_prompts, rows.prompts)

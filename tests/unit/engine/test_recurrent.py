@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_families import tiny_model
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,7 @@ from small_engine import ACTIONS, PAGE, computed_tokens, own_logprobs, play
 
 from palestra.core.types import SamplingParams
 from palestra.engine.engine import MIN_STATE_SLOTS, Engine
-from palestra.engine.recurrent import state_bytes
+from palestra.engine.recurrent import CALL_TOKENS, RecurrentLayer, pieces_of, state_bytes
 from palestra.engine.runner import GIB
 from palestra.engine.supported import kv_shape
 
@@ -86,6 +87,45 @@ def test_tokens_that_were_computed_past_the_end_of_a_turn_are_taken_back(models:
     start = len(session.token_ids)
     [turn] = engine.sample([session], SamplingParams(4, seed=3))
     assert turn.logprobs == pytest.approx(own_logprobs(models["qwen3_5_text"], session.token_ids, start), abs=1e-5)
+
+
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=80), divide=st.booleans())
+def test_calls_over_rows_compute_each_token_once_and_in_order(lengths: list[int], divide: bool) -> None:
+    done = np.zeros(len(lengths), np.int64)
+    pieces = pieces_of(lengths, divide)
+    for rows, firsts, tokens in pieces:
+        assert (done[rows] == firsts).all()
+        assert tokens > 1 or not firsts.any()
+        done[rows] += tokens
+    assert done.tolist() == lengths
+    whole = [(CALL_TOKENS + tokens) for tokens in set(lengths)]
+    assert sum(CALL_TOKENS + piece.tokens for piece in pieces) <= sum(whole)
+    assert divide or len(pieces) == len(whole)
+
+
+@pytest.mark.parametrize(("family", "is_divided"), [("lfm2", True), ("qwen3_5_text", True), ("nemotron_h", False)])
+def test_rows_of_many_lengths_take_few_calls_and_give_the_models_own_logprobs(
+    family: str, is_divided: bool, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, calls = range(20, 36), []
+    own = RecurrentLayer.__call__
+
+    def counted(layer: RecurrentLayer, rows: Any, states: Any) -> Any:
+        calls.append(layer.number)
+        return own(layer, rows, states)
+
+    monkeypatch.setattr(RecurrentLayer, "__call__", counted)
+    engine = recurrent_engine(models[family])
+    sessions = [engine.open([(3 * i + n) % 128 for i in range(n)]) for n in lengths]
+    for appended in (0, 1):
+        calls.clear()
+        for n, session in zip(lengths, sessions, strict=True):
+            engine.append(session, [n] * (n - 17) * appended)
+        starts = [len(session.token_ids) for session in sessions]
+        turns = engine.sample(sessions, SamplingParams(1, seed=4))
+        assert (calls.count(0) < 8) == is_divided
+        for session, start, turn in zip(sessions, starts, turns, strict=True):
+            assert turn.logprobs == pytest.approx(own_logprobs(models[family], session.token_ids, start), abs=1e-5)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
