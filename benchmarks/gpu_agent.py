@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from learner import learner_for, plain_step, step_of
 from torch._dynamo.utils import counters
@@ -22,7 +23,7 @@ from transformers import CompileConfig, StaticCache
 from palestra.core.types import Sample, SamplingParams
 from palestra.engine import recurrent
 from palestra.engine.engine import Engine
-from palestra.engine.recurrent import Piece, pieces_of
+from palestra.engine.recurrent import Piece, _of_each_length, pieces_of
 from palestra.learner import tree_recurrence
 
 Row = dict[str, Any]
@@ -179,8 +180,8 @@ def agent(model: Any, engine: Engine, plan: Rollouts) -> Iterator[Row]:
 def ragged(model: Any, engine: Engine, plan: Rollouts) -> Iterator[Row]:
     """Our step where prompts and results have many lengths; then recurrent layers are called for each length."""
 
-    def whole(lengths: list[int], divide: bool) -> list[Piece]:
-        return pieces_of(lengths, divide=False)
+    def whole(lengths: list[int]) -> list[Piece]:
+        return _of_each_length(np.array(lengths))
 
     for what, pieces in (("many lengths", pieces_of), ("a call for each length", whole)):
         recurrent.pieces_of = tree_recurrence.pieces_of = pieces

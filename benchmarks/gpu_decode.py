@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode profile generate agent ragged
-    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B delta_rule     # on a CPU too, with fewer rows
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B delta_rule mamba_scan  # on a CPU too, smaller
     export TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TRITON_CACHE_DIR=/tmp/triton
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B compile_generate  # fills these caches
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B agent_compiled    # uses them
@@ -57,6 +57,7 @@ TINY_DELTA_NET: dict[str, Any] = {
 }  # fmt: skip
 DECODE_TARGETS = {"qwen3-0.6B": {64: 33000, 256: 60000, 512: 68000}, "qwen3.5-0.8B": {64: 24600, 256: 41100}}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 COPY_BYTES_PER_S = 4.23e12  # an H200's measured copy rate: the floor of a decode step is bytes over this
 CONTEXT = 384
 OPTIONS = argparse.Namespace(shape="qwen3-0.6B", module=False, tiny=False)
@@ -335,30 +336,70 @@ def delta_rule(model: Any) -> None:
 
     from palestra.engine.delta_rule import chunk_gated_delta_rule
 
-    rules = {"ours": chunk_gated_delta_rule, "theirs": torch_chunk_gated_delta_rule}
+    heads, key, value = (sizes()[f"linear_{n}"] for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
+
+    def inputs(rows: int, length: int) -> dict[str, torch.Tensor]:
+        q, k, v = (random_of(rows, length, heads, n, dtype=DTYPE) for n in (key, key, value))
+        g, beta = -random_of(rows, length, heads).abs(), random_of(rows, length, heads).sigmoid()
+        return {
+            "query": q,
+            "key": k,
+            "value": v,
+            "g": g,
+            "beta": beta,
+            "initial_state": random_of(rows, heads, key, value),
+        }
+
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    of_a_layer("gated delta rule", inputs, options, chunk_gated_delta_rule, torch_chunk_gated_delta_rule)
+
+
+def mamba_scan(model: Any) -> None:
+    """The same of the scan of a Mamba 2 layer of Nemotron 3 Nano's size. On a CPU transformers' takes six seconds."""
+    from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
+
+    from palestra.engine.mamba_scan import mamba_chunk_scan
+
+    heads, size, groups, state = (4, 8, 2, 16) if OPTIONS.tiny else (64, 64, 8, 128)
+
+    def inputs(rows: int, length: int) -> dict[str, torch.Tensor]:
+        b, c = (random_of(rows, length, groups, state, dtype=DTYPE) for _ in range(2))
+        return {
+            "hidden_states": random_of(rows, length, heads, size, dtype=DTYPE), "B": b, "C": c,
+            "dt": random_of(rows, length, heads, dtype=DTYPE), "A": -random_of(heads).exp(), "D": random_of(heads),
+            "dt_bias": random_of(heads), "initial_states": random_of(rows, heads, size, state),
+        }  # fmt: skip
+
+    options = {"chunk_size": 128, "dt_softplus": True, "return_final_states": True}
+    of_a_layer("scan of Mamba 2", inputs, options, mamba_chunk_scan, mamba2_chunk_scan)
+
+
+def of_a_layer(what: str, inputs: Any, options: dict[str, Any], ours: Any, theirs: Any) -> None:
+    """One function of a layer, forward and backward, by our code and by transformers', which may lack the memory."""
     on_gpu = DEVICE == "cuda"
     for rows, length in [(2, 70)] if OPTIONS.tiny else [(8 if on_gpu else 1, 350), (64 if on_gpu else 4, 384)]:
-        runs = [{who: delta_rule_ms(rule, rows, length) for who, rule in rules.items()} for _ in range(4)][1:]
-        best = {who: [min(times) for times in zip(*(run[who] for run in runs), strict=True)] for who in rules}
-        ratio = sum(best["theirs"]) / sum(best["ours"])
-        report(
-            what="gated delta rule of a layer, ms forward and backward", rows=rows, tokens=length, **best, ratio=ratio
-        )
+        row: dict[str, Any] = {}
+        for who, rule in (("ours", ours), ("theirs", theirs)):
+            try:
+                runs = [rule_ms(rule, inputs(rows, length), options) for _ in range(4)][1:]
+                row[who] = [min(times) for times in zip(*runs, strict=True)]
+            except torch.OutOfMemoryError:
+                row[who] = "out of memory"
+        if "out of memory" not in row.values():
+            row["ratio"] = sum(row["theirs"]) / sum(row["ours"])
+        report(what=f"{what} of a layer, ms forward and backward", rows=rows, tokens=length, **row)
 
 
-def delta_rule_ms(rule: Any, rows: int, length: int) -> tuple[float, float]:
-    heads, key, value = (sizes()[f"linear_{n}"] for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(rows, length, heads, n, device=DEVICE, dtype=dtype) for n in (key, key, value))
-    g, beta = -torch.rand(rows, length, heads, device=DEVICE), torch.rand(rows, length, heads, device=DEVICE)
-    state = torch.randn(rows, heads, key, value, device=DEVICE)
-    inputs = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
-    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+def rule_ms(rule: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[float, float]:
+    given = {name: x.requires_grad_() for name, x in inputs.items()}
     found: list[Any] = []
-    forward = seconds(lambda: found.extend(rule(q, k, v, g, beta, **options)))
+    forward = seconds(lambda: found.extend(rule(**given, **options)))
     grads = [torch.ones_like(x) for x in found]
-    return 1000 * forward, 1000 * seconds(lambda: torch.autograd.grad(found, inputs, grads))
+    return 1000 * forward, 1000 * seconds(lambda: torch.autograd.grad(found, list(given.values()), grads))
+
+
+def random_of(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(size, device=DEVICE, dtype=dtype)
 
 
 def agent(model: Any) -> None:
@@ -392,7 +433,7 @@ def agent_rollouts() -> gpu_agent.Rollouts:
 
 def main() -> None:
     all_parts = ["kernels", "parity", "decode", "profile", "prefixes", "drafts", "lora", "generate", "agent"]
-    more = ["delta_rule", "ragged", "compile_generate", "agent_compiled"]
+    more = ["delta_rule", "mamba_scan", "ragged", "compile_generate", "agent_compiled"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "parts", nargs="*", metavar="part", help=f"default: {' '.join(all_parts)}; also {' '.join(more)}"
@@ -404,7 +445,7 @@ def main() -> None:
     parts = OPTIONS.parts or all_parts
     if unknown := set(parts) - {*all_parts, *more}:
         parser.error(f"no parts: {' '.join(sorted(unknown))}")
-    model = build() if set(parts) - {"kernels", "delta_rule"} else None
+    model = build() if set(parts) - {"kernels", "delta_rule", "mamba_scan"} else None
     for part in parts:
         start = time.perf_counter()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 import palestra
-from palestra.engine.delta_rule import REPLACED, chunk_gated_delta_rule
+from palestra.engine.stand_ins import STAND_INS, StandIn
 from palestra.learner.opaque import AUTOGRAD
 
 SOURCE = Path(palestra.__file__).parent
@@ -61,9 +62,11 @@ def test_autograd_can_be_switched_on_inside_of_a_custom_operation() -> None:
         assert torch.ones(1, requires_grad=True).exp().requires_grad
 
 
-def test_transformers_has_the_delta_rule_that_is_replaced() -> None:
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
-    replaced = inspect.signature(getattr(modeling_qwen3_5, REPLACED)).parameters
-    ours = inspect.signature(chunk_gated_delta_rule).parameters
-    assert [*replaced][:9] == [*ours][:9]
+@pytest.mark.parametrize("found", STAND_INS, ids=lambda found: found.name)
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "falcon_h1"])
+def test_transformers_has_the_functions_that_ours_stand_in_for(family: str, found: StandIn) -> None:
+    file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    assert hasattr(file, found.name) == (found.package == ("fla" if family == "qwen3_5" else "mamba_ssm"))
+    if hasattr(file, found.name):
+        theirs, ours = (list(inspect.signature(f).parameters) for f in (getattr(file, found.name), found.ours))
+        assert theirs[: len(ours) - 1] == ours[:-1]  # the last one takes what else there may be

@@ -13,63 +13,14 @@ before the chunk:
 
 from __future__ import annotations
 
-import re
-import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
-from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from palestra.core.machine import installed_version
+from palestra.engine.chunks import CHUNK, as_chunks, as_tokens, chunk_for, from_here
 
-CHUNK, SHORTEST_CHUNK = 64, 16  # tokens
 EPSILON = 1e-6  # of the norm of queries and keys
-REPLACED = "torch_chunk_gated_delta_rule"  # in transformers' modeling files
-
-
-def modeling_files(layers: Iterable[nn.Module]) -> list[Any]:
-    """The modules of transformers whose delta rule `chunk_gated_delta_rule` stands in for."""
-    if find_spec("fla") is not None and not _fla_refuses():  # transformers calls its kernels
-        return []
-    files = {type(layer).__module__: sys.modules[type(layer).__module__] for layer in layers}
-    return [file for file in files.values() if hasattr(file, REPLACED)]
-
-
-def _fla_refuses() -> bool:
-    """Whether flash-linear-attention's backward pass raises an error: Triton compiles it wrongly for Hopper GPUs."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    version = tuple(int(number) for number in re.findall(r"\d+", installed_version("triton") or "")[:3])
-    return (3, 4) <= version < (3, 7, 1)
-
-
-_lock = Lock()
-_users: Counter[Any] = Counter()  # how many passes are inside of `replaced_in`, by file: there are several threads
-_theirs: dict[Any, Any] = {}
-
-
-@contextmanager
-def replaced_in(files: Iterable[Any]) -> Iterator[None]:
-    """Let these files call `chunk_gated_delta_rule`."""
-    with _lock:
-        for file in files:
-            if not _users[file]:
-                _theirs[file] = getattr(file, REPLACED)
-                setattr(file, REPLACED, chunk_gated_delta_rule)
-            _users[file] += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            for file in files:
-                _users[file] -= 1
-                if not _users[file]:
-                    setattr(file, REPLACED, _theirs.pop(file))
 
 
 def chunk_gated_delta_rule(
@@ -113,8 +64,8 @@ class _DeltaRule(torch.autograd.Function):
         normalises: bool,
     ) -> tuple[Tensor, Tensor]:
         rows, length, heads, _ = query.shape
-        chunk = min(chunk_size, max(SHORTEST_CHUNK, -(-length // SHORTEST_CHUNK) * SHORTEST_CHUNK))
-        q, k, v, log_decay, b = (_chunks(x, chunk, state.dtype) for x in (query, key, value, g, beta))
+        chunk = chunk_for(length, chunk_size)
+        q, k, v, log_decay, b = (as_chunks(x, chunk, state.dtype) for x in (query, key, value, g, beta))
         scale = query.shape[-1] ** -0.5
         q_norm = k_norm = None
         if normalises:
@@ -152,13 +103,13 @@ class _DeltaRule(torch.autograd.Function):
         saved = q, k, v, b, c, decay, alike, p, inverse, uw, readers, states, read, q_norm, k_norm, beta, g
         ctx.save_for_backward(*saved)
         ctx.shape, ctx.dtypes, ctx.scale = (rows, length, heads), (query.dtype, key.dtype, value.dtype), scale
-        return _tokens(out, ctx.shape, query.dtype), now.view_as(state)
+        return as_tokens(out, ctx.shape, query.dtype), now.view_as(state)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, b, c, decay, alike, p, inverse, uw, readers, states, read, q_norm, k_norm, beta, g = ctx.saved_tensors
         chunk, width = q.shape[-2], v.shape[-1]
-        d_out = _chunks(grads[0], chunk, q.dtype)
+        d_out = as_chunks(grads[0], chunk, q.dtype)
         grown, left, last = c.exp()[..., None], (c[..., -1:] - c).exp()[..., None], c[..., -1].exp()[..., None, None]
         new = read[..., chunk:, :]
         writers = left * k
@@ -190,7 +141,7 @@ class _DeltaRule(torch.autograd.Function):
         read_by_k = (d_bk * k).sum(-1, keepdim=True) * grown  # of β, through β eᶜ k
         by_grown = (d_grown_q * q).sum(-1, keepdim=True).mul_(grown).addcmul_(read_by_k, b)[..., 0]
         by_left = (d_writers * writers).sum(-1)
-        d_g = _from_here(by_decay, -2).tril_(-1).sum(-1) + _from_here(by_grown, -1) + d_whole[..., None]
+        d_g = from_here(by_decay, -2).tril_(-1).sum(-1) + from_here(by_grown, -1) + d_whole[..., None]
         d_g[..., 1:] += by_left.cumsum(-1)[..., :-1]
 
         d_b = (by_alike.sum(-1, keepdim=True) + (d_bv * v).sum(-1, keepdim=True) + read_by_k)[..., 0]
@@ -205,29 +156,7 @@ class _DeltaRule(torch.autograd.Function):
             d_q = _norm_gradient(d_q, q / ctx.scale, q_norm)
             d_k = _norm_gradient(d_k, k, k_norm)
         columns = zip((d_q, d_k, d_v, d_g, d_b), (*ctx.dtypes, g.dtype, beta.dtype), strict=True)
-        return *(_tokens(x, ctx.shape, dtype) for x, dtype in columns), d_initial, None, None
-
-
-def _chunks(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
-    """[B, L, H, ...] -> a copy [B · H, chunks, chunk, ...], padded with zeros, which change no state."""
-    rows, length, heads, *size = x.shape
-    count = -(-length // chunk)
-    out = x.new_empty(rows, heads, count * chunk, *size, dtype=dtype)
-    out[:, :, :length] = x.transpose(1, 2)
-    out[:, :, length:] = 0.0
-    return out.view(rows * heads, count, chunk, *size)
-
-
-def _tokens(x: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """The reverse: [B, L, H, ...], contiguous."""
-    rows, length, heads = shape
-    whole = x.reshape(rows, heads, -1, *x.shape[3:])[:, :, :length].transpose(1, 2)
-    return whole.to(dtype, memory_format=torch.contiguous_format).contiguous()
-
-
-def _from_here(x: Tensor, dim: int) -> Tensor:
-    """At each place, the sum from there to the end."""
-    return x.flip(dim).cumsum(dim).flip(dim)
+        return *(as_tokens(x, ctx.shape, dtype) for x, dtype in columns), d_initial, None, None
 
 
 def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import to_device
 from palestra.core.types import Array
 from palestra.engine.attention import plain_forward
-from palestra.engine.delta_rule import modeling_files, replaced_in
+from palestra.engine.stand_ins import calls, stand_ins_for
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 PACKED = "palestra_packed"  # attribute of a module whose forward is replaced: how it is computed
@@ -103,7 +103,6 @@ class RecurrentLayer:
         self.number, self.module = number, module
         self.handle = torch.tensor(number)  # for compiled code, which would be compiled again for each number
         self.trained: list[Tensor] = []  # its weights, as a learner knows them
-        self.pads = hasattr(module, "chunk_size")  # Mamba 2: a row of a few tokens costs as much as one of a chunk
         self._cache_name = _cache_argument(module)
 
     def __call__(self, rows: Tensor, states: RowStates) -> Tensor:
@@ -121,15 +120,10 @@ class RecurrentLayers:
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for module in model.modules() if _is_recurrent(module)]
         self.layers = [RecurrentLayer(number, module) for number, module in enumerate(self.modules)]
-        self._modeling_files = modeling_files(self.modules)
+        self._stand_ins = stand_ins_for(self.modules)
 
     def __bool__(self) -> bool:
         return bool(self.modules)
-
-    @property
-    def pad(self) -> bool:
-        """Whether a few tokens cost as much as many."""
-        return any(layer.pads for layer in self.layers)
 
     @contextmanager
     def use(self, compute: Compute) -> Iterator[None]:
@@ -140,7 +134,7 @@ class RecurrentLayers:
             own = {"forward": MethodType(_forward, layer.module), PACKED: (compute, layer)}
             layer.module.__dict__.update(own)
         try:
-            with replaced_in(self._modeling_files):
+            with calls(self._stand_ins):
                 yield
         finally:
             for layer, values in zip(self.layers, before, strict=True):
@@ -252,15 +246,15 @@ class Piece(NamedTuple):
     tokens: int
 
 
-# What a call's launches take, in tokens of a long row: gated delta nets launch more for every chunk of it.
+# What a call's launches take, in tokens of a long row: there are a few more for every chunk of it.
 CALL_TOKENS = 1000
 
 
-def pieces_of(lengths: Sequence[int], divide: bool = True) -> list[Piece]:
+def pieces_of(lengths: Sequence[int]) -> list[Piece]:
     """The calls, in their order, that compute rows of these lengths. No row is padded, which would change its state.
 
-    One call for each length; or, with `divide` and where it takes less time, all rows as far as the shortest one goes,
-    then the rest of each in powers of two. No such part is one token: layers update that one's state in place.
+    One call for each length; or, where it takes less time, all rows as far as the shortest one goes, then the rest of
+    each in powers of two. No such part is one token: layers update that one's state in place.
 
     >>> [(piece.rows.tolist(), piece.tokens) for piece in pieces_of([7, 9, 7])]
     [([0, 2], 7), ([1], 9)]
@@ -268,16 +262,20 @@ def pieces_of(lengths: Sequence[int], divide: bool = True) -> list[Piece]:
     [([0, 2, 4, 6], 20), ([1, 3, 5, 7], 21), ([4, 5, 6, 7], 4), ([2, 3, 6, 7], 2)]
     """
     n = np.array(lengths, np.int64)
-    whole = [Piece(rows := np.flatnonzero(n == tokens), 0 * rows, int(tokens)) for tokens in np.unique(n)]
-    if not divide or len(whole) <= 2:
+    whole = _of_each_length(n)
+    if len(whole) <= 2:
         return whole
     begin = n.min() + (n - n.min()) % 2
-    parts, rest = pieces_of(begin.tolist(), divide=False), n - begin
+    parts, rest = _of_each_length(begin), n - begin
     for bit in reversed(range(1, int(rest.max()).bit_length())):
         rows = np.flatnonzero(rest >> bit & 1)
         if len(rows):
             parts.append(Piece(rows, (begin + (rest & -(2 << bit)))[rows], 1 << bit))
     return min(whole, parts, key=lambda pieces: sum(CALL_TOKENS + piece.tokens for piece in pieces))
+
+
+def _of_each_length(n: Array) -> list[Piece]:
+    return [Piece(rows := np.flatnonzero(n == tokens), 0 * rows, int(tokens)) for tokens in np.unique(n)]
 
 
 class Run(NamedTuple):
@@ -289,13 +287,13 @@ class Run(NamedTuple):
     places: Tensor | None = None  # [rows · tokens] of the step's tokens; None: all of them, one row after the other
 
 
-def runs_of(rows: Sequence[tuple[int, int]], layers: RecurrentLayers, device: torch.device) -> list[Run]:
+def runs_of(rows: Sequence[tuple[int, int]], device: torch.device) -> list[Run]:
     """The calls for packed rows, each a slot and a number of tokens."""
     if not rows:
         return []
     slots, lengths = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     starts = lengths.cumsum() - lengths
-    pieces = pieces_of(lengths.tolist(), divide=not layers.pad)
+    pieces = pieces_of(lengths.tolist())
     places = [(starts[p.rows] + p.firsts)[:, None] + np.arange(p.tokens) for p in pieces]
     arrays = [array for p, at in zip(pieces, places, strict=True) for array in (slots[p.rows], at.reshape(-1))]
     on_device = to_device(map(torch.from_numpy, arrays), device)

@@ -61,9 +61,9 @@ class _Rows:
 class TreeRuns:
     """The calls for the trees of one micro-batch, and where their outputs go."""
 
-    def __init__(self, trees: Sequence[Tree], device: torch.device, divide: bool) -> None:
+    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
         prompts = [(tree.start, tree.prompt_length) for tree in trees if tree.prompt_length]
-        pieces = pieces_of([length for _, length in prompts], divide) if prompts else []
+        pieces = pieces_of([length for _, length in prompts]) if prompts else []
         order = [int(row) for piece in pieces if not piece.firsts.any() for row in piece.rows]
         numbers = {prompts[row][0]: number for number, row in enumerate(order)}
         begin: list[list[_Stretch]] = []
@@ -143,7 +143,7 @@ def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout], *, in_s
 
 def _compute(layer: RecurrentLayer, layout: Layout, hidden: Tensor) -> Tensor:
     if layout.runs is None:
-        layout.runs = TreeRuns(layout.trees, layout.device, divide=not layer.pads)
+        layout.runs = TreeRuns(layout.trees, layout.device)
     runs: TreeRuns = layout.runs
     tokens, outputs, states = layout.restore(hidden[0]), [], []
     for rows in runs.prompts:

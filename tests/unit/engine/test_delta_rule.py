@@ -1,4 +1,4 @@
-"""The gated delta rule over chunks: the recurrence it stands for, token by token, and where it is used."""
+"""The gated delta rule over chunks: the recurrence it stands for, token by token."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_families import tiny_model
 from torch import Tensor
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from palestra.engine import delta_rule
 from palestra.engine.delta_rule import chunk_gated_delta_rule
-from palestra.engine.recurrent import RecurrentLayers
 
 ROWS, HEADS, KEY, VALUE = 2, 3, 8, 12
 
@@ -83,32 +80,3 @@ def test_equal_keys_without_decay_stay_exact() -> None:
     expected, _ = token_by_token(q, k, v, g, beta, state)
     out, _ = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state)
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_it_is_used_inside_of_a_pass() -> None:
-    model = tiny_model("qwen3_5_text")
-    theirs = modeling_qwen3_5.torch_chunk_gated_delta_rule
-    sampler, learner = (
-        RecurrentLayers(model).use(lambda layer, hidden: hidden) for model in (model, tiny_model("qwen3_5_text"))
-    )
-    sampler.__enter__()
-    learner.__enter__()  # in another thread, and ends later
-    sampler.__exit__(None, None, None)
-    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is chunk_gated_delta_rule
-    learner.__exit__(None, None, None)
-    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is theirs
-
-
-@pytest.mark.parametrize(
-    ("capability", "triton", "is_used"),
-    [(None, "3.6.0", False), (8, "3.6.0", False), (9, "3.3.1", False), (9, "3.6.0", True), (9, "3.7.1", False)],
-)
-def test_with_flash_linear_attention_it_is_used_where_that_refuses_to_train(
-    capability: int | None, triton: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = RecurrentLayers(tiny_model("qwen3_5_text")).modules
-    monkeypatch.setattr(delta_rule, "find_spec", lambda name: object())
-    monkeypatch.setattr(delta_rule, "installed_version", {"triton": triton}.get)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-    assert delta_rule.modeling_files(layers) == ([modeling_qwen3_5] if is_used else [])

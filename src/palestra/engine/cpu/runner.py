@@ -170,7 +170,7 @@ class CpuRunner(Runner):
         if self.fast_decoder is not None:
             return self.fast_decoder(ids, positions, ends, plan)
         rows = [(chunk.job.session.state, chunk.count) for chunk in chunks] if self._recurrent else []
-        compute = over_runs(self._states, runs_of(rows, self._recurrent, torch.device("cpu")))
+        compute = over_runs(self._states, runs_of(rows, torch.device("cpu")))
         with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute):
             output = self.model(
                 input_ids=torch.tensor([ids]),

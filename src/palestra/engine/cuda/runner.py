@@ -244,7 +244,7 @@ class CudaRunner(Runner):
             self._fills.load(arrays)
             self._graph(shape.captured, partial(self._prefill_step, self._fills, shape.captured)).replay()
         else:
-            runs = runs_of([(s.state, n) for s, n in fills], self._recurrent, self.device) if self._recurrent else ()
+            runs = runs_of([(s.state, n) for s, n in fills], self.device) if self._recurrent else ()
             self._prefill_step(arrays.to(self.device), shape, runs)
             if self._routing is not None:
                 self._record_fills(fills)
