@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from engine_families import tiny_model
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from palestra.algo.batch import Batch
@@ -106,6 +107,13 @@ def test_the_same_pass_gives_the_same_bits_each_time(root: int) -> None:
         assert all(torch.equal(first, other) for other in others)
         expected, *again = (gradients() for _ in range(3))
     assert all(torch.equal(a, b) for more in again for a, b in zip(expected, more, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt_oss"])
+def test_windows_and_sinks_are_computed_by_flash_attention(family: str, compiled: bool) -> None:
+    scorer = Scorer(tiny_model(family).to("cuda", torch.bfloat16), compile_layers=compiled)  # compares all numbers
+    assert (scorer.mode, scorer.compiled, scorer.flash_windows) == ("trees", compiled, True)
 
 
 def with_adapters(model: torch.nn.Module) -> torch.nn.Module:

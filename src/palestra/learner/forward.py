@@ -72,6 +72,7 @@ class Scorer(nn.Module):
         large = self.model.num_parameters() >= WORTH_COMPILING and self.model.device.type == "cuda"
         self.compiled = (large if compile_layers is None else compile_layers) and routing == "own"
         self.in_shards = in_shards
+        self.flash_windows = True  # on a GPU: windows and sinks by flash attention instead of masks
         self.mode: Mode = mode or "trees"
         self._recurrent = RecurrentLayers(self.model)
         self._layout: Layout | None = None
@@ -211,6 +212,7 @@ class Scorer(nn.Module):
     def _layers(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         self._layout = layout
         layout.positions, layout.recurrent = positions, self._recurrent.layers
+        layout.flash_windows = self.flash_windows
         options: dict[str, Any] = {"use_cache": False, "layout": layout}
         out = decoder_of(self.model)(input_ids=ids[None], position_ids=positions[None], **options)
         hidden: Tensor = out.last_hidden_state[0]

@@ -46,21 +46,35 @@ def choose_mode(scorer: Any) -> None:
         root = ROOT if scorer.shares_root else 0
         shared, apart = _probe(model, True, root), _probe(model, False)
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
-        scorer.mode, uncompiled_because = "trees", None
-        if scorer.compiled:  # first: it is what nearly all models run, and each check takes time
-            typical = _probe(model, True, root, size=TYPICAL_SIZE) if model.device.type == "cuda" else shared
-            try:
-                uncompiled_because = _mismatch(scorer, typical, expected)
-            except TorchDynamoException as error:
-                uncompiled_because = f"{type(model).__name__} cannot be compiled: {error!s:.300}"
-            if uncompiled_because is None:
-                return
-        scorer.compiled = False
-        if reason := _mismatch(scorer, shared, expected):
+        scorer.mode, fastest, reasons = "trees", _settings(scorer)[0], []
+        for compiled, by_flash in _settings(scorer):
+            scorer.compiled, scorer.flash_windows = compiled, by_flash
+            is_typical = compiled and model.device.type == "cuda"
+            reason = _mismatch(scorer, _probe(model, True, root, size=TYPICAL_SIZE) if is_typical else shared, expected)
+            if reason is None:
+                break
+            reasons.append(reason)
+        else:
             scorer.mode = "reference"
-            log.warning("the learner computes padded rows and whole logits, slower and in more memory: %s", reason)
-        elif uncompiled_because is not None:
-            log.warning("the learner runs uncompiled, which is slower: %s", uncompiled_because)
+            log.warning("the learner computes padded rows and whole logits, slower and in more memory: %s", reasons[-1])
+            return
+        if reasons:
+            slower = "uncompiled" if compiled != fastest[0] else "with masks in the place of sliding windows"
+            log.warning("the learner runs %s, which is slower: %s", slower, reasons[0])
+
+
+def _settings(scorer: Any) -> list[tuple[bool, bool]]:
+    """(compiled, windows and sinks by flash attention) from the fastest, which nearly all models run: each check takes
+    time."""
+    by_flash = [True, False] if scorer.model.device.type == "cuda" and has_windows(scorer.model) else [True]
+    return [(compiled, flash) for compiled in ([True, False] if scorer.compiled else [False]) for flash in by_flash]
+
+
+def has_windows(model: nn.Module) -> bool:
+    """Whether layers attend within a sliding window, or have sinks."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    return has_sinks or getattr(config, "sliding_window", None) is not None
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -97,6 +111,8 @@ def _mismatch(scorer: Any, micro: PackedMicroBatch, expected: list[Tensor]) -> s
             found = _numbers(model, lambda: scorer(micro), count=len(expected[0]))
     except UnsupportedModel as reason:
         return str(reason)
+    except TorchDynamoException as error:
+        return f"{name} cannot be compiled: {error!s:.300}"
     logprob_limit, gradient_limit = TOLERANCES.get(model.dtype, FULL_PRECISION)
     difference = float((found[0] - expected[0]).square().mean().sqrt())
     if not difference <= logprob_limit:

@@ -58,6 +58,7 @@ class Layout:
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
         self.recurrent: Sequence[RecurrentLayer] = ()
         self.runs: Any = None  # of recurrent layers, made by the first of them
+        self.flash_windows = True  # whether flash attention computes windows and sinks, too
         self.positions = torch.empty(0)  # [T] of the tokens in the order in which layers compute them
         self.handle = LAYOUTS.add(self)
 
@@ -136,19 +137,21 @@ def tree_attention(
         factors = query_scales(module, layout.positions) / query_scales(module, packed)
         query = (query * factors).to(query.dtype)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    chunk = attention_chunk(module)
-    windowed = any(reach is not None and reach < layout.longest_row for reach in (sliding_window, chunk))
-    is_causal_only = softcap is None and s_aux is None and not windowed
+    chunk, longest = attention_chunk(module), layout.longest_row
+    window = sliding_window if sliding_window is not None and sliding_window < longest else 0
+    in_chunks = chunk is not None and chunk < longest
+    is_plain = softcap is None and s_aux is None and not window and not in_chunks
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    if is_causal_only and flash_fits(q, v):
+    by_flash = is_plain or (layout.flash_windows and softcap is None and not in_chunks)
+    if by_flash and flash_fits(q, v):
         # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
-        out = flash_trees(q, k, v, layout.bounds, scale)
+        out = flash_trees(q, k, v, layout.bounds, scale, s_aux, window)
     elif torch.compiler.is_compiling():
         limits = 0 if sliding_window is None else sliding_window, 0 if chunk is None else chunk
         sinks = [] if s_aux is None else [s_aux]
         out = torch.ops.palestra.masked_trees(q, k, v, sinks, layout.handle, scaling, softcap, *limits)
-    elif is_causal_only and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:  # as the fused kernel needs it
+    elif is_plain and q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:  # as the fused kernel needs it
         out = cpu_trees(q, k, v, layout.trees, scale, layout.root)
     else:
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}

@@ -3,7 +3,8 @@ tokens to the root, the common beginning of all trees.
 
 These parts are partial softmaxes over disjoint keys; they are merged by their log-sum-exps. The
 backward pass gives each part the merged output and log-sum-exp, which makes its gradients exact, so
-neither a mask nor a second copy of a prompt's keys ever exists.
+neither a mask nor a second copy of a prompt's keys ever exists. Attention sinks are one more part: keys whose values
+are zeros. Within a sliding window one call is enough, in which the keys just before each run are copied.
 
 Tokens come with the root and the prompts first, so that all parts read slices: to pick them out of every tensor in
 every layer takes more launches than all else, and small models wait for launches.
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import accumulate
-from typing import Any
+from functools import cache, partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from palestra.learner.opaque import Registry
 from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
 
 HALF = (torch.bfloat16, torch.float16)
-Half = tuple[Tensor, Tensor, int, int, bool]  # query bounds, key bounds, the longest of each, causal
+Half = tuple[Tensor, Tensor, int, int, bool, int]  # query bounds, key bounds, the longest of each, causal, window or 0
 
 # The backward kernel works in parallel on segments, heads and blocks of keys. A root has few blocks of keys, so the
 # tokens that attend to it are divided into up to this many segments, each with a copy of its keys.
@@ -76,6 +77,8 @@ class Bounds:
         bounds = [own, queries, keys, *self._to_root(padded[0])]
         indices = (order, place, *map(_bounds, bounds))
         self.order, self.place, *self.numbers = to_device(map(torch.from_numpy, indices), device)
+        self._own, self._paths = own, partial(_before, trees, root, place)
+        self._windows: dict[int, Window] = {}
         self.longest = [max(lengths, default=1) for lengths in bounds]
         if self.shape is not None:
             of_shape = [self.shape.longest_run, self.shape.longest_tree, self.shape.longest_prompt]
@@ -107,11 +110,11 @@ class Bounds:
     @property
     def own(self) -> Half:
         bounds, longest = self.numbers[0], self.longest[0]
-        return bounds, bounds, longest, longest, True
+        return bounds, bounds, longest, longest, True, 0
 
     @property
     def shared(self) -> Half:
-        return self.numbers[1], self.numbers[2], self.longest[1], self.longest[2], False
+        return self.numbers[1], self.numbers[2], self.longest[1], self.longest[2], False, 0
 
     @property
     def has_shared(self) -> bool:
@@ -120,7 +123,7 @@ class Bounds:
 
     @property
     def to_root(self) -> Half:
-        return self.numbers[3], self.numbers[4], self.longest[3], self.longest[4], False
+        return self.numbers[3], self.numbers[4], self.longest[3], self.longest[4], False, 0
 
     @property
     def has_root(self) -> bool:
@@ -134,6 +137,38 @@ class Bounds:
         """[segments · root, …] -> [root, …]: the gradient of `copies_of_root`."""
         return x.unflatten(0, (self.segments, -1)).sum(0)
 
+    def within(self, window: int) -> Window:
+        """How tokens attend to this many, themselves included, of their paths."""
+        assert self.shape is None, "passes over windows are not captured, so they are not padded"
+        if window not in self._windows:
+            tails = [_end_of(segments, window - 1) for segments in self._paths()]
+            runs = [np.arange(*ends) for ends in pairwise(_bounds(self._own).tolist())]
+            keys = [np.concatenate(both) for both in zip(tails, runs, strict=True)]
+            lengths = [len(part) for part in keys]
+            is_tail = np.concatenate([np.arange(n) < len(tail) for n, tail in zip(lengths, tails, strict=True)])
+            of_keys = np.concatenate(keys)
+            arrays = _bounds(lengths), of_keys, np.flatnonzero(~is_tail), np.flatnonzero(is_tail), of_keys[is_tail]
+            k_bounds, *indices = to_device(map(torch.from_numpy, arrays), self.order.device)
+            half = self.numbers[0], k_bounds, self.longest[0], max(lengths, default=1), True, window
+            self._windows[window] = Window(half, *indices)
+        return self._windows[window]
+
+
+class Window(NamedTuple):
+    """Every run of tokens attends to itself and to copies of the keys just before it."""
+
+    half: Half
+    keys: Tensor  # [n] which tokens' keys these are
+    own: Tensor  # [T] where in `keys` each token's own is
+    copies: Tensor  # [n - T] where the copies are,
+    copied: Tensor  # and of which tokens
+
+    def sum_of_copies(self, x: Tensor) -> Tensor:
+        """[n, …] -> [T, …]: the gradient of copying."""
+        own = x.index_select(0, self.own)
+        with in_one_order(x):
+            return own.index_add_(0, self.copied, x.index_select(0, self.copies))
+
 
 _BOUNDS: Registry[Bounds] = Registry()
 
@@ -144,64 +179,94 @@ def flash_fits(query: Tensor, value: Tensor) -> bool:
     return query.is_cuda and query.dtype in HALF and size % 8 == 0 and size <= 256 and value.shape[-1] == size
 
 
-def flash_trees(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float) -> Tensor:
-    """[T, H, D] attention over tree paths of tokens in the order of the bounds; q [T, H, D], k and v [T, K, D]."""
-    return torch.ops.palestra.tree_attention(q, k, v, bounds.handle, scale)[0]
+def flash_trees(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, sinks: Tensor | None = None, window: int = 0
+) -> Tensor:
+    """[T, H, D] attention over tree paths of tokens in the order of the bounds; q [T, H, D], k and v [T, K, D].
+
+    `sinks` are [H] logits that each softmax has beside its keys'. With a `window` tokens attend to so many, themselves
+    included.
+    """
+    return torch.ops.palestra.tree_attention(q, k, v, [] if sinks is None else [sinks], bounds.handle, scale, window)[0]
 
 
 @torch.library.custom_op("palestra::tree_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: list[Tensor], handle: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     """([T, H, D] output, [H, T] log-sum-exp) over all parts."""
     bounds = _BOUNDS[handle]
-    out, lse = _half(q, k, v, bounds.own, scale)
-    if bounds.has_shared:
-        completions, prompts = bounds.completions, bounds.prompts
-        half, half_lse = _half(q[completions], k[prompts], v[prompts], bounds.shared, scale)
-        _merge(q.device.type)(out[completions], lse[:, completions], half, half_lse)
-    if bounds.has_root:
-        rest, copies = bounds.rest, bounds.copies_of_root
-        half, half_lse = _half(q[rest], copies(k), copies(v), bounds.to_root, scale)
-        _merge(q.device.type)(out[rest], lse[:, rest], half, half_lse)
+    if window:
+        near = bounds.within(window)
+        out, lse = _half(q, k[near.keys], v[near.keys], near.half, scale)
+    else:
+        out, lse = _half(q, k, v, bounds.own, scale)
+        if bounds.has_shared:
+            completions, prompts = bounds.completions, bounds.prompts
+            half, half_lse = _half(q[completions], k[prompts], v[prompts], bounds.shared, scale)
+            _merge(q.device.type)(out[completions], lse[:, completions], half, half_lse)
+        if bounds.has_root:
+            rest, copies = bounds.rest, bounds.copies_of_root
+            half, half_lse = _half(q[rest], copies(k), copies(v), bounds.to_root, scale)
+            _merge(q.device.type)(out[rest], lse[:, rest], half, half_lse)
+    for sink in sinks:
+        both = torch.logaddexp(lse, sink.float()[:, None])
+        out.mul_((lse - both).exp_().T[:, :, None])
+        lse = both
     return out, lse
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("palestra::tree_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: list[Tensor], handle: Tensor,
+    scale: float, window: int,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients by q, k, v and sinks."""
     bounds = _BOUNDS[handle]
-    dq, dk, dv = _half_backward(grad, q, k, v, out, lse, bounds.own, scale)
-    if bounds.has_shared:
-        c, p = bounds.completions, bounds.prompts
-        more = _half_backward(grad[c], q[c], k[p], v[p], out[c], lse[:, c].contiguous(), bounds.shared, scale)
-        torch._foreach_add_([dq[c], dk[p], dv[p]], more)
-    if bounds.has_root:
-        r, root, copies = bounds.rest, bounds.root, bounds.copies_of_root
-        parts = grad[r], q[r], copies(k), copies(v), out[r], lse[:, r].contiguous()
-        dq_more, *of_copies = _half_backward(*parts, bounds.to_root, scale)
-        torch._foreach_add_([dq[r], dk[root], dv[root]], [dq_more, *map(bounds.sum_of_copies, of_copies)])
-    return dq, dk, dv
+    if window:
+        near = bounds.within(window)
+        dq, *of_copies = _half_backward(grad, q, k[near.keys], v[near.keys], out, lse, near.half, scale)
+        dk, dv = map(near.sum_of_copies, of_copies)
+    else:
+        dq, dk, dv = _half_backward(grad, q, k, v, out, lse, bounds.own, scale)
+        if bounds.has_shared:
+            c, p = bounds.completions, bounds.prompts
+            more = _half_backward(grad[c], q[c], k[p], v[p], out[c], lse[:, c].contiguous(), bounds.shared, scale)
+            torch._foreach_add_([dq[c], dk[p], dv[p]], more)
+        if bounds.has_root:
+            r, root, copies = bounds.rest, bounds.root, bounds.copies_of_root
+            parts = grad[r], q[r], copies(k), copies(v), out[r], lse[:, r].contiguous()
+            dq_more, *of_copies = _half_backward(*parts, bounds.to_root, scale)
+            torch._foreach_add_([dq[r], dk[root], dv[root]], [dq_more, *map(bounds.sum_of_copies, of_copies)])
+    found = [dq, dk, dv]
+    for sink in sinks:
+        share = (sink.float()[:, None] - lse).exp_()  # [H, T] of each softmax
+        found.append(-(share * (grad.float() * out.float()).sum(-1).T).sum(1).to(sink.dtype))
+    return found
 
 
 @_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: list[Tensor], *_: Any
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v, *sinks)]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    q, k, v, sinks, handle, *ctx.rule = inputs
+    ctx.save_for_backward(handle, q, k, v, *output, *sinks)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, handle, out, lse = ctx.saved_tensors
-    grads = torch.ops.palestra.tree_attention_backward(grad.contiguous(), q, k, v, out, lse, handle, ctx.scale)
-    return *grads, None, None
+    handle, q, k, v, out, lse, *sinks = ctx.saved_tensors
+    tensors = grad.contiguous(), q, k, v, out, lse
+    dq, dk, dv, *of_sinks = torch.ops.palestra.tree_attention_backward(*tensors, sinks, handle, *ctx.rule)
+    return dq, dk, dv, of_sinks, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_remember)
@@ -209,21 +274,28 @@ _forward.register_autograd(_differentiate, setup_context=_remember)
 
 def _half(q: Tensor, k: Tensor, v: Tensor, half: Half, scale: float) -> tuple[Tensor, Tensor]:
     """([n, H, D] output, [H, n] log-sum-exp) of segments of queries over segments of keys."""
-    *bounds, causal = half
-    found = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False, scale=scale)
+    *bounds, causal, window = half
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, *bounds, 0.0, causal, False, scale=scale, **_options_of(window)
+    )
     return found[0].contiguous(), found[1]
 
 
 def _half_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, half: Half, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *bounds, causal = half
+    *bounds, causal, window = half
     random = _no_dropout(q.device)
     with in_one_order(q):
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse, *bounds, 0.0, causal, random, random, scale=scale
+            grad, q, k, v, out, lse, *bounds, 0.0, causal, random, random, scale=scale, **_options_of(window)
         )
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _options_of(window: int) -> dict[str, int]:
+    """The kernel counts the keys before a query's own, which is the last one for the last query of a segment."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 @cache
@@ -258,6 +330,29 @@ def _runs(tree: Tree) -> list[tuple[int, int]]:
     """(start, length) of the prompt, if there is one, and of each completion."""
     lengths = [n for n in (tree.prompt_length, *tree.completion_lengths) if n]
     return list(zip(accumulate(lengths, initial=tree.start), lengths, strict=False))
+
+
+def _before(trees: Sequence[Tree], root: int, place: Array) -> list[list[tuple[int, int]]]:
+    """The places (first, end) of what comes before each run: the root, then its prompt."""
+
+    def of(start: int, length: int) -> list[tuple[int, int]]:
+        return [(int(place[start]), int(place[start]) + length)] if length else []
+
+    first: list[list[tuple[int, int]]] = [[]] if root else []
+    at_root = of(0, root)
+    shared = [tree for tree in trees if tree.is_shared]
+    prompts = [at_root] * len(shared)
+    completions = [
+        at_root + of(tree.start, tree.prompt_length) for tree in shared for length in tree.completion_lengths if length
+    ]
+    others = [at_root for tree in trees if not tree.is_shared for _ in _runs(tree)]
+    return [*first, *prompts, *completions, *others]
+
+
+def _end_of(segments: Sequence[tuple[int, int]], most: int) -> Array:
+    """The last places, at most so many."""
+    places = [np.arange(*segment) for segment in segments]
+    return np.concatenate([np.zeros(0, np.int64), *places])[-most:] if most else np.zeros(0, np.int64)
 
 
 def _order(sections: Sequence[Sequence[tuple[int, int]]], padding: Sequence[Sequence[int]]) -> tuple[Array, Array]:

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from engine_families import tiny_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.algo.batching import Tree
-from palestra.learner import tree_attention, tree_attention_cuda
+from palestra.learner import self_check, tree_attention, tree_attention_cuda
 from palestra.learner.forward import Scorer
 from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention import Layout, Reach, masked_trees
@@ -30,10 +31,10 @@ def behind(root: int) -> tuple[Tree, ...]:
 
 def half(q, k, v, bounds, scale):
     """The formula of what the flash kernel computes for one half."""
-    q_bounds, k_bounds, *_, causal = bounds
+    q_bounds, k_bounds, *_, causal, window = bounds
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     for queries, keys in _segments(q_bounds, k_bounds):
-        scores = _scores(q[queries], k[keys], causal, scale)
+        scores = _scores(q[queries], k[keys], causal, scale, window)
         lse[:, queries] = scores.logsumexp(-1)
         weights = (scores - lse[:, queries, None]).exp()
         out[queries] = (weights @ _heads(v[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
@@ -41,11 +42,11 @@ def half(q, k, v, bounds, scale):
 
 
 def half_backward(grad, q, k, v, out, lse, bounds, scale):
-    q_bounds, k_bounds, *_, causal = bounds
+    q_bounds, k_bounds, *_, causal, window = bounds
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     for queries, keys in _segments(q_bounds, k_bounds):
         g, heads = grad[queries].transpose(0, 1).float(), q.shape[1]
-        weights = (_scores(q[queries], k[keys], causal, scale) - lse[:, queries, None]).exp()
+        weights = (_scores(q[queries], k[keys], causal, scale, window) - lse[:, queries, None]).exp()
         inner = (g * out[queries].transpose(0, 1)).sum(-1, keepdim=True)
         d_scores = weights * (g @ _heads(v[keys], heads).transpose(1, 2) - inner) * scale
         dq[queries] = (d_scores @ _heads(k[keys], heads)).transpose(0, 1).to(q.dtype)
@@ -65,10 +66,12 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.transpose(0, 1).float().repeat_interleave(heads // x.shape[1], 0)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: int) -> Tensor:
     scores = q.transpose(0, 1).float() @ _heads(k, q.shape[1]).transpose(1, 2) * scale
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        own = len(k) - len(q)  # the last query's own key is the last one
+        hidden = every.triu(own + 1) | every.tril(own - window) if window else every.triu(own + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
     return scores
 
@@ -87,10 +90,18 @@ def formula_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("root", [0, 9, 70])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("padded", "window", "has_sinks"),
+    [
+        (False, 0, False),
+        (True, 0, False),
+        (True, 0, True),
+        *((False, n, n % 2 > 0) for n in (0, 1, 2, 3, 4, 7, 10, 80)),
+    ],
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_merged_parts_equal_masked_attention(
-    device: str, padded: bool, root: int, monkeypatch: pytest.MonkeyPatch
+    device: str, padded: bool, window: int, has_sinks: bool, root: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_attention_cuda, "SHORTEST_SEGMENT", 8)  # several even for so few tokens
     torch.manual_seed(0)
@@ -100,6 +111,7 @@ def test_merged_parts_equal_masked_attention(
         torch.randn(tokens, h, size, device=device, dtype=dtype, requires_grad=True)
         for h in (heads, kv_heads, kv_heads)
     )
+    sinks = torch.randn(heads, device=device, dtype=dtype, requires_grad=True) if has_sinks else None
     weight = torch.randn(tokens, heads, size, device=device, dtype=dtype)
     results = []
     shapes, trees = Shapes(10_000) if padded else None, behind(root)
@@ -107,11 +119,12 @@ def test_merged_parts_equal_masked_attention(
     assert (bounds.has_root, bounds.segments > 2) == (root > 0, True)
     for merged in (True, False):
         if merged:
-            out = flash_trees(*(x[bounds.order] for x in (q, k, v)), bounds, 0.3)[bounds.place]
+            out = flash_trees(*(x[bounds.order] for x in (q, k, v)), bounds, 0.3, sinks, window)[bounds.place]
         else:
             parts = (layout.reorder(x) for x in (q, k, v))
-            out = layout.restore(masked_trees(*parts, layout, Reach(), {"scale": 0.3, "softcap": None, "sinks": None}))
-        grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+            extra = {"scale": 0.3, "softcap": None, "sinks": sinks}
+            out = layout.restore(masked_trees(*parts, layout, Reach(window or None), extra))
+        grads = torch.autograd.grad((out * weight).sum(), (q, k, v) if sinks is None else (q, k, v, sinks))
         results.append((out.detach(), *grads))
     tolerance = 1e-5 if device == "cpu" else 5e-2
     for ours, theirs in zip(*results, strict=True):
@@ -186,23 +199,44 @@ def test_a_shape_with_a_root_serves_roots_of_other_lengths_but_no_layout_without
 def test_the_operator_is_registered_as_compilers_need_it() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(39, h, 8, requires_grad=True) for h in (4, 2, 2))
-    bounds = Bounds(behind(9), q.device, root=9)
+    bounds, sinks = Bounds(behind(9), q.device, root=9), [torch.randn(4, requires_grad=True)]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.palestra.tree_attention.default, (q, k, v, bounds.handle, 0.3), test_utils=checks)
+    for arguments in ((q, k, v, [], bounds.handle, 0.3, 0), (q, k, v, sinks, bounds.handle, 0.3, 7)):
+        torch.library.opcheck(torch.ops.palestra.tree_attention.default, arguments, test_utils=checks)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 on a GPU is not computed by flash attention")
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # the second has layers with windows, too
+@pytest.mark.parametrize(
+    ("family", "attends"),
+    [("llama", {(0, False)}), ("gemma3_text", {(7, False)}), ("gpt_oss", {(0, True), (7, True)})],
+)
 def test_prompts_computed_first_give_the_models_own_numbers(
-    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: str, attends: set[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    found = set()
+
+    def noted(*arguments: Any) -> Tensor:
+        found.add((arguments[6], arguments[5] is not None))
+        return flash_trees(*arguments)
+
+    monkeypatch.setattr(tree_attention, "flash_trees", noted)
     monkeypatch.setattr(tree_attention, "flash_fits", lambda q, v: True)
     monkeypatch.setattr(Layout, "is_reordered", property(lambda layout: layout.bounds.has_shared))
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **heads), dtype=torch.float32)
-    scorer = Scorer(model)  # compares log-probabilities and gradients with the model's own
-    assert scorer.mode == "trees", caplog.text
-    reordered = Layout(TREES, model.device).reorder(torch.arange(30)).tolist()
+    scorer = Scorer(tiny_model(family))  # compares log-probabilities and gradients with the model's own
+    assert (scorer.mode, caplog.text) == ("trees", "")
+    assert found == attends
+    reordered = Layout(TREES, torch.device("cpu")).reorder(torch.arange(30)).tolist()
     assert reordered == [*range(5), *range(19, 23), *range(5, 13), *range(23, 27), *range(13, 19), *range(27, 30)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU has no other way")
+def test_windows_that_a_kernel_gets_wrong_are_computed_with_masks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(self_check, "_settings", lambda scorer: [(False, True), (False, False)])
+    monkeypatch.setattr(tree_attention, "flash_fits", lambda q, v: True)
+    right = Bounds.within
+    monkeypatch.setattr(Bounds, "within", lambda bounds, window: right(bounds, window + 3))
+    scorer = Scorer(tiny_model("gemma3_text"))
+    assert (scorer.mode, scorer.flash_windows) == ("trees", False)
+    assert "masks in the place of sliding windows" in caplog.text
