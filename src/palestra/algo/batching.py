@@ -158,7 +158,11 @@ def _common_beginning(scored: _Scored, families: _Trees) -> int:
         differ = tokens[starts[row] : starts[row] + length] != tokens[first : first + length]
         if differ.any():
             length = int(differ.argmax())
-    return length
+    # No prompt has a single token behind it: recurrent layers update a state in place then, past autograd.
+    behind = {prompt for prompt, family in families if len(family) > 1}
+    while length + 1 in behind:
+        length -= 1
+    return max(length, 0)
 
 
 def _divide(scored: _Scored, root: int, families: _Trees, max_tokens: int, max_rows: int) -> list[_Trees]:

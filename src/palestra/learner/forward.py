@@ -107,10 +107,9 @@ class Scorer(nn.Module):
     def shares_root(self) -> bool:
         """Whether a micro-batch may hold the common beginning of its trees once.
 
-        Recurrent layers and the sampler's kernels (`model.exact`) compute whole rows. The recorded experts of a token
-        differ from row to row.
+        The sampler's kernels (`model.exact`) compute whole rows; a token's recorded experts differ from row to row.
         """
-        return self.shares_prefix and not self._recurrent and self.exact is None and self.routing is None
+        return self.shares_prefix and self.exact is None and self.routing is None
 
     @property
     def min_root(self) -> int:

@@ -1,8 +1,8 @@
 """Recurrent layers over packed trees: a prompt's state is computed once, and every completion continues from it.
 
-Prompts are computed together without padding, which would change their states (`engine.recurrent.pieces_of`).
-Completions of about one length follow, padded at the end, where it changes nothing that is read. Gradients of
-completions reach the prompt through its state.
+The root comes first, if there is one. Prompts are computed together without padding, which would change their states
+(`engine.recurrent.pieces_of`). Completions of about one length follow, padded at the end, where it changes nothing that
+is read. Gradients of completions reach the prompt through its state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Rows:
     count: int
     places: Tensor  # [count * longest] the token at each place; padding repeats a stretch's last
     real: Tensor | None  # which places hold a token of their own; None: all
-    prompts: Tensor | None  # [count] whose states they continue; None: they begin here, all prompts in their order
+    prompts: Tensor  # [count] whose states they continue; empty: they begin here
 
     @classmethod
     def of(cls, stretches: Sequence[_Stretch], device: torch.device, longest: int) -> _Rows:
@@ -49,7 +49,7 @@ class _Rows:
         places = (starts[:, None] + np.minimum(step, lengths[:, None] - 1)).reshape(-1)
         is_real = (step < lengths[:, None]).reshape(-1)
         real = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real)).to(device)
-        prompts = torch.tensor([s.prompt for s in stretches], device=device) if stretches[0].prompt >= 0 else None
+        prompts = torch.tensor([s.prompt for s in stretches if s.prompt >= 0], dtype=torch.int64, device=device)
         return cls(len(stretches), torch.from_numpy(places).to(device), real, prompts)
 
     def compute(self, layer: RecurrentLayer, tokens: Tensor, states: RowStates) -> Tensor:
@@ -61,35 +61,40 @@ class _Rows:
 class TreeRuns:
     """The calls for the trees of one micro-batch, and where their outputs go."""
 
-    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
+    def __init__(self, trees: Sequence[Tree], device: torch.device, root: int = 0) -> None:
         prompts = [(tree.start, tree.prompt_length) for tree in trees if tree.prompt_length]
         pieces = pieces_of([length for _, length in prompts]) if prompts else []
         order = [int(row) for piece in pieces if not piece.firsts.any() for row in piece.rows]
         numbers = {prompts[row][0]: number for number, row in enumerate(order)}
+        root_number = len(prompts) if root else -1
         begin: list[list[_Stretch]] = []
         rest: list[list[_Stretch]] = []  # of prompts that are computed in several calls
         for rows, firsts, tokens in pieces:
             starts = [prompts[row][0] for row in rows]
-            kind = rest if firsts.any() else begin
-            continued = [numbers[start] if firsts.any() else -1 for start in starts]
-            kind.append([_Stretch(s + int(f), tokens, n) for s, f, n in zip(starts, firsts, continued, strict=True)])
-        completions = sorted(_completions(trees, numbers), key=lambda s: (s.prompt < 0, s.length))
-        self.prompts, self.rest = ([_Rows.of(rows, device, rows[0].length) for rows in kind] for kind in (begin, rest))
+            if firsts.any():
+                rest.append([_Stretch(s + int(f), tokens, numbers[s]) for s, f in zip(starts, firsts, strict=True)])
+            else:
+                begin.append([_Stretch(s, tokens, 0 if root else -1) for s in starts])
+        completions = sorted(_completions(trees, numbers, root_number), key=lambda s: (s.prompt < 0, s.length))
+        roots = [[_Stretch(0, root)]] if root else []
+        self.root, self.prompts, self.rest = (
+            [_Rows.of(rows, device, rows[0].length) for rows in kind] for kind in (roots, begin, rest)
+        )
         self.completions = [
             _Rows.of(alike, device, max(MIN_TOKENS, alike[-1].length)) for alike in _of_about_one_length(completions)
         ]
-        stretches = [s for rows in (*begin, *rest, completions) for s in rows]
+        stretches = [s for rows in (*roots, *begin, *rest, completions) for s in rows]
         order_of_tokens = [np.arange(s.start, s.start + s.length) for s in stretches]
         back = np.argsort(np.concatenate(order_of_tokens)) if stretches else np.zeros(0, np.int64)
         self.back = torch.from_numpy(back).to(device)  # [T] where each packed token's output comes
 
 
-def _completions(trees: Sequence[Tree], numbers: dict[int, int]) -> Iterator[_Stretch]:
+def _completions(trees: Sequence[Tree], numbers: dict[int, int], root: int) -> Iterator[_Stretch]:
     for tree in trees:
         start = tree.start + tree.prompt_length
         for length in tree.completion_lengths:
             if length:
-                yield _Stretch(start, length, numbers[tree.start] if tree.prompt_length else -1)
+                yield _Stretch(start, length, numbers[tree.start] if tree.prompt_length else root)
             start += length
 
 
@@ -143,22 +148,24 @@ def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout], *, in_s
 
 def _compute(layer: RecurrentLayer, layout: Layout, hidden: Tensor) -> Tensor:
     if layout.runs is None:
-        layout.runs = TreeRuns(layout.trees, layout.device)
+        layout.runs = TreeRuns(layout.trees, layout.device, layout.root)
     runs: TreeRuns = layout.runs
-    tokens, outputs, states = layout.restore(hidden[0]), [], []
-    for rows in runs.prompts:
-        states.append(RowStates(record_past=True, begins=True))
-        outputs.append(rows.compute(layer, tokens, states[-1]))
-    after_prompts = stack_states(states)
+    tokens, outputs = layout.restore(hidden[0]), []
+
+    def compute(rows: _Rows, past: RowStates) -> RowStates:
+        """The states after these rows; the past is the states that prompts or the root left."""
+        continues = len(rows.prompts) > 0
+        states = select_states(past, rows.prompts) if continues else RowStates(record_past=True, begins=True)
+        outputs.append(rows.compute(layer, tokens, states))
+        return states
+
+    roots = [compute(rows, RowStates()) for rows in runs.root]
+    at_root = stack_states(roots)
+    past = stack_states([*(compute(rows, at_root) for rows in runs.prompts), *roots])  # the root's comes last
     for rows in runs.rest:
-        assert rows.prompts is not None
-        states_of_rows = select_states(after_prompts, rows.prompts)
-        outputs.append(rows.compute(layer, tokens, states_of_rows))
-        after_prompts = replace_states(after_prompts, rows.prompts, states_of_rows)
+        past = replace_states(past, rows.prompts, compute(rows, past))
     for rows in runs.completions:
-        begin = RowStates(record_past=True, begins=True)
-        before = begin if rows.prompts is None else select_states(after_prompts, rows.prompts)
-        outputs.append(rows.compute(layer, tokens, before))
+        compute(rows, past)
     return layout.reorder(torch.cat(outputs).index_select(0, runs.back))[None]
 
 

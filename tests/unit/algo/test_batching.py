@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from palestra.algo.batch import Batch, Targets
@@ -70,13 +71,13 @@ def with_root(samples: list[Sample], max_tokens: int = 100, **options: Any) -> l
 
 
 def test_a_beginning_that_all_rows_share_comes_once_before_the_trees() -> None:
-    samples = [row([1, 2, 3], [4, 5, 6]), row([1, 2, 3], [7, 8]), row([1, 2, 9], [4, 5, 5], group=1)]
+    samples = [row([1, 2, 3, 3], [4, 5, 6]), row([1, 2, 3, 3], [7, 8]), row([1, 2, 9], [4, 5, 5], group=1)]
     [batch] = with_root(samples)
     assert batch.root == 2
-    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 7, 9, 4, 5]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 2, 3, 4]
-    assert batch.trees == (Tree(2, 1, (2, 1)), Tree(6, 0, (3,)))
-    assert batch.source.tolist() == [2, 3, 4, 2, 5, 6, 7, 8]
+    assert batch.token_ids.tolist() == [1, 2, 3, 3, 4, 5, 7, 9, 4, 5]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 4, 2, 3, 4]
+    assert batch.trees == (Tree(2, 2, (2, 1)), Tree(7, 0, (3,)))
+    assert batch.source.tolist() == [3, 4, 5, 3, 6, 7, 8, 9]
     [whole] = pack(Batch.of(samples), max_tokens=100)
     assert whole.root == 0
     assert torch.equal(batch.token_ids[batch.source], whole.token_ids[whole.source])
@@ -116,13 +117,22 @@ def test_there_is_no_root_of_few_tokens_for_one_tree_or_for_unlike_rows() -> Non
 
 
 def test_the_root_counts_once_in_the_size_of_a_micro_batch() -> None:
-    samples = [row([*range(10), 20 + g], [5] * 4, group=g) for g in range(8) for _ in range(2)]
+    samples = [row([*range(10), 20 + g, 30], [5] * 4, group=g) for g in range(8) for _ in range(2)]
     for evenly in (False, True):
-        batches = with_root(samples, max_tokens=31, evenly=evenly)
-        assert [len(batch.token_ids) for batch in batches] == [10 + 3 * 7] * 2 + [10 + 2 * 7]
+        batches = with_root(samples, max_tokens=34, evenly=evenly)
+        assert [len(batch.token_ids) for batch in batches] == [10 + 3 * 8] * 2 + [10 + 2 * 8]
         assert torch.bincount(torch.cat([batch.row for batch in batches])).tolist() == [4] * 16
-    batches = with_root(samples, max_tokens=16)  # which has no room for two trees and a root
-    assert [(batch.root, len(batch.token_ids)) for batch in batches] == [(0, 14)] * 16
+    batches = with_root(samples, max_tokens=17)  # which has no room for two trees and a root
+    assert [(batch.root, len(batch.token_ids)) for batch in batches] == [(0, 15)] * 16
+
+
+@pytest.mark.parametrize(("lengths", "root"), [((8, 9), 6), ((8, 7), 5), ((9, 9), 6), ((7, 6), 4)])
+def test_no_prompt_has_a_single_token_behind_the_root(lengths: tuple[int, int], root: int) -> None:
+    """All prompts begin with the same six tokens."""
+    samples = [row([*range(6), *[10 + g] * (n - 6)], [5, 6], group=g) for g, n in enumerate(lengths) for _ in range(2)]
+    [batch] = with_root(samples)
+    assert batch.root == root
+    assert all(tree.prompt_length != 1 for tree in batch.trees)
 
 
 def test_a_row_without_a_scored_token_is_left_out() -> None:
