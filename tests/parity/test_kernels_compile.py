@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia.compiler")
 
 KINDS = {"ARRIVED": "*i32", "IDS": "*i32", "eps": "fp32"}
-KINDS |= {"STATE": "*fp32", "SLOTS": "*i32", "LENS": "*i32", "COLUMNS": "*i32", "q_scale": "fp32"}
+KINDS |= {"STATE": "*fp32", "SLOTS": "*i32", "LENS": "*i32", "COLUMNS": "*i32", "q_scale": "fp32", "beta_scale": "fp32"}
 KINDS |= dict.fromkeys(["SQUARES", "SUMS", "LSE", "HALF_LSE"], "*fp32")
 
 

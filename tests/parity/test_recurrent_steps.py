@@ -3,7 +3,9 @@ a GPU. Skipped where Triton is not installed."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ pytest.importorskip("triton")
 RunKernels = Callable[..., tuple[int, str]]
 
 STEPS = """
+import json
 import sys
 import torch
 sys.path.insert(0, sys.argv[1])
@@ -19,7 +22,7 @@ from palestra.engine.cuda.recurrent_steps import RecurrentStep, StateRows
 from palestra.engine.recurrent import RecurrentLayers, Run, StateStore, over_runs, state_shape
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-model = tiny_model(sys.argv[2])
+model = tiny_model(sys.argv[2], **json.loads(sys.argv[3]))
 torch.manual_seed(1)
 with torch.no_grad():
     for parameter in model.parameters():
@@ -99,16 +102,27 @@ print("SAME")
 """
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "lfm2", "nemotron_h", "granitemoehybrid"])
-def test_decode_steps_equal_the_modules_forward(run_kernels: RunKernels, support: str, family: str) -> None:
-    status, output = run_kernels(STEPS, support, family)
+NORMED = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
+SCALED = {"ssm_in_multiplier": 0.7, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.6]}
+KNOWN = [
+    *((family, {}) for family in ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "lfm2", "nemotron_h")),
+    ("granitemoehybrid", {}), ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    ("falcon_h1", SCALED), ("falcon_h1", SCALED | NORMED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changes"), KNOWN)
+def test_decode_steps_equal_the_modules_forward(
+    run_kernels: RunKernels, support: str, family: str, changes: dict[str, Any]
+) -> None:
+    status, output = run_kernels(STEPS, support, family, json.dumps(changes))
     assert status == 0, output[-3000:]
     assert output.endswith("SAME\n")
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "olmo_hybrid"])
-def test_unknown_recurrent_layers_keep_their_own_forward(run_kernels: RunKernels, support: str, family: str) -> None:
-    status, output = run_kernels(STEPS, support, family)
+def test_unknown_recurrent_layers_keep_their_own_forward(run_kernels: RunKernels, support: str) -> None:
+    gates_last = NORMED | {"mamba_norm_before_gate": True}
+    status, output = run_kernels(STEPS, support, "falcon_h1", json.dumps(gates_last))
     assert status == 0, output[-3000:]
     assert output.endswith("NO STEP\n")
 

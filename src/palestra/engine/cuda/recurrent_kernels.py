@@ -75,7 +75,7 @@ def convolution_step(
 @triton.jit
 def delta_rule_step(
     QKV, Z, B, A, A_LOG, DT_BIAS, NORM, STATE, SLOTS, LENS, OUT,
-    x_stride, z_group, b_group, slot_stride, eps, q_scale,
+    x_stride, z_group, b_group, slot_stride, eps, q_scale, beta_scale,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
     """The gated delta rule for one token, and the gated norm of its output; grid (rows, HV).
@@ -100,7 +100,7 @@ def delta_rule_step(
     q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * q_scale
     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     of_head = row * x_stride + hk * b_group + r
-    beta = tl.sigmoid(tl.load(B + of_head).to(tl.float32)).to(E).to(tl.float32)
+    beta = tl.sigmoid(tl.load(B + of_head).to(tl.float32)).to(E).to(tl.float32) * beta_scale
     dt = tl.load(A + of_head).to(tl.float32) + tl.load(DT_BIAS + h).to(tl.float32)
     decay = tl.exp(-tl.exp(tl.load(A_LOG + h).to(tl.float32)) * _softplus(dt))
     state = state * decay

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
 
@@ -19,8 +20,10 @@ from palestra.engine.cuda.paged_ops import pad
 from palestra.engine.recurrent import Part
 from palestra.engine.supported import base_linear, is_linear, norm_epsilon
 
-DELTA_NETS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")
-MAMBA_LAYERS = ("NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "BambaMixer")
+DELTA_NETS = (
+    "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet", "OlmoHybridGatedDeltaNet"
+)  # fmt: skip
+MAMBA_LAYERS = ("NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "BambaMixer", "FalconH1Mixer")
 SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 CONV, RECURRENT = Part("conv", 0), Part("recurrent", 0)
 CHANNELS_AT_ONCE = 256
@@ -58,7 +61,7 @@ class RecurrentStep:
 
     def find_weights(self) -> None:
         """Look up the weights' tensors; to be called again after they have been moved."""
-        self.inputs, self.out = Product.of(*self._linears), Product.of(self.module.out_proj)
+        self.inputs, self.out = Product.of(*self._linears), Product.of(_output_of(self.module))
 
     def refresh_adapters(self) -> None:
         self.inputs.refresh_adapter()
@@ -78,12 +81,16 @@ class DeltaNetStep(RecurrentStep):
 
     @classmethod
     def of_known(cls, module: Any) -> DeltaNetStep | None:
-        grouped = hasattr(module, "in_proj_qkvz")  # Qwen3-Next: queries, keys, values and gates of each key head
-        names = ["in_proj_qkvz", "in_proj_ba"] if grouped else [f"in_proj_{x}" for x in ("qkv", "z", "b", "a")]
+        if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next: queries, keys, values and gates of each key head
+            names = ["in_proj_qkvz", "in_proj_ba"]
+        elif hasattr(module, "g_proj"):  # OLMo Hybrid
+            names = [f"{x}_proj" for x in "qkvgba"]
+        else:
+            names = [f"in_proj_{x}" for x in ("qkv", "z", "b", "a")]
         linears = [getattr(module, name) for name in names]
         tile = pad(module.head_k_dim) * pad(module.head_v_dim)
-        usual = module.activation == "silu" and getattr(module.norm, "activation", "silu") == "silu"
-        if not usual or tile > MAX_TILE or not _are_usual(module.conv1d, [*linears, module.out_proj]):
+        usual = module.activation == "silu" and getattr(_norm_of(module), "activation", "silu") == "silu"
+        if not usual or tile > MAX_TILE or not _are_usual(module.conv1d, [*linears, _output_of(module)]):
             return None
         return cls(module, linears)
 
@@ -105,13 +112,14 @@ class DeltaNetStep(RecurrentStep):
         self._b, self._a, self._b_group = of_groups.numel(), of_groups.numel() + repeats, 2 * repeats
 
     def mix(self, projected: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
-        m, state = self.module, parts[RECURRENT]
+        m, norm, state = self.module, _norm_of(self.module), parts[RECURRENT]
         qkv = convolve(m.conv1d, projected, parts[CONV], rows, self._columns, silu=True)
         out = projected.new_empty(len(projected), m.value_dim)
+        beta_scale = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
         kernels.delta_rule_step[(len(projected), m.num_v_heads)](
             qkv, projected[:, self._z :], projected[:, self._b :], projected[:, self._a :], m.A_log, m.dt_bias,
-            m.norm.weight, state, *rows, out, projected.stride(0), self._z_group, self._b_group, state.stride(0),
-            norm_epsilon(m.norm), m.head_k_dim**-0.5, HK=m.num_k_heads, HV=m.num_v_heads, DK=m.head_k_dim,
+            norm.weight, state, *rows, out, projected.stride(0), self._z_group, self._b_group, state.stride(0),
+            norm_epsilon(norm), m.head_k_dim**-0.5, beta_scale, HK=m.num_k_heads, HV=m.num_v_heads, DK=m.head_k_dim,
             DKP=pad(m.head_k_dim), DV=m.head_v_dim, DVP=pad(m.head_v_dim),
             num_warps=warps_for(pad(m.head_k_dim) * pad(m.head_v_dim), DELTA_NUMBERS),
         )  # fmt: skip
@@ -126,22 +134,35 @@ class MambaStep(RecurrentStep):
         tile = pad(module.head_dim) * pad(module.ssm_state_size)
         even = module.num_heads * module.head_dim == module.intermediate_size
         usual = module.activation in ("silu", "swish") and even and tile <= MAX_TILE
+        scales = getattr(module, "mup_vector", module.conv1d.weight)
+        gates_last = getattr(module.norm, "norm_before_gate", False)
+        if gates_last or scales.dtype != module.conv1d.weight.dtype:
+            return None
         if not usual or not _are_usual(module.conv1d, [module.in_proj, module.out_proj]):
             return None
         return cls(module, [module.in_proj])
+
+    def __call__(self, x: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
+        m = self.module
+        if not hasattr(m, "mup_vector"):
+            return super().__call__(x, parts, rows)
+        projected = self.inputs(x * m.ssm_in_multiplier).mul_(m.mup_vector[0])
+        return self.out(self.mix(projected, parts, rows))
 
     def mix(self, projected: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
         m, state, width = self.module, parts[RECURRENT], self.module.intermediate_size
         count, stride = len(projected), projected.stride(0)
         xbc = convolve(m.conv1d, projected[:, width:], parts[CONV], rows, silu=True)
-        out, normed = projected.new_empty(count, width), projected.new_empty(count, width)
+        out = projected.new_empty(count, width)
         kernels.mamba_step[(count, m.num_heads)](
             xbc, projected[:, width + m.conv_dim :], m.A_log, m.dt_bias, m.D, state, *rows, out, stride,
             state.stride(0), H=m.num_heads, P=m.head_dim, PP=pad(m.head_dim), N=m.ssm_state_size,
             NP=pad(m.ssm_state_size), GROUPS=m.n_groups,
             num_warps=warps_for(pad(m.head_dim) * pad(m.ssm_state_size), MAMBA_NUMBERS),
         )  # fmt: skip
-        size = getattr(m.norm, "group_size", width)
+        if isinstance(m.norm, nn.Identity):
+            return out.mul_(F.silu(projected[:, :width]))
+        normed, size = torch.empty_like(out), getattr(m.norm, "group_size", width // getattr(m.norm, "n_groups", 1))
         kernels.gated_group_norm[(count, width // size)](
             out, projected, m.norm.weight, normed, stride, width, norm_epsilon(m.norm), SIZE=size,
             BLOCK=triton.next_power_of_2(size), num_warps=8 if size > 2048 else 4,
@@ -159,6 +180,14 @@ class ShortConvolutionStep(RecurrentStep):
 
     def mix(self, projected: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
         return convolve(self.module.conv, projected, parts[CONV], rows, gated=True)
+
+
+def _output_of(module: Any) -> Any:
+    return module.o_proj if hasattr(module, "o_proj") else module.out_proj
+
+
+def _norm_of(module: Any) -> Any:
+    return module.o_norm if hasattr(module, "o_norm") else module.norm
 
 
 def convolve(
