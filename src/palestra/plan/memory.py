@@ -13,6 +13,7 @@ LOGITS_KEPT = 2**31  # bytes of logits that the learner keeps for its backward p
 LOGITS_CHUNK = 2**30  # it has one chunk at a time, forward and backward
 QLORA_OUTPUT_BYTES = 4  # adapters of 4-bit layers compute in float32, others in the model's dtype
 LORA_LAYERS = 1.3  # layers whose adapters' outputs are there at once in the backward pass, computed again
+KEPT_INSIDE = 0.45  # of what an uncompiled recurrent layer computes in, what its backward pass needs
 MODULE_PATH_FACTOR = 2.5  # activations of uncompiled layers, relative to compiled ones
 COMPILED_FROM = 50_000_000  # weights: smaller models are not compiled
 WORKSPACE = 0.64 * GIB  # of the libraries' products, of graphs and of the sampler
@@ -103,14 +104,15 @@ def trained_weights(shape: ModelShape, work: StepWork) -> int:
 def token_activations(shape: ModelShape, device: Device, work: StepWork) -> float:
     """Bytes that the backward pass needs of one token."""
     size = work.weight_bytes
-    layer = layer_activations(shape, work)
+    layer, inside = layer_activations(shape, work), float(shape.mixer_bytes)
     adapters = float(shape.linear_outputs * adapter_bytes(work))
     if work.gradient_checkpointing:  # the inputs of all layers, and the activations of one
         factor = 1.0 if is_compiled(shape, device) else MODULE_PATH_FACTOR
-        return shape.layers * shape.hidden * size + (layer + adapters) * factor * MODULE_PATH_FACTOR
+        return shape.layers * shape.hidden * size + (layer + adapters) * factor * MODULE_PATH_FACTOR + inside
     if not is_compiled(shape, device):
-        return shape.layers * (layer + adapters) * MODULE_PATH_FACTOR
-    return shape.layers * layer + LORA_LAYERS * adapters
+        kept = KEPT_INSIDE * inside * (shape.layers - shape.attending or shape.layers)
+        return shape.layers * (layer + adapters) * MODULE_PATH_FACTOR + kept
+    return shape.layers * layer + LORA_LAYERS * adapters + inside
 
 
 def adapter_bytes(work: StepWork) -> int:
@@ -132,7 +134,8 @@ def suited_micro_batch(shape: ModelShape, device: Device, work: StepWork) -> int
     """
     tokens = MICRO_BATCH
     if device.is_gpu:
-        room = ACTIVATIONS_SHARE * device.memory_gib * GIB / token_activations(shape, device, work)
+        kept = token_activations(shape, device, work) - shape.mixer_bytes
+        room = ACTIVATIONS_SHARE * device.memory_gib * GIB / kept
         while tokens < MAX_MICRO_BATCH and 2 * tokens <= room:
             tokens *= 2
     return tokens

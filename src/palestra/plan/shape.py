@@ -29,6 +29,7 @@ _ATTENTION = ("full_attention", "sliding_attention", "attention", "hybrid")
 _RECURRENT = ("linear_attention", "conv", "mamba", "hybrid")
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron's hybrid_override_pattern
 _HALF, _FULL = 2, 4  # bytes: convolution windows, recurrent states
+_CHUNK = 64  # tokens that recurrent layers compute at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class ModelShape:
     mixer_weights: int = 0  # of all recurrent layers
     mixer_sides: int = 0  # inputs and outputs of their linear layers
     state_bytes: int = 0  # recurrent state of a rollout
+    mixer_bytes: int = 0  # what a recurrent layer computes in for each token, forward and backward
     stored_feed_forward: int | None = None  # None: a token goes through all
     linear_feed_forward: int | None = None  # what is no stacked expert; None: all
     experts_share: float = 1.0  # of the experts that one token goes through
@@ -160,7 +162,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "the config") -> Mo
 
 
 def _mixers(found: Layers) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in ("mixer_weights", "mixer_sides", "state_bytes")}
+    return {name: getattr(found, name) for name in ("mixer_weights", "mixer_sides", "state_bytes", "mixer_bytes")}
 
 
 def shape_of(config: Any) -> ModelShape | None:
@@ -219,6 +221,7 @@ class Layers:
     mixer_weights: int  # matrices of recurrent layers, and of gates of attention
     mixer_sides: int  # inputs and outputs of their linear layers, for adapters
     state_bytes: int  # recurrent state of a session
+    mixer_bytes: int  # of a token in one of these layers
     active_width: float  # of the MLPs that a token goes through, as if gated
     stored_width: float  # of all MLPs
     linear_width: float  # of those that are linear layers, not stacked experts
@@ -227,12 +230,12 @@ class Layers:
 def layers_of(config: Mapping[str, Any], count: int, hidden: int) -> Layers:
     kinds = _kinds(config, count)
     recurrent = sum(kind in _RECURRENT for kind in kinds)
-    weights, sides, state = _mixer(config, hidden) if recurrent else (0, 0, 0)
+    weights, sides, state, inside = _mixer(config, hidden) if recurrent else (0, 0, 0, 0)
     active, stored, linear = (sum(widths) for widths in zip(*_widths(config, kinds), strict=True))
     attention = sum(kind in _ATTENTION for kind in kinds)
     gates = attention * config["num_attention_heads"] * config["head_dim"] if _has_gated_attention(config) else 0
     weights, sides = recurrent * weights + gates * hidden, recurrent * sides + gates
-    return Layers(attention, weights, sides, recurrent * state, active, stored, linear)
+    return Layers(attention, weights, sides, recurrent * state, inside, active, stored, linear)
 
 
 def _has_gated_attention(config: Mapping[str, Any]) -> bool:
@@ -260,25 +263,32 @@ def _kinds(config: Mapping[str, Any], count: int) -> list[str]:
     return ["attention" if layer in attending else "linear_attention" for layer in range(count)]
 
 
-def _mixer(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
-    """(weights, sides of its linear layers, bytes of its state) of one recurrent layer."""
+def _mixer(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int, int]:
+    """(weights, sides of its linear layers, bytes of its state, bytes that it computes in for each token) of one layer.
+
+    The last are those of our own code, by measurement; kernels of packages need less.
+    """
     if heads := _first(config, _MAMBA_HEADS):
         inner = heads * _first(config, ("mamba_head_dim", "mamba_d_head"))
         size = _first(config, ("ssm_state_size", "mamba_d_state"))
         channels = inner + 2 * size * (_first(config, ("n_groups", "mamba_n_groups")) or 1)
         kernel = _first(config, ("conv_kernel", "mamba_d_conv")) or 4
         outputs, state = inner + channels + heads, inner * size * _FULL
+        inside = _FULL * (12 * inner + 5 * _CHUNK * heads) + 3 * state // _CHUNK
     elif value_heads := _first(config, ("linear_num_value_heads",)):
         keys = _first(config, ("linear_num_key_heads",)) * config["linear_key_head_dim"]
         inner = value_heads * config["linear_value_head_dim"]
         channels, kernel = 2 * keys + inner, config.get("linear_conv_kernel_dim", 4)
         outputs, state = 2 * keys + 2 * inner + 2 * value_heads, inner * config["linear_key_head_dim"] * _FULL
+        repeated = value_heads * config["linear_key_head_dim"]
+        inside = _FULL * (12 * (repeated + inner) + 24 * _CHUNK * value_heads) + 4 * state // _CHUNK
     else:  # a short convolution
         inner = channels = hidden
         kernel = config.get("conv_L_cache", 3)
-        outputs, state = 3 * hidden, 0
+        outputs, state, inside = 3 * hidden, 0, 0
     weights = hidden * outputs + inner * hidden + channels * kernel
-    return weights, 2 * hidden + outputs + inner, state + channels * kernel * _HALF
+    inside += 6 * channels * _HALF  # around the convolution
+    return weights, 2 * hidden + outputs + inner, state + channels * kernel * _HALF, inside
 
 
 def _widths(config: Mapping[str, Any], kinds: list[str]) -> list[tuple[float, float, float]]:

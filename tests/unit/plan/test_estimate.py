@@ -15,7 +15,7 @@ from palestra.engine.pages import BLOCK_ROWS, MIN_SAVED_BYTES
 from palestra.plan import estimate as step_time
 from palestra.plan.device import DEVICES, GIB, Device, cpu, find_device
 from palestra.plan.estimate import RunEstimate, estimate
-from palestra.plan.memory import suited_micro_batch
+from palestra.plan.memory import suited_micro_batch, token_activations
 from palestra.plan.of_config import with_suited_step
 from palestra.plan.shape import ModelShape, find_shape, known_shapes, shape_from_config
 from palestra.plan.work import StepWork
@@ -64,6 +64,18 @@ def test_a_hybrid_has_kv_in_some_layers_and_a_state_in_the_others() -> None:
     shape = find_shape("qwen3.5-0.8b")
     assert shape.kv_numbers == 2 * 6 * 2 * 256
     assert shape.state_bytes == 18 * (16 * 128 * 128 * 4 + 6144 * 4 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"), [("qwen3.5-0.8b", 327e3), ("nvidia/Nemotron-3-Nano-30B-A3B", 378e3), ("qwen3-0.6b", 0)]
+)
+def test_what_a_recurrent_layer_computes_in_is_part_of_a_tokens_activations(name: str, measured: float) -> None:
+    """`measured`: the peak of our code for the recurrence alone, float32, 16 rows of 384 tokens, on a CPU."""
+    shape, device = find_shape(name), H200
+    without = replace(shape, mixer_bytes=0)
+    assert measured <= shape.mixer_bytes <= 1.6 * measured
+    more = token_activations(shape, device, StepWork()) - token_activations(without, device, StepWork())
+    assert more == pytest.approx(shape.mixer_bytes)
 
 
 def test_the_shape_in_a_models_folder_is_that_of_the_table() -> None:
