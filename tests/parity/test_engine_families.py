@@ -101,10 +101,19 @@ def test_variants_of_lora_run_through_the_module_itself(changes: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("mamba", {}), ("jamba", {"attn_layer_offset": 9, "attn_layer_period": 10})]
+    ("family", "changes", "says"),
+    [
+        ("mamba", {}, "mamba"),
+        ("jamba", {"attn_layer_offset": 9, "attn_layer_period": 10}, "jamba has layers of type linear_attention"),
+        ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2}, "jamba has layers of type linear_attention"),
+        ("falcon", {}, "falcon does not attend through"),
+        ("stablelm", {}, "StableLmAttention hands no keywords"),
+    ],
 )
-def test_models_without_attention_are_refused_by_name(family: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModel, match=family):
+def test_models_that_the_engine_cannot_compute_are_refused_by_name(
+    family: str, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{says}.*engine=plain"):
         Engine(tiny_model(family, **changes))
 
 

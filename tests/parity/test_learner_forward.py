@@ -302,6 +302,27 @@ def test_a_model_of_an_unknown_recurrence_is_computed_in_padded_rows(monkeypatch
     torch.testing.assert_close(got[0], plain(model, samples, 1.0)[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2}, "has linear_attention layers"),
+        ("falcon", {}, "does not attend through transformers' attention interface"),
+        ("stablelm", {}, "does not hand keywords on"),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_computed_in_padded_rows(
+    family: str, changes: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, samples = tiny_model(family, **changes), groups()
+    scorer = Scorer(model)
+    assert scorer.mode == "reference"
+    assert says in caplog.text
+    [batch] = packed(samples, 1000, share_prefix=False)
+    with scorer.session():
+        got = scorer(batch)
+    torch.testing.assert_close(got[0], plain(model, samples, 1.0)[0], rtol=1e-4, atol=1e-4)
+
+
 def test_an_unknown_change_to_the_logits_is_noticed_and_computed_whole() -> None:
     model = tiny_model("qwen3")
 

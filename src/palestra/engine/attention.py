@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.core.errors import UnsupportedModel
+
 ENGINE_ATTENTION = "palestra_engine"
 REMEDY = "sample with engine=plain"
 CHUNKED = "chunked_attention"  # a layer type of transformers
@@ -66,7 +68,7 @@ def engine_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    plan: AttentionPlan,
+    plan: AttentionPlan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -74,6 +76,8 @@ def engine_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer."""
+    if plan is None:
+        raise UnsupportedModel(f"{type(module).__name__} hands no keywords to its attention function; {REMEDY}")
     scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
     if scales_queries(module, query.shape[2]):  # by the place among the step's tokens; within our context all are 1
         factors = query_scales(module, torch.arange(query.shape[2], device=query.device))

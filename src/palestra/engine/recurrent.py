@@ -9,6 +9,7 @@ write states through transformers' cache interface, which is all that is assumed
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from palestra.engine.attention import plain_forward
 from palestra.engine.stand_ins import calls, stand_ins_for
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+# In modeling files of Mamba 1 (Jamba): a scan over several tokens, which begins at zero whatever the state is.
+FORGETS = "mamba_selective_scan"
 PACKED = "palestra_packed"  # attribute of a module whose forward is replaced: how it is computed
 
 
@@ -154,9 +157,10 @@ def _forward(module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Te
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """A mixer with a causal convolution of its own that reads its state from a cache."""
+    """A mixer with a causal convolution of its own that continues from its state in a cache."""
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return has_convolution and hasattr(module, "layer_idx") and _cache_argument(module) is not None
+    continues = not hasattr(sys.modules[type(module).__module__], FORGETS)
+    return has_convolution and hasattr(module, "layer_idx") and continues and _cache_argument(module) is not None
 
 
 def _cache_argument(module: nn.Module) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,6 +184,8 @@ def kv_shape(model: Any) -> KVShape:
     register(ENGINE_ATTENTION, engine_attention)
     config = text_config(model)
     name = config.model_type
+    if not has_attention_interface(model):
+        raise UnsupportedModel(f"{name} does not attend through transformers' attention interface; {REMEDY}")
     if not _hands_keywords_on(model):
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers; the paged engine needs it; {REMEDY}")
     recurrent = RecurrentLayers(model)
@@ -213,6 +216,12 @@ def kv_shape(model: Any) -> KVShape:
     layout = KVLayout({layer: i for i, layer in enumerate(attending)}, heads, key_dim, value_dim)
     alike = len(shapes) == 1 and len(attending) == len(kinds)
     return KVShape(len(attending), heads, key_dim, value_dim, model.dtype, None if alike else layout, states)
+
+
+def has_attention_interface(model: nn.Module) -> bool:
+    """Whether another attention function can be chosen; the code of older families has no such choice."""
+    files = {type(module).__module__ for module in model.modules()}
+    return any(hasattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def _hands_keywords_on(model: Any) -> bool:

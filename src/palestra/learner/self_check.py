@@ -19,7 +19,7 @@ from palestra.algo.batch import Batch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
 from palestra.engine.recurrent import RecurrentLayers
-from palestra.engine.supported import is_linear
+from palestra.engine.supported import has_attention_interface, is_linear
 from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
 from palestra.learner.patches import ModulePatches, decoder_of
 
@@ -92,6 +92,8 @@ def require_tree_support(model: Any) -> None:
     recurrent = [kind for kind in kinds if any(word in kind for word in RECURRENT)]
     if recurrent and not RecurrentLayers(model):  # their state would pass from one sibling to the next
         raise UnsupportedModel(f"{name} has {recurrent[0]} layers")
+    if not has_attention_interface(model):
+        raise UnsupportedModel(f"{name} does not attend through transformers' attention interface")
     if decoder_of(model) is model:
         raise UnsupportedModel(f"{name} does not name its decoder")
     if not is_linear(model.get_output_embeddings()):
