@@ -60,6 +60,15 @@ NAMES = {
     "bamba": "Bamba",
     "falcon_h1": "Falcon-H1",
     "olmo_hybrid": "OLMo Hybrid",
+    "kimi_linear": "Kimi Linear",
+    "olmo3": "OLMo 3",
+    "ministral3": "Ministral 3",
+    "seed_oss": "Seed-OSS",
+    "glm4": "GLM-4",
+    "glm4_moe": "GLM-4.5, 4.6, 4.7",
+    "deepseek_v3": "DeepSeek-V3, R1",
+    "minimax_m2": "MiniMax-M2",
+    "mixtral": "Mixtral",
 }
 COLUMNS = ("family", "architecture", "engine", "learner", "LoRA", "merged export", "GGUF", "plan")
 IDS = torch.tensor([[5, 17, 99, 23, 64, 3, 42, 81, 7]])

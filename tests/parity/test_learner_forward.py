@@ -37,7 +37,7 @@ CASES = [
 
 
 ROWS = ((11, (7, 1, 12)), (6, (4, 4)), (8, (9,)))
-DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
 ALL_OF_IT = bool(os.environ.get("PALESTRA_TEST_SLOW"))
 LONG_ROWS = ((150, (7, 1, 12)), (64, (70, 4)), (8, (9,)))  # gated delta nets compute chunks of 64 tokens
 

@@ -21,6 +21,13 @@ SHARED_KV: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
     "head_dim": 16, "sliding_window": 7, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
+LATENT: dict[str, Any] = {  # multi-head latent attention: values are narrower than keys
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}  # fmt: skip
+GROUPED_EXPERTS: dict[str, Any] = {
+    **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1
+}  # fmt: skip
 RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
@@ -40,6 +47,12 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
+    "kimi_linear": {
+        **LATENT, **EXPERTS, "num_shared_experts": 1, "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4,
+        },
+    },
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -62,6 +75,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "olmo3": {"sliding_window": 7},
+    "ministral3": {"head_dim": 16},
+    "seed_oss": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "glm4_moe": {**GROUPED_EXPERTS, "head_dim": 16},
+    "deepseek_v3": {**LATENT, **GROUPED_EXPERTS},
+    "minimax_m2": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {
         "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 64,
         "attention_chunk_size": 256,

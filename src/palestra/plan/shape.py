@@ -128,7 +128,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "the config") -> Mo
     """The shape in a transformers config, as a mapping."""
     config = config.get("text_config") or config
     model_type = str(config.get("model_type"))
-    if model_type in _UNKNOWN:
+    if model_type in _UNKNOWN or config.get("kv_lora_rank"):  # the latter: multi-head latent attention
         raise UnsupportedError(f"{name} is of the type {model_type}, whose layers the cost model does not know")
     if named := config.get("layers_block_type"):  # Nemotron's config object has no number
         config = {"num_hidden_layers": len(named), **config}
