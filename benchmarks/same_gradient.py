@@ -1,11 +1,11 @@
 """Is the gradient of one batch the same, to the bit, each time? If not, where does it begin to differ?
 
-    python benchmarks/same_gradient.py [--passes 200] [--eager] [--no-root] [--beside 2] [--tiny]
+    python benchmarks/same_gradient.py [--passes 200] [--eager] [--no-root] [--parallel 2] [--tiny]
 
 The learner of `same_run.py` computes the gradient of one batch many times: all rows begin with the same 385 tokens, in
 micro-batches of 8,192. Each pass is compared with the third one, in which CUDA graphs are used already. A line for each
 pass that differs names the weights in the order of the backward pass, so that the first one is where to look.
-`--eager` captures no graphs, `--no-root` computes the common beginning with every prompt, `--beside` lets as many other
+`--eager` captures no graphs, `--no-root` computes the common beginning with every prompt, `--parallel` lets as many other
 processes multiply matrices on the GPU.
 """
 
@@ -28,7 +28,7 @@ from palestra.core.config import RunConfig
 from palestra.learner.local import LocalLearner
 
 REFERENCE = 2  # the number of the pass that others are compared with
-BESIDE = """
+MULTIPLIES = """
 import torch
 x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
 while True:
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=200)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--no-root", action="store_true")
-    parser.add_argument("--beside", type=int, default=0)
+    parser.add_argument("--parallel", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on whatever is there")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -68,7 +68,7 @@ def main() -> None:
     if options.no_root:
         learner._min_root = 0
     batch = Batch.of(make_samples(groups, 8, beginning + 18, 60, SHAPES[shape][-1], beginning))
-    others = [subprocess.Popen([sys.executable, "-c", BESIDE]) for _ in range(options.beside if on_gpu else 0)]
+    others = [subprocess.Popen([sys.executable, "-c", MULTIPLIES]) for _ in range(options.parallel if on_gpu else 0)]
     started, apart = time.perf_counter(), 0
     try:
         expected: dict[str, Tensor] = {}

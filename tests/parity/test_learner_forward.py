@@ -171,7 +171,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int
 
 
 def traced(family: str, kinds: int) -> Any:
-    """A family with so many kinds of layers. Tracing takes five to twenty seconds a family."""
+    """A family, and how many kinds of layers it has. Tracing takes five to twenty seconds a family."""
     slow = pytest.mark.slow("make test-slow traces all families")
     return pytest.param(family, kinds, marks=() if family in ("gemma2", "qwen3_5_text") else slow)
 

@@ -184,8 +184,8 @@ def flash_trees(
 ) -> Tensor:
     """[T, H, D] attention over tree paths of tokens in the order of the bounds; q [T, H, D], k and v [T, K, D].
 
-    `sinks` are [H] logits that each softmax has beside its keys'. With a `window` tokens attend to so many, themselves
-    included.
+    `sinks` are [H] logits that each softmax has in addition to those of its keys. With a `window`, tokens attend to that
+    many tokens, themselves included.
     """
     return torch.ops.palestra.tree_attention(q, k, v, [] if sinks is None else [sinks], bounds.handle, scale, window)[0]
 
@@ -350,7 +350,7 @@ def _before(trees: Sequence[Tree], root: int, place: Array) -> list[list[tuple[i
 
 
 def _end_of(segments: Sequence[tuple[int, int]], most: int) -> Array:
-    """The last places, at most so many."""
+    """The last `most` places, or all."""
     places = [np.arange(*segment) for segment in segments]
     return np.concatenate([np.zeros(0, np.int64), *places])[-most:] if most else np.zeros(0, np.int64)
 

@@ -29,7 +29,7 @@ _ATTENTION = ("full_attention", "sliding_attention", "attention", "hybrid")
 _RECURRENT = ("linear_attention", "conv", "mamba", "hybrid")
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron's hybrid_override_pattern
 _HALF, _FULL = 2, 4  # bytes: convolution windows, recurrent states
-_CHUNK = 64  # tokens that recurrent layers compute at once
+_CHUNK = 64  # tokens of a recurrent layer's chunk
 
 
 @dataclass(frozen=True, slots=True)
