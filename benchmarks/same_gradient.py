@@ -5,8 +5,8 @@
 The learner of `same_run.py` computes the gradient of one batch many times: all rows begin with the same 385 tokens, in
 micro-batches of 8,192. Each pass is compared with the third one, in which CUDA graphs are used already. A line for each
 pass that differs names the weights in the order of the backward pass, so that the first one is where to look.
-`--eager` captures no graphs, `--no-root` computes the common beginning with every prompt, `--parallel` lets as many other
-processes multiply matrices on the GPU.
+`--eager` captures no graphs, `--no-root` computes the common beginning with every prompt, `--parallel` lets that
+many other processes multiply matrices on the GPU.
 """
 
 from __future__ import annotations

@@ -184,8 +184,8 @@ def flash_trees(
 ) -> Tensor:
     """[T, H, D] attention over tree paths of tokens in the order of the bounds; q [T, H, D], k and v [T, K, D].
 
-    `sinks` are [H] logits that each softmax has in addition to those of its keys. With a `window`, tokens attend to that
-    many tokens, themselves included.
+    `sinks` are [H] logits that each softmax has in addition to those of its keys. With a `window`, tokens attend to
+    that many tokens, themselves included.
     """
     return torch.ops.palestra.tree_attention(q, k, v, [] if sinks is None else [sinks], bounds.handle, scale, window)[0]
 
