@@ -34,6 +34,23 @@ def as_tokens(x: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Ten
     return whole.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def from_here(x: Tensor, dim: int) -> Tensor:
+def decays_between(c: Tensor) -> Tensor:
+    """[..., C, C] exp(c_i - c_j) for j <= i, else 0, of cumulative log decays [..., C]."""
+    return (c[..., :, None] - c[..., None, :]).tril_().exp_().tril_()
+
+
+def log_decay_gradient(by_between: Tensor, by_grown: Tensor, by_left: Tensor, by_whole: Tensor) -> Tensor:
+    """[..., C] the gradient of log decays g, by those of the logarithms of what they make.
+
+    g_t is in D_ij for j < t <= i (`by_between`), in e^(c_i) for t <= i (`by_grown`), in e^(c_last - c_i) for i < t
+    (`by_left`), and in the decay of a whole chunk (`by_whole`, [...]). This adds up just these: the gradient by c has
+    differences of larger sums, which lose digits.
+    """
+    found = _from_here(by_between, -2).tril_(-1).sum(-1) + _from_here(by_grown, -1) + by_whole[..., None]
+    found[..., 1:] += by_left.cumsum(-1)[..., :-1]
+    return found
+
+
+def _from_here(x: Tensor, dim: int) -> Tensor:
     """At each place, the sum from there to the end."""
     return x.flip(dim).cumsum(dim).flip(dim)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.engine.chunks import CHUNK, as_chunks, as_tokens, chunk_for, from_here
+from palestra.engine.chunks import CHUNK, as_chunks, as_tokens, chunk_for, decays_between, log_decay_gradient
 
 EPSILON = 1e-6  # of the norm of queries and keys
 
@@ -74,7 +74,7 @@ class _DeltaRule(torch.autograd.Function):
         q.mul_(scale)
 
         c = log_decay.cumsum(-1)  # [BH, N, C]
-        decay = (c[..., :, None] - c[..., None, :]).tril_().exp_().tril_()
+        decay = decays_between(c)
         b, grown, left = b[..., None], c.exp()[..., None], (c[..., -1:] - c).exp()[..., None]
         alike = (k @ k.mT).mul_(decay).tril_(-1)  # A without β
         p = (q @ k.mT).mul_(decay)
@@ -134,15 +134,12 @@ class _DeltaRule(torch.autograd.Function):
         d_a = (d_vk @ uw.mT).tril_(-1).neg_()
         d_p = d_out @ new.mT
 
-        # The log decay g_t is in D_ij for j < t <= i, in e^(c_i) for t <= i, and in e^(c_last - c_i) for i < t. Its
-        # gradient adds up just these: the gradient by c has differences of larger sums, which lose digits.
         by_alike = d_a * alike
         by_decay = (b * by_alike).addcmul_(d_p, p)  # [BH, N, C, C]
         read_by_k = (d_bk * k).sum(-1, keepdim=True) * grown  # of β, through β eᶜ k
         by_grown = (d_grown_q * q).sum(-1, keepdim=True).mul_(grown).addcmul_(read_by_k, b)[..., 0]
         by_left = (d_writers * writers).sum(-1)
-        d_g = from_here(by_decay, -2).tril_(-1).sum(-1) + from_here(by_grown, -1) + d_whole[..., None]
-        d_g[..., 1:] += by_left.cumsum(-1)[..., :-1]
+        d_g = log_decay_gradient(by_decay, by_grown, by_left, d_whole)
 
         d_b = (by_alike.sum(-1, keepdim=True) + (d_bv * v).sum(-1, keepdim=True) + read_by_k)[..., 0]
         d_a.mul_(decay).mul_(b)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.engine.chunks import as_chunks, as_tokens, chunk_for, from_here
+from palestra.engine.chunks import as_chunks, as_tokens, chunk_for, decays_between, log_decay_gradient
 
 
 def mamba_chunk_scan(
@@ -72,8 +72,7 @@ class _Scan(torch.autograd.Function):
         q, k, v, log_decay = (as_chunks(x, chunk, value.dtype) for x in (query, key, value, g))
         c = log_decay.cumsum(2)
         grown, left = c.exp(), (c[:, :, -1:] - c).exp()
-        by_head = c.movedim(-1, 2)
-        decay = (by_head[..., :, None] - by_head[..., None, :]).tril_().exp_().tril_()  # [G, N, R, C, C]
+        decay = decays_between(c.movedim(-1, 2))  # [G, N, R, C, C]
         alike = q @ k.mT  # [G, N, C, C]
         own = (decay * alike[:, :, None]) @ v.movedim(3, 2)
         written = (k.mT @ (left[..., None] * v).flatten(3)).unflatten(-1, v.shape[3:])
@@ -113,12 +112,10 @@ class _Scan(torch.autograd.Function):
 
         d_written = (k @ d_states.flatten(3)).unflatten(-1, v.shape[3:])
         d_v = torch.addcmul(d_v, left[..., None], d_written)
-        # As in `delta_rule`: the log decay g_t adds up what it is part of, which are no differences of larger sums.
-        by_grown = (d_out * read).sum(-1).mul_(grown)
-        by_left = (d_written * v).sum(-1).mul_(left)
+        by_grown = (d_out * read).sum(-1).mul_(grown).movedim(2, 3)
+        by_left = (d_written * v).sum(-1).mul_(left).movedim(2, 3)
         d_whole = (states * d_states).sum((2, 4)) * whole[..., 0]
-        d_g = from_here(d_p * p, -2).tril_(-1).sum(-1).movedim(2, 3) + from_here(by_grown, 2) + d_whole[:, :, None]
-        d_g[:, :, 1:] += by_left.cumsum(2)[:, :, :-1]
+        d_g = log_decay_gradient(d_p * p, by_grown, by_left, d_whole).movedim(2, 3)
 
         d_alike = d_p.mul_(decay).sum(2)
         d_q = d_read @ states.flatten(3).mT + d_alike @ k

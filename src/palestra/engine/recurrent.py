@@ -110,9 +110,7 @@ class RecurrentLayer:
 
     def __call__(self, rows: Tensor, states: RowStates) -> Tensor:
         out: Tensor = type(self.module).forward(self.module, rows, **{self._cache_name: states})
-        return (
-            out.unflatten(0, rows.shape[:2]) if out.dim() == 2 else out
-        )  # Falcon-H1's norm drops a single token's axis
+        return out.view(rows.shape)  # Falcon-H1's norm drops the axis of a single token
 
 
 # Makes a layer's output of packed hidden states [1, T, H].

@@ -18,7 +18,7 @@ from palestra.engine.supported import is_standard_rms_norm, norm_epsilon
 
 MAX_MLP_SHARE = 0.75  # of the tokens; above this, selecting them saves nothing
 MAX_RECOMPUTED_COLUMNS = 256  # a product over fewer, as those of adapters' ranks, is cheaper to repeat than to keep
-COSTLY = {  # beside products
+COSTLY = {  # in addition to products
     "bitsandbytes.gemm_4bit.default",
     "palestra.tree_attention.default",
     "palestra.masked_trees.default",

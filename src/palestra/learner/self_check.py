@@ -46,8 +46,8 @@ def choose_mode(scorer: Any) -> None:
         root = ROOT if scorer.shares_root else 0
         shared, apart = _probe(model, True, root), _probe(model, False)
         expected = _numbers(model, lambda: scorer.from_logits(apart.batch))
-        scorer.mode, fastest, reasons = "trees", _settings(scorer)[0], []
-        for compiled, by_flash in _settings(scorer):
+        scorer.mode, settings, reasons = "trees", _settings(scorer), []
+        for compiled, by_flash in settings:
             scorer.compiled, scorer.flash_windows = compiled, by_flash
             is_typical = compiled and model.device.type == "cuda"
             reason = _mismatch(scorer, _probe(model, True, root, size=TYPICAL_SIZE) if is_typical else shared, expected)
@@ -59,7 +59,7 @@ def choose_mode(scorer: Any) -> None:
             log.warning("the learner computes padded rows and whole logits, slower and in more memory: %s", reasons[-1])
             return
         if reasons:
-            slower = "uncompiled" if compiled != fastest[0] else "with masks in the place of sliding windows"
+            slower = "uncompiled" if compiled != settings[0][0] else "with masks in the place of sliding windows"
             log.warning("the learner runs %s, which is slower: %s", slower, reasons[0])
 
 

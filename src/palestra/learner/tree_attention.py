@@ -142,7 +142,8 @@ def tree_attention(
     in_chunks = chunk is not None and chunk < longest
     is_plain = softcap is None and s_aux is None and not window and not in_chunks
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    by_flash = is_plain or (layout.flash_windows and softcap is None and not in_chunks)
+    has_windows = layout.flash_windows and (not window or layout.bounds.shape is None)
+    by_flash = is_plain or (has_windows and softcap is None and not in_chunks)
     if by_flash and flash_fits(q, v):
         # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
