@@ -4,8 +4,9 @@
 
 Trains SmolLM2-135M twice with one seed, and with `--kill-at` a third time, killed after that step and resumed from its
 last checkpoint. Prints the first step at which metrics (all but times and memory), sampled tokens or the learner's
-numbers differ, and whether the trained weights are equal. `--parallel` runs all of them at the same time on one
-GPU, which changes the timing.
+numbers differ, and whether the trained weights are equal; then what the logs say about memory, of which another amount
+divides batches otherwise. `--parallel` runs all of them at the same time on one GPU, which changes the timing:
+give each its share with `-- --model.kv_memory_gib=4`.
 """
 
 from __future__ import annotations
@@ -124,6 +125,10 @@ def main() -> None:
         print(
             f"{arguments.env}, {arguments.steps} steps, first and {name}:", *(found or ["equal to the bit"]), sep="\n  "
         )
+    for log in sorted(out.glob("*.log")):
+        for line in log.read_text(errors="replace").splitlines():
+            if "memory" in line and "needs about" not in line:
+                print(f"{log.stem}: {line}")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from palestra.engine.cuda.runner import CudaRunner
 options = json.loads(sys.argv[1])
 config = AutoConfig.for_model(
     options["family"], vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=options["layers"],
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0,
-    **options["more"],
+    num_attention_heads=4, max_position_embeddings=64, pad_token_id=0,
+    **{"num_key_value_heads": 2, "head_dim": 16} | options["more"],
 )
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -103,7 +103,7 @@ def turns(nap=False):
     return out
 
 expected = turns()
-engine_module.build_runner = CudaRunner
+engine_module.build_runner = lambda model, shape, *more: CudaRunner(model, shape.of_one_width(), *more)
 paged_ops.DECODE_PROGRAMS = options["programs"]
 CudaRunner.path = options["path"]
 model.to(device)
@@ -308,6 +308,16 @@ MAMBA = {
     "shared_intermediate_size": 32,
     "num_local_experts": 0,
 }
+LATENT = {  # keys of 24 numbers, values of 16
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 2,
+}
 SLOW = pytest.mark.slow("make test-slow runs every family")
 
 
@@ -323,6 +333,7 @@ SLOW = pytest.mark.slow("make test-slow runs every family")
         pytest.param("mistral", {"sliding_window": 6}, True, 16, marks=SLOW),
         ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET}, False, 16),
         ("gpt_oss", {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}, False, 16),
+        pytest.param("deepseek_v3", LATENT, False, 1, marks=SLOW),
         pytest.param("lfm2", {"layer_types": ["conv", "full_attention"]}, False, 1, marks=SLOW),
         pytest.param("granitemoehybrid", {"layer_types": ["mamba", "attention"], **MAMBA}, False, 1, marks=SLOW),
     ],

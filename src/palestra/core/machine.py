@@ -66,6 +66,13 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         yield
 
 
+def lacks_memory(error: BaseException | None) -> bool:
+    """Whether it is, or came while handling, a lack of memory on the GPU: to end a failed capture may fail, too."""
+    import torch
+
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or lacks_memory(error.__context__))
+
+
 @contextmanager
 def in_one_order(x: Tensor) -> Iterator[None]:
     """On a GPU, operations on x inside add up in the same order each time: the same numbers give the same bits.

@@ -6,7 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,15 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def of_one_width(self) -> KVShape:
+        """With keys and values of the same width, the larger one, as the GPU kernels store them."""
+        width = max(self.key_dim, self.value_dim)
+        if self.key_dim == self.value_dim:
+            return self
+        layout = self.layout or KVLayout({i: i for i in range(self.layers)}, self.heads, width, width)
+        layout = layout._replace(key_dim=width, value_dim=width)
+        return replace(self, key_dim=width, value_dim=width, layout=layout)
 
 
 PEFT_LINEAR = ("peft.tuners.lora.layer", "Linear")

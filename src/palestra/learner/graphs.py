@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from palestra.core.machine import capture
+from palestra.core.machine import capture, lacks_memory
 from palestra.engine.recurrent import RecurrentLayers
 from palestra.learner.self_check import has_dropout
 from palestra.learner.tree_attention import Layout
@@ -96,7 +96,7 @@ class Graphs:
         except RuntimeError as error:  # out of memory, or what cannot be captured
             log.info("the learner's small passes are launched one by one: %s", error)
             self.forget()
-            self.pads = _lacks_memory(error)
+            self.pads = lacks_memory(error)
             return None
         if len(self._captured) > MOST:
             self._captured.popitem(last=False)
@@ -112,11 +112,6 @@ class Graphs:
 
     def _weights_at(self) -> list[int]:
         return [weight.data_ptr() for weight in self._weights]
-
-
-def _lacks_memory(error: BaseException | None) -> bool:
-    """Whether it is, or came while handling, a lack of memory: to end a failed capture may fail, too."""
-    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _lacks_memory(error.__context__))
 
 
 class Captured:

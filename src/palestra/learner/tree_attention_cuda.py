@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.algo.batching import Tree, ragged_arange
@@ -176,18 +177,24 @@ _BOUNDS: Registry[Bounds] = Registry()
 def flash_fits(query: Tensor, value: Tensor) -> bool:
     """Whether the GPU kernels take these heads."""
     size = query.shape[-1]
-    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and size <= 256 and value.shape[-1] == size
+    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and size <= 256 and value.shape[-1] <= size
 
 
 def flash_trees(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, sinks: Tensor | None = None, window: int = 0
 ) -> Tensor:
-    """[T, H, D] attention over tree paths of tokens in the order of the bounds; q [T, H, D], k and v [T, K, D].
+    """[T, H, D] attention over tree paths of tokens in the order of the bounds; q [T, H, D], k and v [T, K, D], where
+    v may be narrower, and so is what is returned.
 
     `sinks` are [H] logits that each softmax has in addition to those of its keys. With a `window`, tokens attend to
     that many tokens, themselves included.
     """
-    return torch.ops.palestra.tree_attention(q, k, v, [] if sinks is None else [sinks], bounds.handle, scale, window)[0]
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # the kernels know one width
+        v = F.pad(v, (0, q.shape[-1] - width))
+    given = [] if sinks is None else [sinks]
+    out: Tensor = torch.ops.palestra.tree_attention(q, k, v, given, bounds.handle, scale, window)[0]
+    return out[..., :width]
 
 
 @torch.library.custom_op("palestra::tree_attention", mutates_args=())

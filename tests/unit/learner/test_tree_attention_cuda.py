@@ -208,7 +208,12 @@ def test_the_operator_is_registered_as_compilers_need_it() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 on a GPU is not computed by flash attention")
 @pytest.mark.parametrize(
     ("family", "attends"),
-    [("llama", {(0, False)}), ("gemma3_text", {(7, False)}), ("gpt_oss", {(0, True), (7, True)})],
+    [
+        ("llama", {(0, False)}),
+        ("deepseek_v3", {(0, False)}),
+        ("gemma3_text", {(7, False)}),
+        ("gpt_oss", {(0, True), (7, True)}),
+    ],
 )
 def test_prompts_computed_first_give_the_models_own_numbers(
     family: str, attends: set[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -10,6 +10,7 @@ takes longer than running them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from palestra.core.errors import UnsupportedModel
-from palestra.core.machine import capture
+from palestra.core.machine import capture, lacks_memory
 from palestra.core.phases import phases
-from palestra.engine.attention import ENGINE_ATTENTION, REMEDY, AttentionSwitch
+from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cuda.drafts import STEP_TOKENS, DraftPlan, Speculation
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
@@ -41,6 +42,7 @@ from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, base_model, can_capture, is_llama_like
 
+log = logging.getLogger("palestra")
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -85,9 +87,7 @@ class CudaRunner(Runner):
     ) -> None:
         if exact and not is_llama_like(model):
             raise UnsupportedModel(f"model.exact has no kernels for {type(base_model(model)).__name__}; {NO_EXACT}")
-        if shape.key_dim != shape.value_dim:
-            sizes = f"{shape.key_dim} and {shape.value_dim}"
-            raise UnsupportedModel(f"keys and values of different widths ({sizes}) have no GPU kernel; {REMEDY}")
+        assert shape.key_dim == shape.value_dim, "the kernels know one width; see KVShape.of_one_width"
         self.model: Any = model
         self.page_size = page_size
         self.context = context
@@ -435,9 +435,23 @@ class CudaRunner(Runner):
     def _graph(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Graph:
         if shape not in self._graphs:
             started = time.perf_counter()
-            self._graphs[shape] = self._captured(forward) if self._captures else _uncaptured(forward)
+            self._graphs[shape] = self._captured_if_possible(forward) if self._captures else _uncaptured(forward)
             self.warm_up_s += time.perf_counter() - started
         return self._graphs[shape]
+
+    def _captured_if_possible(self, forward: Callable[[], Tensor | None]) -> Graph:
+        """A graph; from the first step that cannot be captured on, for another reason than memory, none are tried."""
+        try:
+            return self._captured(forward)
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            self._captures = False
+            log.warning(
+                "the decode steps of %s cannot be captured as CUDA graphs; their kernels are launched one by one, which "
+                "is slower: %s", type(base_model(self.model)).__name__, error,
+            )  # fmt: skip
+        return _uncaptured(forward)
 
     def _captured(self, forward: Callable[[], Tensor | None]) -> Graph:
         state = self._state
@@ -455,9 +469,6 @@ class CudaRunner(Runner):
             graph = torch.cuda.CUDAGraph()
             with capture(graph, self._graph_pool):
                 logits = forward()
-        except Exception as error:
-            error.add_note(f"A step could not be captured as a CUDA graph. To go on without, {REMEDY} (slower)")
-            raise
         finally:
             state.lens.copy_(alive[0])
             state.left.copy_(alive[1])
