@@ -1,7 +1,7 @@
 """The engine on a GPU against transformers' own sampling, at the shape of Qwen3-0.6B or Qwen3.5-0.8B.
 
     PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
-    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode profile generate agent ragged
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode fills generate agent ragged
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B delta_rule mamba_scan  # on a CPU too, smaller
     export TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TRITON_CACHE_DIR=/tmp/triton
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B compile_generate  # fills these caches
@@ -27,6 +27,7 @@ from gpu_agent import seconds, synchronize
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from palestra.core.types import SamplingParams
+from palestra.engine.cuda import runner as cuda_runner
 from palestra.engine.engine import Engine
 from palestra.engine.recurrent import state_bytes
 from palestra.engine.supported import kv_shape
@@ -236,6 +237,28 @@ def decode(model: Any) -> None:
         )  # fmt: skip
 
 
+def fills(model: Any) -> None:
+    """Prompts of models with recurrent layers: by our kernels, one token after the other, and by the layers' own
+    forward, in chunks. The median of five."""
+    before, by = cuda_runner.MAX_RUN, {"ours": 1 << 30, "modules": 0}
+    for rows, length in ((2, 20),) if OPTIONS.tiny else ((64, 64), (8, 350), (8, 1000), (8, 2000), (2, 8000)):
+        times: dict[str, float] = {}
+        for name, limit in by.items():
+            cuda_runner.MAX_RUN = limit
+            engine = engine_of(model, 20, max_running=64, tokens_per_step=32768)
+            samples = []
+            for repeat in range(6):
+                texts = [[repeat, *prompt] for prompt in prompts(rows, length)]  # else they share what they computed
+                sessions = [engine.open(text) for text in texts]
+                samples.append(seconds(lambda engine=engine, s=sessions: engine.sample(s, SamplingParams(1))))
+                for session in sessions:
+                    engine.close(session)
+            times[name + "_ms"] = 1000 * sorted(samples[1:])[2]
+            del engine
+        report(what="prompts and one token", rows=rows, tokens=length, **times)
+    cuda_runner.MAX_RUN = before
+
+
 def profile(model: Any, rows: tuple[int, ...] = (64, 256), new: int = 32) -> None:
     """The kernels of a decode step: how many, and which take longest."""
     engine = engine_of(model, 40, max_running=max(rows), tokens_per_step=32768)
@@ -433,7 +456,7 @@ def agent_rollouts() -> gpu_agent.Rollouts:
 
 def main() -> None:
     all_parts = ["kernels", "parity", "decode", "profile", "prefixes", "drafts", "lora", "generate", "agent"]
-    more = ["delta_rule", "mamba_scan", "ragged", "compile_generate", "agent_compiled"]
+    more = ["fills", "delta_rule", "mamba_scan", "ragged", "compile_generate", "agent_compiled"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "parts", nargs="*", metavar="part", help=f"default: {' '.join(all_parts)}; also {' '.join(more)}"

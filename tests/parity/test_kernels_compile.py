@@ -10,7 +10,16 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia.compiler")
 
 KINDS = {"ARRIVED": "*i32", "IDS": "*i32", "eps": "fp32"}
-KINDS |= {"STATE": "*fp32", "SLOTS": "*i32", "LENS": "*i32", "COLUMNS": "*i32", "q_scale": "fp32", "beta_scale": "fp32"}
+KINDS |= {
+    "STATE": "*fp32",
+    "SLOTS": "*i32",
+    "LENS": "*i32",
+    "COLUMNS": "*i32",
+    "FIRSTS": "*i32",
+    "ROW_OF": "*i32",
+    "q_scale": "fp32",
+    "beta_scale": "fp32",
+}
 KINDS |= dict.fromkeys(["SQUARES", "SUMS", "LSE", "HALF_LSE"], "*fp32")
 
 
@@ -38,6 +47,7 @@ def kernels() -> Any:
     return layer_kernels
 
 
+UNGATED = {"BLOCK": 256, "GATED": False}
 TILE = {"BM": 64, "BN": 32, "BK": 128}
 
 
@@ -63,9 +73,12 @@ def test_the_embedding_compiles(kernels: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        ("delta_rule_step", {"HK": 8, "HV": 16, "DK": 128, "DKP": 128, "DV": 128, "DVP": 128}),
-        ("delta_rule_step", {"HK": 2, "HV": 2, "DK": 24, "DKP": 32, "DV": 48, "DVP": 64}),
-        ("mamba_step", {"H": 64, "P": 64, "PP": 64, "N": 128, "NP": 128, "GROUPS": 8}),
+        ("delta_rule_step", {"HK": 8, "HV": 16, "DK": 128, "DKP": 128, "DV": 128, "DVP": 128, "RUNS": False}),
+        ("delta_rule_step", {"HK": 2, "HV": 2, "DK": 24, "DKP": 32, "DV": 48, "DVP": 64, "RUNS": True}),
+        ("mamba_step", {"H": 64, "P": 64, "PP": 64, "N": 128, "NP": 128, "GROUPS": 8, "RUNS": False}),
+        ("mamba_step", {"H": 64, "P": 64, "PP": 64, "N": 128, "NP": 128, "GROUPS": 8, "RUNS": True}),
+        ("convolution_runs", {"K": 4, "WINDOW": 4, "MAPPED": True, "BIASED": True, "SILU": True, **UNGATED}),
+        ("keep_windows", {"WINDOW": 4, "WP": 4, "MAPPED": True, **UNGATED}),
         ("gated_group_norm", {"SIZE": 3072, "BLOCK": 4096}),
         ("gate_heads", {"H": 8, "D": 256, "DP": 256}),
         (
@@ -95,7 +108,7 @@ def test_steps_of_recurrent_layers_compile(name: str, constants: dict[str, Any])
         pytest.skip("Triton's interpreter is on (TRITON_INTERPRET)")
     ptx = ptx_of(kernel, **constants)
     assert "st.global" in ptx
-    if name == "convolution_step":  # the window is read before it moves
+    if name in ("convolution_step", "keep_windows"):  # the window is read before it moves
         assert "bar.sync" in ptx[ptx.rindex("ld.global") :]
 
 

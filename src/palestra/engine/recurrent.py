@@ -311,7 +311,7 @@ def over_runs(
 ) -> Compute:
     """How recurrent layers compute a step of the engine, for `RecurrentLayers.use`.
 
-    Layers of `steps` compute all runs, of one token a row, by that function of [rows, H] instead of their own forward.
+    Layers of `steps` compute all tokens by that function of [tokens, H] instead of their own forward.
     """
 
     def compute(layer: RecurrentLayer, hidden: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Decode steps of recurrent layers in three or four kernels each, with the states updated in the store.
+"""Recurrent layers in three to five kernels each, with the states updated in the store.
 
-Each class is the forward of some transformers modules for one token a row. Modules that none of them knows, prompts and
-appends are computed by the module's own forward (`engine/recurrent.py`).
+Each class is the forward of some transformers modules, for decode steps and for prompts and appends of up to `MAX_RUN`
+tokens, which are computed one after the other for all rows and heads at once. Longer prompts, and modules that none of
+the classes knows, are computed by the module's own forward (`engine/recurrent.py`).
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 CONV, RECURRENT = Part("conv", 0), Part("recurrent", 0)
 CHANNELS_AT_ONCE = 256
 MAX_TILE = 128 * 256  # numbers of a head's state that a program holds in registers
+MAX_RUN = 1024  # tokens; longer ones take less time in chunks, by products of matrices
 DELTA_NUMBERS, MAMBA_NUMBERS = 128, 32  # of these in a thread: on an H200 two programs, or four, fit a multiprocessor
 
 
 class StateRows(NamedTuple):
-    """Where the states of a decode step's rows are."""
+    """Where the states of a step's rows are. Each row is one token, unless there are `firsts`."""
 
     slots: Tensor  # [rows] int32, of the store
-    lens: Tensor  # [rows] int32; 0: a dead row, whose state stays as it is
+    lens: Tensor  # [rows] int32; 0: a dead row, whose state stays as it is. With `firsts`, the tokens of each row
+    firsts: Tensor | None = None  # [rows] int32, of the step's tokens
+    row_of: Tensor | None = None  # [tokens] int32
 
 
 class RecurrentStep:
-    """One recurrent layer's decode step; `of` finds the class for a module.
+    """One recurrent layer of a step of the engine; `of` finds the class for a module.
 
-    Calling it maps the layer's input [rows, hidden] to its output. The fast hybrid decoder calls `inputs`, `mix` and
+    Calling it maps the layer's input [tokens, hidden] to its output. The fast hybrid decoder calls `inputs`, `mix` and
     `out` itself, to add the output to the residual.
     """
 
@@ -71,8 +75,8 @@ class RecurrentStep:
         return self.out(self.mix(self.inputs(x), parts, rows))
 
     def mix(self, projected: Tensor, parts: Mapping[Part, Tensor], rows: StateRows) -> Tensor:
-        """What the output projection reads [rows, width], of the input projection [rows, inputs]; updates the states
-        `parts` of the layer in the store."""
+        """What the output projection reads [tokens, width], of the input projection [tokens, inputs]; updates the
+        states `parts` of the layer in the store."""
         raise NotImplementedError
 
 
@@ -116,11 +120,12 @@ class DeltaNetStep(RecurrentStep):
         qkv = convolve(m.conv1d, projected, parts[CONV], rows, self._columns, silu=True)
         out = projected.new_empty(len(projected), m.value_dim)
         beta_scale = 2.0 if getattr(m, "allow_neg_eigval", False) else 1.0
-        kernels.delta_rule_step[(len(projected), m.num_v_heads)](
+        kernels.delta_rule_step[(len(rows.slots), m.num_v_heads)](
             qkv, projected[:, self._z :], projected[:, self._b :], projected[:, self._a :], m.A_log, m.dt_bias,
-            norm.weight, state, *rows, out, projected.stride(0), self._z_group, self._b_group, state.stride(0),
-            norm_epsilon(norm), m.head_k_dim**-0.5, beta_scale, HK=m.num_k_heads, HV=m.num_v_heads, DK=m.head_k_dim,
-            DKP=pad(m.head_k_dim), DV=m.head_v_dim, DVP=pad(m.head_v_dim),
+            norm.weight, state, *_arguments(rows), out, projected.stride(0), self._z_group, self._b_group,
+            state.stride(0), norm_epsilon(norm), m.head_k_dim**-0.5, beta_scale, HK=m.num_k_heads, HV=m.num_v_heads,
+            DK=m.head_k_dim, DKP=pad(m.head_k_dim), DV=m.head_v_dim, DVP=pad(m.head_v_dim),
+            RUNS=rows.firsts is not None,
             num_warps=warps_for(pad(m.head_k_dim) * pad(m.head_v_dim), DELTA_NUMBERS),
         )  # fmt: skip
         return out
@@ -154,10 +159,10 @@ class MambaStep(RecurrentStep):
         count, stride = len(projected), projected.stride(0)
         xbc = convolve(m.conv1d, projected[:, width:], parts[CONV], rows, silu=True)
         out = projected.new_empty(count, width)
-        kernels.mamba_step[(count, m.num_heads)](
-            xbc, projected[:, width + m.conv_dim :], m.A_log, m.dt_bias, m.D, state, *rows, out, stride,
+        kernels.mamba_step[(len(rows.slots), m.num_heads)](
+            xbc, projected[:, width + m.conv_dim :], m.A_log, m.dt_bias, m.D, state, *_arguments(rows), out, stride,
             state.stride(0), H=m.num_heads, P=m.head_dim, PP=pad(m.head_dim), N=m.ssm_state_size,
-            NP=pad(m.ssm_state_size), GROUPS=m.n_groups,
+            NP=pad(m.ssm_state_size), GROUPS=m.n_groups, RUNS=rows.firsts is not None,
             num_warps=warps_for(pad(m.head_dim) * pad(m.ssm_state_size), MAMBA_NUMBERS),
         )  # fmt: skip
         if isinstance(m.norm, nn.Identity):
@@ -194,16 +199,34 @@ def convolve(
     conv: Any, x: Tensor, state: Tensor, rows: StateRows, columns: Tensor | None = None, silu: bool = False,
     gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The output [rows, channels] of a convolution for one more token a row, whose windows `state` advance."""
+    """The output [tokens, channels] of a convolution for one or more tokens a row, whose windows `state` advance."""
     _, channels, window = state.shape
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
-    kernels.convolution_step[(len(x), triton.cdiv(channels, CHANNELS_AT_ONCE))](
-        x, x if columns is None else columns, conv.weight, x if conv.bias is None else conv.bias, state, *rows, out,
-        x.stride(0), state.stride(0), channels, K=conv.kernel_size[0], WINDOW=window,
-        WP=triton.next_power_of_2(window), BLOCK=CHANNELS_AT_ONCE, MAPPED=columns is not None,
-        BIASED=conv.bias is not None, SILU=silu, GATED=gated, num_warps=4,
+    blocks = triton.cdiv(channels, CHANNELS_AT_ONCE)
+    inputs = (x, x if columns is None else columns)
+    weights = (conv.weight, x if conv.bias is None else conv.bias)
+    sizes = (x.stride(0), state.stride(0), channels)
+    of_input = {"WINDOW": window, "BLOCK": CHANNELS_AT_ONCE, "MAPPED": columns is not None, "GATED": gated}
+    of_output = {"K": conv.kernel_size[0], "BIASED": conv.bias is not None, "SILU": silu}
+    if rows.firsts is None:
+        kernels.convolution_step[(len(x), blocks)](
+            *inputs, *weights, state, rows.slots, rows.lens, out, *sizes, WP=triton.next_power_of_2(window),
+            **of_input, **of_output, num_warps=4,
+        )  # fmt: skip
+        return out
+    kernels.convolution_runs[(len(x), blocks)](
+        *inputs, *weights, state, rows.slots, rows.firsts, rows.row_of, out, *sizes, **of_input, **of_output,
+        num_warps=4,
+    )  # fmt: skip
+    kernels.keep_windows[(len(rows.slots), blocks)](
+        *inputs, state, rows.slots, rows.firsts, rows.lens, *sizes, WP=triton.next_power_of_2(window), **of_input,
+        num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _arguments(rows: StateRows) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.slots, rows.lens, rows.lens if rows.firsts is None else rows.firsts
 
 
 def _are_usual(conv: nn.Conv1d, linears: Sequence[Any]) -> bool:

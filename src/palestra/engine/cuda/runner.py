@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.core.errors import UnsupportedModel
-from palestra.core.machine import capture, lacks_memory
+from palestra.core.machine import capture, lacks_memory, to_device
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cuda.drafts import STEP_TOKENS, DraftPlan, Speculation
@@ -32,7 +32,7 @@ from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.hybrid_decoder import HybridDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
-from palestra.engine.cuda.recurrent_steps import RecurrentStep, StateRows
+from palestra.engine.cuda.recurrent_steps import MAX_RUN, RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.recurrent import RecurrentLayers, Run, StateStore, over_runs, runs_of
@@ -49,6 +49,10 @@ BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # per_row: each row reads all its pages. shared_prefix: rows of a group read their common pages once. speculative:
 # n-gram drafts are verified several tokens at a time.
 DecodePath = Literal["per_row", "shared_prefix", "speculative"]
+
+
+RecurrentSteps = Mapping[int, Callable[[Tensor], Tensor]]
+NO_STEPS: RecurrentSteps = MappingProxyType({})
 
 
 class DecodeShape(NamedTuple):
@@ -244,14 +248,27 @@ class CudaRunner(Runner):
             self._fills.load(arrays)
             self._graph(shape.captured, partial(self._prefill_step, self._fills, shape.captured)).replay()
         else:
-            runs = runs_of([(s.state, n) for s, n in fills], self.device) if self._recurrent else ()
-            self._prefill_step(arrays.to(self.device), shape, runs)
+            buffers = arrays.to(self.device)
+            rows, runs = self._recurrent_rows(fills, buffers)
+            self._prefill_step(buffers, shape, runs, {} if rows is None else self._steps_of(rows))
             if self._routing is not None:
                 self._record_fills(fills)
         for session, count in fills:
             session.kv_len += count
 
-    def _prefill_step(self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = ()) -> None:
+    def _recurrent_rows(self, fills: Sequence[Fill], buffers: PrefillBuffers) -> tuple[StateRows | None, Sequence[Run]]:
+        """The rows of a prefill for the recurrent layers that our kernels compute, and its runs for the others."""
+        of_rows, short = [(s.state, n) for s, n in fills], max(n for _, n in fills) <= MAX_RUN
+        ours = len(self.recurrent_steps) if short else 0
+        runs = runs_of(of_rows, self.device) if ours < len(self._recurrent.modules) else ()
+        if not ours:
+            return None, runs
+        [slots] = to_device([torch.tensor([slot for slot, _ in of_rows], dtype=torch.int32)], self.device)
+        return StateRows(slots, buffers.rows[1], buffers.rows[0], buffers.tokens[3]), runs
+
+    def _prefill_step(
+        self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = (), steps: RecurrentSteps = NO_STEPS
+    ) -> None:
         if self._exact is not None:
             self._exact.fill(buffers.exact_plan(self.keys, self.values, shape))
             return
@@ -259,7 +276,7 @@ class CudaRunner(Runner):
         if self.fast_decoder is not None:
             self.fast_decoder.prefill(plan)
         else:
-            self._module_logits(plan, plan.ids, plan.positions, runs)
+            self._module_logits(plan, plan.ids, plan.positions, runs, steps)
 
     def _take_routing(self) -> Tensor:
         routed, self._pass_routing = self._pass_routing, None
@@ -405,8 +422,8 @@ class CudaRunner(Runner):
     def _state_rows(self, rows: int) -> StateRows:
         return StateRows(self._state.slots[:rows], self._state.lens[:rows])
 
-    def _steps_of(self, rows: StateRows) -> dict[int, Callable[[Tensor], Tensor]]:
-        """The recurrent layers, by place, whose decode step is computed by our kernels."""
+    def _steps_of(self, rows: StateRows) -> RecurrentSteps:
+        """The recurrent layers, by place, that our kernels compute."""
         return {
             place: partial(self.recurrent_steps[module], parts=self._states.parts(place), rows=rows)
             for place, module in enumerate(self._recurrent.modules)
@@ -448,8 +465,8 @@ class CudaRunner(Runner):
                 raise torch.OutOfMemoryError(str(error)) from error
             self._captures = False
             log.warning(
-                "the decode steps of %s cannot be captured as CUDA graphs; their kernels are launched one by one, which "
-                "is slower: %s", type(base_model(self.model)).__name__, error,
+                "decode steps of %s cannot be captured as CUDA graphs; their kernels are launched one by one, which is "
+                "slower: %s", type(base_model(self.model)).__name__, error,
             )  # fmt: skip
         return _uncaptured(forward)
 
@@ -477,7 +494,7 @@ class CudaRunner(Runner):
 
     def _module_logits(
         self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor, runs: Sequence[Run],
-        steps: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+        steps: RecurrentSteps = NO_STEPS,
     ) -> Tensor:  # fmt: skip
         """[rows, V] logits of the module with our attention, and of its recurrent layers over `runs`, or by `steps`."""
         plan.layout = self._kv_shape.layout
