@@ -14,17 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from learner import learner_for, plain_step, step_of
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from palestra.core.types import Sample, SamplingParams
-from palestra.engine import recurrent
 from palestra.engine.engine import Engine
-from palestra.engine.recurrent import Piece, _of_each_length, pieces_of
-from palestra.learner import tree_recurrence
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 8  # of the plain update, which holds all logits
@@ -177,16 +173,9 @@ def agent(model: Any, engine: Engine, plan: Rollouts) -> Iterator[Row]:
     yield versus(ours, "generate", generate_s(plain, plan), plain_update_s(plain, plan))
 
 
-def ragged(model: Any, engine: Engine, plan: Rollouts) -> Iterator[Row]:
-    """Our step where prompts and results have many lengths; then recurrent layers are called for each length."""
-
-    def whole(lengths: list[int]) -> list[Piece]:
-        return _of_each_length(np.array(lengths))
-
-    for what, pieces in (("many lengths", pieces_of), ("a call for each length", whole)):
-        recurrent.pieces_of = tree_recurrence.pieces_of = pieces
-        yield our_step(model, engine, plan) | {"what": f"agent step, {what}"}
-    recurrent.pieces_of = tree_recurrence.pieces_of = pieces_of
+def ragged(model: Any, engine: Engine, plan: Rollouts) -> Row:
+    """Our step where prompts and results have many lengths."""
+    return our_step(model, engine, plan) | {"what": "agent step, many lengths"}
 
 
 def agent_compiled(model: Any, engine: Engine, plan: Rollouts) -> Iterator[Row]:

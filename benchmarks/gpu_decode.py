@@ -434,8 +434,7 @@ def agent(model: Any) -> None:
 def ragged(model: Any) -> None:
     """Our step again, where prompts and tool results have many lengths."""
     plan = gpu_agent.rollouts(sizes()["vocab_size"], OPTIONS.tiny, ragged=True)
-    for row in gpu_agent.ragged(model, engine_of(model, 20, max_running=64, tokens_per_step=32768), plan):
-        report(**row)
+    report(**gpu_agent.ragged(model, engine_of(model, 20, max_running=64, tokens_per_step=32768), plan))
 
 
 def compile_generate(model: Any) -> None:

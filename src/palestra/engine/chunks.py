@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 CHUNK, SHORTEST_CHUNK = 64, 16  # tokens
+
+
+_REAL: ContextVar[Tensor | None] = ContextVar("real tokens", default=None)  # [B, L] of the rows being computed
+
+
+@contextmanager
+def padded_rows(lengths: Tensor | None, longest: int) -> Iterator[None]:
+    """Inside, recurrences over rows of `longest` tokens see only the first `lengths` [B]; None: all."""
+    real = None if lengths is None else torch.arange(longest, device=lengths.device) < lengths[:, None]
+    token = _REAL.set(real)
+    try:
+        yield
+    finally:
+        _REAL.reset(token)
+
+
+def without_padding(x: Tensor) -> Tensor:
+    """[B, L, H] with zeros where rows are padded: a log decay or a step of 0 leaves the state as it is."""
+    real = _REAL.get()
+    return x if real is None else x.masked_fill(~real[..., None], 0.0)
 
 
 def chunk_for(length: int, most: int = CHUNK) -> int:

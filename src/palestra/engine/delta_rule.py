@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.engine.chunks import CHUNK, as_chunks, as_tokens, chunk_for, decays_between, log_decay_gradient
+from palestra.engine.chunks import (
+    CHUNK,
+    as_chunks,
+    as_tokens,
+    chunk_for,
+    decays_between,
+    log_decay_gradient,
+    without_padding,
+)
 
 EPSILON = 1e-6  # of the norm of queries and keys
 
@@ -43,7 +51,7 @@ def chunk_gated_delta_rule(
     dtype = torch.promote_types(torch.float32, query.dtype)
     if initial_state is None:
         initial_state = query.new_zeros(query.shape[0], query.shape[2], key.shape[3], value.shape[3], dtype=dtype)
-    inputs = query, key, value, g, beta, initial_state.to(dtype)
+    inputs = query, key, value, without_padding(g), without_padding(beta), initial_state.to(dtype)
     out, state = _DeltaRule.apply(*inputs, chunk_size, use_qk_l2norm_in_kernel)
     return out, state if output_final_state else None
 

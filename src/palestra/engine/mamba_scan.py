@@ -18,7 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.engine.chunks import as_chunks, as_tokens, chunk_for, decays_between, log_decay_gradient
+from palestra.engine.chunks import (
+    as_chunks,
+    as_tokens,
+    chunk_for,
+    decays_between,
+    log_decay_gradient,
+    without_padding,
+)
 
 
 def mamba_chunk_scan(
@@ -48,7 +55,7 @@ def mamba_chunk_scan(
     rows, _length, heads, _size = hidden_states.shape
     shared = heads // B.shape[2]  # heads of a group
     dtype = torch.promote_types(torch.float32, hidden_states.dtype)
-    dt = dt.clamp(*dt_limit).to(dtype)
+    dt = without_padding(dt.clamp(*dt_limit)).to(dtype)
     values = hidden_states.to(dtype) * dt[..., None]
     decays = A.to(dtype) * dt
     if initial_states is None:

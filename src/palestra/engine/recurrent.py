@@ -25,6 +25,7 @@ from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import to_device
 from palestra.core.types import Array
 from palestra.engine.attention import plain_forward
+from palestra.engine.chunks import padded_rows
 from palestra.engine.stand_ins import calls, stand_ins_for
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
@@ -44,6 +45,7 @@ class RowStates:
     recurrent_states: dict[int, Tensor] = field(default_factory=dict)
     record_past: bool = False  # true: convolutions are not updated in place, for autograd
     begins: bool = False  # the rows begin here, and have no states yet
+    lengths: Tensor | None = None  # [rows] their tokens, where they are padded at the end; None: all
 
     @property
     def layers(self) -> RowStates:
@@ -63,7 +65,11 @@ class RowStates:
             joined = F.pad(conv_states, (conv_kernel_size, 0))
         else:
             joined = torch.cat([self.conv_states[state_idx].to(conv_states.dtype), conv_states], dim=-1)
-        self.conv_states[state_idx] = joined[..., -conv_kernel_size:]
+        if self.lengths is None:
+            self.conv_states[state_idx] = joined[..., -conv_kernel_size:]
+        else:
+            window = self.lengths[:, None, None] + torch.arange(conv_kernel_size, device=joined.device)
+            self.conv_states[state_idx] = joined.gather(-1, window.expand(-1, joined.shape[1], -1))
         return joined
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
@@ -100,16 +106,21 @@ StateShape = Mapping[int, Mapping[Part, PartShape]]  # by place among the model'
 
 class RecurrentLayer:
     """One of a model's recurrent layers; calling it computes rows of tokens [rows, n, H] -> [rows, n, H] by the layer's
-    own forward, which continues from their states and replaces them."""
+    own forward, which continues from their states and replaces them.
 
-    def __init__(self, number: int, module: nn.Module) -> None:
-        self.number, self.module = number, module
+    `takes_padding`: the states are those after each row's own tokens (`RowStates.lengths`). Otherwise such rows would
+    leave wrong ones.
+    """
+
+    def __init__(self, number: int, module: nn.Module, takes_padding: bool) -> None:
+        self.number, self.module, self.takes_padding = number, module, takes_padding
         self.handle = torch.tensor(number)  # for compiled code, which would be compiled again for each number
         self.trained: list[Tensor] = []  # its weights, as a learner knows them
         self._cache_name = _cache_argument(module)
 
     def __call__(self, rows: Tensor, states: RowStates) -> Tensor:
-        out: Tensor = type(self.module).forward(self.module, rows, **{self._cache_name: states})
+        with padded_rows(states.lengths, rows.shape[1]):
+            out: Tensor = type(self.module).forward(self.module, rows, **{self._cache_name: states})
         return out.view(rows.shape)  # Falcon-H1's norm drops the axis of a single token
 
 
@@ -122,8 +133,12 @@ class RecurrentLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for module in model.modules() if _is_recurrent(module)]
-        self.layers = [RecurrentLayer(number, module) for number, module in enumerate(self.modules)]
         self._stand_ins = stand_ins_for(self.modules)
+        ours = {file.__name__ for file, _ in self._stand_ins}
+        self.layers = [
+            RecurrentLayer(number, module, type(module).__module__ in ours or _only_convolves(module))
+            for number, module in enumerate(self.modules)
+        ]
 
     def __bool__(self) -> bool:
         return bool(self.modules)
@@ -159,6 +174,11 @@ def _is_recurrent(module: nn.Module) -> bool:
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
     continues = not hasattr(sys.modules[type(module).__module__], FORGETS)
     return has_convolution and hasattr(module, "layer_idx") and continues and _cache_argument(module) is not None
+
+
+def _only_convolves(module: nn.Module) -> bool:
+    """Whether nothing decays: the state is a window of tokens."""
+    return not any(name.endswith("A_log") for name, _ in module.named_parameters())
 
 
 def _cache_argument(module: nn.Module) -> Any:

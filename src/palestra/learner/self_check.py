@@ -143,7 +143,7 @@ def _numbers(model: nn.Module, score: Callable[[], tuple[Tensor, Tensor]], count
 
 def _probe(model: Any, share_prefix: bool, min_root: int = 0, size: int = 0) -> PackedMicroBatch:
     """Three siblings of unlike lengths, as one tree or apart, and a row that begins like them; the scored tokens come
-    in the same order.
+    in the same order. For recurrent layers two siblings with a shorter prompt, too: it is padded.
 
     The longest reaches well beyond the model's sliding window, where there is one of moderate size: a few tokens
     with a few keys too many would not show. Other rows follow until a hidden state of all has about `size` numbers.
@@ -158,6 +158,9 @@ def _probe(model: Any, share_prefix: bool, min_root: int = 0, size: int = 0) -> 
         _row(ids[:PROMPT] + ids[first:last], last - first, group=0, prompt_length=PROMPT) for first, last in completions
     ]
     samples.append(_row(ids[:ROOT] + ids[PROMPT:15], 4, group=1, prompt_length=0))
+    if RecurrentLayers(model):
+        prompt = ids[:ROOT] + ids[PROMPT : 2 * PROMPT - ROOT - 1]  # one token less
+        samples += [_row(prompt + ids[15 : 15 + n], n, group=-1, prompt_length=len(prompt)) for n in (4, 3)]
     others = range(2, 2 + min(4096, size // embeddings.shape[1]) // 128)
     samples += [_row((ids * 10)[:129], 1, group=group, prompt_length=0) for group in others]
     batch, device = Batch.of(samples), embeddings.device

@@ -1,13 +1,14 @@
 """Recurrent layers over packed trees: a prompt's state is computed once, and every completion continues from it.
 
-The root comes first, if there is one. Prompts are computed together without padding, which would change their states
-(`engine.recurrent.pieces_of`). Completions of about one length follow, padded at the end, where it changes nothing that
-is read. Gradients of completions reach the prompt through its state.
+The root comes first, if there is one; then the prompts, and at last the completions, each in a few calls for rows of
+about one length, padded at the end. The states that prompts leave are those after their own tokens. Layers that cannot
+tell (`RecurrentLayer.takes_padding`) compute prompts of one length at a time. Gradients of completions reach the prompt
+through its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +18,14 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batching import Tree, take_rows
-from palestra.engine.recurrent import Compute, RecurrentLayer, RecurrentLayers, RowStates, pieces_of
+from palestra.core.machine import to_device
+from palestra.engine.recurrent import Compute, RecurrentLayer, RecurrentLayers, RowStates
 from palestra.learner.opaque import gradients
 from palestra.learner.tree_attention import LAYOUTS, Layout
 
-MAX_PADDING = 1.25  # times the length of the shortest completion of a batch
+# Rows of a call have up to so many times the tokens of its shortest one. On a GPU a call takes as long as the host
+# needs to launch its kernels, nearly whatever the rows are.
+MAX_PADDING, MAX_PADDING_GPU = 1.25, 2.0
 MIN_TOKENS = 2  # of a padded row: layers update the state of a single token in place, which autograd does not allow
 
 
@@ -40,17 +44,21 @@ class _Rows:
     count: int
     places: Tensor  # [count * longest] the token at each place; padding repeats a stretch's last
     real: Tensor | None  # which places hold a token of their own; None: all
+    lengths: Tensor | None  # [count] the tokens of each; None: as many in all
     prompts: Tensor  # [count] whose states they continue; empty: they begin here
 
     @classmethod
-    def of(cls, stretches: Sequence[_Stretch], device: torch.device, longest: int) -> _Rows:
+    def of(cls, stretches: Sequence[_Stretch], device: torch.device, shortest: int = 1) -> _Rows:
         starts, lengths = (np.array([s[i] for s in stretches]) for i in (0, 1))
-        step = np.arange(longest)
+        step = np.arange(max(shortest, lengths.max()))
         places = (starts[:, None] + np.minimum(step, lengths[:, None] - 1)).reshape(-1)
         is_real = (step < lengths[:, None]).reshape(-1)
-        real = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real)).to(device)
-        prompts = torch.tensor([s.prompt for s in stretches if s.prompt >= 0], dtype=torch.int64, device=device)
-        return cls(len(stretches), torch.from_numpy(places).to(device), real, prompts)
+        prompts = np.array([s.prompt for s in stretches if s.prompt >= 0], np.int64)
+        arrays = places, np.flatnonzero(is_real), lengths, prompts
+        at, real, tokens, past = to_device(map(torch.from_numpy, arrays), device)
+        return (
+            cls(len(stretches), at, None, None, past) if is_real.all() else cls(len(stretches), at, real, tokens, past)
+        )
 
     def compute(self, layer: RecurrentLayer, tokens: Tensor, states: RowStates) -> Tensor:
         """[T, H] -> the outputs [n, H] of the stretches' tokens, one stretch after the other."""
@@ -61,29 +69,16 @@ class _Rows:
 class TreeRuns:
     """The calls for the trees of one micro-batch, and where their outputs go."""
 
-    def __init__(self, trees: Sequence[Tree], device: torch.device, root: int = 0) -> None:
-        prompts = [(tree.start, tree.prompt_length) for tree in trees if tree.prompt_length]
-        pieces = pieces_of([length for _, length in prompts]) if prompts else []
-        order = [int(row) for piece in pieces if not piece.firsts.any() for row in piece.rows]
-        numbers = {prompts[row][0]: number for number, row in enumerate(order)}
-        root_number = len(prompts) if root else -1
-        begin: list[list[_Stretch]] = []
-        rest: list[list[_Stretch]] = []  # of prompts that are computed in several calls
-        for rows, firsts, tokens in pieces:
-            starts = [prompts[row][0] for row in rows]
-            if firsts.any():
-                rest.append([_Stretch(s + int(f), tokens, numbers[s]) for s, f in zip(starts, firsts, strict=True)])
-            else:
-                begin.append([_Stretch(s, tokens, 0 if root else -1) for s in starts])
-        completions = sorted(_completions(trees, numbers, root_number), key=lambda s: (s.prompt < 0, s.length))
+    def __init__(self, trees: Sequence[Tree], device: torch.device, root: int, takes_padding: bool) -> None:
+        padding = MAX_PADDING if device.type == "cpu" else MAX_PADDING_GPU
+        begun = [_Stretch(t.start, t.prompt_length, 0 if root else -1) for t in trees if t.prompt_length]
+        prompts = list(_of_about_one_length(begun, padding if takes_padding else 1.0))
+        numbers = {s.start: number for number, s in enumerate(s for rows in prompts for s in rows)}
+        completions = list(_of_about_one_length(_completions(trees, numbers, len(begun) if root else -1), padding))
         roots = [[_Stretch(0, root)]] if root else []
-        self.root, self.prompts, self.rest = (
-            [_Rows.of(rows, device, rows[0].length) for rows in kind] for kind in (roots, begin, rest)
-        )
-        self.completions = [
-            _Rows.of(alike, device, max(MIN_TOKENS, alike[-1].length)) for alike in _of_about_one_length(completions)
-        ]
-        stretches = [s for rows in (*roots, *begin, *rest, completions) for s in rows]
+        self.root, self.prompts = ([_Rows.of(rows, device) for rows in kind] for kind in (roots, prompts))
+        self.completions = [_Rows.of(rows, device, MIN_TOKENS) for rows in completions]
+        stretches = [s for rows in (*roots, *prompts, *completions) for s in rows]
         order_of_tokens = [np.arange(s.start, s.start + s.length) for s in stretches]
         back = np.argsort(np.concatenate(order_of_tokens)) if stretches else np.zeros(0, np.int64)
         self.back = torch.from_numpy(back).to(device)  # [T] where each packed token's output comes
@@ -98,11 +93,12 @@ def _completions(trees: Sequence[Tree], numbers: dict[int, int], root: int) -> I
             start += length
 
 
-def _of_about_one_length(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
-    """Sorted stretches in batches; those that continue a prompt apart from those that do not."""
+def _of_about_one_length(stretches: Iterable[_Stretch], padding: float) -> Iterator[list[_Stretch]]:
+    """The stretches in batches, up to `padding` times as long as the shortest; those that continue a prompt apart from
+    those that do not."""
     batch: list[_Stretch] = []
-    for stretch in stretches:
-        if batch and (stretch.length > MAX_PADDING * batch[0].length or (stretch.prompt < 0) != (batch[0].prompt < 0)):
+    for stretch in sorted(stretches, key=lambda s: (s.prompt < 0, s.length)):
+        if batch and (stretch.length > padding * batch[0].length or (stretch.prompt < 0) != (batch[0].prompt < 0)):
             yield batch
             batch = []
         batch.append(stretch)
@@ -119,12 +115,6 @@ def stack_states(states: Sequence[RowStates]) -> RowStates:
 def select_states(states: RowStates, chosen: Tensor) -> RowStates:
     """The states of some rows, once for each entry of `chosen`; gradients add up."""
     return RowStates.of({part: take_rows(x, chosen) for part, x in states.parts.items()}, states.record_past)
-
-
-def replace_states(states: RowStates, chosen: Tensor, new: RowStates) -> RowStates:
-    """The states with those of some rows replaced."""
-    parts = {part: x.index_copy(0, chosen, new.parts[part].to(x.dtype)) for part, x in states.parts.items()}
-    return RowStates.of(parts, states.record_past)
 
 
 def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout], *, in_shards: bool = False) -> Compute:
@@ -148,7 +138,7 @@ def over_trees(layers: RecurrentLayers, layout_of: Callable[[], Layout], *, in_s
 
 def _compute(layer: RecurrentLayer, layout: Layout, hidden: Tensor) -> Tensor:
     if layout.runs is None:
-        layout.runs = TreeRuns(layout.trees, layout.device, layout.root)
+        layout.runs = TreeRuns(layout.trees, layout.device, layout.root, layer.takes_padding)
     runs: TreeRuns = layout.runs
     tokens, outputs = layout.restore(hidden[0]), []
 
@@ -156,14 +146,13 @@ def _compute(layer: RecurrentLayer, layout: Layout, hidden: Tensor) -> Tensor:
         """The states after these rows; the past is the states that prompts or the root left."""
         continues = len(rows.prompts) > 0
         states = select_states(past, rows.prompts) if continues else RowStates(record_past=True, begins=True)
+        states.lengths = rows.lengths
         outputs.append(rows.compute(layer, tokens, states))
         return states
 
     roots = [compute(rows, RowStates()) for rows in runs.root]
     at_root = stack_states(roots)
     past = stack_states([*(compute(rows, at_root) for rows in runs.prompts), *roots])  # the root's comes last
-    for rows in runs.rest:
-        past = replace_states(past, rows.prompts, compute(rows, past))
     for rows in runs.completions:
         compute(rows, past)
     return layout.reorder(torch.cat(outputs).index_select(0, runs.back))[None]
