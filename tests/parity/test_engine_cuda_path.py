@@ -287,7 +287,28 @@ for a, b in zip(expected, drafted, strict=True):
 assert lengths == same_lengths
 tokens, steps = map(sum, zip(*noted, strict=True))
 assert tokens == sum(len(turn.token_ids) for turn in drafted) > steps, noted
-print("SAME")
+
+def refuse(error, context=None):
+    def captured(runner, forward):
+        error.__context__ = context
+        raise error
+    CudaRunner._captured = captured
+
+class Captures(CudaRunner):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._captures = True
+
+engine_module.build_runner = Captures
+refuse(RuntimeError("operation not permitted when stream is capturing"))
+uncaptured, *_ = turns()
+assert [a.token_ids.tolist() for a in uncaptured] == [a.token_ids.tolist() for a in expected]
+refuse(RuntimeError("the capture ended"), torch.OutOfMemoryError("CUDA out of memory"))
+try:
+    turns()
+except Exception as error:
+    assert "does not hold a rollout" in str(error), error
+    print("SAME")
 """
 
 LORA_TARGETS = {
@@ -364,7 +385,7 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(DRAFTS, id="drafts change nothing but the number of steps"),
+        pytest.param(DRAFTS, id="drafts change nothing but the number of steps, nor does a step that cannot be captured"),
         pytest.param(FAULT, id="a wrong page is noticed at load"),
         pytest.param(PRODUCTS, id="products at few rows are those of torch"),
         pytest.param(HALF, id="half precision is rounded as the module rounds", marks=pytest.mark.slow),
