@@ -385,7 +385,7 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(DRAFTS, id="drafts change nothing but the number of steps, nor does a step that cannot be captured"),
+        pytest.param(DRAFTS, id="drafts, and steps that cannot be captured, change nothing"),
         pytest.param(FAULT, id="a wrong page is noticed at load"),
         pytest.param(PRODUCTS, id="products at few rows are those of torch"),
         pytest.param(HALF, id="half precision is rounded as the module rounds", marks=pytest.mark.slow),
