@@ -324,7 +324,7 @@ def fork_ranks(count: int, scenario: Callable[[TorchRanks, Path], Any], folder: 
             children.append(child)
             continue
         os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count))
-        ranks = join(RunConfig.build({"ranks.timeout_s": 60.0}))
+        ranks = join(RunConfig.build({"ranks.timeout_s": 200.0}))
         assert isinstance(ranks, TorchRanks)
         try:
             file.write_text(json.dumps(scenario(ranks, folder)))
