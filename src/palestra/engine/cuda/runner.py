@@ -249,22 +249,21 @@ class CudaRunner(Runner):
             self._graph(shape.captured, partial(self._prefill_step, self._fills, shape.captured)).replay()
         else:
             buffers = arrays.to(self.device)
-            rows, runs = self._recurrent_rows(fills, buffers)
-            self._prefill_step(buffers, shape, runs, {} if rows is None else self._steps_of(rows))
+            self._prefill_step(buffers, shape, *self._recurrent_work(fills, buffers))
             if self._routing is not None:
                 self._record_fills(fills)
         for session, count in fills:
             session.kv_len += count
 
-    def _recurrent_rows(self, fills: Sequence[Fill], buffers: PrefillBuffers) -> tuple[StateRows | None, Sequence[Run]]:
-        """The rows of a prefill for the recurrent layers that our kernels compute, and its runs for the others."""
+    def _recurrent_work(self, fills: Sequence[Fill], buffers: PrefillBuffers) -> tuple[Sequence[Run], RecurrentSteps]:
+        """What recurrent layers compute in a prefill: the runs of their own forwards, and the steps of our kernels."""
         of_rows, short = [(s.state, n) for s, n in fills], max(n for _, n in fills) <= MAX_RUN
         ours = len(self.recurrent_steps) if short else 0
         runs = runs_of(of_rows, self.device) if ours < len(self._recurrent.modules) else ()
         if not ours:
-            return None, runs
+            return runs, NO_STEPS
         [slots] = to_device([torch.tensor([slot for slot, _ in of_rows], dtype=torch.int32)], self.device)
-        return StateRows(slots, buffers.rows[1], buffers.rows[0], buffers.tokens[3]), runs
+        return runs, self._steps_of(StateRows(slots, buffers.rows[1], buffers.rows[0], buffers.tokens[3]))
 
     def _prefill_step(
         self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = (), steps: RecurrentSteps = NO_STEPS
