@@ -253,6 +253,7 @@ DRAFTS = """
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
+from palestra.core.errors import ResourceError
 from palestra.core.types import SamplingParams
 from palestra.engine.cuda import paged_ops
 from palestra.engine.cuda.runner import CudaRunner
@@ -305,9 +306,8 @@ uncaptured, *_ = turns()
 assert [a.token_ids.tolist() for a in uncaptured] == [a.token_ids.tolist() for a in expected]
 refuse(RuntimeError("the capture ended"), torch.OutOfMemoryError("CUDA out of memory"))
 try:
-    turns()
-except Exception as error:
-    assert "does not hold a rollout" in str(error), error
+    turns()  # with ever smaller caches
+except ResourceError:
     print("SAME")
 """
 
