@@ -23,8 +23,8 @@ from palestra.engine.recurrent import Compute, RecurrentLayer, RecurrentLayers, 
 from palestra.learner.opaque import gradients
 from palestra.learner.tree_attention import LAYOUTS, Layout
 
-# Rows of a call have up to so many times the tokens of its shortest one. On a GPU a call takes as long as the host
-# needs to launch its kernels, nearly whatever the rows are.
+# The longest row of a call has up to this many times the tokens of its shortest. On a GPU fewer calls make up for more
+# padding.
 MAX_PADDING, MAX_PADDING_GPU = 1.25, 2.0
 MIN_TOKENS = 2  # of a padded row: layers update the state of a single token in place, which autograd does not allow
 
