@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 CHUNK, SHORTEST_CHUNK = 64, 16  # tokens
-
-
 _REAL: ContextVar[Tensor | None] = ContextVar("real tokens", default=None)  # [B, L] of the rows being computed
 
 

@@ -109,7 +109,7 @@ class Engine:
         device = next(model.parameters()).device
         max_running = max_running or (256 if device.type == "cpu" else 1024)
         tokens_per_step = tokens_per_step or (2048 if device.type == "cpu" else 16384)
-        shape = kv_shape(model) if device.type == "cpu" else kv_shape(model).of_one_width()
+        shape = kv_shape(model).of_one_width() if device.type == "cuda" else kv_shape(model)
         config = text_config(model)
         self.model = model
         self.version = 0

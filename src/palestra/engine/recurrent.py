@@ -326,12 +326,15 @@ def runs_of(rows: Sequence[tuple[int, int]], device: torch.device) -> list[Run]:
     return [Run(on_device[2 * i], p.tokens, places=on_device[2 * i + 1]) for i, p in enumerate(pieces)]
 
 
-def over_runs(
-    store: StateStore, runs: Sequence[Run], steps: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({})
-) -> Compute:
+# By place among the model's recurrent layers: a layer's output of all tokens [tokens, H].
+RecurrentSteps = Mapping[int, Callable[[Tensor], Tensor]]
+NO_STEPS: RecurrentSteps = MappingProxyType({})
+
+
+def over_runs(store: StateStore, runs: Sequence[Run], steps: RecurrentSteps = NO_STEPS) -> Compute:
     """How recurrent layers compute a step of the engine, for `RecurrentLayers.use`.
 
-    Layers of `steps` compute all tokens by that function of [tokens, H] instead of their own forward.
+    Layers of `steps` compute all tokens by that function instead of their own forward.
     """
 
     def compute(layer: RecurrentLayer, hidden: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ through its state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,9 +56,8 @@ class _Rows:
         prompts = np.array([s.prompt for s in stretches if s.prompt >= 0], np.int64)
         arrays = places, np.flatnonzero(is_real), lengths, prompts
         at, real, tokens, past = to_device(map(torch.from_numpy, arrays), device)
-        return (
-            cls(len(stretches), at, None, None, past) if is_real.all() else cls(len(stretches), at, real, tokens, past)
-        )
+        is_padded = not is_real.all()
+        return cls(len(stretches), at, real if is_padded else None, tokens if is_padded else None, past)
 
     def compute(self, layer: RecurrentLayer, tokens: Tensor, states: RowStates) -> Tensor:
         """[T, H] -> the outputs [n, H] of the stretches' tokens, one stretch after the other."""
@@ -77,7 +76,8 @@ class TreeRuns:
         completions = list(_of_about_one_length(_completions(trees, numbers, len(begun) if root else -1), padding))
         roots = [[_Stretch(0, root)]] if root else []
         self.root, self.prompts = ([_Rows.of(rows, device) for rows in kind] for kind in (roots, prompts))
-        self.completions = [_Rows.of(rows, device, MIN_TOKENS) for rows in completions]
+        # nothing continues from completions, so their states may be any
+        self.completions = [replace(_Rows.of(rows, device, MIN_TOKENS), lengths=None) for rows in completions]
         stretches = [s for rows in (*roots, *prompts, *completions) for s in rows]
         order_of_tokens = [np.arange(s.start, s.start + s.length) for s in stretches]
         back = np.argsort(np.concatenate(order_of_tokens)) if stretches else np.zeros(0, np.int64)

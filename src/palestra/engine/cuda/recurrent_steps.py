@@ -1,8 +1,8 @@
 """Recurrent layers in three to five kernels each, with the states updated in the store.
 
 Each class is the forward of some transformers modules, for decode steps and for prompts and appends of up to `MAX_RUN`
-tokens, which are computed one after the other for all rows and heads at once. Longer prompts and other modules are
-computed by the module's own forward (`engine/recurrent.py`).
+tokens: rows and heads in parallel, the tokens of each one after the other. Longer prompts and other modules are left to
+the module's own forward (`engine/recurrent.py`).
 """
 
 from __future__ import annotations

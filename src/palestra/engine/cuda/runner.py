@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,7 +34,15 @@ from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArray
 from palestra.engine.cuda.recurrent_steps import MAX_RUN, RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
-from palestra.engine.recurrent import RecurrentLayers, Run, StateStore, over_runs, runs_of
+from palestra.engine.recurrent import (
+    NO_STEPS,
+    RecurrentLayers,
+    RecurrentSteps,
+    Run,
+    StateStore,
+    over_runs,
+    runs_of,
+)
 from palestra.engine.routing import ExpertRouting
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
@@ -49,10 +56,6 @@ BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # per_row: each row reads all its pages. shared_prefix: rows of a group read their common pages once. speculative:
 # n-gram drafts are verified several tokens at a time.
 DecodePath = Literal["per_row", "shared_prefix", "speculative"]
-
-
-RecurrentSteps = Mapping[int, Callable[[Tensor], Tensor]]
-NO_STEPS: RecurrentSteps = MappingProxyType({})
 
 
 class DecodeShape(NamedTuple):
