@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "models" /
 from llama_cpp import LlamaCpp, transformers_logprobs
 
 from palestra import demo
-from palestra.models.export.gguf import to_gguf
+from palestra.extras.gguf.export import to_gguf
 from palestra.models.export.source import open_source
 from palestra.models.loading import load_model
 

@@ -23,9 +23,9 @@ from adaptive_sampling import outcome
 from palestra.core.config import RunConfig
 from palestra.core.types import Problem
 from palestra.env_api import train_env
-from palestra.envs.library.treasure import WAYS, Treasure
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
+from palestra.extras.environments.treasure import WAYS, Treasure
 
 GAMES = 160  # of the random player
 HOUSE = {"width": 3, "height": 1, "spare_turns": 4, "train_size": 200, "held_out_size": 100}

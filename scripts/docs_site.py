@@ -116,7 +116,7 @@ def _setting_row(name: str, field: Any) -> str:
 
 
 def _tools() -> str:
-    from palestra.agent_tools.tools import TOOLS
+    from palestra.extras.agent_tools.tools import TOOLS
 
     lines = ["# Tools for agents", "", "Over MCP, HTTP and Python alike; agent_tools.md tells how they work together."]
     for tool in TOOLS.values():

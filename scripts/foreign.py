@@ -27,7 +27,7 @@ from pathlib import Path
 
 from palestra.core import children
 from palestra.core.errors import PalestraError
-from palestra.sources.wire.atropos import ensure_python, venv_folder
+from palestra.extras.atropos.atropos import ensure_python, venv_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 from foreign_data import warm_model, write_data

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import UnsupportedModel
 from palestra.engine.engine import Engine
+from palestra.extras.gguf.config import is_written_here
 from palestra.learner.forward import Scorer
 from palestra.learner.lora import add_lora
-from palestra.models.gguf.config import is_written_here
 from palestra.plan.shape import shape_of
 
 ROOT = Path(__file__).parent.parent

@@ -32,9 +32,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The URL of a server in a thread."""
-    from palestra.servers.tinker.base_model import BaseModel
-    from palestra.servers.tinker.server import tinker_app
-    from palestra.servers.tinker.service import Service, ServiceLimits
+    from palestra.extras.tinker.server.base_model import BaseModel
+    from palestra.extras.tinker.server.server import tinker_app
+    from palestra.extras.tinker.server.service import Service, ServiceLimits
     from palestra.servers.web import Server, open_port, url_of
 
     service = Service([BaseModel.load(MODEL, device="cpu")], folder, ServiceLimits(models=64))
@@ -238,7 +238,7 @@ def methods_of(client: type) -> list[str]:
 
 def outcome(call: Callable[[], Any]) -> str:
     """`works`, or the sentence with which it is refused."""
-    from palestra.backends.tinker.model import refusal
+    from palestra.extras.tinker.client.model import refusal
 
     done: Future[Any] = Future()
 

@@ -22,8 +22,8 @@ from palestra.cli.trust import code_of_run
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.dashboard.app import dashboard_app
-from palestra.dashboard.catalog import Catalog
+from palestra.extras.dashboard.app import dashboard_app
+from palestra.extras.dashboard.catalog import Catalog
 from palestra.learner.sharding import read_metadata
 from palestra.runs.compare import compared
 from palestra.runs.manager import RunManager

@@ -132,7 +132,7 @@ def inference() -> Iterator[Prepared]:
 
 @contextmanager
 def trajectories(folder: Path) -> Iterator[Prepared]:
-    from palestra.sources.wire.server import trajectory_app
+    from palestra.extras.atropos.server import trajectory_app
 
     yield trajectory_app(folder, max_body_mib=1), "trajectories", TRAJECTORIES, []
 
@@ -140,8 +140,8 @@ def trajectories(folder: Path) -> Iterator[Prepared]:
 @contextmanager
 def rl_clients(home: Path) -> Iterator[Any]:
     """Sessions of the tools in which an environment can be selected, and nothing else starts a process."""
-    from palestra.agent_tools import RlTools
-    from palestra.agent_tools.tools import Clients
+    from palestra.extras.agent_tools import RlTools
+    from palestra.extras.agent_tools.tools import Clients
     from palestra.runs import manager as runs_manager
     from palestra.runs.locks import RequestLimits, Site
 
@@ -159,7 +159,7 @@ def rl_clients(home: Path) -> Iterator[Any]:
 
 @contextmanager
 def tools(home: Path) -> Iterator[Prepared]:
-    from palestra.agent_tools.http_api import http_app
+    from palestra.extras.agent_tools.http_api import http_app
 
     with rl_clients(home) as clients:
         yield http_app(clients, None), "tools", TOOLS, [SESSION]
@@ -167,7 +167,7 @@ def tools(home: Path) -> Iterator[Prepared]:
 
 @contextmanager
 def mcp(home: Path) -> Iterator[Prepared]:
-    from palestra.agent_tools.mcp_server import http_app, make_server
+    from palestra.extras.agent_tools.mcp_server import http_app, make_server
 
     headers = ["Accept: application/json, text/event-stream", "MCP-Protocol-Version: 2025-06-18"]
     with rl_clients(home) as clients:

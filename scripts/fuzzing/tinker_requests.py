@@ -24,10 +24,10 @@ Good = tuple[str, bytes, bool]  # path, body, whether it is protobuf
 
 
 def fuzz(count: int, rng: random.Random, folder: Path) -> Tally:
+    from palestra.extras.tinker.server.base_model import BaseModel
+    from palestra.extras.tinker.server.server import tinker_app
+    from palestra.extras.tinker.server.service import Service, ServiceLimits
     from palestra.models.loading import load_model
-    from palestra.servers.tinker.base_model import BaseModel
-    from palestra.servers.tinker.server import tinker_app
-    from palestra.servers.tinker.service import Service, ServiceLimits
 
     tally = Tally("tinker requests")
     loaded = load_model("palestra/tiny", device="cpu")
@@ -70,7 +70,7 @@ def train(
 
 
 def good_requests(model: str) -> list[Good]:
-    from palestra.servers.tinker.messages import Datum, Tensor
+    from palestra.extras.tinker.server.messages import Datum, Tensor
 
     random_ = np.random.default_rng(0)
     found: list[Good] = []
@@ -87,7 +87,7 @@ def good_requests(model: str) -> list[Good]:
 
 def forward_backward_body(model: str, seq_id: int, rows: list[Any], loss_fn: str = "cross_entropy") -> bytes:
     """A ForwardBackwardRequest, as a client sends it."""
-    from palestra.servers.tinker.messages import _tensor, pb
+    from palestra.extras.tinker.server.messages import _tensor, pb
 
     message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn=loss_fn)
     for datum in rows:

@@ -11,8 +11,8 @@ from typing import Any
 from fuzzing.check import Tally, mutate
 from fuzzing.http_requests import ENV, GROUP, REGISTRATION
 from fuzzing.servers import Answer, check, http, mutate_json, served, to_bytes
-from palestra.sources.wire.protocol import ModelLimits, read_group
-from palestra.sources.wire.server import trajectory_app
+from palestra.extras.atropos.protocol import ModelLimits, read_group
+from palestra.extras.atropos.server import trajectory_app
 
 LIFE = 500  # posts between two restarts of the server
 LIMITS = ModelLimits(vocabulary=10**6, context_tokens=128)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from palestra.envs.user_simulator import UserSimulator
     from palestra.evals.judge import judge, ruler
     from palestra.evals.measures import fail_reason, measure, pass_reason, turn_scores
-    from palestra.prompts.improve import improve
+    from palestra.extras.improve.improve import improve
     from palestra.suite import EvalSuite
 
 __all__ = [

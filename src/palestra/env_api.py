@@ -20,6 +20,7 @@ from palestra.envs.base import Split
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
+from palestra.extras.atropos.protocol import WireClient
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.build import policy_of
 from palestra.policy.openai import OpenAIChat, OpenAISettings
@@ -28,15 +29,14 @@ from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.evaluate import process
 from palestra.rollout.opening import tools_of
-from palestra.sources.wire.protocol import WireClient
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
 from palestra.trainer import train_task, watching
 
 if TYPE_CHECKING:
-    from palestra.sources.wire.task import Address
-    from palestra.sources.wire.worker import EnvironmentWorker
+    from palestra.extras.atropos.task import Address
+    from palestra.extras.atropos.worker import EnvironmentWorker
     from palestra.train.run import Outcome
     from palestra.train.tasks import EnvironmentTask, Task
 
@@ -91,7 +91,7 @@ def train_wire(
     tokenizer; `check` may raise while groups are waited for. Where the environment fails and no group arrives for
     `wait_limit_s` (0: any time), the run stops with the reason.
     """
-    from palestra.sources.wire.task import WireTask
+    from palestra.extras.atropos.task import WireTask
     from palestra.train.setup import load_for_run
 
     loaded = load_for_run(run.config)
@@ -189,8 +189,8 @@ def serve_env(
 
     `model_name` says whose tokenizer to use; None: that of the model that the server serves.
     """
+    from palestra.extras.atropos.worker import EnvironmentWorker
     from palestra.models.loading import load_tokenizer
-    from palestra.sources.wire.worker import EnvironmentWorker
     from palestra.train.tasks import agent_collector
 
     config.refuse(["rollout.constrain_tool_calls"], "the trainer's server samples, and it takes no grammar")

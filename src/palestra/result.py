@@ -23,8 +23,8 @@ from palestra.core.weights import Weights
 from palestra.evals.report import EvalReport, Mean, Rate
 
 if TYPE_CHECKING:
+    from palestra.extras.gguf.ollama import OllamaModel
     from palestra.models.export.hub import HubRepo
-    from palestra.models.export.ollama import OllamaModel
     from palestra.policy.base import Policy
     from palestra.train.run import Outcome
 
@@ -221,7 +221,7 @@ class GRPOTrainingResult:
         `model_path` is another saved model than the run's own; `llama_cpp_path` is needed for quantisations other than
         f32, f16, bf16 and q8_0.
         """
-        from palestra.models.export.ollama import to_ollama
+        from palestra.extras.gguf.ollama import to_ollama
         from palestra.models.export.source import open_source
 
         source = open_source(str(model_path or self.model_path), model_name)

@@ -33,20 +33,20 @@ from palestra.core.show import visible
 from palestra.env_api import finish_wire, serve_env, train_env, train_wire
 from palestra.envs.load import env_class, find_env, load_env
 from palestra.envs.running import RunningEnv
+from palestra.extras.atropos import WIRE_DEFAULTS
+from palestra.extras.atropos.atropos import TRAINER_URL, AtroposEnv
+from palestra.extras.atropos.protocol import WireClient
 from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.runs.index import Index, State, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, descendants, end_all, identify
 from palestra.runs.recovery import SUPERVISOR_DIED, recover_own
 from palestra.runs.request import RunRequest, absolute_name
-from palestra.sources.wire import WIRE_DEFAULTS
-from palestra.sources.wire.atropos import TRAINER_URL, AtroposEnv
-from palestra.sources.wire.protocol import WireClient
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:
-    from palestra.sources.wire.worker import EnvironmentWorker
+    from palestra.extras.atropos.worker import EnvironmentWorker
     from palestra.train.run import Outcome
 
 Finished = tuple[RunFolder, "Outcome"]
@@ -172,7 +172,7 @@ def _train_agent(
 
 
 def _train_wire(request: RunRequest, run: RunFolder, watching: Watching, resumed: Resume | None = None) -> Outcome:
-    from palestra.sources.wire.task import Address
+    from palestra.extras.atropos.task import Address
 
     assert request.env_url is not None
     # environments written for Atropos cannot send a token
@@ -226,8 +226,8 @@ def environment_request(request: RunRequest, folder: RunFolder) -> RunRequest:
 
 def serve_trajectories(request: RunRequest, folder: RunFolder) -> None:
     """Serve the trajectory API of a run until SIGTERM."""
+    from palestra.extras.atropos.server import trajectory_app
     from palestra.servers.web import Server, open_port
-    from palestra.sources.wire.server import trajectory_app
 
     token = os.environ.get("PALESTRA_TOKEN") or None
     socket = open_port("127.0.0.1", request.api_port or 0, token)

@@ -20,16 +20,16 @@ from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.run_folder import Resume, RunFolder
-from palestra.envs.adapters.factory import FactoryEnv, owns_reward
 from palestra.envs.base import Environment
+from palestra.envs.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.suite import EvalSuite, hold_out
+from palestra.extras.trl.arguments import TrlArguments, read_arguments
 from palestra.models.progress_bars import hidden_progress_bars, is_local
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, TrainerState, as_list
 from palestra.train.watcher import Watcher
-from palestra.trl_arguments import TrlArguments, read_arguments
 
 if TYPE_CHECKING:
     from palestra.models.loading import LoadedModel

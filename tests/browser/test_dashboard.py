@@ -8,9 +8,9 @@ import pytest
 
 from palestra.core.files import write_jsonl
 from palestra.core.group_codec import rollout_to_dict
-from palestra.dashboard.app import dashboard_app
-from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.foreign import open_foreign
+from palestra.extras.dashboard.app import dashboard_app
+from palestra.extras.dashboard.catalog import Catalog
+from palestra.extras.dashboard.foreign import open_foreign
 from palestra.runs.manager import RunManager
 
 pytestmark = pytest.mark.slow("make test-browser drives a Chromium")

@@ -6,8 +6,8 @@ import make_runs
 import pytest
 
 from palestra.core.errors import PalestraError
-from palestra.dashboard.app import dashboard_app
-from palestra.dashboard.catalog import Catalog
+from palestra.extras.dashboard.app import dashboard_app
+from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager
 
 pytestmark = pytest.mark.slow("make test-browser drives a Chromium")

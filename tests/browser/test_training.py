@@ -2,9 +2,9 @@
 
 import pytest
 
-from palestra.agent_tools.launcher import FormLauncher
-from palestra.dashboard.app import dashboard_app
-from palestra.dashboard.catalog import Catalog
+from palestra.extras.agent_tools.launcher import FormLauncher
+from palestra.extras.dashboard.app import dashboard_app
+from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 

@@ -11,10 +11,10 @@ import pytest
 
 from palestra.core.types import Finish, Message, Problem, Rollout, SamplingParams, ToolCall
 from palestra.envs.discover import discover
-from palestra.envs.library.treasure import way
 from palestra.envs.load import load_env
-from palestra.envs.reasoning_gym_tasks import WRONG_SCORERS, task_names
 from palestra.envs.running import RunningEnv
+from palestra.extras.environments.reasoning_gym_tasks import WRONG_SCORERS, task_names
+from palestra.extras.environments.treasure import way
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, endpoint_speakers
 

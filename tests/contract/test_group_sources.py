@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 from served import served
 
-from palestra.backends.ray.pool import PackedWeights, PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group
 from palestra.envs.load import load_env
+from palestra.extras.atropos.protocol import WireClient
+from palestra.extras.atropos.server import trajectory_app
+from palestra.extras.atropos.task import Address, WireSource, WireTask
+from palestra.extras.ray.pool import PackedWeights, PoolPolicy, RolloutPool
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.local import LocalPolicy
-from palestra.sources.wire.protocol import WireClient
-from palestra.sources.wire.server import trajectory_app
-from palestra.sources.wire.task import Address, WireSource, WireTask
 from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import GroupSource, gather
 from palestra.train.tasks import EnvironmentTask, Parts

@@ -102,13 +102,13 @@ class OnTinkerServer(Case):
                 opened.close(good=True)
 
     def model(self, **sections: Any) -> Any:
-        from palestra.servers.tinker.base_model import AdapterSpec
+        from palestra.extras.tinker.server.base_model import AdapterSpec
 
         return self.served.module(AdapterSpec(self.config().lora.r))
 
     def learner(self, **sections: Any) -> Learner:
-        from palestra.backends.tinker.connect import open_model
-        from palestra.backends.tinker.learner import TinkerLearner
+        from palestra.extras.tinker.client.connect import open_model
+        from palestra.extras.tinker.client.learner import TinkerLearner
 
         settings = {"backend": "tinker", "tinker": {"base_url": self.url}, "model": {"name": "random"}}
         config = self.config(**settings, **sections)

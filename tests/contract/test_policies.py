@@ -22,11 +22,11 @@ from small_engine import small_model
 
 from palestra import function_tool
 from palestra.agents.tools.run import read_arguments
-from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError, StateError, UnsupportedError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.extras.vllm.server import VllmServerPolicy
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
@@ -92,8 +92,8 @@ def tinker(model: Any, tokenizer: Any, folder: Path) -> Iterator[AnyPolicy]:
     pytest.importorskip("tinker")
     from tinker_server import base_model, tinker_server
 
-    from palestra.backends.tinker.connect import open_model
-    from palestra.backends.tinker.policy import TinkerPolicy
+    from palestra.extras.tinker.client.connect import open_model
+    from palestra.extras.tinker.client.policy import TinkerPolicy
 
     with tinker_server([base_model(model, tokenizer, "random")], folder) as running:
         settings = {"backend": "tinker", "tinker": {"base_url": running.url}, "model": {"name": "random"}}

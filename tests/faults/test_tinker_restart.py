@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("tinker")
 
 from palestra import Env
-from palestra.backends.tinker.learner import TinkerLearner
-from palestra.backends.tinker.policy import TinkerPolicy
 from palestra.core.config import RunConfig
 from palestra.core.http import HttpError, Request
 from palestra.core.run_folder import Resume
 from palestra.env_api import train_env
 from palestra.envs.running import RunningEnv
+from palestra.extras.tinker.client.learner import TinkerLearner
+from palestra.extras.tinker.client.policy import TinkerPolicy
 
 pytestmark = pytest.mark.slow("make test-tinker restarts servers")
 

@@ -16,7 +16,7 @@ from forkserver import Forkserver
 from safetensors.torch import load_file
 
 from palestra.core.run_folder import RunFolder
-from palestra.sources.wire.protocol import WireClient
+from palestra.extras.atropos.protocol import WireClient
 
 STEPS, GROUPS_PER_STEP, SIBLINGS = 4, 2, 4
 TIMED = ("seconds", "per_second", "per_s", "memory")

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.agent_tools.pending_run import PendingRunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
+from palestra.extras.agent_tools.pending_run import PendingRunConfig
 from palestra.models.loading import load_model
 from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Site

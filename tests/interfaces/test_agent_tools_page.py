@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from palestra.agent_tools import TOOL_NAMES
+from palestra.extras.agent_tools import TOOL_NAMES
 from palestra.runs.locks import RequestLimits, Site
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agent_tools.md").read_text(encoding="utf-8")

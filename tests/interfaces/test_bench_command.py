@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
-from palestra.cli.bench import _table
-from palestra.cli.benchmark.workload import SIDES, TOOL_RESULT_TOKENS, Measurement, Workload
+from palestra.extras.bench.command import _table
+from palestra.extras.bench.workload import SIDES, TOOL_RESULT_TOKENS, Measurement, Workload
 
 SMALL = ("--prompts", "2", "--group-size", "3", "--prompt-tokens", "20", "--new-tokens", "5", "--threads", "1")
 ROLLOUTS, PROMPT, NEW = 6, 20, 5

@@ -25,7 +25,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_reference_has_every_public_name_command_setting_and_tool(site: Path) -> None:
     import palestra
-    from palestra.agent_tools.tools import TOOLS
+    from palestra.extras.agent_tools.tools import TOOLS
 
     api, commands, settings, tools = (
         (site / "reference" / f"{name}.html").read_text(encoding="utf-8") for name in ("api", "cli", "config", "tools")

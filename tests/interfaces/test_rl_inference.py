@@ -15,12 +15,12 @@ from builders import wait_until
 from served import json_app
 from starlette.responses import Response
 
-from palestra.agent_tools import RlTools, inference
-from palestra.agent_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose_models
 from palestra.core.errors import NotAllowedError
+from palestra.extras.agent_tools import RlTools, inference
+from palestra.extras.agent_tools.endpoints import OPENROUTER, OPENROUTER_MODELS, choose_models
+from palestra.extras.atropos.atropos import venv_folder
 from palestra.runs.locks import Inference, RequestLimits, Site
 from palestra.runs.manager import RunManager
-from palestra.sources.wire.atropos import venv_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rl_agent
@@ -162,7 +162,7 @@ def test_a_test_that_nobody_wants_any_more_ends_at_once(folder):
 
 def test_what_it_started_ends_with_it_also_by_kill(folder):
     code = (
-        "from palestra.agent_tools import RlTools; t = RlTools(); t.rl_select_environment('echo-number'); "
+        "from palestra.extras.agent_tools import RlTools; t = RlTools(); t.rl_select_environment('echo-number'); "
         "t.rl_test_inference(models=['palestra/tiny'])"
     )
     environment = os.environ | {"PALESTRA_HOME": str(folder / "home")}

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from palestra.agent_tools import TOOL_NAMES, RlTools
-from palestra.agent_tools import tools as tools_module
+from palestra.extras.agent_tools import TOOL_NAMES, RlTools
+from palestra.extras.agent_tools import tools as tools_module
 from palestra.runs.locks import RequestLimits, Site
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 
 from palestra import agent_tools as rl_tools
-from palestra.agent_tools import RlTools, coroutines, get_missing_keys, views
-from palestra.agent_tools.answers import Refusal
-from palestra.agent_tools.endpoints import OPENROUTER_MODELS, Candidate
-from palestra.agent_tools.inference import _scores, _summary
-from palestra.agent_tools.pending_run import PendingRunConfig
-from palestra.agent_tools.tools import TOOLS
 from palestra.core.errors import SettingError
 from palestra.core.files import write_json, write_text
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import in_file
+from palestra.extras.agent_tools import RlTools, coroutines, get_missing_keys, views
+from palestra.extras.agent_tools.answers import Refusal
+from palestra.extras.agent_tools.endpoints import OPENROUTER_MODELS, Candidate
+from palestra.extras.agent_tools.inference import _scores, _summary
+from palestra.extras.agent_tools.pending_run import PendingRunConfig
+from palestra.extras.agent_tools.tools import TOOLS
+from palestra.extras.atropos.atropos import PACKAGES, env_process_environment
 from palestra.policy.openai import OpenAISettings
 from palestra.runs.index import Index
 from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import process_environment
-from palestra.sources.wire.atropos import PACKAGES, env_process_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rl_agent
@@ -57,7 +57,7 @@ def chosen(tmp_path_factory):
 @pytest.fixture
 def started(tools, monkeypatch):
     """A session with one run, and the answer to its start."""
-    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
+    monkeypatch.setattr("palestra.extras.agent_tools.tools.describe", lambda *_: None)
     tools._pending = pending()
     return tools, tools.rl_start_training()
 
@@ -267,7 +267,7 @@ def test_the_checkpoint_of_a_stopped_run_is_told_to_load_like_a_model(started):
 
 
 def test_runs_are_listed_page_by_page(tools, monkeypatch):
-    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
+    monkeypatch.setattr("palestra.extras.agent_tools.tools.describe", lambda *_: None)
     tools._pending = pending()
     ids = [tools.rl_start_training()["run_id"] for _ in range(3)]
     first, last = tools.rl_list_runs(limit=2), tools.rl_list_runs(limit=2, offset=2)
@@ -300,7 +300,7 @@ def test_environments_are_named_by_file_or_name_and_their_errors_are_answers(fol
 
 
 def test_keys_are_asked_for_by_name_and_by_need_and_never_told(folder, monkeypatch):
-    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
+    monkeypatch.setattr("palestra.extras.agent_tools.tools.describe", lambda *_: None)
     keys = {"TINKER_API_KEY": "tk-0123456789", "WANDB_API_KEY": "wk-0123456789"}
     for key in keys:
         monkeypatch.delenv(key, raising=False)

@@ -12,8 +12,8 @@ import pytest
 from mcp import Client
 from starlette.testclient import TestClient
 
-from palestra.agent_tools import TOOL_NAMES, RlTools, http_api, mcp_server
-from palestra.agent_tools.tools import Clients
+from palestra.extras.agent_tools import TOOL_NAMES, RlTools, http_api, mcp_server
+from palestra.extras.agent_tools.tools import Clients
 from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager
 

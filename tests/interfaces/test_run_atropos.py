@@ -12,10 +12,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.run import environment_request, new_wire_run, serve_environment
-from palestra.runs.manager import RunManager, RunRequest
-from palestra.runs.request import launch_token, process_environment
-from palestra.sources.wire.atropos import (
+from palestra.extras.atropos.atropos import (
     PACKAGES,
     AtroposEnv,
     ensure_python,
@@ -24,6 +21,9 @@ from palestra.sources.wire.atropos import (
     venv_folder,
     write_tokenizer,
 )
+from palestra.run import environment_request, new_wire_run, serve_environment
+from palestra.runs.manager import RunManager, RunRequest
+from palestra.runs.request import launch_token, process_environment
 
 DIGITS = Path(__file__).parents[2] / "benchmarks" / "atropos" / "digits_env.py"
 VENV = venv_folder()
@@ -77,7 +77,7 @@ def atropos(monkeypatch, tmp_path):
 
     monkeypatch.setattr(RunManager, "_launch", launch)
     monkeypatch.setattr(
-        "palestra.sources.wire.atropos.ensure_python", lambda folder, packages, note: folder / "bin/python"
+        "palestra.extras.atropos.atropos.ensure_python", lambda folder, packages, note: folder / "bin/python"
     )
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
     return requests
@@ -92,8 +92,8 @@ def served(monkeypatch, request, folder):
     def execve(program, words, environ):
         raise Replaced(words)
 
-    monkeypatch.setattr("palestra.sources.wire.atropos.os.execve", execve)
-    monkeypatch.setattr("palestra.sources.wire.atropos.cached_tokenizer", lambda model: Path("/cache/tokenizer"))
+    monkeypatch.setattr("palestra.extras.atropos.atropos.os.execve", execve)
+    monkeypatch.setattr("palestra.extras.atropos.atropos.cached_tokenizer", lambda model: Path("/cache/tokenizer"))
     with pytest.raises(Replaced) as replaced:
         serve_environment(environment_request(replace(request, env_url="http://127.0.0.1:1"), folder), nullcontext)
     return replaced.value.args[0]
@@ -166,7 +166,7 @@ def test_all_environments_share_a_venv_unless_their_pins_contradict(tmp_path, mo
 
 def test_a_venv_is_extended_by_what_it_lacks_and_keeps_its_pins(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr("palestra.sources.wire.atropos._run", lambda command, progress: commands.append(command))
+    monkeypatch.setattr("palestra.extras.atropos.atropos._run", lambda command, progress: commands.append(command))
     folder = tmp_path / "venv"
     folder.mkdir()
     for packages in ((), ("gymnasium==1.0.0",), ("gymnasium==1.0.0",), ("bs4",), ()):
@@ -232,8 +232,8 @@ def test_every_server_that_a_file_names_gets_our_address_and_its_imports_work(tm
 
 def test_an_inference_test_allows_managed_servers_without_tokens_and_a_training_does_not(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("palestra.sources.wire.atropos.os.execve", lambda *words: seen.append(words[2]))
-    monkeypatch.setattr("palestra.sources.wire.atropos.cached_tokenizer", lambda model: tmp_path)
+    monkeypatch.setattr("palestra.extras.atropos.atropos.os.execve", lambda *words: seen.append(words[2]))
+    monkeypatch.setattr("palestra.extras.atropos.atropos.cached_tokenizer", lambda model: tmp_path)
     monkeypatch.setattr(AtroposEnv, "python", lambda self: Path("python"))
     env = AtroposEnv(DIGITS, {}, {"base_url": "http://127.0.0.1:1/v1", "model_name": "m"})
     env.process(RunConfig(), 1, tmp_path / "out.jsonl")

@@ -26,14 +26,14 @@ from palestra.core.types import Problem, SamplingParams, Turn
 from palestra.env_api import serve_env, train_env, train_wire
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
+from palestra.extras.atropos.protocol import WireClient
+from palestra.extras.atropos.server import trajectory_app
+from palestra.extras.atropos.task import Address
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import seed_of
-from palestra.sources.wire.protocol import WireClient
-from palestra.sources.wire.server import trajectory_app
-from palestra.sources.wire.task import Address
 from palestra.train import StepTrainer
 from palestra.train.group_source import draw
 
@@ -223,8 +223,8 @@ def tinker_url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     pytest.importorskip("tinker")
     from tinker_server import serving
 
-    from palestra.servers.tinker.base_model import BaseModel
-    from palestra.servers.tinker.service import Service
+    from palestra.extras.tinker.server.base_model import BaseModel
+    from palestra.extras.tinker.server.service import Service
 
     service = Service([BaseModel.load(model, device="cpu")], tmp_path_factory.mktemp("tinker"))
     with pytest.MonkeyPatch.context() as patch, serving(service) as running:

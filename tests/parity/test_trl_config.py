@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from palestra import GRPOTrainer
-from palestra.trl_config import DEFAULTS, problem_of
+from palestra.extras.trl.config import DEFAULTS, problem_of
 
 trl = pytest.importorskip("trl")
 OWN_DEFAULTS = {"gradient_checkpointing", "project"}  # documented in docs/python.md

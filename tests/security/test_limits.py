@@ -13,17 +13,17 @@ from annotated_types import Le, Lt
 from builders import wait_until
 from pydantic.fields import FieldInfo
 
-from palestra.agent_tools import RlTools, mcp_server, pending_run
-from palestra.agent_tools.endpoints import Candidate, Relay
-from palestra.agent_tools.tools import Clients
 from palestra.core.config import RunConfig
 from palestra.core.errors import ResourceError, SettingError
 from palestra.core.http import Request
-from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
 from palestra.envs.env import EnvConfig
 from palestra.envs.load import env_class
+from palestra.extras.adapters.by_name import BY_NAME
+from palestra.extras.agent_tools import RlTools, mcp_server, pending_run
+from palestra.extras.agent_tools.endpoints import Candidate, Relay
+from palestra.extras.agent_tools.tools import Clients
 from palestra.runs.index import TooManyRuns
 from palestra.runs.locks import RequestLimits, Site, locked_settings
 from palestra.runs.manager import RunManager, RunRequest
@@ -33,7 +33,7 @@ import yaml
 from rl_agent import NothingStarts, pending
 from starlette.testclient import TestClient
 
-from palestra.sources.wire import atropos
+from palestra.extras.atropos import atropos
 
 
 def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_path):
@@ -54,7 +54,7 @@ def test_of_eight_clients_that_start_at_once_exactly_the_limit_gets_a_run(tmp_pa
 
 
 def test_the_tool_says_how_many_runs_there_may_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
+    monkeypatch.setattr("palestra.extras.agent_tools.tools.describe", lambda *_: None)
     tools = RlTools(NothingStarts(tmp_path / "home"), Site(limits=RequestLimits(active_runs=1)))
     tools._pending = pending(tools.site)
     assert "run_id" in tools.rl_start_training()
@@ -227,7 +227,7 @@ def test_an_atropos_environment_gets_its_token_in_a_private_file(tmp_path, monke
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
     """An agent's tools with an environment selected; no run is launched."""
-    monkeypatch.setattr("palestra.agent_tools.tools.describe", lambda *_: None)
+    monkeypatch.setattr("palestra.extras.agent_tools.tools.describe", lambda *_: None)
 
     def make(site: Site) -> RlTools:
         tools = RlTools(NothingStarts(tmp_path / "home"), site)

@@ -11,11 +11,11 @@ import pytest
 
 from palestra.core.errors import NotFoundError, UnreadableFileError, UserCodeError
 from palestra.core.time_limit import TimeLimitError, time_limit
+from palestra.extras.gguf.config import config_from_gguf
+from palestra.extras.gguf.file import open_gguf
 from palestra.models import adapters
 from palestra.models.chat import render as render_module
 from palestra.models.chat.render import TemplateRefusal, prepare, render
-from palestra.models.gguf.config import config_from_gguf
-from palestra.models.gguf.file import open_gguf
 from palestra.models.loading import load_config, load_model, load_tokenizer
 
 TINY = Path(adapters.__file__).parent / "tiny"

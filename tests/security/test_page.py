@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from palestra.agent_tools import RlTools, mcp_server
-from palestra.agent_tools.tools import MAX_SESSIONS
+from palestra.extras.agent_tools import RlTools, mcp_server
+from palestra.extras.agent_tools.tools import MAX_SESSIONS
+from palestra.extras.atropos import server, task
+from palestra.extras.atropos.protocol import MAX_VALUE
 from palestra.models.chat.render import RENDER_S
 from palestra.runs.manager import RunManager
 from palestra.servers import body, connections
 from palestra.servers.openai import completer, inference
 from palestra.servers.openai.sampling_fields import MAX_PROMPTS
-from palestra.sources.wire import server, task
-from palestra.sources.wire.protocol import MAX_VALUE
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from palestra.core.types import Problem
-from palestra.envs.library.python_code import PythonCode
 from palestra.envs.problems import as_problem
+from palestra.extras.environments.python_code import PythonCode
 
 RESULTS_OF_THE_SOLUTION = {
     "deep": "open('results.json', 'w').write('[' * 31000)",

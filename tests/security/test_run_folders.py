@@ -17,8 +17,8 @@ from palestra.cli.trust import code_for_tools, is_own
 from palestra.core.config import RunConfig
 from palestra.core.errors import UnreadableFileError
 from palestra.core.run_folder import RunFolder
-from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.token_view import token_texts
+from palestra.extras.dashboard.catalog import Catalog
+from palestra.extras.dashboard.token_view import token_texts
 from palestra.learner.sharding import load_sharded, read_metadata
 from palestra.runs.manager import RunManager
 

@@ -15,9 +15,6 @@ import pytest
 from served import json_app
 from starlette.responses import RedirectResponse
 
-from palestra.agent_tools import RlTools
-from palestra.agent_tools.answers import answer
-from palestra.agent_tools.resources import KINDS, read_resource
 from palestra.core import children
 from palestra.core.config import RunConfig
 from palestra.core.errors import ServiceError
@@ -27,11 +24,14 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import clean_environment, redact
 from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import in_file
+from palestra.extras.agent_tools import RlTools
+from palestra.extras.agent_tools.answers import answer
+from palestra.extras.agent_tools.resources import KINDS, read_resource
+from palestra.extras.atropos.atropos import command as atropos_command
+from palestra.extras.atropos.atropos import serve_command
 from palestra.runs.index import Index
 from palestra.runs.manager import RunManager
 from palestra.runs.processes import write_log
-from palestra.sources.wire.atropos import command as atropos_command
-from palestra.sources.wire.atropos import serve_command
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc and namespaces are Linux's")
 NASTY = 'pä"ss\\wörd-42'

@@ -17,9 +17,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from palestra.agent_tools import RlTools, http_api, mcp_server
-from palestra.agent_tools.tools import Clients
 from palestra.core.errors import SettingError
+from palestra.extras.agent_tools import RlTools, http_api, mcp_server
+from palestra.extras.agent_tools.tools import Clients
+from palestra.extras.atropos.protocol import ScoredGroup
+from palestra.extras.atropos.server import trajectory_app
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 from palestra.servers import body, web
@@ -29,8 +31,6 @@ from palestra.servers.http_errors import error_body
 from palestra.servers.openai.generate_forms import SglangBody
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.web import make_app, open_port, request_log
-from palestra.sources.wire.protocol import ScoredGroup
-from palestra.sources.wire.server import trajectory_app
 
 
 async def echo(request: Request) -> PlainTextResponse:

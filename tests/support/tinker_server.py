@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from served import served
 
+from palestra.extras.tinker.server.base_model import BaseModel
+from palestra.extras.tinker.server.server import tinker_app
+from palestra.extras.tinker.server.service import Service, ServiceLimits
 from palestra.models.loading import LoadedModel, load_model
-from palestra.servers.tinker.base_model import BaseModel
-from palestra.servers.tinker.server import tinker_app
-from palestra.servers.tinker.service import Service, ServiceLimits
 
 
 @dataclass

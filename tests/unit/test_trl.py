@@ -7,11 +7,6 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from peft import LoraConfig
-
-from palestra import EvalSuite, GRPOTrainer, GRPOTrainingConfig, measure
-from palestra.core.errors import InputError, SettingError, StateError, UnsupportedError
-from palestra.models.loading import load_model
 from palestra.trl import (
     GRPOConfig,
     ModelConfig,
@@ -23,6 +18,11 @@ from palestra.trl import (
     measure_to_reward,
 )
 from palestra.trl import GRPOTrainer as TrlTrainer
+from peft import LoraConfig
+
+from palestra import EvalSuite, GRPOTrainer, GRPOTrainingConfig, measure
+from palestra.core.errors import InputError, SettingError, StateError, UnsupportedError
+from palestra.models.loading import load_model
 
 PRICES = {"red lamp": 23, "blue mug": 45, "green chair": 67, "black desk": 89}
 DATASET = Dataset.from_dict(

@@ -17,11 +17,11 @@ import pytest
 import torch
 from served import free_port
 
-from palestra.backends.vllm.server import VllmServerPolicy
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import PalestraError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.extras.vllm.server import VllmServerPolicy
 from palestra.learner.lora import add_lora
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, load_model
@@ -64,7 +64,7 @@ def folder(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    with served(folder, "--worker-extension-cls", "palestra.backends.vllm.worker.PalestraWorker") as url:
+    with served(folder, "--worker-extension-cls", "palestra.extras.vllm.worker.PalestraWorker") as url:
         yield url
 
 

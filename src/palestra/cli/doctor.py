@@ -14,8 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from palestra.agent_tools.tools import MINIMUM_PYTHON, check_rl_python_version
 from palestra.core.machine import installed_version, memory_gib, port_error
+from palestra.extras.agent_tools.tools import MINIMUM_PYTHON, check_rl_python_version
 from palestra.runs.manager import palestra_home
 
 State = Literal["ok", "missing", "broken"]  # missing: something optional; broken: nothing works without it

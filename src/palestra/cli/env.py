@@ -25,11 +25,11 @@ from palestra.envs.load import find_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.evidence import RunFacts
 from palestra.evals.run_report.write import fill_template
+from palestra.extras.atropos import WIRE_DEFAULTS
+from palestra.extras.atropos.atropos import AtroposEnv
 from palestra.policy.openai import OpenAISettings
 from palestra.run import open_env, serve_environment
 from palestra.runs.request import RunRequest
-from palestra.sources.wire import WIRE_DEFAULTS
-from palestra.sources.wire.atropos import AtroposEnv
 from palestra.train.progress import make_display
 from palestra.train.watcher import Watcher
 

@@ -18,8 +18,8 @@ from palestra.core.files import slug, write_text
 from palestra.train.progress import task
 
 if TYPE_CHECKING:
+    from palestra.extras.gguf.write import Progress
     from palestra.models.export.source import ModelSource
-    from palestra.models.gguf.write import Progress
 
 
 @click.command("export")
@@ -118,8 +118,8 @@ def _refuse_other_options(kind: str, options: dict[str, Any]) -> None:
 
 
 def _to_html(console: Console, word: str, out: Path | None, groups: int | None) -> dict[str, Any]:
-    from palestra.dashboard.export_page import MAX_GROUPS, run_page
-    from palestra.dashboard.rollout_index import RolloutIndex
+    from palestra.extras.dashboard.export_page import MAX_GROUPS, run_page
+    from palestra.extras.dashboard.rollout_index import RolloutIndex
 
     run = require_run(word)
     path = out or run.export / f"{run.path.name}.html"
@@ -147,7 +147,7 @@ def _to_hub(console: Console, word: str, model: str, repo: str, *, private: bool
 def _to_gguf(
     console: Console, source: ModelSource, folder: Path, out: Path | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    from palestra.models.export.gguf import to_gguf
+    from palestra.extras.gguf.export import to_gguf
 
     kind = options["type"].lower()
     path = out or folder / f"{source.name}-{kind}.gguf"
@@ -158,7 +158,7 @@ def _to_gguf(
 
 
 def _to_ollama(console: Console, source: ModelSource, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    from palestra.models.export.ollama import to_ollama
+    from palestra.extras.gguf.ollama import to_ollama
 
     with _writing(console, source.name) as progress:
         made = to_ollama(source, source.name, folder, progress=progress, **options)

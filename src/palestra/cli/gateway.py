@@ -81,6 +81,6 @@ def record(out: Path, upstream: str | None, port: int) -> None:
     palestra eval --cases traces.jsonl --measure score.py:score
     """
     socket = server_port("127.0.0.1", port, None)
-    from palestra.sources.programs.record import Recorder
+    from palestra.extras.record.recorder import Recorder
 
     run_server(Recorder(out, upstream).app(), socket, f"traces go to {out}; set OPENAI_BASE_URL to", "/v1")

@@ -97,7 +97,7 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: 
     Accepted groups are on disk before the answer is sent, and survive a restart.
     """
     socket = server_port(host, port, token)
-    from palestra.sources.wire.server import trajectory_app
+    from palestra.extras.atropos.server import trajectory_app
 
     run_server(trajectory_app(folder, token=token, **limits), socket, "the trajectory API is at")
 
@@ -143,9 +143,9 @@ def tinker(
     names = names or ("palestra/tiny",)
     console = Console(stderr=True)
     load_libraries(console, names[0])
-    from palestra.servers.tinker.base_model import BaseModel
-    from palestra.servers.tinker.server import tinker_app
-    from palestra.servers.tinker.service import Service, ServiceLimits
+    from palestra.extras.tinker.server.base_model import BaseModel
+    from palestra.extras.tinker.server.server import tinker_app
+    from palestra.extras.tinker.server.service import Service, ServiceLimits
 
     with task(console, f"loading {', '.join(names)}"):
         bases = [BaseModel.load(name, dtype=dtype, device=device) for name in names]

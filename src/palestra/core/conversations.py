@@ -14,8 +14,8 @@ from typing import Any
 
 from palestra.core.errors import InputError, PalestraError, UnreadableFileError
 from palestra.core.messages import from_dict, read_json, to_dict
-from palestra.core.trace_formats import FORMATS, to_chat
 from palestra.core.types import Message, ToolCall
+from palestra.extras.record.trace_formats import FORMATS, to_chat
 
 log = logging.getLogger("palestra")
 _CONVERSION_ERRORS = (PalestraError, ValueError, KeyError, TypeError, AttributeError)

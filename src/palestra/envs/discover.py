@@ -14,7 +14,7 @@ from typing import Any, Literal
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UserCodeError, did_you_mean
 from palestra.core.files import read_regular, slug
 from palestra.envs.env import default_name
-from palestra.envs.reasoning_gym_tasks import FAMILY, task_names
+from palestra.extras.environments.reasoning_gym_tasks import FAMILY, task_names
 
 BASES = {"palestra.Env": "palestra", "palestra.envs.env.Env": "palestra", "atroposlib.envs.base.BaseEnv": "atropos"}
 LIBRARY = Path(__file__).with_name("library")

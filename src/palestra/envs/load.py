@@ -21,10 +21,10 @@ from palestra.core.errors import (
     did_you_mean,
 )
 from palestra.core.files import import_file
-from palestra.envs.adapters.by_name import BY_NAME
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
 from palestra.envs.env import Env
 from palestra.envs.running import RunningEnv
+from palestra.extras.adapters.by_name import BY_NAME
 
 _WANTED = "An environment file defines a subclass of palestra.Env"
 
@@ -70,7 +70,7 @@ def env_class(found: DiscoveredEnv) -> type[Env]:
     if found.name.partition(":")[0] in BY_NAME:
         return BY_NAME[found.name.partition(":")[0]]
     if found.file_path.is_relative_to(LIBRARY):
-        module = importlib.import_module(f"palestra.envs.library.{found.file_path.stem}")
+        module = importlib.import_module(f"palestra.extras.environments.{found.file_path.stem}")
     else:
         module = import_file(found.file_path, str(found.file_path), _WANTED)
     cls = getattr(module, found.class_name, None)

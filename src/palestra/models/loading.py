@@ -22,10 +22,10 @@ import torch
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
+from palestra.extras.gguf.read import cached_conversion, smollm2_file
 from palestra.models import adapters
 from palestra.models.chat.render import prepare
 from palestra.models.chat.template import ChatFormat
-from palestra.models.gguf.read import cached_conversion, smollm2_file
 from palestra.models.names import REMEDY, SMOLLM2, TINY, canonical_name, check_name, hub_unreachable, not_in_cache
 
 log = logging.getLogger("palestra")

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from palestra.backends.ray.pool import PoolPolicy, RolloutPool
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
 from palestra.core.ranks import ONE_PROCESS, Ranks
+from palestra.extras.ray.pool import PoolPolicy, RolloutPool
 from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
@@ -101,7 +101,7 @@ def ray_config(config: RunConfig, model: Any) -> RunConfig:
 
 
 def ray_pool(config: RunConfig) -> RolloutPool:
-    from palestra.backends.ray.ray_cluster import RayCluster
+    from palestra.extras.ray.ray_cluster import RayCluster
 
     options = config.ray
     needs = f"{options.cpus_per_actor:g} CPUs and {options.gpus_per_actor:g} GPUs"
@@ -110,9 +110,9 @@ def ray_pool(config: RunConfig) -> RolloutPool:
 
 def tinker_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
     """Learner and policy are two clients of one model on the server."""
-    from palestra.backends.tinker.connect import context_tokens, open_model, suited
-    from palestra.backends.tinker.learner import TinkerLearner
-    from palestra.backends.tinker.policy import TinkerPolicy
+    from palestra.extras.tinker.client.connect import context_tokens, open_model, suited
+    from palestra.extras.tinker.client.learner import TinkerLearner
+    from palestra.extras.tinker.client.policy import TinkerPolicy
 
     config = suited(config)
     model = open_model(config)

@@ -70,7 +70,7 @@ def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
 def require_ray(config: RunConfig) -> None:
     if find_spec("ray") is None:
         raise MissingPackageError("backend: ray needs Ray, here and on every node; pip install 'palestra[ray]'")
-    from palestra.backends.ray.ray_cluster import require_answer
+    from palestra.extras.ray.ray_cluster import require_answer
 
     require_answer(config.ray)  # before anything is loaded or written
 
@@ -140,7 +140,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
         "max_staleness": config.rollout.max_staleness,
     }
     if options.mode == "server":
-        from palestra.backends.vllm.server import VllmServerPolicy
+        from palestra.extras.vllm.server import VllmServerPolicy
 
         return VllmServerPolicy(
             options.url,
@@ -150,7 +150,7 @@ def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
             token=os.environ.get("VLLM_API_KEY"),
             timeout_s=options.timeout_s,
         )
-    from palestra.backends.vllm.colocate import VllmColocatePolicy
+    from palestra.extras.vllm.colocate import VllmColocatePolicy
 
     config.refuse(["rollout.weights_folder"], "vLLM in this process is given weights from memory")
     with tempfile.TemporaryDirectory() as folder:  # any model that was loaded here, GGUF files and adapters too

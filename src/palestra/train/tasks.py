@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from palestra.backends.ray.pool import GroupSampler, PoolCollector, PoolPolicy
 from palestra.core.config import RunConfig
 from palestra.core.conversations import Conversation
 from palestra.core.errors import SettingError, UnsupportedError
@@ -19,6 +18,7 @@ from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
 from palestra.evals.case_rates import CaseRates
+from palestra.extras.ray.pool import GroupSampler, PoolCollector, PoolPolicy
 from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler
 from palestra.models.chat.roundtrip import check_tool_calls, tool_call_problem

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.core.errors import InputError, SettingError, StorageError
-from palestra.sources.wire import journal
-from palestra.sources.wire.exchange import Exchange as RealExchange
-from palestra.sources.wire.exchange import PostedGroup, QueueFull, UnknownEnv, next_batch
-from palestra.sources.wire.journal import Queued
-from palestra.sources.wire.protocol import EnvRegistration, Registration, ScoredGroup
+from palestra.extras.atropos import journal
+from palestra.extras.atropos.exchange import Exchange as RealExchange
+from palestra.extras.atropos.exchange import PostedGroup, QueueFull, UnknownEnv, next_batch
+from palestra.extras.atropos.journal import Queued
+from palestra.extras.atropos.protocol import EnvRegistration, Registration, ScoredGroup
 
 ENV = EnvRegistration(max_token_length=8, desired_name="e", group_size=2)
 
@@ -220,7 +220,7 @@ async def test_groups_that_never_make_a_batch_are_told(tmp_path):
 
 
 async def test_registrations_are_bounded_one_row_each_and_survive(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.sources.wire.exchange._MAX_ENVS", 3)
+    monkeypatch.setattr("palestra.extras.atropos.exchange._MAX_ENVS", 3)
     exchange = await started(tmp_path)
     envs = [await exchange.register_env(ENV) for _ in range(3)]
     assert [env.name for env in envs] == ["e_0", "e_1", "e_2"]

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.core.errors import InputError
 from palestra.core.types import Group, Message, Rollout, ToolCall, Turn
-from palestra.sources.wire.protocol import ModelLimits, read_group, write_group
+from palestra.extras.atropos.protocol import ModelLimits, read_group, write_group
 from palestra.train.batch import to_batch
 
 LIMITS = ModelLimits(vocabulary=100, context_tokens=16)

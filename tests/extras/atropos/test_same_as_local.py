@@ -4,9 +4,9 @@ import json
 
 from palestra.core.config import RunConfig
 from palestra.core.types import Group, Lineage, Message, Rollout, Score, ToolCall, ToolResult, Turn
+from palestra.extras.atropos.protocol import ModelLimits, ScoredGroup, read_group, write_group
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
-from palestra.sources.wire.protocol import ModelLimits, ScoredGroup, read_group, write_group
 from palestra.train.batch import group_advantages, trainable_batch
 from palestra.train.metrics import rollout_metrics
 from palestra.train.schedule import coefficients_at

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from palestra.sources.wire import server
-from palestra.sources.wire.server import trajectory_app
+from palestra.extras.atropos import server
+from palestra.extras.atropos.server import trajectory_app
 
 REGISTRATION = {
     "wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 128, "checkpoint_dir": "c",
@@ -205,7 +205,7 @@ def test_changing_requests_are_posts_and_the_protocols_own_gets_stay(trained):
 
 
 def test_a_large_post_is_parsed_in_a_process_of_its_own_with_the_same_result(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.sources.wire.server._LARGE", 100)
+    monkeypatch.setattr("palestra.extras.atropos.server._LARGE", 100)
     with httpx.Client(base_url=serve(trajectory_app(tmp_path)), timeout=30) as api:
         api.post("/register", json=REGISTRATION)
         large = group(messages=[[{"role": "user", "content": "x" * 200}]] * 2)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from palestra.core.errors import ServiceError
+from palestra.extras.atropos import task
+from palestra.extras.atropos.task import StallWatch, repeated_trouble
 from palestra.servers.web import Tally
-from palestra.sources.wire import task
-from palestra.sources.wire.task import StallWatch, repeated_trouble
 
 SAME = "WARNING:atroposlib.envs.base:Scores are the same in a group, skipping...\n"
 

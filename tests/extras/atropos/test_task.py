@@ -14,12 +14,12 @@ from palestra.core.errors import PalestraError, ServiceError, UnsupportedError, 
 from palestra.core.http import Reply
 from palestra.core.run_folder import RunFolder
 from palestra.envs.load import load_env
+from palestra.extras.atropos.protocol import ModelLimits, WireClient
+from palestra.extras.atropos.server import trajectory_app
+from palestra.extras.atropos.task import Address, WireSource, WireTask
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
-from palestra.sources.wire.protocol import ModelLimits, WireClient
-from palestra.sources.wire.server import trajectory_app
-from palestra.sources.wire.task import Address, WireSource, WireTask
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
 
@@ -92,7 +92,7 @@ def test_batches_are_asked_for_after_the_last_and_kept_since_the_last_checkpoint
 
 
 def test_while_there_is_no_batch_the_reason_is_told_once_and_a_dead_environment_ends_the_wait(monkeypatch):
-    monkeypatch.setattr("palestra.sources.wire.task._POLL_S", 0.0)
+    monkeypatch.setattr("palestra.extras.atropos.task._POLL_S", 0.0)
     checks = iter([None, None, PalestraError("the environment ended with status 1")])
 
     def check() -> None:

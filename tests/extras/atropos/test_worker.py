@@ -10,13 +10,13 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.types import Group, Rollout, SamplingParams, Turn
 from palestra.envs.load import load_env
+from palestra.extras.atropos.protocol import WireClient
+from palestra.extras.atropos.server import trajectory_app
+from palestra.extras.atropos.worker import EnvironmentWorker
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
 from palestra.servers.openai.inference import inference_app
-from palestra.sources.wire.protocol import WireClient
-from palestra.sources.wire.server import trajectory_app
-from palestra.sources.wire.worker import EnvironmentWorker
 from palestra.train.tasks import agent_collector
 from palestra.train.watcher import Watcher
 
@@ -135,7 +135,7 @@ def test_a_training_that_is_over_is_not_fed_but_the_next_is_waited_for(api, mode
 
 
 def test_an_inference_server_that_is_never_there_ends_it_with_the_reason(api, model, monkeypatch):
-    monkeypatch.setattr("palestra.sources.wire.worker._RETRY_S", 0.01)
+    monkeypatch.setattr("palestra.extras.atropos.worker._RETRY_S", 0.01)
     register_trainer(api)
     worker, notes = make_worker(api, model, "http://127.0.0.1:9")
     with pytest.raises(PalestraError, match="--serve-port"):

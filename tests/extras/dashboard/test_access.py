@@ -6,10 +6,10 @@ import pytest
 from dashboard_client import ADDRESS, client_of
 from starlette.testclient import TestClient
 
-from palestra.agent_tools.http_api import http_app
-from palestra.agent_tools.tools import Clients, RlTools
-from palestra.dashboard.app import dashboard_app
-from palestra.dashboard.catalog import Catalog
+from palestra.extras.agent_tools.http_api import http_app
+from palestra.extras.agent_tools.tools import Clients, RlTools
+from palestra.extras.dashboard.app import dashboard_app
+from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 

@@ -12,15 +12,15 @@ from dashboard_client import ADDRESS
 from listed_runs import list_run
 from starlette.testclient import TestClient
 
-from palestra.agent_tools import launcher as launchers
-from palestra.agent_tools.launcher import FormLauncher
 from palestra.core.errors import PalestraError
 from palestra.core.files import MANIFEST, write_text
 from palestra.core.run_folder import RunFolder
-from palestra.dashboard import chats, jobs
-from palestra.dashboard.app import dashboard_app
-from palestra.dashboard.catalog import Catalog
 from palestra.envs.config_fields import EnvDescription
+from palestra.extras.agent_tools import launcher as launchers
+from palestra.extras.agent_tools.launcher import FormLauncher
+from palestra.extras.dashboard import chats, jobs
+from palestra.extras.dashboard.app import dashboard_app
+from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from dashboard_client import foreign_api
 
-from palestra.dashboard.foreign import open_foreign
+from palestra.extras.dashboard.foreign import open_foreign
 
 RECORDED = Path(__file__).parent / "recorded"
 

@@ -15,10 +15,10 @@ from palestra.core.files import filter_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_to_dict
 from palestra.core.run_folder import MANIFEST, STATE
 from palestra.core.types import Message, ToolCall, ToolResult
-from palestra.dashboard import rollout_index
-from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.dashboard.rollout_query import match
-from palestra.dashboard.transcripts import first_difference
+from palestra.extras.dashboard import rollout_index
+from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.rollout_query import match
+from palestra.extras.dashboard.transcripts import first_difference
 
 
 def write_run(folder, verdicts):

@@ -10,10 +10,10 @@ from dashboard_client import client_of
 from palestra.core.config import RunConfig
 from palestra.core.files import write_text
 from palestra.core.run_folder import RunFolder
-from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.run_routes import RunRoutes, new_lines, recent_lines
-from palestra.dashboard.series import by_step, charts, columns, read_rows, sparkline
 from palestra.evals.report import Paired, pair
+from palestra.extras.dashboard.catalog import Catalog
+from palestra.extras.dashboard.run_routes import RunRoutes, new_lines, recent_lines
+from palestra.extras.dashboard.series import by_step, charts, columns, read_rows, sparkline
 from palestra.runs.manager import RunManager
 
 
@@ -127,7 +127,7 @@ def test_paired_problems_and_their_p_value() -> None:
 
 @pytest.fixture
 def routes(run, tmp_path, monkeypatch) -> RunRoutes:
-    monkeypatch.setattr("palestra.dashboard.run_routes._RUN_EVERY_S", 0.01)
+    monkeypatch.setattr("palestra.extras.dashboard.run_routes._RUN_EVERY_S", 0.01)
     return RunRoutes(Catalog(RunManager(tmp_path / "home"), [run]))
 
 

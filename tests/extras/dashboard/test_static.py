@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import palestra.dashboard
+import palestra.extras.dashboard
 
-STATIC = Path(palestra.dashboard.__file__).parent / "static"
+STATIC = Path(palestra.extras.dashboard.__file__).parent / "static"
 MODULES = {path: path.read_text(encoding="utf-8") for path in STATIC.rglob("*.js") if "vendor" not in path.parts}
 IMPORT = re.compile(r'import \{([^}]+)\} from "([^"]+)";')
 EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|class) (\w+)", re.MULTILINE)

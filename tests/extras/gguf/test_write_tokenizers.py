@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from palestra import demo
 from palestra.core.errors import UnsupportedError
-from palestra.models.gguf.tokenizer import tokenizer_to_gguf
+from palestra.extras.gguf.tokenizer import tokenizer_to_gguf
 
 # The one place where they part: a piece of a tool call's JSON straight after other punctuation. Nothing in llama.cpp
 # splits text as this tokenizer does; its pieces of JSON are found first there, wherever they stand.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from palestra.core.errors import SettingError
-from palestra.prompts.search import (
+from palestra.extras.improve.search import (
     Candidate,
     Limits,
     ReflectorSpent,

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from palestra.backends.ray.pool import ActorLost, GroupJob, GroupSampler, PackedWeights, Recipe, read_group
 from palestra.core.types import Group
+from palestra.extras.ray.pool import ActorLost, GroupJob, GroupSampler, PackedWeights, Recipe, read_group
 
 
 class FakeActor:

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from palestra.backends.ray import pool as pool_module
-from palestra.backends.ray.pool import (
+from palestra.core.errors import PalestraError, ResourceError, ServiceError, UnsupportedError
+from palestra.core.types import Group, Problem, Rollout, Turn
+from palestra.core.weights import Weights
+from palestra.extras.ray import pool as pool_module
+from palestra.extras.ray.pool import (
     MAX_LOSSES,
     GroupSampler,
     PackedWeights,
@@ -22,9 +25,6 @@ from palestra.backends.ray.pool import (
     pack,
     unpack,
 )
-from palestra.core.errors import PalestraError, ResourceError, ServiceError, UnsupportedError
-from palestra.core.types import Group, Problem, Rollout, Turn
-from palestra.core.weights import Weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_cluster import FakeCluster

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from palestra import Agent, EvalSuite, function_tool, measure
-from palestra.backends.ray.pool import GroupJob, pack, read_group
 from palestra.core.config import RunConfig
 from palestra.core.weights import Weights
 from palestra.envs.suite_env import SuiteEnvironment
+from palestra.extras.ray.pool import GroupJob, pack, read_group
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
 from palestra.train.tasks import ActorRecipe, EnvironmentTask, Parts

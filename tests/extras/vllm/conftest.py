@@ -11,7 +11,7 @@ from served import served
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_vllm import FakeVllm, random_model
 
-from palestra.backends.vllm.server import VllmServerPolicy
+from palestra.extras.vllm.server import VllmServerPolicy
 from palestra.policy.local import LocalPolicy
 
 

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_vllm import random_model
 from test_vllm_server import turn
 
-from palestra.backends.ray.pool import GroupSampler, PackedWeights, PoolPolicy
-from palestra.backends.vllm.common import Adapter, AdapterFolders
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import ServiceError, StorageError, UnsupportedError
 from palestra.core.types import SamplingParams
 from palestra.core.weights import Weights
+from palestra.extras.ray.pool import GroupSampler, PackedWeights, PoolPolicy
+from palestra.extras.vllm.common import Adapter, AdapterFolders
 from palestra.learner.lora import add_lora
 from palestra.models.export.hf import save_base
 
@@ -121,7 +121,7 @@ def test_a_server_that_loads_no_adapters_is_refused_with_what_it_lacks(fake, con
 
 def test_a_folder_that_the_server_cannot_read_is_told(connect, tmp_path, monkeypatch):
     away = Adapter("a", 1, tmp_path / "away")
-    monkeypatch.setattr("palestra.backends.vllm.server.AdapterFolders.write", lambda *_: away)
+    monkeypatch.setattr("palestra.extras.vllm.server.AdapterFolders.write", lambda *_: away)
     with pytest.raises(ServiceError, match=r"No adapter found.*rollout\.weights_folder must be a folder that"):
         connect(lora_rank=RANK).update(weights_of(adapted(0), 0))
 

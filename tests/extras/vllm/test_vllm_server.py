@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_vllm import random_model
 from served import served
 
-from palestra.backends.vllm.server import VllmServerPolicy, read_completion
 from palestra.core.config import RunConfig
 from palestra.core.errors import MissingPackageError, RolloutError, ServiceError, SettingError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.extras.vllm.server import VllmServerPolicy, read_completion
 from palestra.train.setup import policy_for
 
 
@@ -75,7 +75,7 @@ def test_a_model_of_another_shape_is_refused_with_the_remedy(fake, connect):
 
 
 def test_no_server_is_an_error_with_the_command_that_starts_one(connect, monkeypatch):
-    monkeypatch.setattr("palestra.backends.vllm.server._START_S", 0.0)
+    monkeypatch.setattr("palestra.extras.vllm.server._START_S", 0.0)
     with pytest.raises(ServiceError, match=r"no vLLM answers at vllm\.url.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
         connect("http://127.0.0.1:9")
 
@@ -126,7 +126,7 @@ def test_settings_of_another_mode_are_refused():
 
 
 def test_colocated_vllm_that_is_not_installed_is_told_with_its_remedy(tiny_tokenizer, monkeypatch):
-    from palestra.backends.vllm.colocate import VllmColocatePolicy
+    from palestra.extras.vllm.colocate import VllmColocatePolicy
 
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingPackageError, match=r"needs vLLM in this environment.*palestra\[vllm\]"):

@@ -24,11 +24,11 @@ from palestra.core.errors import (
     UserCodeError,
 )
 from palestra.core.types import Message, Rollout, ToolCall
-from palestra.envs.adapters.openenv import OpenEnv
-from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
 from palestra.envs.env import Env
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
+from palestra.extras.adapters.openenv import OpenEnv
+from palestra.extras.adapters.verifiers import TasksetEnv, VerifiersEnv
 
 SMALL = EnvConfig(train_size=3, held_out_size=2)
 
@@ -216,7 +216,7 @@ def openenv_server() -> Iterator[str]:
 
 
 def test_a_server_without_a_free_session_is_quoted_with_the_remedy(monkeypatch):
-    monkeypatch.setattr("palestra.envs.adapters.openenv._RELEASE_S", 0.0)
+    monkeypatch.setattr("palestra.extras.adapters.openenv._RELEASE_S", 0.0)
     refused = []
 
     def full(socket: Any) -> None:

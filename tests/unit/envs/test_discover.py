@@ -70,7 +70,7 @@ def test_a_subclass_is_found_with_its_name_config_and_first_line(write):
         "from . import _common\nclass A(_common.Base[int]): ...",
         "from _common import *\nclass A(Base): ...",
         "from _again import Base\nclass A(Base): ...",
-        "from palestra.envs.library.calculator import Calculator\nclass A(Calculator): ...",
+        "from palestra.extras.environments.calculator import Calculator\nclass A(Calculator): ...",
     ],
 )
 def test_bases_are_followed_through_imports_and_files(write, text):

@@ -3,8 +3,8 @@
 import pytest
 
 from palestra.core.types import Problem
-from palestra.envs.library.calculator import Calculator, CalculatorConfig
 from palestra.envs.running import RunningEnv
+from palestra.extras.environments.calculator import Calculator, CalculatorConfig
 
 
 def opening(problem: Problem, env: RunningEnv) -> list[str]:
@@ -24,7 +24,7 @@ def test_the_calculator_shows_whole_solutions_before_the_question() -> None:
 
 def test_reasoning_gym_shows_solved_training_problems_and_takes_bare_answers() -> None:
     pytest.importorskip("reasoning_gym")
-    from palestra.envs.library.reasoning_gym import ReasoningGym, ReasoningGymConfig
+    from palestra.extras.environments.reasoning_gym import ReasoningGym, ReasoningGymConfig
 
     config = ReasoningGymConfig(task="chain_sum", shots=2, answer_tags=False, train_size=8, held_out_size=4)
     env = RunningEnv(ReasoningGym(config))

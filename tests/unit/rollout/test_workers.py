@@ -19,8 +19,8 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import ResourceError, SettingError
 from palestra.core.types import Group, Score
 from palestra.envs.env import Env
-from palestra.envs.library.calculator import Calculator
 from palestra.envs.running import RunningEnv
+from palestra.extras.environments.calculator import Calculator
 from palestra.policy.local import LocalPolicy
 from palestra.train import tasks
 from palestra.train.tasks import EnvironmentTask, Parts, worker_count

@@ -23,7 +23,7 @@ from palestra.core.errors import InputError, SettingError, UnsupportedModel
 from palestra.core.group_codec import group_from_record, group_to_dict, group_to_record, rollout_to_dict
 from palestra.core.run_folder import Resume
 from palestra.core.types import Group, Lineage, Rollout, Turn
-from palestra.sources.wire.task import WireTask
+from palestra.extras.atropos.task import WireTask
 from palestra.train.batch import routing_column, to_batch
 from palestra.train.step_trainer import StepTrainer
 

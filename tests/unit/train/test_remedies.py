@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from palestra.backends.tinker.connect import suited
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunKind
 from palestra.evals.evidence import _CONDITIONS, _KINDS, RunFacts
+from palestra.extras.atropos.task import WireTask
+from palestra.extras.tinker.client.connect import suited
 from palestra.sources.programs.task import ProgramTask
-from palestra.sources.wire.task import WireTask
 from palestra.train.setup import vllm_policy
 from palestra.train.step_trainer import _resolve
 from palestra.train.tasks import EnvironmentTask, require_ranks_support
@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[RunKind, dict[str, Any], Callable[[RunConfig], Any]]] = {
 @pytest.fixture(autouse=True)
 def no_wait_for_a_vllm_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none; only the checks before it is asked are of interest."""
-    monkeypatch.setattr("palestra.backends.vllm.server._START_S", 0.0)
+    monkeypatch.setattr("palestra.extras.vllm.server._START_S", 0.0)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field
 
 from palestra.core.errors import PalestraError, UserCodeError, needs_extra, text_of
-from palestra.envs.adapters.gymnasium import GymEnv
-from palestra.envs.adapters.openenv import OpenEnv
-from palestra.envs.adapters.verifiers import TasksetEnv, VerifiersEnv
 from palestra.envs.env import Env, EnvConfig
+from palestra.extras.adapters.gymnasium import GymEnv
+from palestra.extras.adapters.openenv import OpenEnv
+from palestra.extras.adapters.verifiers import TasksetEnv, VerifiersEnv
 
 
 class NamedConfig(EnvConfig):

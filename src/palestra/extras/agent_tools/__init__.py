@@ -11,8 +11,14 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
-from palestra.agent_tools.answers import Answer
-from palestra.agent_tools.tools import TOOLS, RlTools, check_rl_api_keys, check_rl_python_version, get_missing_keys
+from palestra.extras.agent_tools.answers import Answer
+from palestra.extras.agent_tools.tools import (
+    TOOLS,
+    RlTools,
+    check_rl_api_keys,
+    check_rl_python_version,
+    get_missing_keys,
+)
 
 TOOL_NAMES = tuple(TOOLS)
 __all__ = [

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import click
 
-from palestra.agent_tools import RlTools, tool_schemas
-from palestra.agent_tools.launcher import FormLauncher
-from palestra.agent_tools.tools import Clients
 from palestra.cli.common import PATH, debug_option, json_option, print_sections
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.settings import show
 from palestra.core.errors import needs_extra
+from palestra.extras.agent_tools import RlTools, tool_schemas
+from palestra.extras.agent_tools.launcher import FormLauncher
+from palestra.extras.agent_tools.tools import Clients
 from palestra.runs.locks import SITE_FILE, SITE_VARIABLE, load_site, locks_of
 from palestra.runs.manager import RunManager
 
@@ -37,7 +37,7 @@ def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
     `palestra locks` shows the settings that an agent may not change.
     """
     with needs_extra("this", "mcp"):
-        from palestra.agent_tools.mcp_server import http_app, make_server, run_stdio
+        from palestra.extras.agent_tools.mcp_server import http_app, make_server, run_stdio
 
     manager, site = RunManager(), load_site()
     server = make_server(Clients(lambda: RlTools(manager, site)))
@@ -60,9 +60,9 @@ def http(host: str, port: int, token: str | None) -> None:
     curl -X POST http://127.0.0.1:8003/tools/rl_list_environments
     """
     with needs_extra("this", "http"):
-        from palestra.agent_tools.http_api import http_app
-    from palestra.dashboard.app import dashboard_app
-    from palestra.dashboard.catalog import Catalog
+        from palestra.extras.agent_tools.http_api import http_app
+    from palestra.extras.dashboard.app import dashboard_app
+    from palestra.extras.dashboard.catalog import Catalog
 
     manager, site = RunManager(), load_site()
     clients = Clients(lambda: RlTools(manager, site))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
 
-from palestra import agent_tools as rl_tools
-from palestra.agent_tools.tools import call_in_thread
+from palestra.extras import agent_tools as rl_tools
+from palestra.extras.agent_tools.tools import call_in_thread
 
 
 def _coroutine(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, str]]:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from palestra.agent_tools.answers import short
 from palestra.core.errors import InputError, NotAllowedError, PalestraError, SettingError
 from palestra.core.http import HttpError, Request
+from palestra.extras.agent_tools.answers import short
 from palestra.runs.agent_settings import is_hub_name
 from palestra.runs.locks import Site
 

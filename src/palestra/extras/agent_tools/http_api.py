@@ -18,10 +18,10 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
-from palestra.agent_tools import resources
-from palestra.agent_tools.answers import Answer
-from palestra.agent_tools.tools import TOOLS, Clients, RlTool, RlTools, call_in_thread
 from palestra.core.errors import PalestraError
+from palestra.extras.agent_tools import resources
+from palestra.extras.agent_tools.answers import Answer
+from palestra.extras.agent_tools.tools import TOOLS, Clients, RlTool, RlTools, call_in_thread
 from palestra.servers.body import MIB, read_body
 from palestra.servers.guard import Guard
 from palestra.servers.web import while_connected

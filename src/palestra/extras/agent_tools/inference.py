@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from palestra.agent_tools.answers import short
-from palestra.agent_tools.endpoints import Candidate, Relay, Usage
-from palestra.agent_tools.pending_run import PendingRunConfig
 from palestra.core import children
 from palestra.core.errors import NotAllowedError, SettingError, UnsupportedError
 from palestra.core.files import new_folder, open_private, read_jsonl, write_json
 from palestra.core.group_codec import NOT_TRAINED
 from palestra.core.secrets import clean_environment
+from palestra.extras.agent_tools.answers import short
+from palestra.extras.agent_tools.endpoints import Candidate, Relay, Usage
+from palestra.extras.agent_tools.pending_run import PendingRunConfig
 
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
 _POLL_S = 0.2

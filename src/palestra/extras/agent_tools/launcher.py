@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from palestra.agent_tools import views
-from palestra.agent_tools.answers import Refusal, to_json
-from palestra.agent_tools.endpoints import choose_models
-from palestra.agent_tools.inference import InferenceTest
-from palestra.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, describe
 from palestra.core import children
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.core.files import read_regular, slug
-from palestra.dashboard.action_routes import Progress, SubjectBody, TestBody
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover
+from palestra.extras.agent_tools import views
+from palestra.extras.agent_tools.answers import Refusal, to_json
+from palestra.extras.agent_tools.endpoints import choose_models
+from palestra.extras.agent_tools.inference import InferenceTest
+from palestra.extras.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, describe
+from palestra.extras.dashboard.action_routes import Progress, SubjectBody, TestBody
 from palestra.runs.locks import Site
 from palestra.runs.manager import Run, RunManager, RunRequest
 

@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from palestra.agent_tools import resources
-from palestra.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread, is_refusal
 from palestra.core.errors import PalestraError
+from palestra.extras.agent_tools import resources
+from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread, is_refusal
 from palestra.servers.body import MIB, WholeBody
 from palestra.servers.guard import Guard
 

@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from palestra.agent_tools.answers import Refusal, closest, short
 from palestra.agents.tools.run import find_mismatch
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import (
@@ -27,6 +26,9 @@ from palestra.core.errors import (
 from palestra.core.files import slug
 from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
+from palestra.extras.agent_tools.answers import Refusal, closest, short
+from palestra.extras.atropos import WIRE_DEFAULTS
+from palestra.extras.atropos.atropos import ensure_python, requirements_of, venv_folder
 from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_keys_for_unknown_hosts
 from palestra.runs.locks import (
     THE_MODEL,
@@ -43,8 +45,6 @@ from palestra.runs.locks import (
 )
 from palestra.runs.manager import RunRequest
 from palestra.runs.request import LOCAL_ONLY
-from palestra.sources.wire import WIRE_DEFAULTS
-from palestra.sources.wire.atropos import ensure_python, requirements_of, venv_folder
 
 Progress = Callable[[float, float, str], None]  # done, total, what is being done
 TRACKING_NAME = "wandb_name"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from palestra.agent_tools.tools import RlTools
 from palestra.core.errors import NotFoundError, StateError
 from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
+from palestra.extras.agent_tools.tools import RlTools
 
 JSON, JSON_LINES, TEXT = "application/json", "application/x-ndjson", "text/plain"
 KINDS = {

@@ -17,16 +17,16 @@ from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
-from palestra.agent_tools import views
-from palestra.agent_tools.answers import Answer, Refusal, answer, closest, require_json, require_page, short
-from palestra.agent_tools.endpoints import choose_models
-from palestra.agent_tools.inference import InferenceTest
-from palestra.agent_tools.pending_run import PendingRunConfig, Progress, describe
 from palestra.agents.tools.run import ArgumentError, read_arguments
 from palestra.agents.tools.tool import Tool, function_tool
 from palestra.core.calls import OutOfThreads, call_with_limit
 from palestra.core.errors import MissingPackageError, did_you_mean
 from palestra.envs.discover import discover
+from palestra.extras.agent_tools import views
+from palestra.extras.agent_tools.answers import Answer, Refusal, answer, closest, require_json, require_page, short
+from palestra.extras.agent_tools.endpoints import choose_models
+from palestra.extras.agent_tools.inference import InferenceTest
+from palestra.extras.agent_tools.pending_run import PendingRunConfig, Progress, describe
 from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Site, load_site
 from palestra.runs.manager import Run, RunManager, State

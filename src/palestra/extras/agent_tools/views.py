@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from palestra.agent_tools.answers import MAX_LISTED, page, short
-from palestra.agent_tools.pending_run import TRACKING_NAME, PendingRunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.envs.discover import Discovery
 from palestra.evals.findings import recorded_findings
+from palestra.extras.agent_tools.answers import MAX_LISTED, page, short
+from palestra.extras.agent_tools.pending_run import TRACKING_NAME, PendingRunConfig
 from palestra.runs.index import PARTS
 from palestra.runs.manager import Run
 

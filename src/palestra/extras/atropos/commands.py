@@ -21,11 +21,11 @@ from palestra.core.errors import SettingError, StateError, UnreadableFileError
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path, visible
 from palestra.evals.findings import recorded_findings
+from palestra.extras.atropos.atropos import AtroposEnv
 from palestra.run import wire_config
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import Run, RunManager, RunRequest
 from palestra.runs.request import refuse_secrets
-from palestra.sources.wire.atropos import AtroposEnv
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.progress import task
 

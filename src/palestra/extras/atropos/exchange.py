@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from palestra.core.errors import InputError, NotFoundError, ResourceError, SettingError
-from palestra.sources.wire import journal
-from palestra.sources.wire.journal import Queued
-from palestra.sources.wire.protocol import EnvRegistration, Registration, ScoredGroup
+from palestra.extras.atropos import journal
+from palestra.extras.atropos.journal import Queued
+from palestra.extras.atropos.protocol import EnvRegistration, Registration, ScoredGroup
 
 log = logging.getLogger("palestra")
 

@@ -24,11 +24,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from palestra.core.secrets import clean_environment
+from palestra.extras.atropos.exchange import Exchange, PostedGroup, QueueFull, UnknownEnv
+from palestra.extras.atropos.protocol import EnvIdentifier, EnvRegistration, Registration, ScoredGroup
 from palestra.servers.body import MIB, parse, read_body, read_model
 from palestra.servers.http_errors import refuse
 from palestra.servers.web import Tally, make_app
-from palestra.sources.wire.exchange import Exchange, PostedGroup, QueueFull, UnknownEnv
-from palestra.sources.wire.protocol import EnvIdentifier, EnvRegistration, Registration, ScoredGroup
 
 _ABSENT = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
            "messages", "images")  # fmt: skip
@@ -200,7 +200,7 @@ class _Api:
 class PostReader:
     """Reads posts of one group or of a list; few large ones at once, so that their bodies do not add up.
 
-    Large bodies are parsed in a child process (`python -m palestra.sources.wire.server one|list`): the parser holds the
+    Large bodies are parsed in a child process (`python -m palestra.extras.atropos.server one|list`): the parser holds the
     interpreter's lock and needs thirty times the body's memory, so 100 MiB would block all clients for ten seconds.
     """
 
@@ -227,7 +227,7 @@ def _parse(body: bytes, is_list: bool) -> list[PostedGroup]:
 
 
 async def _parse_apart(body: bytes, is_list: bool) -> list[PostedGroup]:
-    command = [sys.executable, "-P", "-m", "palestra.sources.wire.server", "list" if is_list else "one"]
+    command = [sys.executable, "-P", "-m", "palestra.extras.atropos.server", "list" if is_list else "one"]
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, stderr=null, env=clean_environment(), start_new_session=True

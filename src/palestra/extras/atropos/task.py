@@ -18,6 +18,7 @@ from palestra.core.errors import PalestraError, ServiceError, UnsupportedError, 
 from palestra.core.files import read_from
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Group, SamplingParams
+from palestra.extras.atropos.protocol import ModelLimits, WireClient, read_group, unused_columns
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
@@ -25,7 +26,6 @@ from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import completer_of
 from palestra.servers.web import Server, Tally, open_port, url_of
-from palestra.sources.wire.protocol import ModelLimits, WireClient, read_group, unused_columns
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource
 from palestra.train.tasks import OWN_LOOP, EnvironmentTask, Parts

@@ -16,8 +16,8 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError
 from palestra.core.types import Group
 from palestra.envs.base import Environment
+from palestra.extras.atropos.protocol import ApiUnreachable, WireClient, write_group
 from palestra.rollout.evaluate import CollectsGroups
-from palestra.sources.wire.protocol import ApiUnreachable, WireClient, write_group
 from palestra.train.group_source import ProblemSource, gather
 from palestra.train.watcher import Watcher
 

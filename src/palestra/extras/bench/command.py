@@ -11,13 +11,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.cli.benchmark.workload import SIDES, Measurement, Results, Side, Workload, check_least
 from palestra.cli.common import debug_option, load_libraries, plot_option
 from palestra.evals.run_report.charts import bar_panels_svg
+from palestra.extras.bench.workload import SIDES, Measurement, Results, Side, Workload, check_least
 from palestra.train.progress import task
 
 if TYPE_CHECKING:
-    from palestra.cli.benchmark.measure import Bench
+    from palestra.extras.bench.measure import Bench
 
 _DEFAULT = Workload()
 _COLUMNS = {  # heading -> attribute of Measured and its format
@@ -74,7 +74,7 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
 
 def _load(console: Console, model: str, work: Workload, threads: int | None) -> Bench:
     load_libraries(console, model)
-    from palestra.cli.benchmark.measure import Bench
+    from palestra.extras.bench.measure import Bench
 
     with task(console, f"loading {model}"):
         bench = Bench(model, work, threads)

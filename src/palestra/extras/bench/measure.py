@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from palestra.cli.benchmark.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload, check_least
 from palestra.core.errors import ResourceError, SettingError
 from palestra.core.types import SamplingParams
 from palestra.engine.supported import text_config
+from palestra.extras.bench.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload, check_least
 from palestra.models.loading import load_model
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy

@@ -15,11 +15,11 @@ from starlette.routing import Route
 
 from palestra.core.errors import StateError
 from palestra.core.files import folder_size
-from palestra.dashboard.answers import answer
-from palestra.dashboard.catalog import Catalog, CatalogRun
-from palestra.dashboard.jobs import Job, Jobs, command
-from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.dashboard.summaries import actions, summary
+from palestra.extras.dashboard.answers import answer
+from palestra.extras.dashboard.catalog import Catalog, CatalogRun
+from palestra.extras.dashboard.jobs import Job, Jobs, command
+from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.summaries import actions, summary
 from palestra.runs.manager import Run
 from palestra.servers.body import read_model
 

@@ -16,15 +16,15 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from palestra.core.errors import PalestraError
-from palestra.dashboard.access import Access
-from palestra.dashboard.action_routes import ActionRoutes, Launcher
-from palestra.dashboard.answers import answer
-from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.chats import Chats
-from palestra.dashboard.jobs import Jobs
-from palestra.dashboard.rollout_index import UnknownRollout
-from palestra.dashboard.rollout_routes import RolloutRoutes
-from palestra.dashboard.run_routes import RunRoutes
+from palestra.extras.dashboard.access import Access
+from palestra.extras.dashboard.action_routes import ActionRoutes, Launcher
+from palestra.extras.dashboard.answers import answer
+from palestra.extras.dashboard.catalog import Catalog
+from palestra.extras.dashboard.chats import Chats
+from palestra.extras.dashboard.jobs import Jobs
+from palestra.extras.dashboard.rollout_index import UnknownRollout
+from palestra.extras.dashboard.rollout_routes import RolloutRoutes
+from palestra.extras.dashboard.run_routes import RunRoutes
 from palestra.runs.index import UnknownRun
 from palestra.servers.http_errors import error_body
 

@@ -24,8 +24,8 @@ from starlette.routing import Route
 from palestra.core import children
 from palestra.core.errors import InputError, PalestraError, ServiceError, SettingError, StateError, UserCodeError
 from palestra.core.secrets import own_environment, redact
-from palestra.dashboard.answers import Event, answer, events
-from palestra.dashboard.catalog import Catalog
+from palestra.extras.dashboard.answers import Event, answer, events
+from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.request import PALESTRA
 from palestra.servers.body import MIB, read_model
 from palestra.servers.http_errors import refuse

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from palestra.core.run_folder import RunFolder
-from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.dashboard.rollout_row import shown
-from palestra.dashboard.series import by_step, columns
-from palestra.dashboard.summaries import measures
 from palestra.evals.suspicion import AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
+from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.rollout_row import shown
+from palestra.extras.dashboard.series import by_step, columns
+from palestra.extras.dashboard.summaries import measures
 
 _MAX_ATTEMPTS = 20_000  # that are looked at, evenly spaced
 _HELD_OUT = "eval/pass_rate"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from palestra.agent_tools.launcher import FormLauncher
 from palestra.cli.common import PATH, debug_option
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.trust import trust_option
 from palestra.core.errors import NotFoundError
+from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
@@ -32,9 +32,9 @@ def command(path: Path | None, host: str, port: int, token: str | None, trust: b
     palestra dashboard trl_output/completions
     """
     socket = server_port(host, port, token)
-    from palestra.dashboard.app import dashboard_app
-    from palestra.dashboard.catalog import Catalog, run_folders
-    from palestra.dashboard.foreign import open_foreign
+    from palestra.extras.dashboard.app import dashboard_app
+    from palestra.extras.dashboard.catalog import Catalog, run_folders
+    from palestra.extras.dashboard.foreign import open_foreign
 
     folders = None if path is None else list(run_folders(path))
     foreign = open_foreign(path) if path is not None and not folders else None

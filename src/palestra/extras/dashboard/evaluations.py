@@ -8,9 +8,9 @@ from itertools import accumulate, combinations
 from typing import Any
 
 from palestra.core.run_folder import EvalName, RunFolder
-from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.dashboard.series import by_step, columns
 from palestra.evals.report import Rate, pair
+from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.series import by_step, columns
 from palestra.runs.compare import differing_keys, settings_of
 
 _MAX_PROBLEMS = 200

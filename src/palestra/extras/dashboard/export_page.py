@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.dashboard import transcripts
-from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.evals.run_report.charts import curves_svg
 from palestra.evals.run_report.write import fill_template
+from palestra.extras.dashboard import transcripts
+from palestra.extras.dashboard.rollout_index import RolloutIndex
 
 MAX_GROUPS = 50  # of the page of a run, unless asked otherwise
 _TEMPLATE = Path(__file__).with_name("export_page.html")

@@ -24,8 +24,8 @@ from palestra.core.files import append_jsonl, cache_folder, read_jsonl, write_js
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.messages import from_dict
 from palestra.core.run_folder import RunFolder
-from palestra.dashboard.catalog import ImportedRun
 from palestra.evals.rollout_stats import rollout_stats
+from palestra.extras.dashboard.catalog import ImportedRun
 
 Row = dict[str, Any]  # a line of rollouts.jsonl
 Node = Mapping[str, Any]  # an element of a logtree: tag, children, sometimes data

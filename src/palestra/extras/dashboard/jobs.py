@@ -19,7 +19,7 @@ from starlette.routing import Route
 from palestra.core import children
 from palestra.core.errors import SettingError, text_of
 from palestra.core.secrets import own_environment, redact
-from palestra.dashboard.answers import Event, answer, events
+from palestra.extras.dashboard.answers import Event, answer, events
 from palestra.runs.request import PALESTRA
 from palestra.servers.http_errors import refuse
 

@@ -9,9 +9,9 @@ from typing import Any
 from palestra.core.errors import PalestraError, SettingError
 from palestra.core.files import read_regular
 from palestra.core.run_folder import STATE, RunFolder
-from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
-from palestra.dashboard.rollout_row import shown
 from palestra.evals.case_rates import CaseKind, CaseRates
+from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout
+from palestra.extras.dashboard.rollout_row import shown
 
 _SORTS = ("flips", "hardest", "id")
 _VISIT = "WITH visits AS (SELECT problem_id, group_id, min(id) AS first_id, step, count(*) AS attempts, " \

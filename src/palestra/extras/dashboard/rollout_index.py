@@ -20,7 +20,7 @@ import numpy as np
 from palestra.core.errors import NotFoundError, StorageError
 from palestra.core.files import cache_folder
 from palestra.core.run_folder import RunFolder
-from palestra.dashboard.rollout_row import COLUMNS, columns_of, parse, search_text, shown
+from palestra.extras.dashboard.rollout_row import COLUMNS, columns_of, parse, search_text, shown
 
 _VERSION = 1
 _BATCH = 200  # lines of one transaction

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from palestra.core.errors import InputError, PalestraError, SettingError
-from palestra.dashboard.cheating import ids_of_shape
-from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.dashboard.rollout_row import search_text, shown, snippet
+from palestra.extras.dashboard.cheating import ids_of_shape
+from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.rollout_row import search_text, shown, snippet
 
 _SORTS = {
     "newest": ("id", "DESC"),

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from palestra.dashboard import problems, token_view, transcripts
-from palestra.dashboard.answers import answer, whole
-from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.cheating import suspicion
-from palestra.dashboard.export_page import MAX_GROUPS, group_page, rollout_page, run_page
-from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.dashboard.rollout_query import RolloutQuery, facets, find
-from palestra.dashboard.transcripts import require_id
+from palestra.extras.dashboard import problems, token_view, transcripts
+from palestra.extras.dashboard.answers import answer, whole
+from palestra.extras.dashboard.catalog import Catalog
+from palestra.extras.dashboard.cheating import suspicion
+from palestra.extras.dashboard.export_page import MAX_GROUPS, group_page, rollout_page, run_page
+from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.rollout_query import RolloutQuery, facets, find
+from palestra.extras.dashboard.transcripts import require_id
 from palestra.servers.body import parse
 from palestra.servers.http_errors import refuse
 

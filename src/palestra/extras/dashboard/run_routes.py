@@ -15,12 +15,12 @@ from starlette.routing import Route
 from palestra.core.errors import NotFoundError, SettingError
 from palestra.core.files import read_from
 from palestra.core.secrets import redact
-from palestra.dashboard.answers import Event, answer, events, number, whole
-from palestra.dashboard.catalog import Catalog, CatalogRun
-from palestra.dashboard.cheating import measure_series
-from palestra.dashboard.evaluations import compare, evaluations
-from palestra.dashboard.series import by_step, charts, columns, read_rows
-from palestra.dashboard.summaries import details, findings, summary
+from palestra.extras.dashboard.answers import Event, answer, events, number, whole
+from palestra.extras.dashboard.catalog import Catalog, CatalogRun
+from palestra.extras.dashboard.cheating import measure_series
+from palestra.extras.dashboard.evaluations import compare, evaluations
+from palestra.extras.dashboard.series import by_step, charts, columns, read_rows
+from palestra.extras.dashboard.summaries import details, findings, summary
 from palestra.runs.reader import tail
 
 _LIST_EVERY_S = 2.0

@@ -12,10 +12,10 @@ from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import PalestraError
 from palestra.core.files import folder_size, read_regular
 from palestra.core.run_folder import RunFolder, step_of
-from palestra.dashboard.catalog import CatalogRun
-from palestra.dashboard.rollout_index import RolloutIndex
-from palestra.dashboard.series import by_step, sparkline
 from palestra.evals.findings import recorded_findings
+from palestra.extras.dashboard.catalog import CatalogRun
+from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.extras.dashboard.series import by_step, sparkline
 
 _MAX_CACHED = 512
 _INDEX_WITHIN_S = 0.4  # of a request, for bringing the index of rollouts up to date

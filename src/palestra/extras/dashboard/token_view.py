@@ -15,8 +15,8 @@ import numpy as np
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Array
-from palestra.dashboard.rollout_index import RolloutIndex, token_table
-from palestra.dashboard.rollout_row import turns_of
+from palestra.extras.dashboard.rollout_index import RolloutIndex, token_table
+from palestra.extras.dashboard.rollout_row import turns_of
 
 MAX_TOKENS = 20_000  # of one answer
 _NUMBERS = ("logprob", "learner_logprob", "advantage", "ratio", "entropy", "gap")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.core.errors import InputError
-from palestra.dashboard.rollout_index import RolloutIndex, UnknownRollout
-from palestra.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
+from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout
+from palestra.extras.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
 
 MAX_CHARS = 20_000  # of one message; the rest is read when somebody asks for it
 _AFTER_DIVERGENCE = 80

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from palestra.core.types import Message, Score, ToolCall
 from palestra.envs.env import Env, EnvConfig
-from palestra.envs.library._numbers import is_number
+from palestra.extras.environments._numbers import is_number
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from palestra.core.errors import UnsupportedError
-from palestra.models.gguf.file import GgufFile
-from palestra.models.gguf.rope import head_dim_of, rope_from_gguf, rope_to_gguf
+from palestra.extras.gguf.file import GgufFile
+from palestra.extras.gguf.rope import head_dim_of, rope_from_gguf, rope_to_gguf
 
 log = logging.getLogger("palestra")
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 
 from palestra.core.errors import SettingError, did_you_mean
-from palestra.models.export.source import ModelSource
-from palestra.models.gguf.config import is_written_here
-from palestra.models.gguf.write import (
+from palestra.extras.gguf.config import is_written_here
+from palestra.extras.gguf.write import (
     QUANTIZED,
     TYPES,
     Progress,
@@ -19,6 +18,7 @@ from palestra.models.gguf.write import (
     llama_quantize,
     write_gguf,
 )
+from palestra.models.export.source import ModelSource
 
 
 def to_gguf(

@@ -10,11 +10,11 @@ from typing import Any
 
 from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.files import write_text
-from palestra.models.export.gguf import to_gguf
+from palestra.extras.gguf.config import config_to_gguf, is_written_here
+from palestra.extras.gguf.export import to_gguf
+from palestra.extras.gguf.tokenizer import chat_template
+from palestra.extras.gguf.write import Progress, run_program
 from palestra.models.export.source import ModelSource
-from palestra.models.gguf.config import config_to_gguf, is_written_here
-from palestra.models.gguf.tokenizer import chat_template
-from palestra.models.gguf.write import Progress, run_program
 from palestra.models.loading import TINY
 
 _MAX_CONTEXT = 8192  # longer ones need more memory than most machines have; PARAMETER num_ctx can be edited

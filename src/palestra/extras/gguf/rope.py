@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from palestra.core.errors import UnsupportedError
-from palestra.models.gguf.file import GgufFile
+from palestra.extras.gguf.file import GgufFile
 
 # transformers' rope_type -> {its parameter: the GGUF key below rope.scaling}
 _KEYS: dict[str, dict[str, str]] = {

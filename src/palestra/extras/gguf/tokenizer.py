@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.errors import InputError, UnreadableFileError, UnsupportedError
-from palestra.models.gguf.file import GgufFile
+from palestra.extras.gguf.file import GgufFile
 
 if TYPE_CHECKING:
     from gguf import TokenType

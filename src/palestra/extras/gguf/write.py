@@ -29,10 +29,10 @@ from palestra.core.errors import (
 )
 from palestra.core.files import replacing
 from palestra.core.secrets import clean_environment
-from palestra.models.gguf.config import architecture_of, config_to_gguf, tensor_names, weight_to_gguf
-from palestra.models.gguf.file import require_gguf
-from palestra.models.gguf.rope import rope_tensors
-from palestra.models.gguf.tokenizer import model_name, tokenizer_to_gguf
+from palestra.extras.gguf.config import architecture_of, config_to_gguf, tensor_names, weight_to_gguf
+from palestra.extras.gguf.file import require_gguf
+from palestra.extras.gguf.rope import rope_tensors
+from palestra.extras.gguf.tokenizer import model_name, tokenizer_to_gguf
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,8 +26,8 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.judge import conversation_text
 from palestra.evals.report import EvalReport, pair
 from palestra.evals.suite import EvalSuite, hold_out
+from palestra.extras.improve.search import Candidate, Limits, ReflectorSpent, Search, Trial
 from palestra.models.chat.template import ChatFormat
-from palestra.prompts.search import Candidate, Limits, ReflectorSpent, Search, Trial
 from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
 from palestra.rollout.evaluate import evaluate
 from palestra.rollout.local_models import LocalModels

@@ -10,7 +10,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from palestra.core.trace_formats import anthropic_messages, anthropic_reply, chat_call, chat_tool, text_of_parts
+from palestra.extras.record.trace_formats import (
+    anthropic_messages,
+    anthropic_reply,
+    chat_call,
+    chat_tool,
+    text_of_parts,
+)
 
 Dialect = Literal["chat", "responses", "messages"]
 Json = dict[str, Any]

@@ -14,8 +14,8 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import UnsupportedError
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.evals.suite import EvalSuite
+from palestra.extras.trl.config import ARGUMENTS, SUPPORTED, adapter_of, problem_of, settings_of, values_of
 from palestra.rollout.rewards import RewardFunction, as_list
-from palestra.trl_config import ARGUMENTS, SUPPORTED, adapter_of, problem_of, settings_of, values_of
 
 if TYPE_CHECKING:
     from palestra.models.loading import LoadedModel

@@ -20,8 +20,8 @@ from palestra.core.messages import as_messages, to_dict
 from palestra.core.types import Message, Problem
 from palestra.evals.measures import Measure, MeasureContext, as_measure, run_group_measure
 from palestra.evals.suite import EvalSuite
+from palestra.extras.trl.config import GRPOConfig
 from palestra.trainer import GRPOTrainer
-from palestra.trl_config import GRPOConfig
 
 __all__ = [
     "GRPOConfig", "GRPOTrainer", "ModelConfig", "ScriptArguments", "TrlParser", "combine_rewards",

@@ -9,7 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from palestra.backends.vllm.common import (
+from palestra.core.errors import MissingPackageError, RolloutError, ServiceError
+from palestra.core.phases import phases
+from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
+from palestra.extras.vllm.common import (
     PROBE_TEXT,
     PROBE_TOKENS,
     AdapterFolders,
@@ -18,13 +22,9 @@ from palestra.backends.vllm.common import (
     sampling_fields,
     turn_of,
 )
-from palestra.core.errors import MissingPackageError, RolloutError, ServiceError
-from palestra.core.phases import phases
-from palestra.core.types import SamplingParams, Turn
-from palestra.core.weights import Weights
 from palestra.policy.base import BoundedSessions
 
-WORKER = "palestra.backends.vllm.worker.PalestraWorker"
+WORKER = "palestra.extras.vllm.worker.PalestraWorker"
 
 
 class VllmColocatePolicy(BoundedSessions):

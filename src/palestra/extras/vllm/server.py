@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.backends.vllm.common import (
+from palestra.core.errors import RolloutError, ServiceError, StorageError
+from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask, ask_async
+from palestra.core.types import SamplingParams, Turn
+from palestra.core.weights import Weights
+from palestra.extras.vllm.common import (
     PROBE_TEXT,
     PROBE_TOKENS,
     Adapter,
@@ -19,10 +23,6 @@ from palestra.backends.vllm.common import (
     sampling_fields,
     turn_of,
 )
-from palestra.core.errors import RolloutError, ServiceError, StorageError
-from palestra.core.http import ConcurrencyLimit, HttpError, Request, Retries, ask, ask_async
-from palestra.core.types import SamplingParams, Turn
-from palestra.core.weights import Weights
 from palestra.policy.base import BoundedSessions
 
 log = logging.getLogger("palestra")
@@ -58,7 +58,7 @@ class WholeWeights:
 
     start = (
         "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls "
-        "palestra.backends.vllm.worker.PalestraWorker (docs/scaling.md)"
+        "palestra.extras.vllm.worker.PalestraWorker (docs/scaling.md)"
     )
 
     def __init__(self, server: VllmServer, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """What Palestra adds to a worker of vLLM; this file is imported there, not in a training.
 
-VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls palestra.backends.vllm.worker.PalestraWorker …
+VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls palestra.extras.vllm.worker.PalestraWorker …
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from palestra.backends.tinker import connect as connect_module
-from palestra.backends.tinker.connect import connect, context_tokens, suited
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError
+from palestra.extras.tinker.client import connect as connect_module
+from palestra.extras.tinker.client.connect import connect, context_tokens, suited
 
 
 def config(**settings: Any) -> RunConfig:

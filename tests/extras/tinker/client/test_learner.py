@@ -17,11 +17,11 @@ from fake_tinker import VOCABULARY, FakeServer, scored
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import LossTokens, StepLoss
-from palestra.backends.tinker.learner import TinkerLearner, gradient_norm
-from palestra.backends.tinker.model import TinkerModel
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, UnreadableFileError, UnsupportedError
 from palestra.core.types import Array, Sample
+from palestra.extras.tinker.client.learner import TinkerLearner, gradient_norm
+from palestra.extras.tinker.client.model import TinkerModel
 
 RNG = np.random.default_rng(0)
 CONFIG = RunConfig.build({"backend": "tinker", "train.beta": 0.1})

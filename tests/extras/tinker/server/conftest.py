@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tinker_server import Running, first_layer, serving
 
-from palestra.servers.tinker.base_model import BaseModel
-from palestra.servers.tinker.messages import Datum, Tensor
-from palestra.servers.tinker.service import Service, ServiceLimits
+from palestra.extras.tinker.server.base_model import BaseModel
+from palestra.extras.tinker.server.messages import Datum, Tensor
+from palestra.extras.tinker.server.service import Service, ServiceLimits
 
 sys.path.append(str(Path(__file__).parents[4] / "scripts"))
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from palestra.core.errors import PalestraError, StateError
-from palestra.servers.tinker import futures
-from palestra.servers.tinker.futures import Gone, OrderedWorker, Requests, TooBusy
+from palestra.extras.tinker.server import futures
+from palestra.extras.tinker.server.futures import Gone, OrderedWorker, Requests, TooBusy
 
 
 @pytest.mark.parametrize("arrival", list(itertools.permutations([1, 2, 3, 4]))[::5])

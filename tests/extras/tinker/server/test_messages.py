@@ -7,7 +7,7 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Turn
-from palestra.servers.tinker import messages
+from palestra.extras.tinker.server import messages
 
 tinker = pytest.importorskip("tinker")
 from tinker.proto import request_conv, response_conv  # noqa: E402

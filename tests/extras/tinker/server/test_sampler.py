@@ -11,9 +11,9 @@ import pytest
 
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.servers.tinker import sampler as module
-from palestra.servers.tinker.base_model import BaseModel
-from palestra.servers.tinker.sampler import PinnedWeights, Sampler, SampleRequest
+from palestra.extras.tinker.server import sampler as module
+from palestra.extras.tinker.server.base_model import BaseModel
+from palestra.extras.tinker.server.sampler import PinnedWeights, Sampler, SampleRequest
 
 PINNED = PinnedWeights(dict)
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from fuzzing.tinker_requests import forward_backward_body
 
-from palestra.servers.tinker.base_model import AdapterSpec
-from palestra.servers.tinker.checkpoints import TinkerPath
-from palestra.servers.tinker.futures import Gone, TooBusy
-from palestra.servers.tinker.messages import Datum, Tensor
-from palestra.servers.tinker.requests import Sample
-from palestra.servers.tinker.service import ServiceLimits
+from palestra.extras.tinker.server.base_model import AdapterSpec
+from palestra.extras.tinker.server.checkpoints import TinkerPath
+from palestra.extras.tinker.server.futures import Gone, TooBusy
+from palestra.extras.tinker.server.messages import Datum, Tensor
+from palestra.extras.tinker.server.requests import Sample
+from palestra.extras.tinker.server.service import ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}

@@ -11,14 +11,14 @@ import torch
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
-from palestra.algo.tinker_losses import SETTINGS
 from palestra.core.config import RunConfig
 from palestra.core.errors import InputError
 from palestra.core.types import Sample
+from palestra.extras.tinker.losses import SETTINGS
+from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
+from palestra.extras.tinker.server.messages import Datum, Tensor
+from palestra.extras.tinker.server.training_model import AdamParams, TrainingModel
 from palestra.learner.local import LocalLearner
-from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
-from palestra.servers.tinker.messages import Datum, Tensor
-from palestra.servers.tinker.training_model import AdamParams, TrainingModel
 
 SPEC = AdapterSpec(4)
 ADAM = AdamParams(1e-2, 0.9, 0.95, 1e-12, 0.0, 0.0)

@@ -15,7 +15,7 @@ from llama_cpp import LlamaCpp, serve_tokenizer
 from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_for_family
 
 from palestra import demo
-from palestra.models.export.gguf import to_gguf
+from palestra.extras.gguf.export import to_gguf
 from palestra.models.export.source import open_source
 
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from palestra.core.config_sections import LoraSection
 from palestra.core.errors import UnreadableFileError, UnsupportedError
+from palestra.extras.gguf.export import to_gguf
 from palestra.learner.lora import add_lora
-from palestra.models.export.gguf import to_gguf
 from palestra.models.export.hf import save_hf, to_hf
 from palestra.models.export.source import open_source
 from palestra.models.loading import load_model

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from palestra import EvalSuite
-from palestra.sources.programs.record import Recorder
+from palestra.extras.record.recorder import Recorder
 
 KEY = "sk-live-very-secret-0123456789"
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -8,10 +8,10 @@ from typing import Any
 
 import tinker
 
-from palestra.backends.tinker.model import TinkerModel, refusal
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_LEARNING_RATE
 from palestra.core.errors import NotFoundError, SettingError, did_you_mean
+from palestra.extras.tinker.client.model import TinkerModel, refusal
 
 KEY = "TINKER_API_KEY"
 _UNSTATED_CONTEXT = 1 << 15

@@ -17,7 +17,13 @@ from tinker import types
 
 from palestra.algo.batch import Batch
 from palestra.algo.step_loss import Loss, StepLoss
-from palestra.backends.tinker.losses import (
+from palestra.core.config import RunConfig
+from palestra.core.errors import NotFiniteError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
+from palestra.core.event_loop import outside_event_loop
+from palestra.core.files import write_json
+from palestra.core.types import Array
+from palestra.core.weights import Weights, saved_tensors
+from palestra.extras.tinker.client.losses import (
     StepTerms,
     echo_gradient,
     needs_forward,
@@ -25,13 +31,7 @@ from palestra.backends.tinker.losses import (
     step_terms,
     weighted_advantages,
 )
-from palestra.backends.tinker.model import ModelChange, Sampler, TinkerModel
-from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
-from palestra.core.event_loop import outside_event_loop
-from palestra.core.files import write_json
-from palestra.core.types import Array
-from palestra.core.weights import Weights, saved_tensors
+from palestra.extras.tinker.client.model import ModelChange, Sampler, TinkerModel
 from palestra.learner.base import noop
 
 CHECKPOINT = "tinker.json"

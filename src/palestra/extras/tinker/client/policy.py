@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from tinker import types
 
-from palestra.backends.tinker.learner import TinkerWeights
-from palestra.backends.tinker.model import Sampler, TinkerModel
 from palestra.core.errors import PalestraError, RolloutError, UnsupportedError
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.extras.tinker.client.learner import TinkerWeights
+from palestra.extras.tinker.client.model import Sampler, TinkerModel
 from palestra.policy.base import BoundedSessions
 
 

@@ -15,11 +15,11 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 
+from palestra.extras.tinker.server import requests as bodies
+from palestra.extras.tinker.server.checkpoints import Checkpoint, Checkpoints, TinkerPath
+from palestra.extras.tinker.server.futures import NotFound
 from palestra.servers.body import read_model
 from palestra.servers.http_errors import refuse
-from palestra.servers.tinker import requests as bodies
-from palestra.servers.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath
-from palestra.servers.tinker.futures import NotFound
 
 _URLS_S = 3600.0  # for which the URLs of files are said to be good
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}

@@ -19,8 +19,8 @@ from palestra.core.errors import InputError, PalestraError, StateError, StorageE
 from palestra.core.files import MANIFEST, folder_size, verify_folder, write_folder, write_json
 from palestra.core.run_folder import RunFolder
 from palestra.core.weights import saved_tensors
-from palestra.servers.tinker.base_model import AdapterSpec
-from palestra.servers.tinker.futures import NotFound
+from palestra.extras.tinker.server.base_model import AdapterSpec
+from palestra.extras.tinker.server.futures import NotFound
 
 ABOUT = "tinker.json"
 EXPIRES = "expires.json"  # when, where it was changed later; not in the manifest, so that the rest is not written again

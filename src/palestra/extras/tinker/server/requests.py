@@ -14,9 +14,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import SamplingParams
-from palestra.servers.tinker.base_model import AdapterSpec
-from palestra.servers.tinker.messages import Tensor, csr_cells, parse_request
-from palestra.servers.tinker.training_model import AdamParams
+from palestra.extras.tinker.server.base_model import AdapterSpec
+from palestra.extras.tinker.server.messages import Tensor, csr_cells, parse_request
+from palestra.extras.tinker.server.training_model import AdamParams
 
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024

@@ -24,11 +24,11 @@ from palestra.core.errors import InputError
 from palestra.core.types import Array, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.engine.attention import plain_forward
+from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
+from palestra.extras.tinker.server.messages import EMPTY_LOGPROB, SampleResponse, Tensor, TopK
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.module import token_logprobs
-from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
-from palestra.servers.tinker.messages import EMPTY_LOGPROB, SampleResponse, Tensor, TopK
 
 PAUSE_S = 0.01  # without a new request: the burst is over
 LONGEST_BURST_S = 0.2

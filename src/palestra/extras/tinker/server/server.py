@@ -20,14 +20,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
+from palestra.extras.tinker.server import requests as bodies
+from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
+from palestra.extras.tinker.server.checkpoint_api import CheckpointApi
+from palestra.extras.tinker.server.futures import Gone, NotFound, Request, Result, TooBusy
+from palestra.extras.tinker.server.messages import read_forward_backward
+from palestra.extras.tinker.server.service import Service
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.http_errors import refuse
-from palestra.servers.tinker import requests as bodies
-from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
-from palestra.servers.tinker.checkpoint_api import CheckpointApi
-from palestra.servers.tinker.futures import Gone, NotFound, Request, Result, TooBusy
-from palestra.servers.tinker.messages import read_forward_backward
-from palestra.servers.tinker.service import Service
 from palestra.servers.web import make_app
 
 log = logging.getLogger("palestra")

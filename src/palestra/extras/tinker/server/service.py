@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from palestra.algo.tinker_losses import check_loss
 from palestra.core.files import verify_folder
 from palestra.core.types import SamplingParams
 from palestra.engine.runner import GIB, default_kv_bytes
-from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
-from palestra.servers.tinker.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
-from palestra.servers.tinker.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
-from palestra.servers.tinker.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
-from palestra.servers.tinker.requests import (
+from palestra.extras.tinker.losses import check_loss
+from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
+from palestra.extras.tinker.server.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
+from palestra.extras.tinker.server.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
+from palestra.extras.tinker.server.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
+from palestra.extras.tinker.server.requests import (
     CreateFromWeights,
     LoadWeights,
     OptimStep,
@@ -31,9 +31,9 @@ from palestra.servers.tinker.requests import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from palestra.servers.tinker.sampler import PinnedWeights, Sampler, SampleRequest
-from palestra.servers.tinker.training_model import TrainingModel
-from palestra.servers.tinker.training_run import TrainingRun
+from palestra.extras.tinker.server.sampler import PinnedWeights, Sampler, SampleRequest
+from palestra.extras.tinker.server.training_model import TrainingModel
+from palestra.extras.tinker.server.training_run import TrainingRun
 
 log = logging.getLogger("palestra")
 

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from palestra.algo.batch import Batch, Targets
 from palestra.algo.step_loss import LossTokens
-from palestra.algo.tinker_losses import INPUTS, TinkerLoss
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import InputError, NotFiniteError, StateError
 from palestra.core.types import Array
+from palestra.extras.tinker.losses import INPUTS, TinkerLoss
+from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
+from palestra.extras.tinker.server.messages import Datum
 from palestra.learner import state as learner_state
 from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import Optimizer
-from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
-from palestra.servers.tinker.messages import Datum
 
 # Not more on a large GPU, unlike a training that has it to itself: models and samplers share its memory.
 TOKENS_PER_PASS = 16384

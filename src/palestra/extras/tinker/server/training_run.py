@@ -17,11 +17,11 @@ import numpy as np
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Array, Group, Message, Rollout, Turn
+from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
+from palestra.extras.tinker.server.messages import Datum
+from palestra.extras.tinker.server.training_model import AdamParams, Outputs
 from palestra.runs.foreground import listed
 from palestra.runs.tracking.open import open_trackers
-from palestra.servers.tinker.base_model import AdapterSpec, BaseModel
-from palestra.servers.tinker.messages import Datum
-from palestra.servers.tinker.training_model import AdamParams, Outputs
 
 log = logging.getLogger("palestra")
 
