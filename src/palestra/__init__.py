@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from palestra.core.extras import keep_moved_paths
+
 __version__ = "0.2.0"
 
 TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
     from palestra.envs.user_simulator import UserSimulator
     from palestra.evals.judge import judge, ruler
     from palestra.evals.measures import fail_reason, measure, pass_reason, turn_scores
-    from palestra.extras.improve.improve import improve
     from palestra.suite import EvalSuite
 
+    improve: object
+
+keep_moved_paths()
 __all__ = [
     "Agent", "Context", "Env", "EnvConfig", "EvalSuite", "GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult",
     "McpServer", "PalestraError", "Tool", "UserSimulator", "command_agent", "evaluate", "fail_reason", "function_tool",
@@ -39,7 +43,6 @@ _MODULES = {
     "envs.user_simulator": "UserSimulator",
     "evals.judge": "judge ruler",
     "evals.measures": "fail_reason measure pass_reason turn_scores",
-    "prompts.improve": "improve",
     "suite": "EvalSuite",
 }
 _HOMES = {name: f"palestra.{module}" for module, names in _MODULES.items() for name in names.split()}
@@ -47,6 +50,10 @@ _HOMES = {name: f"palestra.{module}" for module, names in _MODULES.items() for n
 
 def __getattr__(name: str) -> object:
     """Load a public name when it is first used: importing palestra itself costs nothing."""
+    if name == "improve":
+        from palestra.core.extras import provided
+
+        return provided("improve()")
     if name not in _HOMES:
         raise AttributeError(f"module 'palestra' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

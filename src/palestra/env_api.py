@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any
 from palestra.agents.agent import Agent
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
-from palestra.core.run_folder import Resume, RunFolder
+from palestra.core.run_folder import Resume
 from palestra.envs.base import Split
-from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
-from palestra.extras.atropos.protocol import WireClient
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.build import policy_of
 from palestra.policy.openai import OpenAIChat, OpenAISettings
-from palestra.policy.remote import RemotePolicy
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.collect import Collector, endpoint_speakers
 from palestra.rollout.evaluate import process
@@ -35,10 +32,7 @@ from palestra.train.watcher import Watcher
 from palestra.trainer import train_task, watching
 
 if TYPE_CHECKING:
-    from palestra.extras.atropos.task import Address
-    from palestra.extras.atropos.worker import EnvironmentWorker
-    from palestra.train.run import Outcome
-    from palestra.train.tasks import EnvironmentTask, Task
+    pass
 
 
 def train_env(
@@ -72,56 +66,6 @@ def train_env(
         functions={"advantages": advantages, "loss": loss},
     )
     return GRPOTrainingResult(Agent(name, config.model.name, instructions, tools), run, outcome)
-
-
-def train_wire(
-    run: RunFolder,
-    client: WireClient,
-    address: Address,
-    *,
-    watcher: Watcher | None = None,
-    resume: Resume | None = None,
-    served: Callable[[str, Any], None] = lambda url, tokenizer: None,
-    check: Callable[[], None] = lambda: None,
-    wait_limit_s: float = 60.0,
-) -> Outcome:
-    """Serve the model, train it on what environments in other programs post, save it.
-
-    It is evaluated here if run.json names an environment of ours. `served` is called with the inference URL and the
-    tokenizer; `check` may raise while groups are waited for. Where the environment fails and no group arrives for
-    `wait_limit_s` (0: any time), the run stops with the reason.
-    """
-    from palestra.extras.atropos.task import WireTask
-    from palestra.train.setup import load_for_run
-
-    loaded = load_for_run(run.config)
-    task = WireTask(client, address, loaded, run, _scorer(run), served, check, wait_limit_s)
-    return _train(run, task, loaded=loaded, watcher=watcher, resume=resume)
-
-
-def finish_wire(run: RunFolder, resume: Resume, *, watcher: Watcher | None = None) -> Outcome:
-    """Score and save what a run over the wire has learned, without its environments."""
-    from palestra.train.tasks import FinishTask
-
-    return _train(run, FinishTask(_scorer(run)), watcher=watcher, resume=resume)
-
-
-def _scorer(run: RunFolder) -> EnvironmentTask | None:
-    """The environment of ours that scores a run over the wire, if run.json names one."""
-    from palestra.train.tasks import EnvironmentTask
-
-    scored_by = run.environment("scored_by")
-    return EnvironmentTask(load_env(*scored_by)) if scored_by else None
-
-
-def _train(run: RunFolder, task: Task, **parts: Any) -> Outcome:
-    from palestra.train.run import Run
-
-    def train() -> Outcome:
-        with asyncio.Runner() as runner:
-            return Run.build(run.config, task, run, runner=runner, **parts).train()
-
-    return outside_event_loop(train)
 
 
 def evaluate_env(
@@ -174,34 +118,6 @@ def process_env(
                 on_group(record)
 
     outside_event_loop(lambda: asyncio.run(write()))
-
-
-def serve_env(
-    env: RunningEnv,
-    config: RunConfig,
-    wire: WireClient,
-    policy: RemotePolicy,
-    *,
-    model_name: str | None = None,
-    watcher: Watcher | None = None,
-) -> EnvironmentWorker:
-    """Feed a trainer in another process with scored groups until its last step, sampled from the model that it serves.
-
-    `model_name` says whose tokenizer to use; None: that of the model that the server serves.
-    """
-    from palestra.extras.atropos.worker import EnvironmentWorker
-    from palestra.models.loading import load_tokenizer
-    from palestra.train.tasks import agent_collector
-
-    config.refuse(["rollout.constrain_tool_calls"], "the trainer's server samples, and it takes no grammar")
-
-    async def make_collector() -> Collector:
-        tokenizer = load_tokenizer(model_name or await policy.model_name())
-        return agent_collector(env, policy, ChatFormat(tokenizer), config, training=True)
-
-    worker = EnvironmentWorker(env.name, env, make_collector, config.with_step_size(), wire, watcher or Watcher())
-    outside_event_loop(lambda: asyncio.run(worker.run()))
-    return worker
 
 
 def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None, *, training: bool) -> Collector:

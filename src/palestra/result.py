@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.agents.agent import Agent
 from palestra.agents.tools.tool import Tool, as_tool
 from palestra.core.errors import InputError, SettingError, StateError
+from palestra.core.extras import provided
 from palestra.core.files import slug
 from palestra.core.messages import as_messages
 from palestra.core.run_folder import RunFolder
@@ -23,7 +24,6 @@ from palestra.core.weights import Weights
 from palestra.evals.report import EvalReport, Mean, Rate
 
 if TYPE_CHECKING:
-    from palestra.extras.gguf.ollama import OllamaModel
     from palestra.models.export.hub import HubRepo
     from palestra.policy.base import Policy
     from palestra.train.run import Outcome
@@ -215,20 +215,19 @@ class GRPOTrainingResult:
         model_path: str | Path | None = None,
         llama_cpp_path: str | None = None,
         quantization: str = "q8_0",
-    ) -> OllamaModel:
+    ) -> Any:
         """Export for Ollama into the run's folder, and create the model where Ollama is installed; gives its name.
 
         `model_path` is another saved model than the run's own; `llama_cpp_path` is needed for quantisations other than
         f32, f16, bf16 and q8_0.
         """
-        from palestra.extras.gguf.ollama import to_ollama
         from palestra.models.export.source import open_source
 
         source = open_source(str(model_path or self.model_path), model_name)
         if not source.instructions:
             source = replace(source, instructions=self.instructions or "")
         folder = self.run.export / "ollama" / slug(model_name)
-        made = to_ollama(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)
+        made = provided("to_ollama")(source, model_name, folder, type=quantization, llama_cpp=llama_cpp_path)
         if not made.created:
             log.warning("Ollama is not installed here; the files are ready. Where it is, run: %s", made.command)
         return made

@@ -6,7 +6,6 @@ background starts this module with the file request.json of the run folder.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import select
@@ -16,28 +15,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.agent_source import AgentOptions
 from palestra.api import train_grpo, train_sft
-from palestra.core.config import RunConfig, flatten
+from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError
+from palestra.core.extras import provided
 from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, RankVariables, is_first_rank, launch_ranks
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.secrets import redact
 from palestra.core.show import visible
-from palestra.env_api import finish_wire, serve_env, train_env, train_wire
-from palestra.envs.load import env_class, find_env, load_env
+from palestra.env_api import train_env
+from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
-from palestra.extras.atropos import WIRE_DEFAULTS
-from palestra.extras.atropos.atropos import TRAINER_URL, AtroposEnv
-from palestra.extras.atropos.protocol import WireClient
-from palestra.policy.openai import OpenAISettings
-from palestra.policy.remote import RemotePolicy
 from palestra.runs.index import Index, State, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, descendants, end_all, identify
 from palestra.runs.recovery import SUPERVISOR_DIED, recover_own
@@ -46,28 +40,18 @@ from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:
-    from palestra.extras.atropos.worker import EnvironmentWorker
     from palestra.train.run import Outcome
 
 Finished = tuple[RunFolder, "Outcome"]
 Watching = Callable[[RunConfig], AbstractContextManager[Watcher]]  # a display for a run with this config
-_BACKLOG = 2048  # connections that wait until the server accepts them
-_API_UNREACHABLE_S = 60.0
 _TERMINATE_S = 0.5
 _DYING_MS = 200
-_TRAINER_SERVER = {
-    "base_url": TRAINER_URL,
-    "api_key_env": "PALESTRA_TOKEN",
-    "timeout_s": 600,  # a trainer does not answer during a step
-    "max_concurrent": 128,
-}
 
 
 def train(request: RunRequest, watching: Watching, folder: Path | None = None) -> Finished:
     """Train in a new run folder, or in `folder`."""
     if request.env_url is not None:
-        run = new_wire_run(request, folder)
-        return run, _train_wire(request, run, watching)
+        return _wire().train(request, watching, folder)
     if request.environment is not None:
         env, config = open_env(request)
         record = {"environment": {"name": absolute_name(request.environment), "settings": dict(request.env_settings)}}
@@ -92,12 +76,7 @@ def resume(
         with watching(run.config) as watcher:
             return run, train_env(env, run.config, watcher=watcher, resume=resumed).outcome
     if "env_url" in run.record or (request is not None and request.env_url is not None):
-        if resumed.finish:
-            with watching(run.config) as watcher:
-                return run, finish_wire(run, resumed, watcher=watcher)
-        if request is None or request.env_url is None:
-            raise SettingError(f"{run.path} trains over the wire; continue it with: {run.wire_command}")
-        return run, _train_wire(request, run, watching, resumed)
+        return _wire().resume(run, resumed, watching, request)
     source = agent_file or run.record.get("source")
     if run.record.get("only_learns_traces"):
         with watching(run.config) as watcher:
@@ -127,27 +106,9 @@ def open_env(request: RunRequest) -> tuple[RunningEnv, RunConfig]:
     return env, request.config(env.env.run_settings)
 
 
-def new_wire_run(request: RunRequest, folder: Path | None = None) -> RunFolder:
-    """A new run with the settings that suit the environment; one of ours also scores the model."""
-    own: Any = {}
-    record: dict[str, Any] = {"env_url": request.env_url}
-    found = find_env(request.environment) if request.environment is not None else None
-    if found is not None and found.dialect == "palestra":
-        own = env_class(found).run_settings
-        record["scored_by"] = {"name": absolute_name(request.environment), "settings": dict(request.env_settings)}
-    elif found is not None:
-        settings = {"env": dict(request.env_settings), "openai": dict(request.server_settings)}
-        record["atropos"] = {"file": str(found.file_path), **settings, "packages": list(request.packages)}
-    config = wire_config(request, own)
-    return RunFolder.create(Path(config.output_dir), "wire", config, record, at=folder)
-
-
-def wire_config(request: RunRequest, own: Any = ()) -> RunConfig:
-    """The config of a run over the wire, which needs a last step."""
-    config = request.config(WIRE_DEFAULTS, dict(own))
-    if config.train.max_steps is None:
-        raise SettingError("environments over the wire have no last problem; set an end: --train.max_steps 100")
-    return config
+def _wire() -> Any:
+    """Runs whose groups come from environments in other programs."""
+    return provided("runs over the wire")
 
 
 def _train_agent(
@@ -171,78 +132,13 @@ def _train_agent(
     return result.run, result.outcome
 
 
-def _train_wire(request: RunRequest, run: RunFolder, watching: Watching, resumed: Resume | None = None) -> Outcome:
-    from palestra.extras.atropos.task import Address
-
-    assert request.env_url is not None
-    # environments written for Atropos cannot send a token
-    token = os.environ.get("PALESTRA_TOKEN") or None if request.dialect == "palestra" else None
-    with watching(run.config) as watcher:
-        watcher.run_dir = run.path  # it can be resumed from here, also if loading is interrupted
-        return train_wire(
-            run,
-            WireClient(request.env_url, token, note=watcher.note),
-            Address(port=request.serve_port, token=token),
-            watcher=watcher,
-            resume=resumed,
-            served=lambda url, tokenizer: watcher.note(f"environments sample from {url}/v1"),
-            wait_limit_s=request.wait_limit_s,
-        )
-
-
-def serve_environment(request: RunRequest, watching: Watching) -> EnvironmentWorker:
-    """Post groups of an environment to the trajectory API at `env_url`, until the trainer's last step."""
-    assert request.environment is not None
-    assert request.env_url is not None
-    if request.dialect != "palestra":
-        file = find_env(request.environment).file_path
-        env_of_others = AtroposEnv(file, request.env_settings, request.server_settings, request.packages)
-        env_of_others.serve(request.config(WIRE_DEFAULTS), request.env_url)
-    env, config = open_env(request)
-    served_as = request.server_settings.get("model_name") or request.settings.get("model.name")
-    server = OpenAISettings.read({**_TRAINER_SERVER, **request.server_settings, "model_name": served_as or ""})
-    with watching(config) as watcher:
-        wire = WireClient(request.env_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_UNREACHABLE_S)
-        policy = RemotePolicy(
-            server.base_url,
-            token=os.environ.get(server.api_key_env),
-            timeout_s=server.timeout_s,
-            max_concurrent=server.max_concurrent,
-        )
-        return serve_env(env, config, wire, policy, model_name=served_as, watcher=watcher)
-
-
-def environment_request(request: RunRequest, folder: RunFolder) -> RunRequest:
-    """The request of the environment's process: it samples with the settings of the trainer."""
-    settings = flatten(folder.config.model_dump(mode="json"))
-    if "train.filter_equal_groups" not in request.settings:
-        del settings["train.filter_equal_groups"]  # over the wire it is the environment that filters
-    own = dict(request.env_settings)
-    if "total_steps" in own:  # the run may have been lengthened since
-        own["total_steps"] = folder.config.train.max_steps
-    server = {**request.server_settings, "base_url": f"http://127.0.0.1:{request.serve_port}/v1"}
-    return replace(request, settings=settings, backend="local", env_settings=own, server_settings=server)
-
-
-def serve_trajectories(request: RunRequest, folder: RunFolder) -> None:
-    """Serve the trajectory API of a run until SIGTERM."""
-    from palestra.extras.atropos.server import trajectory_app
-    from palestra.servers.web import Server, open_port
-
-    token = os.environ.get("PALESTRA_TOKEN") or None
-    socket = open_port("127.0.0.1", request.api_port or 0, token)
-    socket.listen(_BACKLOG)
-    app = trajectory_app(folder.wire, token=token)
-    asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
-
-
 def run_part(file: Path, part: str) -> int:
     """Execute one process of a run in the background; returns its exit code."""
     request, folder = RunRequest.load(file), RunFolder(file.parent)
     if part == "api":
-        serve_trajectories(request, folder)
+        _wire().serve_trajectories(request, folder)
     elif part == "env":
-        serve_environment(environment_request(request, folder), _background_display)
+        _wire().serve_environment(_wire().environment_request(request, folder), _background_display)
     elif request.nproc > 1 and RankVariables.of_environment() is None:
         return launch_ranks([sys.executable, "-P", "-m", "palestra.run", str(file), part], request.nproc)
     elif folder.has_begun:

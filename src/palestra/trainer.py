@@ -17,6 +17,7 @@ from palestra.agents.programs import ProgramAgent
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFoundError, SettingError, needs_extra, refuse_arguments
 from palestra.core.event_loop import outside_event_loop
+from palestra.core.extras import provided
 from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.run_folder import Resume, RunFolder
@@ -25,7 +26,6 @@ from palestra.envs.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.suite import EvalSuite, hold_out
-from palestra.extras.trl.arguments import TrlArguments, read_arguments
 from palestra.models.progress_bars import hidden_progress_bars, is_local
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, TrainerState, as_list
@@ -73,7 +73,7 @@ class GRPOTrainer:
         folder: Path | str | None = None,
         **trl: Any,
     ) -> None:
-        self._trl: TrlArguments | None = None
+        self._trl: Any = None
         self.args: Any = trl.get("args", config)  # the config as it was given
         if agent is None:
             own = {"config": config, "extra_reward_funcs": extra_reward_funcs, "reward_measures": reward_measures}
@@ -265,13 +265,13 @@ class GRPOTrainer:
 _OWN_ARGUMENTS = [name for name in signature(GRPOTrainer.__init__).parameters if name not in ("self", "trl")]
 
 
-def _read_trl(trl: Mapping[str, Any], own: Mapping[str, Any], *, has_environment: bool) -> TrlArguments:
+def _read_trl(trl: Mapping[str, Any], own: Mapping[str, Any], *, has_environment: bool) -> Any:
     """TRL's arguments, which cannot be mixed with those that stand for the same here."""
     if not trl:
         raise SettingError("GRPOTrainer needs an agent, or a model, reward_funcs and train_dataset as in TRL")
     if mixed := [name for name, value in own.items() if value is not None]:
         raise SettingError(f"{', '.join(mixed)}: leave it out; TRL's args and reward_funcs stand for it")
-    return read_arguments(trl, _OWN_ARGUMENTS, has_environment=has_environment)
+    return provided("arguments of TRL")(trl, _OWN_ARGUMENTS, has_environment=has_environment)
 
 
 def watching(watcher: Watcher | None, progress: bool = True) -> AbstractContextManager[Watcher]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from palestra.core.machine import installed_version, memory_gib, port_error
-from palestra.extras.agent_tools.tools import MINIMUM_PYTHON, check_rl_python_version
 from palestra.runs.manager import palestra_home
 
+MINIMUM_PYTHON = (3, 11)
 State = Literal["ok", "missing", "broken"]  # missing: something optional; broken: nothing works without it
 
 KEYS = {
@@ -77,7 +77,7 @@ def _check(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: 
 def _python() -> Iterator[Check]:
     found = f"{platform.python_version()} at {sys.executable}"
     remedy = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer"
-    yield _check("Python", "version", check_rl_python_version(), found, remedy, "broken")
+    yield _check("Python", "version", sys.version_info[:2] >= MINIMUM_PYTHON, found, remedy, "broken")
 
 
 def _torch() -> Iterator[Check]:

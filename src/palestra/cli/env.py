@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from palestra.cli import run_atropos, settings
+from palestra.cli import settings
 from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries, out_option
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import capability_of, print_evaluation
+from palestra.core import extras
 from palestra.core.config import RunConfig
 from palestra.core.files import slug, write_text
 from palestra.core.show import show_path
@@ -25,23 +24,33 @@ from palestra.envs.load import find_env
 from palestra.envs.running import RunningEnv
 from palestra.evals.evidence import RunFacts
 from palestra.evals.run_report.write import fill_template
-from palestra.extras.atropos import WIRE_DEFAULTS
-from palestra.extras.atropos.atropos import AtroposEnv
 from palestra.policy.openai import OpenAISettings
-from palestra.run import open_env, serve_environment
+from palestra.run import open_env
 from palestra.runs.request import RunRequest
 from palestra.train.progress import make_display
-from palestra.train.watcher import Watcher
 
 _PAGE = Path(__file__).with_name("process_page.html")
 
 
-@click.group("env")
+class EnvGroup(click.Group):
+    """The commands below, and those of extras."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        others = [name.removeprefix("env ") for name in extras.COMMANDS if name.startswith("env ")]
+        return [*super().list_commands(ctx), *others]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if (name := f"env {cmd_name}") in extras.COMMANDS:
+            return extras.command(name)
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group("env", cls=EnvGroup)
 def command() -> None:
     """One environment: `process` writes scored rollouts, `evaluate` scores a model, `serve` posts to a trainer."""
 
 
-def _options(function: Callable[..., Any]) -> Callable[..., Any]:
+def options_of_env(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that all commands of the group share."""
     for option in (
         debug_option,
@@ -57,7 +66,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 @settings.command_of_run("process", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
 @out_option("The JSONL file; the page is written beside it.")
-@_options
+@options_of_env
 def process(
     name_or_file: str, config_file: Path | None, model: str | None, groups: int, out: Path | None, **parameters: Any
 ) -> None:
@@ -71,10 +80,9 @@ def process(
     A file written for atroposlib runs its own `process` in a venv of its own, with the model at --openai.base_url.
     """
     if (source := find_env(name_or_file)).dialect == "atropos":
-        request = _request(name_or_file, config_file, model, parameters)
+        request = request_of(name_or_file, config_file, model, parameters)
         path = out or Path(f"{slug(source.name)}.jsonl")
-        environment = AtroposEnv(source.file_path, request.env_settings, request.server_settings)
-        environment.process(request.config(WIRE_DEFAULTS), groups, path)
+        extras.provided("Atropos environments").process(source.file_path, request, groups, path)
     env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
     path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []
@@ -112,7 +120,7 @@ def _group(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @settings.command_of_run("evaluate", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
-@_options
+@options_of_env
 def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **parameters: Any) -> None:
     """Score a model on the held-out problems of an environment.
 
@@ -133,41 +141,7 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
         click.echo(json.dumps({**report.to_dict(), "capability": capability_of(report).to_dict(), "more": more}))
 
 
-@settings.command_of_run("serve", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
-@click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
-@_options
-def serve(name_or_file: str, config_file: Path | None, model: str | None, api_url: str, **parameters: Any) -> None:
-    """Post to a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
-
-    In three terminals, in any order; several environments may serve one trainer:
-
-    \b
-    palestra trajectory
-    palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 100
-    palestra env serve my_env.py
-
-    Both sides need the same --rollout.group_size and --rollout.temperature. The trainer's model is expected
-    at --openai.base_url (http://127.0.0.1:9001/v1); its tokenizer is loaded by the name it is served under, or
-    by --model. If the servers require a token, set PALESTRA_TOKEN. A file written for atroposlib is started
-    in a venv of its own.
-    """
-    request = _request(name_or_file, config_file, model, parameters)
-    console = Console(stderr=parameters["as_json"])
-
-    @contextmanager
-    def watching(config: RunConfig) -> Iterator[Watcher]:
-        load_libraries(console, config.model.name)
-        with make_display(console, config.track.log_every) as display:
-            yield display
-
-    fed = serve_environment(replace(request, env_url=api_url), watching)
-    mean = fed.score_sum / max(1, fed.posted_rollouts)
-    console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
-    if parameters["as_json"]:
-        click.echo(json.dumps({"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}))
-
-
-def _request(
+def request_of(
     name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any], *, runs: bool = False
 ) -> RunRequest:
     """The environment and the settings of a command; with `runs`, --model may name a run."""
@@ -180,7 +154,7 @@ def _prepare(
     name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
 ) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
     """The environment and all settings, checked before torch is loaded."""
-    request = _request(name_or_file, config_file, model, parameters, runs=True)
+    request = request_of(name_or_file, config_file, model, parameters, runs=True)
     env, config = open_env(request)
     console = Console(stderr=parameters["as_json"])
     openai = OpenAISettings.read(dict(request.server_settings)) if request.server_settings else None
@@ -189,5 +163,5 @@ def _prepare(
     return env, config, openai, console
 
 
-for subcommand in (process, evaluate, serve, run_atropos.command):
+for subcommand in (process, evaluate):
     command.add_command(subcommand)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,11 @@ from rich.console import Console
 from palestra.cli.common import PATH, debug_option, json_line_option, load_libraries
 from palestra.cli.find_run import find_run, model_of, require_run
 from palestra.core.errors import SettingError
+from palestra.core.extras import provided
 from palestra.core.files import slug, write_text
 from palestra.train.progress import task
 
 if TYPE_CHECKING:
-    from palestra.extras.gguf.write import Progress
     from palestra.models.export.source import ModelSource
 
 
@@ -118,14 +118,12 @@ def _refuse_other_options(kind: str, options: dict[str, Any]) -> None:
 
 
 def _to_html(console: Console, word: str, out: Path | None, groups: int | None) -> dict[str, Any]:
-    from palestra.extras.dashboard.export_page import MAX_GROUPS, run_page
-    from palestra.extras.dashboard.rollout_index import RolloutIndex
-
+    run_page = provided("--to html")
     run = require_run(word)
     path = out or run.export / f"{run.path.name}.html"
     with task(console, "writing the page"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, run_page(RolloutIndex(run), groups or MAX_GROUPS))
+        write_text(path, run_page(run, groups))
     console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
     return {"path": str(path)}
 
@@ -147,21 +145,17 @@ def _to_hub(console: Console, word: str, model: str, repo: str, *, private: bool
 def _to_gguf(
     console: Console, source: ModelSource, folder: Path, out: Path | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    from palestra.extras.gguf.export import to_gguf
-
     kind = options["type"].lower()
     path = out or folder / f"{source.name}-{kind}.gguf"
     with _writing(console, path.name) as progress:
-        to_gguf(source, path, progress=progress, **options)
+        provided("--to gguf")(source, path, progress=progress, **options)
     console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
     return {"path": str(path), "type": kind}
 
 
 def _to_ollama(console: Console, source: ModelSource, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    from palestra.extras.gguf.ollama import to_ollama
-
     with _writing(console, source.name) as progress:
-        made = to_ollama(source, source.name, folder, progress=progress, **options)
+        made = provided("to_ollama")(source, source.name, folder, progress=progress, **options)
     console.print(f"{made.gguf}\n{made.modelfile}", soft_wrap=True)
     next_step = f"Chat with it:  ollama run {made.name}" if made.created else f"Where Ollama is, run:  {made.command}"
     console.print(next_step, soft_wrap=True)
@@ -170,7 +164,7 @@ def _to_ollama(console: Console, source: ModelSource, folder: Path, options: dic
 
 
 @contextmanager
-def _writing(console: Console, label: str) -> Iterator[Progress]:
+def _writing(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
     """The display of a file that is being written, as what is called with the bytes of it."""
     with task(console, label, unit="bytes") as phase:
 

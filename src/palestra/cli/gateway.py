@@ -12,10 +12,12 @@ from rich.console import Console
 
 from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries, out_option
 from palestra.cli.find_run import model_of
-from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
+from palestra.cli.serve import address_options, require_serve_extra
 from palestra.evals.suite import EvalSuite
 
-_port = click.option("--port", default=8005, show_default=True, type=click.IntRange(0, 65535), help="0: any free.")
+port_option = click.option(
+    "--port", default=8005, show_default=True, type=click.IntRange(0, 65535), help="0: any free."
+)
 
 
 @click.command("gateway")
@@ -63,24 +65,3 @@ def command(
         await lone.gateway.close()
 
     asyncio.run(serve())
-
-
-@click.command("record")
-@out_option("For traces.", "traces.jsonl")
-@click.option("--upstream", metavar="URL", help="The API. [default: OpenAI's or Anthropic's, by the request]")
-@_port
-@debug_option
-def record(out: Path, upstream: str | None, port: int) -> None:
-    """Record what an agent and an OpenAI- or Anthropic-style API say to each other, as chat JSONL.
-
-    All passes through unchanged, streams too. Your key goes to the API and is written nowhere.
-
-    \b
-    palestra record --out traces.jsonl
-    OPENAI_BASE_URL=http://127.0.0.1:8005/v1 ANTHROPIC_BASE_URL=http://127.0.0.1:8005 python my_agent.py
-    palestra eval --cases traces.jsonl --measure score.py:score
-    """
-    socket = server_port("127.0.0.1", port, None)
-    from palestra.extras.record.recorder import Recorder
-
-    run_server(Recorder(out, upstream).app(), socket, f"traces go to {out}; set OPENAI_BASE_URL to", "/v1")

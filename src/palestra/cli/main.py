@@ -9,6 +9,7 @@ from importlib import import_module
 
 import click
 
+from palestra.core import extras
 from palestra.core.errors import PalestraError, did_you_mean
 from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, is_first_rank
@@ -21,16 +22,11 @@ GROUPS = {
         "sft": ("train:sft", "Train a model on conversations."),
         "eval": ("eval", "Score an agent without training."),
         "rescore": ("rescore", "Score a run's stored rollouts with changed measures."),
-        "improve": ("improve", "Evolve an agent's instructions and tool descriptions."),
-        "judge-check": ("judge_check", "Compare a judge with labels of people."),
         "envs": ("envs", "List the available environments."),
         "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
     },
     "Runs": {
         "runs": ("runs", "List, watch, stop, resume, compare and clean up runs."),
-        "dashboard": ("dashboard", "Show runs, rollouts and tokens in a browser."),
-        "plan": ("plan", "Predict step time, memory and cost of a training."),
-        "bench": ("bench", "Measure how fast a model samples on this machine."),
     },
     "Use a model": {
         "chat": ("chat", "Chat with a trained model that has its tools."),
@@ -39,16 +35,8 @@ GROUPS = {
     },
     "Agents and environments in other programs": {
         "gateway": ("gateway", "Serve a model to agents and record the exact tokens of each attempt."),
-        "record": ("gateway:record", "Record what an agent says to an OpenAI- or Anthropic-style API."),
-        "trajectory": ("serve:trajectory", "Serve the API between environments and a trainer."),
-        "tinker": ("serve:tinker", "Serve models to the Tinker SDK: train and sample over its API."),
     },
-    "Trainings run by an LLM agent": {
-        "mcp": ("agent_tools:mcp", "Offer the rl_* tools over the Model Context Protocol."),
-        "http": ("agent_tools:http", "Offer the rl_* tools over HTTP: they start trainings; it serves no model."),
-        "tools": ("agent_tools:tools", "Print the schemas of the rl_* tools."),
-        "locks": ("agent_tools:locks", "Show what an agent may not change here."),
-    },
+    "Trainings run by an LLM agent": {},
     "Installation and settings": {
         "config": ("config", "Print the settings a run would use, or all settings."),
         "doctor": ("about:doctor", "Check what this machine has, and what it lacks."),
@@ -56,6 +44,9 @@ GROUPS = {
         "version": ("about:version", "Print the versions that matter in a bug report."),
     },
 }
+for _name, (_group, _place, _line) in extras.COMMANDS.items():
+    if _group:
+        GROUPS[_group][_name] = ("", _line)
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
@@ -68,6 +59,10 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        if cmd_name in extras.COMMANDS:
+            loaded = extras.command(cmd_name)
+            assert isinstance(loaded, click.Command)
+            return loaded
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(import_module(f"palestra.cli.{module}"), attribute or "command")
         assert isinstance(command, click.Command)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from palestra.cli.common import PATH, debug_option, device_option, dtype_option, load_libraries
+from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
 from palestra.cli.find_run import model_of
 from palestra.core.errors import needs_extra
 from palestra.train.progress import task
@@ -19,7 +18,6 @@ from palestra.train.progress import task
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-SWITCH_S = 0.001  # threads that train and sample yield to the one that answers: at 5 ms, requests come in too slowly
 _BACKLOG = 2048  # connections that wait until the server accepts them
 
 
@@ -78,83 +76,6 @@ def command(
     app = inference_app(completer, token=token, weights_folder=weights_from)
     _show_requests()
     run_server(app, socket, f"{model} is served at", "/v1")
-
-
-@click.command("trajectory")
-@address_options(8001)
-@click.option("--folder", type=PATH, default="trajectories", show_default=True, help="For groups.")
-@click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
-@click.option("--max-waiting-mib", default=4096, show_default=True, help="What they may take on disk.")
-@click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
-@debug_option
-def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: int) -> None:
-    """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
-
-    \b
-    palestra trajectory
-    palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 10
-
-    Accepted groups are on disk before the answer is sent, and survive a restart.
-    """
-    socket = server_port(host, port, token)
-    from palestra.extras.atropos.server import trajectory_app
-
-    run_server(trajectory_app(folder, token=token, **limits), socket, "the trajectory API is at")
-
-
-@click.command("tinker")
-@click.argument("names", nargs=-1, metavar="[MODELS]...")
-@address_options(8010)
-@dtype_option
-@device_option
-@click.option("--output_dir", type=PATH, default="runs", show_default=True, help="For runs.")
-@click.option("--max-sessions", "sessions", default=64, show_default=True, type=click.IntRange(1), help="Clients.")
-@click.option(
-    "--max-models", "models", default=8, show_default=True, type=click.IntRange(1), help="Models in training."
-)
-@click.option("--memory-gib", type=click.FloatRange(0, min_open=True), help="Of adapters and optimizers together.")
-@click.option(
-    "--rows-per-pass",
-    type=click.IntRange(1),
-    help="Rows computed together; 1: gradients do not depend on how rows are split. [default: 4 on a CPU, else all]",
-)
-@debug_option
-def tinker(
-    names: tuple[str, ...],
-    host: str,
-    port: int,
-    token: str | None,
-    dtype: str,
-    device: str,
-    output_dir: Path,
-    **limits: Any,
-) -> None:
-    """Serve MODELS (palestra/tiny if none is given) to the Tinker SDK and the Tinker cookbook.
-
-    \b
-    palestra tinker palestra/tiny
-    TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python my_recipe.py
-
-    Each model that a client trains is a run: `palestra runs` lists it. What a client saves lies in the run's folder,
-    so that its tinker:// paths survive a restart. Other hosts than loopback need --token, an API key that begins
-    with tml-.
-    """
-    socket = server_port(host, port, token)
-    names = names or ("palestra/tiny",)
-    console = Console(stderr=True)
-    load_libraries(console, names[0])
-    from palestra.extras.tinker.server.base_model import BaseModel
-    from palestra.extras.tinker.server.server import tinker_app
-    from palestra.extras.tinker.server.service import Service, ServiceLimits
-
-    with task(console, f"loading {', '.join(names)}"):
-        bases = [BaseModel.load(name, dtype=dtype, device=device) for name in names]
-    for base in bases:
-        if base.path != base.name:
-            click.echo(f"the tokenizer of {base.name}, for clients that load one: {base.path}")
-    sys.setswitchinterval(SWITCH_S)
-    app = tinker_app(Service(bases, output_dir, ServiceLimits(**limits)), token=token)
-    run_server(app, socket, f"{', '.join(names)} served to the Tinker SDK at")
 
 
 def server_port(host: str, port: int, token: str | None) -> Any:

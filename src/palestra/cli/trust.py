@@ -76,8 +76,7 @@ def code_of_run(record: Mapping[str, Any]) -> list[str]:
 
 def _is_built_in(name: str) -> bool:
     """Whether a name means an environment of Palestra's library, whatever files there are."""
-    from palestra.envs.discover import LIBRARY, in_file, python_files
-    from palestra.extras.environments.reasoning_gym_tasks import FAMILY
+    from palestra.envs.discover import FAMILY, LIBRARY, in_file, python_files
 
     names = {env.name for path in python_files(LIBRARY) for env in in_file(path)}
     return name in names or name.startswith(f"{FAMILY}/")

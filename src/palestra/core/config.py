@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from functools import reduce
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from palestra.core import config_sections as sections
-from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, TINKER_LORA_RANK, Section
+from palestra.core import extras
+from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, Section
 from palestra.core.config_stages import DistillSection, StagesSection
 from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError, did_you_mean
 from palestra.core.files import write_text
@@ -47,7 +48,7 @@ def lora_learning_rate(parameters: int) -> float:
     return max(2e-5, LORA_LEARNING_RATE * min(1.0, 1e9 / max(1, parameters)))
 
 
-class RunConfig(Section):
+class _CoreConfig(Section):
     """Everything that decides a run. The same config and seed give the same run."""
 
     seed: int = Field(0, ge=0, lt=2**32)  # as much as NumPy's generator takes
@@ -60,9 +61,6 @@ class RunConfig(Section):
     rollout: sections.RolloutSection = Field(default_factory=sections.RolloutSection)
     agent: sections.AgentSection = Field(default_factory=sections.AgentSection)
     lora: sections.LoraSection = Field(default_factory=sections.LoraSection)
-    vllm: sections.VllmSection = Field(default_factory=sections.VllmSection)
-    tinker: sections.TinkerSection = Field(default_factory=sections.TinkerSection)
-    ray: sections.RaySection = Field(default_factory=sections.RaySection)
     ranks: sections.RanksSection = Field(default_factory=sections.RanksSection)
     echo: sections.EchoSection = Field(default_factory=sections.EchoSection)
     stages: StagesSection = Field(default_factory=StagesSection)
@@ -74,15 +72,15 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_backend(cls, settings: Any) -> Any:
-        """A Tinker server trains adapters, and scores tokens at temperature 1."""
-        if not isinstance(settings, dict) or settings.get("backend") != "tinker":
+        """Settings that suit the backend, unless others are chosen."""
+        if not isinstance(settings, dict):
             return settings
-        defaults: dict[str, dict[str, Any]] = {"rollout": {"temperature": 1.0}, "lora": {"r": TINKER_LORA_RANK}}
+        defaults = getattr(EXTRA_SECTIONS.get(str(settings.get("backend"))), "RUN_DEFAULTS", {})
         chosen = {name: settings.get(name) or {} for name in defaults}
         return settings | {name: own | chosen[name] for name, own in defaults.items() if isinstance(chosen[name], dict)}
 
     @model_validator(mode="after")
-    def _fit_together(self) -> RunConfig:
+    def _fit_together(self) -> Self:
         model, train, rollout, echo, distill = self.model, self.train, self.rollout, self.echo, self.distill
         if model.sleep_mode and rollout.max_staleness:
             raise ValueError(
@@ -126,22 +124,28 @@ class RunConfig(Section):
         return self
 
     @property
+    def vllm_mode(self) -> str:
+        """vllm.mode; off where that extra is missing."""
+        section = getattr(self, "vllm", None)
+        return "off" if section is None else str(section.mode)
+
+    @property
     def has_own_engine(self) -> bool:
         """Whether the engine of this process samples."""
-        return self.backend == "local" and self.vllm.mode == "off" and self.rollout.policy_url is None
+        return self.backend == "local" and self.vllm_mode == "off" and self.rollout.policy_url is None
 
     @property
     def importance_correction(self) -> str:
         """train.importance_correction with `auto` resolved."""
         chosen = self.train.importance_correction
-        may_differ = self.rollout.max_staleness > 0 or self.vllm.mode != "off"
+        may_differ = self.rollout.max_staleness > 0 or self.vllm_mode != "off"
         return ("token_truncate" if may_differ else "none") if chosen == "auto" else chosen
 
     def default_learning_rate(self, parameters: int) -> float:
         """The learning rate that suits a model of this size: of its adapters, or of all weights."""
         return (lora_learning_rate if self.lora.r else full_learning_rate)(parameters)
 
-    def with_learning_rate(self, parameters: int) -> RunConfig:
+    def with_learning_rate(self, parameters: int) -> Self:
         """Set the learning rate that suits a model of this size, unless one is given."""
         if self.train.learning_rate is not None:
             return self
@@ -153,24 +157,24 @@ class RunConfig(Section):
         problems: int = sections.STEP_PROBLEMS,
         group_size: int = sections.STEP_GROUP_SIZE,
         max_new_tokens: int = NEW_TOKENS,
-    ) -> RunConfig:
+    ) -> Self:
         """Set the step sizes that are not given. The defaults are for callers that do not know the model."""
         values = {"train.problems_per_step": problems, "rollout.group_size": group_size}
         values["rollout.max_new_tokens"] = max_new_tokens
         missing = {key: value for key, value in values.items() if self.value(key) is None}
         return self.with_settings(missing) if missing else self
 
-    def with_settings(self, changes: Mapping[str, Any]) -> RunConfig:
+    def with_settings(self, changes: Mapping[str, Any]) -> Self:
         """This config with other values of some settings, by dotted key; checked as a whole."""
-        return RunConfig.build(self.model_dump(mode="json"), changes)
+        return self.build(self.model_dump(mode="json"), changes)
 
     @classmethod
-    def of(cls, config: RunConfig | Mapping[str, Any] | None) -> RunConfig:
+    def of(cls, config: Self | Mapping[str, Any] | None) -> Self:
         """A config as functions of the API take it: settings by their names, or a config."""
-        return config if isinstance(config, RunConfig) else cls.build(config or {})
+        return cls.build(config or {}) if config is None or isinstance(config, Mapping) else config
 
     @classmethod
-    def build(cls, *layers: Mapping[str, Any]) -> RunConfig:
+    def build(cls, *layers: Mapping[str, Any]) -> Self:
         """The defaults, overlaid by each layer in turn; a wrong key or value raises PalestraError."""
         flat: dict[str, Any] = {}
         for layer in layers:
@@ -216,6 +220,26 @@ class RunConfig(Section):
         return found
 
 
+# the sections that extras declare; an extra whose folder is missing has none
+EXTRA_SECTIONS: dict[str, type[Section]] = {
+    name: extras.load(place, f"the setting {name}.*")
+    for name, place in extras.SETTINGS.items()
+    if extras.is_installed(place.partition(".")[0])
+}
+if TYPE_CHECKING:
+
+    class RunConfig(_CoreConfig):
+        """All settings: those of the core, and those of extras."""
+
+        vllm: Any = None
+        tinker: Any = None
+        ray: Any = None
+
+else:
+    _more = {name: (section, Field(default_factory=section)) for name, section in EXTRA_SECTIONS.items()}
+    RunConfig = create_model("RunConfig", __base__=_CoreConfig, __module__=__name__, **_more)
+
+
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names as nested sections, the reverse of `flatten`."""
     nested: dict[str, Any] = {}
@@ -236,12 +260,20 @@ def explain(error: ValidationError, known: list[str]) -> str:
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {key!r}.{did_you_mean(key, known)}")
+            lines.append(unknown_setting(key, known))
         else:
             message = item["msg"].removeprefix("Value error, ")
             got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
             lines.append(f"{key}: {message}{got}")
     return "\n".join(lines)
+
+
+def unknown_setting(key: str, known: list[str]) -> str:
+    """The message for a name that is no setting: one of an extra that is missing here, or a misspelt one."""
+    section = key.partition(".")[0]
+    if section in extras.SETTINGS and section not in EXTRA_SECTIONS:
+        return extras.missing(section, key)
+    return f"unknown setting {key!r}.{did_you_mean(key, known)}"
 
 
 MAX_YAML_NODES = 100_000
@@ -359,7 +391,7 @@ def translate(flat: dict[str, Any], where: str) -> dict[str, Any]:
                 f"{next(k for k in known if k.startswith(f'{key}.'))}"
             )
         if key not in known:
-            raise SettingError(f"{where}: unknown setting {key!r}.{did_you_mean(key, known)}")
+            raise SettingError(f"{where}: {unknown_setting(key, known)}")
     out: dict[str, Any] = {}
     for key, value in flat.items():
         name = TRANSLATIONS.get(key, key)

@@ -291,30 +291,6 @@ class AgentSection(Section):
         return self
 
 
-class VllmSection(Section):
-    """vLLM as the sampler."""
-
-    mode: Literal["off", "server", "colocate"] = "off"
-    """server: a running `vllm serve` at vllm.url; colocate: vLLM in this process"""
-    url: str = Field("http://127.0.0.1:8000", description="server: where it answers; rollout.weights_folder is shared")
-    timeout_s: float = Field(300.0, gt=0, le=WEEK_S)
-    """server: how long it may be away or silent before the run ends"""
-    gpu_memory_utilization: float = Field(0.3, gt=0, le=1, description="colocate: its share of the GPU's memory")
-    max_model_len: int | None = Field(None, ge=1, le=100_000_000)
-    """colocate: tokens of a conversation; default the model's"""
-    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="colocate: GPUs that share the model")
-
-    @model_validator(mode="after")
-    def _of_this_mode(self) -> VllmSection:
-        """A setting of another mode would have no effect."""
-        modes = {"url": "server", "timeout_s": "server"}
-        modes |= dict.fromkeys(("gpu_memory_utilization", "max_model_len", "tensor_parallel_size"), "colocate")
-        for name, mode in modes.items():
-            if self.mode != mode and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"vllm.{name} is for vllm.mode = {mode}, and that is {self.mode}; leave it out")
-        return self
-
-
 class LoraSection(Section):
     """Low-rank adapters: off while r is 0."""
 
@@ -341,26 +317,6 @@ class LoraSection(Section):
             "target_modules": self.target_modules or "all-linear",
             "task_type": "CAUSAL_LM",
         }
-
-
-class TinkerSection(Section):
-    """Where a model is trained with `backend: tinker`; the key is in TINKER_API_KEY."""
-
-    base_url: str | None = None
-    """a Tinker server, of `palestra tinker` for instance; none: TINKER_BASE_URL or the service"""
-
-
-class RaySection(Section):
-    """Rollout actors on a Ray cluster, with `backend: ray`."""
-
-    address: str = "auto"
-    """auto: the running cluster (RAY_ADDRESS); local: one that is started for this run; HOST:PORT, or ray://HOST:PORT
-    of Ray Client"""
-    actors: int = Field(2, ge=1, le=4096, description="rollout actors; one that finds no room joins when there is some")
-    cpus_per_actor: float = Field(1.0, gt=0, le=4096)
-    gpus_per_actor: float = Field(0.0, ge=0, le=1024, description="0 samples on the CPU")
-    timeout_s: float = Field(120.0, gt=0, le=WEEK_S)
-    """how long the cluster may not answer, or have no actor, before the run ends"""
 
 
 class RanksSection(Section):

@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import InputError, PalestraError, UnreadableFileError
+from palestra.core.extras import provided
 from palestra.core.messages import from_dict, read_json, to_dict
 from palestra.core.types import Message, ToolCall
-from palestra.extras.record.trace_formats import FORMATS, to_chat
 
+Json = dict[str, Any]
+FORMATS = (
+    'OpenAI chat {"messages": […], "tools": […]}, TRL {"prompt": …, "completion": …}, Anthropic {"system": …, '
+    '"messages": […]}, ShareGPT {"conversations": […]} and ATIF {"schema_version": "ATIF-v1.4", "steps": […]}'
+)
+ANTHROPIC_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 log = logging.getLogger("palestra")
 _CONVERSION_ERRORS = (PalestraError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -85,8 +91,57 @@ def conversation_from(record: Any, origin: str) -> Conversation:
     """The conversation of a record in one of the formats. Raises PalestraError, or ValueError and its like."""
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
-    chat = to_chat(record)
+    chat = _to_chat(record)
     return conversation_of(chat["messages"], chat["tools"], origin)
+
+
+def _to_chat(record: Json) -> Json:
+    """A record in OpenAI's chat form. Raises ValueError and its like for what cannot be converted."""
+    if "steps" in record or "conversations" in record:
+        return provided("traces of other programs")(record)
+    if "prompt" in record and "completion" in record:
+        record = {**record, "messages": _prompt_and_completion(record["prompt"], record["completion"])}
+    if not isinstance(record.get("messages"), list):
+        raise ValueError(f"the format of an object with the keys {sorted(record)} is not known; use {FORMATS}")
+    if _is_anthropic(record):
+        return provided("traces of other programs")(record)
+    return {"messages": list(map(_without_function_call, record["messages"])), "tools": chat_tools(record.get("tools"))}
+
+
+def _is_anthropic(record: Json) -> bool:
+    blocks = [b for m in record["messages"] if isinstance(m.get("content"), list) for b in m["content"]]
+    tools = record.get("tools")
+    has_schemas = isinstance(tools, list) and any("input_schema" in tool for tool in tools)
+    return "system" in record or has_schemas or any(block.get("type") in ANTHROPIC_BLOCKS for block in blocks)
+
+
+def _without_function_call(message: Json) -> Json:
+    """OpenAI's form before `tool_calls`: one `function_call`, answered by the role `function`."""
+    if message.get("role") == "function":
+        return {**message, "role": "tool"}
+    if message.get("function_call"):
+        return {**message, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
+    return message
+
+
+def _prompt_and_completion(prompt: Any, completion: Any) -> list[Json]:
+    """TRL's form: texts or messages. What the assistant says in the prompt is not trained."""
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    return [*({**message, "weight": 0} if message.get("role") == "assistant" else message for message in asked), *said]
+
+
+def chat_tools(tools: Any) -> list[Json]:
+    """Schemas in the form of chat templates; datasets often have them as JSON text."""
+    if isinstance(tools, str):
+        tools = read_json(tools) if tools.strip() else []
+    if not isinstance(tools or [], list):
+        raise ValueError('"tools" is not a list of schemas')
+    found = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()]
+    for tool in found:
+        if not isinstance(tool["function"].get("name"), str):
+            raise ValueError(f"a tool has no name: {tool!r:.100}; only function tools are supported")
+    return found
 
 
 def conversation_of(

@@ -11,13 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from palestra.core import extras
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UserCodeError, did_you_mean
 from palestra.core.files import read_regular, slug
 from palestra.envs.env import default_name
-from palestra.extras.environments.reasoning_gym_tasks import FAMILY, task_names
 
 BASES = {"palestra.Env": "palestra", "palestra.envs.env.Env": "palestra", "atroposlib.envs.base.BaseEnv": "atropos"}
-LIBRARY = Path(__file__).with_name("library")
+LIBRARY = extras.folder("environments")
+FAMILY = "reasoning_gym"
 ENTRY_POINTS = "palestra.environments"
 PATH_VARIABLE = "PALESTRA_ENV_PATH"
 MAX_FILES = 5000
@@ -348,7 +349,7 @@ def _one_for_each_task(found: Iterable[DiscoveredEnv]) -> Iterator[DiscoveredEnv
     """The one environment that plays any dataset, as one for each dataset."""
     for env in found:
         if env.name == FAMILY and env.origin == "built-in":
-            for task in task_names():
+            for task in extras.provided("reasoning-gym")():
                 text = f"{task.replace('_', ' ').capitalize()}, from reasoning-gym."
                 yield replace(env, name=f"{FAMILY}/{task}", description=text, preset={"task": task})
         else:

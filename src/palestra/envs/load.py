@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from palestra.core import extras
 from palestra.core.config import explain
 from palestra.core.errors import (
     InputError,
@@ -24,16 +24,16 @@ from palestra.core.files import import_file
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
 from palestra.envs.env import Env
 from palestra.envs.running import RunningEnv
-from palestra.extras.adapters.by_name import BY_NAME
 
+LIBRARIES = ("gymnasium", "openenv", "verifiers")  # whose environments have names such as gymnasium:ID
 _WANTED = "An environment file defines a subclass of palestra.Env"
 
 
 def find_env(name_or_file: str) -> DiscoveredEnv:
     """`calculator`, `my_env.py`, `my_env.py:Class` where a file has several, or `gymnasium:ID` of another library."""
     file, _, class_name = name_or_file.partition(":")
-    if file in BY_NAME and class_name:
-        cls = BY_NAME[file]
+    if file in LIBRARIES and class_name:
+        cls = _named(file)
         about = (cls.__doc__ or "").strip().splitlines()[0]
         path = Path(inspect.getfile(cls))
         return DiscoveredEnv(name_or_file, cls.__name__, path, about, "built-in", preset={"target": class_name})
@@ -67,16 +67,21 @@ def env_class(found: DiscoveredEnv) -> type[Env]:
             f"{found.file_path} is written for {found.dialect}; run it as a separate service: "
             f"palestra env run-{found.dialect} {found.file_path}"
         )
-    if found.name.partition(":")[0] in BY_NAME:
-        return BY_NAME[found.name.partition(":")[0]]
+    if found.name.partition(":")[0] in LIBRARIES:
+        return _named(found.name.partition(":")[0])
     if found.file_path.is_relative_to(LIBRARY):
-        module = importlib.import_module(f"palestra.extras.environments.{found.file_path.stem}")
+        module = extras.load(f"environments.{found.file_path.stem}", found.name)
     else:
         module = import_file(found.file_path, str(found.file_path), _WANTED)
     cls = getattr(module, found.class_name, None)
     if not isinstance(cls, type) or not issubclass(cls, Env):
         raise UserCodeError(f"{found.file_path}: {found.class_name} is not a subclass of palestra.Env when it runs")
     return cls
+
+
+def _named(library: str) -> type[Env]:
+    """The environment that makes those of another library by name."""
+    return extras.provided("environments of other libraries")[library]
 
 
 def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:

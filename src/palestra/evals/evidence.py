@@ -175,7 +175,7 @@ _KINDS: dict[str, frozenset[str]] = {
 }
 # of the other settings, under which such a setting takes effect
 _CONDITIONS: dict[str, Callable[[RunConfig], bool]] = {
-    "rollout.constrain_tool_calls": lambda c: c.backend != "tinker" and c.vllm.mode == "off",
+    "rollout.constrain_tool_calls": lambda c: c.backend != "tinker" and c.vllm_mode == "off",
     "rollout.temperature": lambda c: c.backend != "tinker",
     "rollout.max_staleness": lambda c: not c.model.sleep_mode,
     "model.kv_memory_gib": lambda c: c.has_own_engine,

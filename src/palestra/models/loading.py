@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
+from palestra.core.extras import provided
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
-from palestra.extras.gguf.read import cached_conversion, smollm2_file
 from palestra.models import adapters
 from palestra.models.chat.render import prepare
 from palestra.models.chat.template import ChatFormat
@@ -231,9 +231,9 @@ def _folder_of(source: str) -> Path | None:
     if source == TINY:
         return Path(__file__).parent / "tiny"
     if source == SMOLLM2:
-        return cached_conversion(smollm2_file())
+        return provided("GGUF files")(provided("palestra/smollm2")())
     if source.endswith(".gguf"):
-        return cached_conversion(Path(source).expanduser())
+        return provided("GGUF files")(Path(source).expanduser())
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists() and not (folder / "adapter_config.json").exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from palestra.core.errors import RolloutError
 from palestra.core.types import SamplingParams, Turn
@@ -27,6 +27,9 @@ class Policy(Generic[Session]):
 
     context_tokens: int | None = None  # the model's context length where only the policy knows it (another machine)
     can_branch: bool = False  # whether `branch` is implemented
+    samples_groups: bool = (
+        False  # whether it samples whole groups elsewhere, by its `group_collector`, not turn by turn
+    )
 
     @property
     def version(self) -> int:
@@ -78,6 +81,10 @@ class Policy(Generic[Session]):
 
     def skip_tool_barrier(self, session: Session) -> None:
         """Do not hold back a step for this session: its caller will probably not continue it."""
+
+    def group_collector(self, config: Any, task: Any, training: bool, groups_at_once: Any) -> Any:
+        """The collector of a policy that samples whole groups elsewhere."""
+        raise NotImplementedError
 
     def release(self) -> None:
         """Free what is held outside of this process (adapters at a server, actors) at the end of a run."""

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
@@ -26,6 +26,27 @@ _ZSTD_WINDOW = 1 << 27  # bytes that a sender may make us hold
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class Form(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SubjectBody(Form):
+    """A training: an environment by its name, or an agent file ("demo" is the demo), with changed settings."""
+
+    environment: str | None = None
+    agent_file: str | None = None
+    values: dict[str, Any] = Field(default_factory=dict)
+    name: str | None = Field(None, max_length=100)
+
+
+class TestBody(SubjectBody):
+    """A test of that environment on some models."""
+
+    models: list[str] | None = None
+    num_steps: int = Field(2, ge=1)
+    group_size: int = Field(4, ge=2)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -57,7 +57,7 @@ def refuse_what_cannot_fit(config: RunConfig, model_config: Any, where: torch.de
     rollout's cache if the model is only sampled from."""
     config = with_step_size(config, model_config, where)
     found = forecast(config, model_config, where) if where.type == "cuda" else None
-    if found is None or config.vllm.mode == "colocate":
+    if found is None or config.vllm_mode == "colocate":
         return
     need, usable = least(found).memory, found.device.memory_gib * USABLE
     if not training:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import numpy as np
 import torch
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import MissingPackageError, SettingError
+from palestra.core.errors import SettingError
+from palestra.core.extras import provided
 from palestra.learner.lora import add_lora, quantization_config
-from palestra.models.export.hf import save_base
 from palestra.models.loading import (
     LoadedModel,
     device_named,
@@ -36,7 +34,7 @@ from palestra.train.ranks import join
 
 def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
     """The model of a run, quantised where asked for, with every generator seeded first; the tokenizer alone where the
-    model is on a Tinker server. `training`: memory for a training must be there, not only for sampling."""
+    backend has the model elsewhere. `training`: memory for a training must be there, not only for sampling."""
     for seed in (
         random.seed,
         np.random.seed,
@@ -44,14 +42,13 @@ def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
     ):  # for initialisation and dropout: sampling has its own
         seed(config.seed)
     ranks = join(config)
-    if config.backend == "tinker":
-        if find_spec("tinker") is None:
-            raise MissingPackageError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
-        tokenizer = load_tokenizer(config.model.name)
-        set_template_variables(tokenizer, config.model.chat_template_kwargs)
-        return LoadedModel(None, tokenizer, config.model.name, "")
-    if config.backend == "ray":
-        require_ray(config)
+    if config.backend != "local":
+        backend = provided(f"backend: {config.backend}")
+        backend.require(config)
+        if not backend.LOADS_MODEL:
+            tokenizer = load_tokenizer(config.model.name)
+            set_template_variables(tokenizer, config.model.chat_template_kwargs)
+            return LoadedModel(None, tokenizer, config.model.name, "")
     require_gpus(config.model.gpus, count_gpus())
     device = device_named(config.model.device) if ranks.size == 1 else ranks.device
     if device.type == "cuda":
@@ -65,14 +62,6 @@ def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
     )
     set_template_variables(loaded.tokenizer, config.model.chat_template_kwargs)
     return loaded
-
-
-def require_ray(config: RunConfig) -> None:
-    if find_spec("ray") is None:
-        raise MissingPackageError("backend: ray needs Ray, here and on every node; pip install 'palestra[ray]'")
-    from palestra.extras.ray.ray_cluster import require_answer
-
-    require_answer(config.ray)  # before anything is loaded or written
 
 
 def use_threads(threads: int | None, config: RunConfig) -> None:
@@ -102,13 +91,13 @@ def with_adapter(model: Any, config: RunConfig) -> Any:
 
 def samples_from_server(config: RunConfig) -> bool:
     """Whether a running server samples, so that its clients need no model of their own."""
-    return config.vllm.mode == "server" or config.rollout.policy_url is not None
+    return config.vllm_mode == "server" or config.rollout.policy_url is not None
 
 
 def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
     """What a run samples with: the model in this process, or a server that is given its weights after each step."""
-    if config.vllm.mode != "off":
-        return vllm_policy(model, tokenizer, config)
+    if config.vllm_mode != "off":
+        return provided("vllm.mode")(model, tokenizer, config)
     if config.rollout.policy_url is None:
         # sampling goes on while the learner changes its weights: by a module of its own, at the last version
         sampled = sampling_copy(model) if config.rollout.max_staleness else model
@@ -125,46 +114,3 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
         )
     token, folder = os.environ.get("PALESTRA_TOKEN"), Path(config.rollout.weights_folder)
     return RemotePolicy(config.rollout.policy_url, token=token, weights_folder=folder)
-
-
-def vllm_policy(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
-    """vLLM with the run's weights: a running one, or one in this process."""
-    config.refuse(["rollout.policy_url"], "vLLM samples")
-    config.refuse(["model.engine", "model.kv_memory_gib"], "they are those of our engine, and vLLM samples")
-    config.refuse(["rollout.constrain_tool_calls"], "vLLM samples without our grammars")
-    config.refuse(["lora.load_in_4bit"], "vLLM would sample from a base model that is not in these 4 bits")
-    options = config.vllm
-    common: dict[str, Any] = {
-        "temperature": config.rollout.temperature,
-        "lora_rank": config.lora.r,
-        "max_staleness": config.rollout.max_staleness,
-    }
-    if options.mode == "server":
-        from palestra.extras.vllm.server import VllmServerPolicy
-
-        return VllmServerPolicy(
-            options.url,
-            tokenizer,
-            weights_folder=Path(config.rollout.weights_folder),
-            **common,
-            token=os.environ.get("VLLM_API_KEY"),
-            timeout_s=options.timeout_s,
-        )
-    from palestra.extras.vllm.colocate import VllmColocatePolicy
-
-    config.refuse(["rollout.weights_folder"], "vLLM in this process is given weights from memory")
-    with tempfile.TemporaryDirectory() as folder:  # any model that was loaded here, GGUF files and adapters too
-        save_base(model, tokenizer, Path(folder) / "model")
-        return VllmColocatePolicy(
-            str(Path(folder) / "model"),
-            tokenizer,
-            **common,
-            dtype=str(model.dtype).removeprefix("torch."),
-            seed=config.seed,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            max_model_len=options.max_model_len,
-            tensor_parallel_size=options.tensor_parallel_size,
-            **({"enable_sleep_mode": True} if config.model.sleep_mode else {}),
-            # on a CPU vLLM 0.28 fails at a request with a seed whose prompt is computed in pieces
-            **({"enable_chunked_prefill": False, "enforce_eager": True} if model.device.type == "cpu" else {}),
-        )

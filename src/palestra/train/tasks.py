@@ -18,12 +18,10 @@ from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
 from palestra.evals.case_rates import CaseRates
-from palestra.extras.ray.pool import GroupSampler, PoolCollector, PoolPolicy
 from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler
 from palestra.models.chat.roundtrip import check_tool_calls, tool_call_problem
 from palestra.models.chat.template import ChatFormat
-from palestra.models.loading import load_tokenizer
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.rollout.collect import Collector, token_speakers
@@ -38,7 +36,6 @@ from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import attempt_limits
 from palestra.train.schedule import total_steps
-from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
 from palestra.train.watcher import Watcher
 
 # of our agent loop alone
@@ -113,21 +110,22 @@ class EnvironmentTask:
             make, seed = partial(self._collectors_of_worker, parts, count), parts.config.seed
             assert isinstance(parts.policy, LocalPolicy)
             parts.workers.append(RolloutWorkers(parts.policy, make, count, seed))
-        collector = self._collector(parts, training=True)
+        collector = self.collector(parts, training=True)
         return source_of(self.environment, collector, parts, on_close=parts.close_workers)
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
         if not self.scored:
             return None
-        return evaluator_of(self.environment, self._collector(parts, training=False), parts)
+        return evaluator_of(self.environment, self.collector(parts, training=False), parts)
 
-    def _collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
+    def collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
+        """Attempts problems: here, in other processes, or by actors of the policy."""
         if self.rollout_func is not None:
             rewards = rewards_of(self.environment, self.reward_functions, parts)
             ours = ["rollout.constrain_tool_calls", "rollout.unexpected_call_format", "train.expert_routing", *OWN_LOOP]
             parts.config.refuse(ours, "rollout_func samples by itself")
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
-            if isinstance(parts.policy, PoolPolicy):
+            if parts.policy.samples_groups:
                 raise UnsupportedError("rollout_func samples in the process that trains; use backend: local with it")
             return FunctionCollector(
                 self.environment,
@@ -139,9 +137,9 @@ class EnvironmentTask:
                 parts.config.rollout.max_open_episodes,
             )
         collector = self._agent_collector(parts, training=training)
-        if isinstance(parts.policy, PoolPolicy):
-            recipe = ActorRecipe(parts.config, replace(self, trainer=None))
-            return PoolCollector(parts.policy.pool, recipe, training, collector.groups_at_once)
+        if parts.policy.samples_groups:
+            task = replace(self, trainer=None)
+            return parts.policy.group_collector(parts.config, task, training, collector.groups_at_once)
         if parts.workers:
             return WorkerCollector(parts.workers[0], training, collector.groups_at_once)
         return collector if parts.ranks.size == 1 else SharedCollector(collector, parts.ranks)
@@ -158,33 +156,6 @@ class EnvironmentTask:
         config = parts.config.with_settings({"rollout.max_open_episodes": open_at_once})
         own = Parts(config, policy, parts.tokenizer, parts.runner, Watcher())
         return {training: self._agent_collector(own, training=training) for training in (True, False)}
-
-    def sampler(self, parts: Parts) -> GroupSampler:
-        """What a rollout actor samples with."""
-        return GroupSampler(parts.policy, self._collector(parts, training=True), self._collector(parts, training=False))
-
-
-@dataclass(frozen=True, slots=True)
-class ActorRecipe:
-    """Builds the sampler of one rollout actor, in that actor's process: a model of its own, the same environment."""
-
-    config: RunConfig
-    task: EnvironmentTask
-
-    def __call__(self) -> GroupSampler:
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-        device = "cuda" if self.config.ray.gpus_per_actor else "cpu"
-        changes = {"backend": "local", "model.device": device, "model.gpus": None, "rollout.max_staleness": 0}
-        config = self.config.with_settings(changes)
-        if samples_from_server(config):
-            model, tokenizer = None, load_tokenizer(config.model.name)
-        else:
-            loaded = load_for_run(config, training=False)
-            model, tokenizer = with_adapter(loaded.model, config).eval().requires_grad_(False), loaded.tokenizer
-        policy = policy_for(model, tokenizer, config)
-        return self.task.sampler(Parts(config, policy, tokenizer, asyncio.Runner(), Watcher()))
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from palestra.cli.common import PATH, debug_option, json_option, print_sections
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.settings import show
 from palestra.core.errors import needs_extra
+from palestra.core.extras import is_installed, provided
 from palestra.extras.agent_tools import RlTools, tool_schemas
 from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.agent_tools.tools import Clients
@@ -61,12 +62,11 @@ def http(host: str, port: int, token: str | None) -> None:
     """
     with needs_extra("this", "http"):
         from palestra.extras.agent_tools.http_api import http_app
-    from palestra.extras.dashboard.app import dashboard_app
-    from palestra.extras.dashboard.catalog import Catalog
 
     manager, site = RunManager(), load_site()
     clients = Clients(lambda: RlTools(manager, site))
-    dashboard = dashboard_app(Catalog(manager), token, launcher=FormLauncher(manager, site))
+    launcher = FormLauncher(manager, site)
+    dashboard = provided("the dashboard")(manager, token, launcher) if is_installed("dashboard") else None
     run_server(http_app(clients, token, dashboard), server_port(host, port, token), "the tools are served at")
 
 

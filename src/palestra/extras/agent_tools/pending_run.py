@@ -23,12 +23,11 @@ from palestra.core.errors import (
     did_you_mean,
     missing_package,
 )
+from palestra.core.extras import provided
 from palestra.core.files import slug
 from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
 from palestra.extras.agent_tools.answers import Refusal, closest, short
-from palestra.extras.atropos import WIRE_DEFAULTS
-from palestra.extras.atropos.atropos import ensure_python, requirements_of, venv_folder
 from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_keys_for_unknown_hosts
 from palestra.runs.locks import (
     THE_MODEL,
@@ -378,18 +377,21 @@ def describe(
     timeout_s = 60 * (limits or RequestLimits()).config_minutes
     if found.dialect == "palestra":
         return _read_config(found, settings, timeout_s)
-    error, package, lines, listed = None, "", count(1), requirements_of(found.file_path)
+    venvs = provided("venvs of Atropos environments")
+    error, package, lines, listed = None, "", count(1), venvs.requirements_of(found.file_path)
 
     def tell(text: str) -> None:
         line = next(lines)
         progress(line / (line + 50), 1.0, short(text, 200))  # pip does not say how much there is to do
 
     for packages in [[], listed] if listed else [[]]:
-        python = ensure_python(venv_folder(), packages, tell, tell)
+        python = venvs.ensure_python(venvs.venv_folder(), packages, tell, tell)
         tell(f"reading the config of {found.name}")
         try:
             described = _read_config(found, settings, timeout_s, python)
-            return replace(described, run_settings={**WIRE_DEFAULTS, **described.run_settings})
+            return replace(
+                described, run_settings={**provided("settings of runs over the wire"), **described.run_settings}
+            )
         except PalestraError as failure:
             error, package = failure, missing_package(str(failure)) or ""
             if not package:

@@ -1,9 +1,13 @@
-"""`palestra env run-atropos FILE`: train on an unmodified atroposlib environment."""
+"""`palestra trajectory`, `palestra env serve` and `palestra env run-atropos`."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +15,82 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, json_line_option, wait_limit_option
+from palestra.cli.common import PATH, config_option, debug_option, json_line_option, load_libraries, wait_limit_option
+from palestra.cli.env import options_of_env, request_of
 from palestra.cli.find_run import require_run
-from palestra.cli.serve import require_serve_extra
+from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
 from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.cli.summary import print_outcome
 from palestra.cli.trust import code_of_run, require_trust, trust_option
+from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, StateError, UnreadableFileError
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path, visible
 from palestra.evals.findings import recorded_findings
 from palestra.extras.atropos.atropos import AtroposEnv
-from palestra.run import wire_config
+from palestra.extras.atropos.runs import serve_environment, wire_config
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import Run, RunManager, RunRequest
 from palestra.runs.request import refuse_secrets
 from palestra.train.interrupt import sigterm_as_ctrl_c
-from palestra.train.progress import task
+from palestra.train.progress import make_display, task
+from palestra.train.watcher import Watcher
+
+
+@click.command("trajectory")
+@address_options(8001)
+@click.option("--folder", type=PATH, default="trajectories", show_default=True, help="For groups.")
+@click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
+@click.option("--max-waiting-mib", default=4096, show_default=True, help="What they may take on disk.")
+@click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
+@debug_option
+def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: int) -> None:
+    """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
+
+    \b
+    palestra trajectory
+    palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 10
+
+    Accepted groups are on disk before the answer is sent, and survive a restart.
+    """
+    socket = server_port(host, port, token)
+    from palestra.extras.atropos.server import trajectory_app
+
+    run_server(trajectory_app(folder, token=token, **limits), socket, "the trajectory API is at")
+
+
+@settings.command_of_run("serve", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
+@click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
+@options_of_env
+def serve(name_or_file: str, config_file: Path | None, model: str | None, api_url: str, **parameters: Any) -> None:
+    """Post to a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
+
+    In three terminals, in any order; several environments may serve one trainer:
+
+    \b
+    palestra trajectory
+    palestra train --env-url http://127.0.0.1:8001 --model.name palestra/tiny --train.max_steps 100
+    palestra env serve my_env.py
+
+    Both sides need the same --rollout.group_size and --rollout.temperature. The trainer's model is expected
+    at --openai.base_url (http://127.0.0.1:9001/v1); its tokenizer is loaded by the name it is served under, or
+    by --model. If the servers require a token, set PALESTRA_TOKEN. A file written for atroposlib is started
+    in a venv of its own.
+    """
+    request = request_of(name_or_file, config_file, model, parameters)
+    console = Console(stderr=parameters["as_json"])
+
+    @contextmanager
+    def watching(config: RunConfig) -> Iterator[Watcher]:
+        load_libraries(console, config.model.name)
+        with make_display(console, config.track.log_every) as display:
+            yield display
+
+    fed = serve_environment(replace(request, env_url=api_url), watching)
+    mean = fed.score_sum / max(1, fed.posted_rollouts)
+    console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
+    if parameters["as_json"]:
+        click.echo(json.dumps({"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}))
 
 
 @settings.command_of_run("run-atropos", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
@@ -39,7 +102,7 @@ from palestra.train.progress import task
 @trust_option
 @json_line_option
 @debug_option
-def command(
+def run_atropos(
     file: Path | None,
     config_file: Path | None,
     packages: tuple[str, ...],

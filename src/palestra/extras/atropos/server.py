@@ -200,8 +200,8 @@ class _Api:
 class PostReader:
     """Reads posts of one group or of a list; few large ones at once, so that their bodies do not add up.
 
-    Large bodies are parsed in a child process (`python -m palestra.extras.atropos.server one|list`): the parser holds the
-    interpreter's lock and needs thirty times the body's memory, so 100 MiB would block all clients for ten seconds.
+    Large bodies are parsed in a child process (`python -m palestra.extras.atropos.server one|list`): the parser holds
+    the interpreter's lock and needs thirty times the body's memory, so 100 MiB would block all clients for ten seconds.
     """
 
     def __init__(self, max_body: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,46 +21,27 @@ from palestra.extras.dashboard.jobs import Job, Jobs, command
 from palestra.extras.dashboard.rollout_index import RolloutIndex
 from palestra.extras.dashboard.summaries import actions, summary
 from palestra.runs.manager import Run
-from palestra.servers.body import read_model
+from palestra.servers.body import Form, SubjectBody, TestBody, read_model
 
 Progress = Callable[[float, float, str], None]  # done, total, what is being done
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class SubjectBody(_Body):
-    """A training: an environment by its name, or an agent file ("demo" is the demo), with changed settings."""
-
-    environment: str | None = None
-    agent_file: str | None = None
-    values: dict[str, Any] = Field(default_factory=dict)
-    name: str | None = Field(None, max_length=100)
-
-
-class TestBody(SubjectBody):
-    models: list[str] | None = None
-    num_steps: int = Field(2, ge=1)
-    group_size: int = Field(4, ge=2)
-
-
-class ResumeBody(_Body):
+class ResumeBody(Form):
     max_steps: int | None = Field(None, ge=1)
 
 
-class ExportBody(_Body):
+class ExportBody(Form):
     format: Literal["hf", "gguf"] = "hf"
     checkpoint: str | None = Field(None, pattern=r"^(best|last|\d+)$")
 
 
-class RescoreBody(_Body):
+class RescoreBody(Form):
     measures: str
     kind: str = Field("train", pattern=r"^(train|before|after|\d+)$")
     limit: int | None = Field(None, ge=1)
 
 
-class NoBody(_Body):
+class NoBody(Form):
     pass
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -66,6 +67,11 @@ def dashboard_app(
         exception_handlers=dict.fromkeys((HTTPException, PalestraError, Exception), _failed),
     )
     return Access(app, token)
+
+
+def app_of_runs(manager: Any, token: str | None, launcher: Any) -> Access:
+    """The dashboard of all runs, for an application that mounts it."""
+    return dashboard_app(Catalog(manager), token, launcher=launcher)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -10,7 +10,7 @@ from palestra.cli.common import PATH, debug_option
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.trust import trust_option
 from palestra.core.errors import NotFoundError
-from palestra.extras.agent_tools.launcher import FormLauncher
+from palestra.core.extras import is_installed, provided
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
@@ -44,7 +44,7 @@ def command(path: Path | None, host: str, port: int, token: str | None, trust: b
             "trajectories or the logs of the Tinker cookbook"
         )
     manager = RunManager()
-    launcher = FormLauncher(manager, load_site())
+    launcher = provided("the form of the dashboard")(manager, load_site()) if is_installed("agent_tools") else None
     catalog = Catalog(manager, folders, [foreign] if foreign else [], trust=trust)
     app = dashboard_app(catalog, token, launcher=launcher, path=path)
     run_server(app, socket, "the dashboard is at", f"/?token={token}" if token else "")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from palestra.core.run_folder import RunFolder
 from palestra.evals.run_report.charts import curves_svg
 from palestra.evals.run_report.write import fill_template
 from palestra.extras.dashboard import transcripts
@@ -26,6 +27,11 @@ def rollout_page(run: str, rollout: Mapping[str, Any]) -> str:
 
 def group_page(run: str, group: Mapping[str, Any]) -> str:
     return _page(f"group {group['id']} of {run}", [group])
+
+
+def page_of_run(folder: RunFolder, groups: int | None = None) -> str:
+    """The page of a run with up to `groups` groups."""
+    return run_page(RolloutIndex(folder), groups or MAX_GROUPS)
 
 
 def run_page(index: RolloutIndex, max_groups: int = MAX_GROUPS) -> str:

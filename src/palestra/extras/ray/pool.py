@@ -338,9 +338,14 @@ class PoolPolicy(TokenSessions):
     With `server`, a running vLLM for instance, that one is given the weights, and the actors its version alone.
     """
 
-    def __init__(self, pool: RolloutPool, server: Policy[Any] | None = None) -> None:
+    samples_groups = True
+
+    def __init__(
+        self, pool: RolloutPool, server: Policy[Any] | None = None, recipe: Callable[..., Recipe] | None = None
+    ) -> None:
         self.pool = pool
         self._server = server
+        self._recipe = recipe
 
     @property
     def version(self) -> int:
@@ -352,6 +357,10 @@ class PoolPolicy(TokenSessions):
         else:
             self._server.update(weights)
             self.pool.update(PackedWeights(weights.version, None, getattr(self._server, "served_model", None)))
+
+    def group_collector(self, config: Any, task: Any, training: bool, groups_at_once: Any) -> PoolCollector:
+        assert self._recipe is not None
+        return PoolCollector(self.pool, self._recipe(config, task), training, groups_at_once)
 
     def release(self) -> None:
         self.pool.close()

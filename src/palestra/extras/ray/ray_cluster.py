@@ -23,11 +23,11 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from palestra.core.config_sections import RaySection
 from palestra.core.errors import InputError, PalestraError, ServiceError, SettingError, text_of
 from palestra.core.types import Group
 from palestra.extras.ray.pool import ActorLost, GroupJob, PackedWeights, Recipe, read_group
 from palestra.extras.ray.rollout_actor import RolloutActor, dumps
+from palestra.extras.ray.settings import RaySection
 
 CLIENT = "ray://"
 HEAD_S = 10.0  # a head that accepts no connection for this long counts as lost

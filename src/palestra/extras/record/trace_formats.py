@@ -12,14 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from json import dumps
 from typing import Any
 
+from palestra.core.conversations import ANTHROPIC_BLOCKS, chat_tools
 from palestra.core.messages import read_json
 
 Json = dict[str, Any]
-FORMATS = (
-    'OpenAI chat {"messages": […], "tools": […]}, TRL {"prompt": …, "completion": …}, Anthropic {"system": …, '
-    '"messages": […]}, ShareGPT {"conversations": […]} and ATIF {"schema_version": "ATIF-v1.4", "steps": […]}'
-)
-_ANTHROPIC_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -36,28 +32,13 @@ _ATIF_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 
 
 def to_chat(record: Json) -> Json:
-    """A record of any of the five formats in OpenAI's chat form."""
+    """An ATIF, ShareGPT or Anthropic record in OpenAI's chat form."""
     if "steps" in record:
         return _from_atif(record)
-    if "conversations" in record:
-        return _from_sharegpt(record)
-    if "prompt" in record and "completion" in record:
-        record = {**record, "messages": _prompt_and_completion(record["prompt"], record["completion"])}
-    if not isinstance(record.get("messages"), list):
-        raise ValueError(f"the format of an object with the keys {sorted(record)} is not known; use {FORMATS}")
-    if _is_anthropic(record):
-        return _from_anthropic(record)
-    return {"messages": list(map(_without_function_call, record["messages"])), "tools": _tools(record.get("tools"))}
+    return _from_sharegpt(record) if "conversations" in record else _from_anthropic(record)
 
 
 # Anthropic
-
-
-def _is_anthropic(record: Json) -> bool:
-    blocks = [b for m in record["messages"] if isinstance(m.get("content"), list) for b in m["content"]]
-    tools = record.get("tools")
-    has_schemas = isinstance(tools, list) and any("input_schema" in tool for tool in tools)
-    return "system" in record or has_schemas or any(block.get("type") in _ANTHROPIC_BLOCKS for block in blocks)
 
 
 def _from_anthropic(record: Json) -> Json:
@@ -66,7 +47,7 @@ def _from_anthropic(record: Json) -> Json:
         if message.get("role") not in ("user", "assistant"):
             raise ValueError(f"a message has the role {message.get('role')!r}; Anthropic's are user and assistant")
         for block in content if isinstance(content, list) else ():
-            if block.get("type") not in ("text", *_ANTHROPIC_BLOCKS):
+            if block.get("type") not in ("text", *ANTHROPIC_BLOCKS):
                 raise ValueError(f"a content block of the type {block.get('type')!r} cannot be trained; take it out")
     tools = [chat_tool(t.get("name"), t.get("description"), t.get("input_schema")) for t in record.get("tools") or ()]
     return {"messages": list(anthropic_messages(record)), "tools": tools}
@@ -116,38 +97,6 @@ def text_of_parts(content: Any) -> Any:
     return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
 
 
-# OpenAI
-
-
-def _without_function_call(message: Json) -> Json:
-    """OpenAI's form before `tool_calls`: one `function_call`, answered by the role `function`."""
-    if message.get("role") == "function":
-        return {**message, "role": "tool"}
-    if message.get("function_call"):
-        return {**message, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
-    return message
-
-
-def _prompt_and_completion(prompt: Any, completion: Any) -> list[Json]:
-    """TRL's form: texts or messages. What the assistant says in the prompt is not trained."""
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    return [*({**message, "weight": 0} if message.get("role") == "assistant" else message for message in asked), *said]
-
-
-def _tools(tools: Any) -> list[Json]:
-    """Schemas in the form of chat templates; datasets often have them as JSON text."""
-    if isinstance(tools, str):
-        tools = read_json(tools) if tools.strip() else []
-    if not isinstance(tools or [], list):
-        raise ValueError('"tools" is not a list of schemas')
-    found = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()]
-    for tool in found:
-        if not isinstance(tool["function"].get("name"), str):
-            raise ValueError(f"a tool has no name: {tool!r:.100}; only function tools are supported")
-    return found
-
-
 # ShareGPT
 
 
@@ -174,7 +123,7 @@ def _from_sharegpt(record: Json) -> Json:
                 _add_calls(messages, {"value": call})
         else:
             messages.append({"role": role, "content": turn["value"], "weight": turn.get("weight")})
-    return {"messages": messages, "tools": _tools(record.get("tools"))}
+    return {"messages": messages, "tools": chat_tools(record.get("tools"))}
 
 
 def _add_calls(messages: list[Json], turn: Json) -> None:
@@ -236,7 +185,7 @@ def _from_atif(record: Json) -> Json:
             message |= {"weight": 0} if step.get("is_copied_context") else {}
         messages += [message, *_atif_results(step, calls)]
     tools = (record.get("agent") or {}).get("tool_definitions") or record.get("tools")
-    return {"messages": messages, "tools": _tools(tools)}
+    return {"messages": messages, "tools": chat_tools(tools)}
 
 
 def _atif_results(step: Json, calls: Sequence[Json]) -> Iterator[Json]:

@@ -1,0 +1,187 @@
+"""The table of extras: folders of `palestra/extras/` that can be deleted, and what other code asks them for.
+
+Nothing outside of `extras/` imports it, and no extra imports another one: they ask this table by name. Where the folder
+is missing, the error names the extra and the line that installs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from palestra.core.errors import MissingPackageError
+
+EXTRAS = {
+    "adapters": "environments of verifiers, OpenEnv and gymnasium",
+    "agent_tools": "the ten rl_* tools with which an LLM agent runs trainings",
+    "atropos": "environments in other programs, over the trajectory API; Atropos environments",
+    "bench": "how fast a model samples on this machine",
+    "dashboard": "runs in a browser",
+    "environments": "the library: calculator, sql, treasure, shell, reasoning-gym, …",
+    "gguf": "GGUF files in and out, Ollama, palestra/smollm2",
+    "improve": "better instructions and tool descriptions by reflection (GEPA)",
+    "judge_check": "a judge compared with labels of people",
+    "plan": "time, memory and cost of a training, predicted",
+    "ray": "rollout actors on a Ray cluster",
+    "record": "recording what an agent says; traces of other programs as conversations",
+    "tinker": "the Tinker API, as a server and as a backend",
+    "trl": "TRL's names and arguments",
+    "vllm": "vLLM as the sampler",
+}
+PIP = {"adapters": "gymnasium,openenv,verifiers", "agent_tools": "mcp", "dashboard": "serve", "atropos": "serve"}
+
+# name -> (group in `palestra --help`, module:attribute below palestra.extras, its line there)
+COMMANDS = {
+    "improve": (
+        "Train and score", "improve.command:command", "Evolve an agent's instructions and tool descriptions.",
+    ),
+    "judge-check": ("Train and score", "judge_check.command:command", "Compare a judge with labels of people."),
+    "dashboard": ("Runs", "dashboard.command:command", "Show runs, rollouts and tokens in a browser."),
+    "plan": ("Runs", "plan.command:command", "Predict step time, memory and cost of a training."),
+    "bench": ("Runs", "bench.command:command", "Measure how fast a model samples on this machine."),
+    "record": (
+        "Agents and environments in other programs", "record.command:record",
+        "Record what an agent says to an OpenAI- or Anthropic-style API.",
+    ),
+    "trajectory": (
+        "Agents and environments in other programs", "atropos.commands:trajectory",
+        "Serve the API between environments and a trainer.",
+    ),
+    "tinker": (
+        "Agents and environments in other programs", "tinker.command:tinker",
+        "Serve models to the Tinker SDK: train and sample over its API.",
+    ),
+    "env serve": ("", "atropos.commands:serve", ""),
+    "env run-atropos": ("", "atropos.commands:run_atropos", ""),
+    "mcp": (
+        "Trainings run by an LLM agent", "agent_tools.commands:mcp",
+        "Offer the rl_* tools over the Model Context Protocol.",
+    ),
+    "http": (
+        "Trainings run by an LLM agent", "agent_tools.commands:http",
+        "Offer the rl_* tools over HTTP: they start trainings; it serves no model.",
+    ),
+    "tools": ("Trainings run by an LLM agent", "agent_tools.commands:tools", "Print the schemas of the rl_* tools."),
+    "locks": ("Trainings run by an LLM agent", "agent_tools.commands:locks", "Show what an agent may not change here."),
+}  # fmt: skip
+
+# sections of the config that an extra declares: name -> its class
+SETTINGS = {
+    "vllm": "vllm.settings:VllmSection",
+    "tinker": "tinker.settings:TinkerSection",
+    "ray": "ray.settings:RaySection",
+}
+
+BACKENDS = ("ray", "tinker")  # besides `local`
+
+# what else other code asks for -> module:attribute below palestra.extras
+PROVIDES = {
+    "backend: ray": "ray.backend",
+    "backend: tinker": "tinker.client.backend",
+    "vllm.mode": "vllm.open:open_policy",
+    "palestra/smollm2": "gguf.read:smollm2_file",
+    "GGUF files": "gguf.read:cached_conversion",
+    "--to gguf": "gguf.export:to_gguf",
+    "to_ollama": "gguf.ollama:to_ollama",
+    "--to html": "dashboard.export_page:page_of_run",
+    "traces of other programs": "record.trace_formats:to_chat",
+    "environments of other libraries": "adapters.by_name:BY_NAME",
+    "reasoning-gym": "environments.reasoning_gym_tasks:task_names",
+    "runs over the wire": "atropos.runs",
+    "Atropos environments": "atropos.runs",
+    "arguments of TRL": "trl.arguments:read_arguments",
+    "improve()": "improve.improve:improve",
+    "the dashboard": "dashboard.app:app_of_runs",
+    "venvs of Atropos environments": "atropos.atropos",
+    "settings of runs over the wire": "atropos:WIRE_DEFAULTS",
+    "the form of the dashboard": "agent_tools.launcher:FormLauncher",
+}
+
+# import paths of earlier releases -> where the module is now
+MOVED = {
+    "palestra.agent_tools": "palestra.extras.agent_tools",
+    "palestra.backends.vllm": "palestra.extras.vllm",
+    "palestra.dashboard": "palestra.extras.dashboard",
+    "palestra.envs.adapters": "palestra.extras.adapters",
+    "palestra.envs.library": "palestra.extras.environments",
+    "palestra.models.gguf": "palestra.extras.gguf",
+    "palestra.prompts": "palestra.extras.improve",
+    "palestra.trl": "palestra.extras.trl.names",
+}
+
+
+def is_installed(extra: str) -> bool:
+    """Whether the folder of this extra is there."""
+    return folder(extra).joinpath("__init__.py").is_file()
+
+
+def folder(extra: str) -> Path:
+    """Where an extra is."""
+    return Path(__file__).parents[1] / "extras" / extra
+
+
+def missing(extra: str, what: str) -> str:
+    """The message for `what`, which needs an extra whose folder was deleted."""
+    return (
+        f"{what} needs the extra {extra!r} ({EXTRAS[extra]}), whose folder palestra/extras/{extra} is missing here; "
+        f"run: pip install --force-reinstall 'palestra[{PIP.get(extra, extra)}]'"
+    )
+
+
+def load(place: str, what: str) -> Any:
+    """Import `module:attribute` below palestra.extras; MissingPackageError names the extra that has `what`."""
+    module, _, attribute = place.partition(":")
+    extra = module.partition(".")[0]
+    if not is_installed(extra):
+        raise MissingPackageError(missing(extra, what))
+    loaded = import_module(f"palestra.extras.{module}")
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+def command(name: str) -> Any:
+    """The command of this name that an extra has."""
+    return load(COMMANDS[name][1], f"palestra {name}")
+
+
+def provided(what: str) -> Any:
+    """Import what the table names by `what`."""
+    return load(PROVIDES[what], what)
+
+
+class MovedPaths:
+    """Finds modules by their import path in earlier releases, as the same module objects."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith("palestra."):
+            return None
+        old = next((old for old in MOVED if f"{name}.".startswith(f"{old}.")), None)
+        if old is None:
+            return None
+        new = name.replace(old, MOVED[old], 1)
+        if not is_installed(new.split(".")[2]):
+            return None
+        return spec_from_loader(name, self, origin=new)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(str(spec.origin))
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to execute; importing has put the spec of the old path on the module."""
+        assert module.__spec__ is not None
+        module.__spec__ = self._specs[module.__spec__.name]
+
+
+def keep_moved_paths() -> None:
+    """Let imports by the paths of earlier releases work."""
+    if not any(isinstance(finder, MovedPaths) for finder in sys.meta_path):
+        sys.meta_path.insert(0, MovedPaths())

@@ -1,0 +1,230 @@
+"""Runs over the wire: environments in other programs post scored groups, and a trainer takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.core.config import RunConfig, flatten
+from palestra.core.errors import SettingError
+from palestra.core.event_loop import outside_event_loop
+from palestra.core.run_folder import Resume, RunFolder
+from palestra.envs.load import env_class, find_env, load_env
+from palestra.envs.running import RunningEnv
+from palestra.extras.atropos import WIRE_DEFAULTS
+from palestra.extras.atropos.atropos import TRAINER_URL, AtroposEnv
+from palestra.extras.atropos.protocol import WireClient
+from palestra.models.chat.template import ChatFormat
+from palestra.policy.openai import OpenAISettings
+from palestra.policy.remote import RemotePolicy
+from palestra.rollout.collect import Collector
+from palestra.run import Finished, Watching, open_env
+from palestra.runs.request import RunRequest, absolute_name
+from palestra.train.watcher import Watcher
+
+if TYPE_CHECKING:
+    from palestra.extras.atropos.task import Address
+    from palestra.extras.atropos.worker import EnvironmentWorker
+    from palestra.train.run import Outcome
+    from palestra.train.tasks import EnvironmentTask, Task
+
+_BACKLOG = 2048  # connections that wait until the server accepts them
+_API_UNREACHABLE_S = 60.0
+_TRAINER_SERVER = {
+    "base_url": TRAINER_URL,
+    "api_key_env": "PALESTRA_TOKEN",
+    "timeout_s": 600,  # a trainer does not answer during a step
+    "max_concurrent": 128,
+}
+
+
+def train(request: RunRequest, watching: Watching, folder: Path | None = None) -> Finished:
+    """Train a new run on what environments post to `request.env_url`."""
+    run = new_wire_run(request, folder)
+    return run, _train_request(request, run, watching)
+
+
+def resume(run: RunFolder, resumed: Resume, watching: Watching, request: RunRequest | None) -> Finished:
+    """Continue or finish a run over the wire; `request` has its addresses."""
+    if resumed.finish:
+        with watching(run.config) as watcher:
+            return run, finish_wire(run, resumed, watcher=watcher)
+    if request is None or request.env_url is None:
+        raise SettingError(f"{run.path} trains over the wire; continue it with: {run.wire_command}")
+    return run, _train_request(request, run, watching, resumed)
+
+
+def new_wire_run(request: RunRequest, folder: Path | None = None) -> RunFolder:
+    """A new run with the settings that suit the environment; one of ours also scores the model."""
+    own: Any = {}
+    record: dict[str, Any] = {"env_url": request.env_url}
+    found = find_env(request.environment) if request.environment is not None else None
+    if found is not None and found.dialect == "palestra":
+        own = env_class(found).run_settings
+        record["scored_by"] = {"name": absolute_name(request.environment), "settings": dict(request.env_settings)}
+    elif found is not None:
+        settings = {"env": dict(request.env_settings), "openai": dict(request.server_settings)}
+        record["atropos"] = {"file": str(found.file_path), **settings, "packages": list(request.packages)}
+    config = wire_config(request, own)
+    return RunFolder.create(Path(config.output_dir), "wire", config, record, at=folder)
+
+
+def wire_config(request: RunRequest, own: Any = ()) -> RunConfig:
+    """The config of a run over the wire, which needs a last step."""
+    config = request.config(WIRE_DEFAULTS, dict(own))
+    if config.train.max_steps is None:
+        raise SettingError("environments over the wire have no last problem; set an end: --train.max_steps 100")
+    return config
+
+
+def _train_request(request: RunRequest, run: RunFolder, watching: Watching, resumed: Resume | None = None) -> Outcome:
+    from palestra.extras.atropos.task import Address
+
+    assert request.env_url is not None
+    # environments written for Atropos cannot send a token
+    token = os.environ.get("PALESTRA_TOKEN") or None if request.dialect == "palestra" else None
+    with watching(run.config) as watcher:
+        watcher.run_dir = run.path  # it can be resumed from here, also if loading is interrupted
+        return train_wire(
+            run,
+            WireClient(request.env_url, token, note=watcher.note),
+            Address(port=request.serve_port, token=token),
+            watcher=watcher,
+            resume=resumed,
+            served=lambda url, tokenizer: watcher.note(f"environments sample from {url}/v1"),
+            wait_limit_s=request.wait_limit_s,
+        )
+
+
+def serve_environment(request: RunRequest, watching: Watching) -> EnvironmentWorker:
+    """Post groups of an environment to the trajectory API at `env_url`, until the trainer's last step."""
+    assert request.environment is not None
+    assert request.env_url is not None
+    if request.dialect != "palestra":
+        file = find_env(request.environment).file_path
+        env_of_others = AtroposEnv(file, request.env_settings, request.server_settings, request.packages)
+        env_of_others.serve(request.config(WIRE_DEFAULTS), request.env_url)
+    env, config = open_env(request)
+    served_as = request.server_settings.get("model_name") or request.settings.get("model.name")
+    server = OpenAISettings.read({**_TRAINER_SERVER, **request.server_settings, "model_name": served_as or ""})
+    with watching(config) as watcher:
+        wire = WireClient(request.env_url, os.environ.get("PALESTRA_TOKEN"), gone_s=_API_UNREACHABLE_S)
+        policy = RemotePolicy(
+            server.base_url,
+            token=os.environ.get(server.api_key_env),
+            timeout_s=server.timeout_s,
+            max_concurrent=server.max_concurrent,
+        )
+        return serve_env(env, config, wire, policy, model_name=served_as, watcher=watcher)
+
+
+def process(file: Path, request: RunRequest, groups: int, path: Path) -> None:
+    """Run the own `process` of an Atropos environment, in its venv."""
+    environment = AtroposEnv(file, request.env_settings, request.server_settings)
+    environment.process(request.config(WIRE_DEFAULTS), groups, path)
+
+
+def environment_request(request: RunRequest, folder: RunFolder) -> RunRequest:
+    """The request of the environment's process: it samples with the settings of the trainer."""
+    settings = flatten(folder.config.model_dump(mode="json"))
+    if "train.filter_equal_groups" not in request.settings:
+        del settings["train.filter_equal_groups"]  # over the wire it is the environment that filters
+    own = dict(request.env_settings)
+    if "total_steps" in own:  # the run may have been lengthened since
+        own["total_steps"] = folder.config.train.max_steps
+    server = {**request.server_settings, "base_url": f"http://127.0.0.1:{request.serve_port}/v1"}
+    return replace(request, settings=settings, backend="local", env_settings=own, server_settings=server)
+
+
+def serve_trajectories(request: RunRequest, folder: RunFolder) -> None:
+    """Serve the trajectory API of a run until SIGTERM."""
+    from palestra.extras.atropos.server import trajectory_app
+    from palestra.servers.web import Server, open_port
+
+    token = os.environ.get("PALESTRA_TOKEN") or None
+    socket = open_port("127.0.0.1", request.api_port or 0, token)
+    socket.listen(_BACKLOG)
+    app = trajectory_app(folder.wire, token=token)
+    asyncio.run(Server(app, handle_signals=True).serve(sockets=[socket]))
+
+
+def train_wire(
+    run: RunFolder,
+    client: WireClient,
+    address: Address,
+    *,
+    watcher: Watcher | None = None,
+    resume: Resume | None = None,
+    served: Callable[[str, Any], None] = lambda url, tokenizer: None,
+    check: Callable[[], None] = lambda: None,
+    wait_limit_s: float = 60.0,
+) -> Outcome:
+    """Serve the model, train it on what environments in other programs post, save it.
+
+    It is evaluated here if run.json names an environment of ours. `served` is called with the inference URL and the
+    tokenizer; `check` may raise while groups are waited for. Where the environment fails and no group arrives for
+    `wait_limit_s` (0: any time), the run stops with the reason.
+    """
+    from palestra.extras.atropos.task import WireTask
+    from palestra.train.setup import load_for_run
+
+    loaded = load_for_run(run.config)
+    task = WireTask(client, address, loaded, run, _scorer(run), served, check, wait_limit_s)
+    return _train(run, task, loaded=loaded, watcher=watcher, resume=resume)
+
+
+def finish_wire(run: RunFolder, resume: Resume, *, watcher: Watcher | None = None) -> Outcome:
+    """Score and save what a run over the wire has learned, without its environments."""
+    from palestra.train.tasks import FinishTask
+
+    return _train(run, FinishTask(_scorer(run)), watcher=watcher, resume=resume)
+
+
+def _scorer(run: RunFolder) -> EnvironmentTask | None:
+    """The environment of ours that scores a run over the wire, if run.json names one."""
+    from palestra.train.tasks import EnvironmentTask
+
+    scored_by = run.environment("scored_by")
+    return EnvironmentTask(load_env(*scored_by)) if scored_by else None
+
+
+def _train(run: RunFolder, task: Task, **parts: Any) -> Outcome:
+    from palestra.train.run import Run
+
+    def train() -> Outcome:
+        with asyncio.Runner() as runner:
+            return Run.build(run.config, task, run, runner=runner, **parts).train()
+
+    return outside_event_loop(train)
+
+
+def serve_env(
+    env: RunningEnv,
+    config: RunConfig,
+    wire: WireClient,
+    policy: RemotePolicy,
+    *,
+    model_name: str | None = None,
+    watcher: Watcher | None = None,
+) -> EnvironmentWorker:
+    """Feed a trainer in another process with scored groups until its last step, sampled from the model that it serves.
+
+    `model_name` says whose tokenizer to use; None: that of the model that the server serves.
+    """
+    from palestra.extras.atropos.worker import EnvironmentWorker
+    from palestra.models.loading import load_tokenizer
+    from palestra.train.tasks import agent_collector
+
+    config.refuse(["rollout.constrain_tool_calls"], "the trainer's server samples, and it takes no grammar")
+
+    async def make_collector() -> Collector:
+        tokenizer = load_tokenizer(model_name or await policy.model_name())
+        return agent_collector(env, policy, ChatFormat(tokenizer), config, training=True)
+
+    worker = EnvironmentWorker(env.name, env, make_collector, config.with_step_size(), wire, watcher or Watcher())
+    outside_event_loop(lambda: asyncio.run(worker.run()))
+    return worker
