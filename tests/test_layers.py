@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from palestra.core.extras import COMMANDS, EXTRAS, PROVIDES, SETTINGS, load
+
 PACKAGE = Path(__file__).parents[1] / "src" / "palestra"
 
 # package or module -> what it may import. Each line names only lines above it, so there are no cycles.
@@ -28,59 +30,68 @@ MAY_IMPORT = {
     "runs": "core envs",
     "rollout": "core models evals agents policy envs",
     "learner": "core algo plan engine",
-    "backends": "core algo policy rollout learner",
-    "servers": "core algo models engine policy runs rollout learner",
-    "train": "core algo plan models evals policy envs runs rollout learner backends",
-    "dashboard": "core models evals runs servers",
+    "servers": "core models policy rollout",
+    "train": "core algo plan models evals policy envs runs rollout learner",
     "sources": "core models agents policy envs rollout servers train",
     "result": "core models evals agents policy rollout train",
-    "trl_config": "core",
-    "trl_arguments": "core models evals agents rollout trl_config",
-    "trainer": "core models evals agents envs rollout train sources result trl_arguments",
-    "trl": "core evals trainer trl_config",
+    "trainer": "core models evals agents envs rollout train sources result",
     "api": "core evals policy envs rollout train result trainer",
-    "env_api": "core models evals agents policy envs rollout train sources result trainer",
-    "prompts": "core models evals agents policy envs rollout train trainer",
+    "env_api": "core models evals agents policy envs rollout train result trainer",
     "agent_source": "core evals agents sources servers",  # servers: an address without a token is refused at once
-    "run": "core models policy envs runs servers train sources agent_source api env_api",
+    "run": "core models envs runs train agent_source api env_api",
     "suite": "evals api",
-    "__init__": "core evals agents envs api prompts suite",
+    "__init__": "core evals agents envs api suite",
     "demo": "__init__",
-    "agent_tools": "core evals agents envs runs servers dashboard sources",
-    "cli": "core plan models engine evals agents policy envs runs rollout servers train dashboard sources "
-    "api env_api prompts agent_source run agent_tools",
+    "cli": "core models evals agents envs policy runs rollout servers train sources api env_api agent_source run",
     "__main__": "cli",
+    # the core ends here; no line above names an extra, and no extra another one
+    "extras": "",
+    "extras.adapters": "core agents envs",
+    "extras.agent_tools": "core agents evals envs runs servers cli",
+    "extras.atropos": "core evals models envs policy rollout runs servers train run cli",
+    "extras.bench": "core engine evals models policy train cli",
+    "extras.dashboard": "core evals models runs servers cli",
+    "extras.environments": "core evals envs",
+    "extras.gguf": "core models",
+    "extras.improve": "core agents evals models envs policy rollout runs train agent_source trainer cli",
+    "extras.judge_check": "core evals rollout cli",
+    "extras.plan": "core plan runs cli",
+    "extras.ray": "core models policy rollout train",
+    "extras.record": "core servers cli",
+    "extras.tinker": "core algo engine models learner policy runs servers train cli",
+    "extras.trl": "core agents evals models rollout trainer",
+    "extras.vllm": "core models policy",
 }
 
 # library -> the folders whose files may import it at module level. Elsewhere it is imported inside of functions.
 HEAVY = {
-    "torch": "algo backends/ray backends/tinker cli/benchmark engine engine/cpu engine/cuda learner models "
-    "models/export models/gguf policy servers/tinker train",
+    "torch": "algo engine engine/cpu engine/cuda extras/bench extras/gguf extras/ray extras/tinker "
+    "extras/tinker/client extras/tinker/server learner models models/export policy train",
     "transformers": "learner",
     "peft": "",
     "safetensors": "learner models/export train",
-    "numpy": "algo backends/tinker backends/vllm core dashboard engine engine/cpu engine/cuda learner models/chat "
-    "models/gguf servers/tinker train",
+    "numpy": "algo core engine engine/cpu engine/cuda extras/dashboard extras/gguf extras/tinker extras/tinker/client "
+    "extras/tinker/server extras/vllm learner models/chat train",
     "triton": "engine/cuda learner",
-    "tinker": "backends/tinker",
-    "ray": "backends/ray",
+    "tinker": "extras/tinker/client",
+    "ray": "extras/ray",
     "vllm": "",
-    "trl": "",
     "datasets": "",
     "pyarrow": "",
     "wandb": "",
     "mlflow": "",
     "trackio": "",
     "tensorboard": "",
-    "starlette": "dashboard servers servers/gateway servers/openai servers/tinker sources/programs sources/wire",
+    "starlette": "extras/agent_tools extras/atropos extras/dashboard extras/record extras/tinker/server servers "
+    "servers/gateway servers/openai sources/programs",
     "uvicorn": "servers",
     "httpx": "",
 }
 
 # library -> the one file that may import it at module level. The file is imported when its server is used.
 ONE_FILE = {
-    "mcp": "agent_tools/mcp_server.py",
-    "fastapi": "agent_tools/http_api.py",
+    "mcp": "extras/agent_tools/mcp_server.py",
+    "fastapi": "extras/agent_tools/http_api.py",
 }
 
 IMPORT_MODULES, HELP_MODULES = 30, 200  # limits on loaded modules; 6 and 88 with Python 3.11
@@ -141,12 +152,15 @@ def _run_at_load(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _package(file: str) -> str:
-    return file.split("/")[0].removesuffix(".py")
+    first, *rest = file.split("/")
+    return f"extras.{rest[0]}" if first == "extras" and len(rest) > 1 else first.removesuffix(".py")
 
 
 def _target(module: str) -> str:
     """The package of a palestra module; public names of `palestra` itself count as `__init__`."""
-    name = module.split(".")[1]
+    name, *rest = module.split(".")[1:]
+    if name == "extras" and rest:
+        return f"extras.{rest[0]}"
     return name if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file() else "__init__"
 
 
@@ -201,6 +215,27 @@ def _module(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
+def test_the_core_imports_no_extra() -> None:
+    wrong = [each for each in OURS if "extras." in _target(each.module) and not each.package.startswith("extras")]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_no_extra_imports_another() -> None:
+    extras = [
+        each for each in OURS if each.package.startswith("extras.") and _target(each.module).startswith("extras.")
+    ]
+    wrong = [each for each in extras if _target(each.module) != each.package]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_table_of_extras_names_what_is_there() -> None:
+    folders = {path.parent.name for path in (PACKAGE / "extras").glob("*/__init__.py")}
+    assert folders == set(EXTRAS)
+    places = [*PROVIDES.values(), *SETTINGS.values(), *(place for _, place, _ in COMMANDS.values())]
+    for place in places:
+        assert load(place, place) is not None
+
+
 @pytest.mark.parametrize("library", HEAVY)
 def test_heavy_libraries_are_imported_only_in_their_folders(library: str) -> None:
     wrong = [f for f in _loading(library) if f.folder not in HEAVY[library].split() and f.file not in ONE_FILE.values()]
@@ -215,9 +250,15 @@ def test_library_is_imported_only_in_its_file(library: str) -> None:
 
 @pytest.mark.parametrize("library", TERMINAL)
 def test_only_the_command_line_writes_to_the_terminal(library: str) -> None:
-    wrong = [each for each in ALL if each.module.split(".")[0] == library and each.package != "cli"]
+    wrong = [each for each in ALL if each.module.split(".")[0] == library and not _is_command(each)]
     wrong = [each for each in wrong if each.file != "train/progress.py"]  # progress bars for scripts and notebooks
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def _is_command(each: Import) -> bool:
+    return each.package == "cli" or (
+        each.file.startswith("extras/") and each.file.endswith(("command.py", "commands.py"))
+    )
 
 
 def test_algo_knows_no_config() -> None:
@@ -233,7 +274,7 @@ LOOP_KNOWS = {
 
 
 def test_the_loop_knows_no_concrete_learner_or_policy() -> None:
-    seams = ("learner", "policy", "rollout", "engine", "backends", "servers", "sources")
+    seams = ("learner", "policy", "rollout", "engine", "servers", "sources")
     known = {f.module for f in OURS if f.file == "train/loop.py" and _target(f.module) in seams}
     assert known == LOOP_KNOWS
 

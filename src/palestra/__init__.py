@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from palestra.core.extras import keep_moved_paths
+import palestra.core.moved  # noqa: F401  # imports by the paths of earlier releases work
 
 __version__ = "0.2.0"
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     improve: object
 
-keep_moved_paths()
 __all__ = [
     "Agent", "Context", "Env", "EnvConfig", "EvalSuite", "GRPOTrainer", "GRPOTrainingConfig", "GRPOTrainingResult",
     "McpServer", "PalestraError", "Tool", "UserSimulator", "command_agent", "evaluate", "fail_reason", "function_tool",

@@ -15,7 +15,7 @@ from palestra.runs.manager import RunManager
 
 pytestmark = pytest.mark.slow("make test-browser drives a Chromium")
 
-RECORDED = Path(__file__).parents[1] / "unit" / "dashboard" / "recorded"
+RECORDED = Path(__file__).parents[1] / "extras" / "dashboard" / "recorded"
 RUN_PAGES = ("", "/rollouts", "/problems", "/cheating", "/evaluations", "/rescore", "/checkpoints", "/logs", "/config")
 
 

@@ -28,6 +28,7 @@ from palestra.envs.load import load_env
 from palestra.extras.atropos.protocol import WireClient
 from palestra.extras.atropos.server import trajectory_app
 from palestra.extras.atropos.task import Address, WireSource, WireTask
+from palestra.extras.ray.backend import ActorRecipe
 from palestra.extras.ray.pool import PackedWeights, PoolPolicy, RolloutPool
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.local import LocalPolicy
@@ -36,7 +37,7 @@ from palestra.train.group_source import GroupSource, gather
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends" / "ray"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "extras" / "ray"))
 from fake_cluster import FakeCluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_first_env.py"
@@ -137,10 +138,10 @@ def actors(room: Room) -> Iterator[Kind]:
     env, local = load_env(str(EXAMPLE), {}), room.parts()
 
     def make() -> GroupSource:
-        cluster = FakeCluster(build=lambda recipe: recipe.task.sampler(local))
+        cluster = FakeCluster(build=lambda recipe: recipe.sampler(local))
         pool = RolloutPool(cluster, 2)
         pool.update(PackedWeights(0, {}))
-        source = EnvironmentTask(env).source(replace(local, policy=PoolPolicy(pool)))
+        source = EnvironmentTask(env).source(replace(local, policy=PoolPolicy(pool, recipe=ActorRecipe)))
 
         async def one_dies() -> None:
             work = asyncio.create_task(source.collector.collect(env.problems("train")[:1], 2, ["warm-up"]))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends" / "vllm"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "extras" / "vllm"))
 
 from fake_vllm import FakeVllm
 from served import served

@@ -21,7 +21,7 @@ from palestra.extras.atropos.atropos import (
     venv_folder,
     write_tokenizer,
 )
-from palestra.run import environment_request, new_wire_run, serve_environment
+from palestra.extras.atropos.runs import environment_request, new_wire_run, serve_environment
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import launch_token, process_environment
 

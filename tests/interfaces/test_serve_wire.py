@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from palestra.run import new_wire_run
+from palestra.extras.atropos.runs import new_wire_run
 from palestra.runs.request import RunRequest
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "models" / "gguf"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "extras" / "gguf"))
 
 from llama_cpp import LlamaCpp
 from small_models import FAMILIES, WINDOW, prompts_of, trained

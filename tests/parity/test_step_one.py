@@ -23,10 +23,11 @@ from palestra.core.config import RunConfig
 from palestra.core.messages import from_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Problem, SamplingParams, Turn
-from palestra.env_api import serve_env, train_env, train_wire
+from palestra.env_api import train_env
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.atropos.protocol import WireClient
+from palestra.extras.atropos.runs import serve_env, train_wire
 from palestra.extras.atropos.server import trajectory_app
 from palestra.extras.atropos.task import Address
 from palestra.models.chat.template import ChatFormat

@@ -6,12 +6,8 @@ is missing, the error names the extra and the line that installs it.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from palestra.core.errors import MissingPackageError
@@ -102,18 +98,6 @@ PROVIDES = {
     "the form of the dashboard": "agent_tools.launcher:FormLauncher",
 }
 
-# import paths of earlier releases -> where the module is now
-MOVED = {
-    "palestra.agent_tools": "palestra.extras.agent_tools",
-    "palestra.backends.vllm": "palestra.extras.vllm",
-    "palestra.dashboard": "palestra.extras.dashboard",
-    "palestra.envs.adapters": "palestra.extras.adapters",
-    "palestra.envs.library": "palestra.extras.environments",
-    "palestra.models.gguf": "palestra.extras.gguf",
-    "palestra.prompts": "palestra.extras.improve",
-    "palestra.trl": "palestra.extras.trl.names",
-}
-
 
 def is_installed(extra: str) -> bool:
     """Whether the folder of this extra is there."""
@@ -151,37 +135,3 @@ def command(name: str) -> Any:
 def provided(what: str) -> Any:
     """Import what the table names by `what`."""
     return load(PROVIDES[what], what)
-
-
-class MovedPaths:
-    """Finds modules by their import path in earlier releases, as the same module objects."""
-
-    def __init__(self) -> None:
-        self._specs: dict[str, ModuleSpec | None] = {}
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith("palestra."):
-            return None
-        old = next((old for old in MOVED if f"{name}.".startswith(f"{old}.")), None)
-        if old is None:
-            return None
-        new = name.replace(old, MOVED[old], 1)
-        if not is_installed(new.split(".")[2]):
-            return None
-        return spec_from_loader(name, self, origin=new)  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(str(spec.origin))
-        self._specs[spec.name] = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to execute; importing has put the spec of the old path on the module."""
-        assert module.__spec__ is not None
-        module.__spec__ = self._specs[module.__spec__.name]
-
-
-def keep_moved_paths() -> None:
-    """Let imports by the paths of earlier releases work."""
-    if not any(isinstance(finder, MovedPaths) for finder in sys.meta_path):
-        sys.meta_path.insert(0, MovedPaths())

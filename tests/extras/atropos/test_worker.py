@@ -20,7 +20,7 @@ from palestra.servers.openai.inference import inference_app
 from palestra.train.tasks import agent_collector
 from palestra.train.watcher import Watcher
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "my_first_env.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "my_first_env.py"
 SHORT = SamplingParams(max_new_tokens=12, seed=5)
 
 

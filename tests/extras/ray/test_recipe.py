@@ -10,10 +10,11 @@ from palestra import Agent, EvalSuite, function_tool, measure
 from palestra.core.config import RunConfig
 from palestra.core.weights import Weights
 from palestra.envs.suite_env import SuiteEnvironment
+from palestra.extras.ray.backend import ActorRecipe
 from palestra.extras.ray.pool import GroupJob, pack, read_group
 from palestra.models.loading import load_model
 from palestra.policy.local import LocalPolicy
-from palestra.train.tasks import ActorRecipe, EnvironmentTask, Parts
+from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
 
 cloudpickle = pytest.importorskip("cloudpickle")  # Ray has its own copy of it

@@ -10,7 +10,7 @@ from served import json_app
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, UnreadableFileError
 from palestra.core.run_folder import Resume, RunFolder
-from palestra.run import environment_request
+from palestra.extras.atropos.runs import environment_request
 from palestra.runs.request import RunRequest, has_all_batches, launch_steps, launch_token, process_environment
 
 

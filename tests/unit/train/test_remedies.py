@@ -12,8 +12,8 @@ from palestra.core.run_folder import RunKind
 from palestra.evals.evidence import _CONDITIONS, _KINDS, RunFacts
 from palestra.extras.atropos.task import WireTask
 from palestra.extras.tinker.client.connect import suited
+from palestra.extras.vllm.open import open_policy
 from palestra.sources.programs.task import ProgramTask
-from palestra.train.setup import vllm_policy
 from palestra.train.step_trainer import _resolve
 from palestra.train.tasks import EnvironmentTask, require_ranks_support
 
@@ -41,7 +41,7 @@ def accepts(check: Callable[[RunConfig], Any], config: RunConfig) -> bool:
 
 
 def function_task(config: RunConfig) -> None:
-    EnvironmentTask(SimpleNamespace(reward_weights={}), rollout_func=print)._collector(parts_of(config), training=True)  # type: ignore[arg-type]
+    EnvironmentTask(SimpleNamespace(reward_weights={}), rollout_func=print).collector(parts_of(config), training=True)  # type: ignore[arg-type]
 
 
 def several_ranks(config: RunConfig) -> None:
@@ -54,7 +54,7 @@ RUNS: dict[str, tuple[RunKind, dict[str, Any], Callable[[RunConfig], Any]]] = {
     "wire": ("wire", {}, lambda config: WireTask(None, None, None, None).source(parts_of(config))),  # type: ignore[arg-type]
     "function": ("function", {}, function_task),
     "tinker": ("agent", {"backend": "tinker"}, suited),
-    "vllm": ("agent", {"vllm.mode": "server"}, lambda config: vllm_policy(None, None, config)),
+    "vllm": ("agent", {"vllm.mode": "server"}, lambda config: open_policy(None, None, config)),
     "ranks": ("agent", {}, several_ranks),
 }
 

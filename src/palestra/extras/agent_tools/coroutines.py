@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
 
-from palestra.extras import agent_tools as rl_tools
+import palestra.extras.agent_tools as rl_tools
 from palestra.extras.agent_tools.tools import call_in_thread
 
 

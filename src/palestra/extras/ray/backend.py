@@ -79,7 +79,9 @@ class ActorRecipe:
             loaded = load_for_run(config, training=False)
             model, tokenizer = with_adapter(loaded.model, config).eval().requires_grad_(False), loaded.tokenizer
         policy = policy_for(model, tokenizer, config)
-        parts = Parts(config, policy, tokenizer, asyncio.Runner(), Watcher())
-        return GroupSampler(
-            policy, self.task.collector(parts, training=True), self.task.collector(parts, training=False)
-        )
+        return self.sampler(Parts(config, policy, tokenizer, asyncio.Runner(), Watcher()))
+
+    def sampler(self, parts: Parts) -> GroupSampler:
+        """The sampler of an actor with these parts."""
+        training, evaluation = (self.task.collector(parts, training=training) for training in (True, False))
+        return GroupSampler(parts.policy, training, evaluation)
