@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.core import extras
-from palestra.core.errors import NotFoundError, PalestraError, SettingError, UserCodeError, did_you_mean
+from palestra.core.errors import (
+    MissingPackageError,
+    NotFoundError,
+    PalestraError,
+    SettingError,
+    UserCodeError,
+    did_you_mean,
+)
 from palestra.core.files import read_regular, slug
 from palestra.envs.env import default_name
 
@@ -57,6 +64,8 @@ class Discovery:
                 if slug(path.stem) == slug(name):
                     raise NotFoundError(f"{path}: {reason}")
             names = [env.name for env in self.environments]
+            if not extras.is_installed("environments"):
+                raise MissingPackageError(extras.missing("environments", f"the environment {name!r}"))
             raise NotFoundError(f"there is no environment {name!r}.{did_you_mean(name, names)} See `palestra envs`")
         if len(found) > 1:
             files = " and ".join(str(env.file_path) for env in found)
