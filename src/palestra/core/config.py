@@ -19,8 +19,9 @@ from pydantic.fields import FieldInfo
 from palestra.core import config_sections as sections
 from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, TINKER_LORA_RANK, Section
 from palestra.core.config_stages import DistillSection, StagesSection
-from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError, did_you_mean
+from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError
 from palestra.core.files import write_text
+from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting, without_removed
 
 
 def full_learning_rate(parameters: int) -> float:
@@ -175,10 +176,18 @@ class RunConfig(Section):
         flat: dict[str, Any] = {}
         for layer in layers:
             flat |= flatten(layer)
+        for key in flat:
+            if key in REMOVED_SETTINGS:
+                raise SettingError(unknown_setting(key, ()))
         try:
             return cls.model_validate(_nested(flat))
         except ValidationError as error:
             raise SettingError(explain(error, list(cls.keys()))) from None
+
+    @classmethod
+    def of_stored_run(cls, settings: Mapping[str, Any], where: str) -> RunConfig:
+        """The config of a run on disk, which an older version may have written."""
+        return cls.build(without_removed(flatten(settings), where))
 
     def save(self, path: Path) -> None:
         """As one YAML document, from `---` to `...`: without its end a file was cut off, though the rest parses."""
@@ -236,7 +245,7 @@ def explain(error: ValidationError, known: list[str]) -> str:
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {key!r}.{did_you_mean(key, known)}")
+            lines.append(unknown_setting(key, known))
         else:
             message = item["msg"].removeprefix("Value error, ")
             got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
@@ -359,7 +368,7 @@ def translate(flat: dict[str, Any], where: str) -> dict[str, Any]:
                 f"{next(k for k in known if k.startswith(f'{key}.'))}"
             )
         if key not in known:
-            raise SettingError(f"{where}: unknown setting {key!r}.{did_you_mean(key, known)}")
+            raise SettingError(f"{where}: {unknown_setting(key, known)}")
     out: dict[str, Any] = {}
     for key, value in flat.items():
         name = TRANSLATIONS.get(key, key)
