@@ -117,10 +117,9 @@ class RunConfig(Section):
         has_grpo = self.stages.plan == "auto" or "grpo" in self.stages.plan
         if train.expert_routing != "own" and (not has_grpo or distill.only):
             raise ValueError(f"{routing} is for grpo steps with a policy loss; leave it at own")
-        if distill.only and (echo.coefficient or train.entropy_coefficient or train.replay):
+        if distill.only and (echo.coefficient or train.entropy_coefficient):
             raise ValueError(
-                "distill.only leaves out all other losses; set echo.coefficient, train.entropy_coefficient and "
-                "train.replay to 0"
+                "distill.only leaves out all other losses; set echo.coefficient and train.entropy_coefficient to 0"
             )
         if distill.teacher_url is not None and rollout.temperature != 1:
             raise ValueError("distill.teacher_url scores tokens at temperature 1; set rollout.temperature to 1")

@@ -21,7 +21,9 @@ class RemovedSetting(NamedTuple):
 
 
 # By dotted key. A stored run that has the default still loads; any other value names the last version that had it.
-REMOVED_SETTINGS: dict[str, RemovedSetting] = {}
+REMOVED_SETTINGS: dict[str, RemovedSetting] = {
+    "train.replay": RemovedSetting(0.0, "learn from successes in an rft stage before grpo: stages.plan = rft,grpo"),
+}
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> str:

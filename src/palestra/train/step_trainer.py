@@ -344,7 +344,6 @@ def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunC
     config.refuse(of_tools, "StepTrainer samples without tools")
     config.refuse(OWN_LOOP, "StepTrainer samples one turn")
     config.refuse(["distill"], "StepTrainer has no teacher")
-    config.refuse(["train.replay"], "StepTrainer stores no successes")
     config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
     config.refuse(["rollout.policy_url", "rollout.weights_folder", "vllm"], "StepTrainer samples with our own engine")
     config.refuse(["rollout.max_staleness"], "StepTrainer samples and learns in turns")
