@@ -183,7 +183,6 @@ METHODS = {  # {run}: a finished run, whose successes are demonstrations and who
     "rft": {"stages.plan": "rft,grpo"},
     "self_distillation": {"distill.coefficient": 1.0},
     "self_distillation_weak": {"distill.coefficient": 0.1},
-    "replay": {"train.replay": 0.1},
     "sft": {"stages.plan": "sft,grpo", "stages.traces": "{run}"},
     "distillation": {"stages.plan": "distill,grpo", "distill.teacher": "{run}/model"},
 }

@@ -53,7 +53,7 @@ def answers(tmp_path_factory):
     (folder / "program.py").write_text(PROGRAM)
     (folder / "cases.jsonl").write_text('{"input": "What does a red lamp cost?", "expect": "1"}\n')
     (folder / "measure.py").write_text(
-        "from palestra import measure\n\n@measure\ndef right(ctx):\n    return ctx.final_assistant_message is not None\n"
+        "from palestra import measure\n\n@measure\ndef right(ctx):\n    return bool(ctx.final_assistant_message)\n"
     )
     env = os.environ | {"PYTHONPATH": str(folder / "src"), "PALESTRA_HOME": str(folder / "home")}
     done = subprocess.run(

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config, translate
 from palestra.core.errors import SettingError
+from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting
 
 PREFIXES = ("env", "openai")
 ENV_OPTIONS = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
@@ -47,6 +48,8 @@ def command_of_run(name: str, **attributes: Any) -> Callable[[Callable[..., Any]
         for key in RunConfig.settings():
             names = [f"--{key}", *_SHORT.get(key, ()), _parameter(key)]
             command.params.append(click.Option(names, metavar="VALUE", hidden=key not in _HELP, help=_HELP.get(key)))
+        for key in REMOVED_SETTINGS:
+            command.params.append(click.Option([f"--{key}", _parameter(key)], hidden=True))
         return command
 
     return decorate
@@ -54,6 +57,9 @@ def command_of_run(name: str, **attributes: Any) -> Callable[[Callable[..., Any]
 
 def from_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The settings on the command line, by their dotted names, from all parameters of a command."""
+    for key in REMOVED_SETTINGS:
+        if parameters.get(_parameter(key)) is not None:
+            raise SettingError(f"--{unknown_setting(key, ())}")
     found = {
         key: read(info, text)
         for key, info in RunConfig.settings().items()

@@ -20,8 +20,9 @@ from palestra.core import config_sections as sections
 from palestra.core import extras
 from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, Section
 from palestra.core.config_stages import DistillSection, StagesSection
-from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError, did_you_mean
+from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError
 from palestra.core.files import write_text
+from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting, without_removed
 
 
 def full_learning_rate(parameters: int) -> float:
@@ -114,10 +115,9 @@ class _CoreConfig(Section):
         has_grpo = self.stages.plan == "auto" or "grpo" in self.stages.plan
         if train.expert_routing != "own" and (not has_grpo or distill.only):
             raise ValueError(f"{routing} is for grpo steps with a policy loss; leave it at own")
-        if distill.only and (echo.coefficient or train.entropy_coefficient or train.replay):
+        if distill.only and (echo.coefficient or train.entropy_coefficient):
             raise ValueError(
-                "distill.only leaves out all other losses; set echo.coefficient, train.entropy_coefficient and "
-                "train.replay to 0"
+                "distill.only leaves out all other losses; set echo.coefficient and train.entropy_coefficient to 0"
             )
         if distill.teacher_url is not None and rollout.temperature != 1:
             raise ValueError("distill.teacher_url scores tokens at temperature 1; set rollout.temperature to 1")
@@ -179,10 +179,18 @@ class _CoreConfig(Section):
         flat: dict[str, Any] = {}
         for layer in layers:
             flat |= flatten(layer)
+        for key in flat:
+            if key in REMOVED_SETTINGS:
+                raise SettingError(unknown_setting(key, ()))
         try:
             return cls.model_validate(_nested(flat))
         except ValidationError as error:
             raise SettingError(explain(error, list(cls.keys()))) from None
+
+    @classmethod
+    def of_stored_run(cls, settings: Mapping[str, Any], where: str) -> RunConfig:
+        """The config of a run on disk, which an older version may have written."""
+        return cls.build(without_removed(flatten(settings), where))
 
     def save(self, path: Path) -> None:
         """As one YAML document, from `---` to `...`: without its end a file was cut off, though the rest parses."""
@@ -224,7 +232,7 @@ class _CoreConfig(Section):
 EXTRA_SECTIONS: dict[str, type[Section]] = {
     name: extras.load(place, f"the setting {name}.*")
     for name, place in extras.SETTINGS.items()
-    if extras.is_installed(place.partition(".")[0])
+    if extras.has_settings(name)
 }
 if TYPE_CHECKING:
 
@@ -266,14 +274,6 @@ def explain(error: ValidationError, known: list[str]) -> str:
             got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
             lines.append(f"{key}: {message}{got}")
     return "\n".join(lines)
-
-
-def unknown_setting(key: str, known: list[str]) -> str:
-    """The message for a name that is no setting: one of an extra that is missing here, or a misspelt one."""
-    section = key.partition(".")[0]
-    if section in extras.SETTINGS and section not in EXTRA_SECTIONS:
-        return extras.missing(section, key)
-    return f"unknown setting {key!r}.{did_you_mean(key, known)}"
 
 
 MAX_YAML_NODES = 100_000

@@ -134,9 +134,6 @@ class TrainSection(Section):
     """bonus on the entropy of sampled positions"""
     target_entropy: float | None = Field(None, allow_inf_nan=False)
     """steer the coefficient towards this entropy (nats a token)"""
-    replay: float = Field(0.0, ge=0, le=10)
-    """weight of a cross-entropy term on stored successes of earlier steps and stages, which each grpo step learns
-    again; 0 stores none"""
     iterations: int = Field(1, ge=1, le=1000, description="optimizer passes over one batch of rollouts")
     minibatches: int = Field(1, ge=1, le=65_536, description="optimizer steps into which one pass is split")
     mask_truncated: bool = Field(True, description="rollouts cut off by length do not train, but stay in the baseline")

@@ -104,6 +104,11 @@ def is_installed(extra: str) -> bool:
     return folder(extra).joinpath("__init__.py").is_file()
 
 
+def has_settings(section: str) -> bool:
+    """Whether the extra that declares this section of the config is there."""
+    return is_installed(SETTINGS[section].partition(".")[0])
+
+
 def folder(extra: str) -> Path:
     """Where an extra is."""
     return Path(__file__).parents[1] / "extras" / extra

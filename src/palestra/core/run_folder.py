@@ -193,7 +193,7 @@ class RunFolder:
             reason = "it holds no settings"
         if not isinstance(settings, dict):
             raise UnreadableFileError(f"{self.config_file} cannot be read ({reason}); restore it from a copy")
-        return RunConfig.build(settings)
+        return RunConfig.of_stored_run(settings, str(self.config_file))
 
     def tracking(self) -> dict[str, str | None]:
         """The names under which it is tracked, and where Weights & Biases shows it, if it does."""

@@ -35,7 +35,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "train.importance_cap", "train.importance_floor", "train.expert_routing", "train.off_policy_mask_threshold",
         "train.advantage_scale", "train.leave_one_out", "train.combine", "train.credit", "train.discount",
         "train.step_weight", "train.sampling", "train.sampling_half_life", "train.entropy_coefficient",
-        "train.target_entropy", "train.replay", "train.iterations", "train.minibatches", "train.mask_truncated",
+        "train.target_entropy", "train.iterations", "train.minibatches", "train.mask_truncated",
         "train.filter_equal_groups", "train.signal_share", "train.stop_when_solved", "train.max_sampled_tokens",
         "train.refill_limit", "train.full_update_share", "train.max_rollbacks", "train.max_grad_norm",
         "train.weight_decay", "train.adam_beta1", "train.adam_beta2", "train.scheduler", "train.warmup_steps",

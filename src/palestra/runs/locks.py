@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from palestra.core.config import RunConfig, explain, load_yaml
 from palestra.core.config_sections import Section
 from palestra.core.errors import NotFoundError, PalestraError, UnreadableFileError, did_you_mean
+from palestra.core.removed_settings import unknown_setting
 from palestra.runs.agent_settings import AGENT_MAXIMUM, SETTING_CLASSES, SITE_SETTINGS
 
 SITE_VARIABLE = "PALESTRA_SITE"
@@ -105,7 +106,7 @@ class Site(Section):
         known = RunConfig.keys()
         for key in settings:
             if key not in known:
-                raise ValueError(f"unknown setting {key!r}.{did_you_mean(key, known)}")
+                raise ValueError(unknown_setting(key, known))
         return settings
 
     @field_validator("maximum")

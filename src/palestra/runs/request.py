@@ -16,6 +16,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import NotAllowedError, SettingError, UnreadableFileError
 from palestra.core.files import read_regular, write_json
 from palestra.core.http import HttpError, Request
+from palestra.core.removed_settings import without_removed
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import own_environment, redact
 from palestra.runs.processes import RUN_VARIABLE
@@ -123,6 +124,7 @@ class RunRequest:
             if words := data.pop("agent_arguments", None):  # of runs that an older version has queued
                 data["agent"] = _options_of(words)
             data["packages"] = tuple(data.get("packages", ()))
+            data["settings"] = without_removed(data.get("settings", {}), str(file))
             return cls(**data)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UnreadableFileError(

@@ -9,7 +9,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ class TrainState:
     safety: SafetyState = UNTOUCHED
     stage: int = 0  # of the plan's stages, counted from 0
     stage_start: int = 0  # the steps before that stage
-    stored: int = 0  # demonstrations and successes in the run's file, with train.replay
     sampled_tokens: int = 0  # by all steps so far
     cases: dict[str, list[float]] = field(default_factory=dict)  # the pass rates of train.sampling = learnable
 
@@ -48,8 +47,10 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> TrainState:
-        safety = SafetyState.from_dict(record["safety"]) if "safety" in record else UNTOUCHED  # older ones have none
-        return cls(**dict(record) | {"safety": safety})
+        """Read a state; older versions wrote other fields, too, or had no `safety`."""
+        safety = SafetyState.from_dict(record["safety"]) if "safety" in record else UNTOUCHED
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        return cls(**known | {"safety": safety})
 
 
 def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], None]) -> Path:

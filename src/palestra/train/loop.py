@@ -38,7 +38,6 @@ from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts
 from palestra.train.metrics import peak_memory_gib, rollout_metrics
-from palestra.train.replay import Replay, ReplayRows
 from palestra.train.safety_net import Snapshots, collapse_reason
 from palestra.train.schedule import (
     Coefficients,
@@ -87,7 +86,6 @@ class Training:
     checkpoint_bytes: int = 0  # a checkpoint is skipped if it and the final model do not fit on the disk
     model_bytes: int = 0
     teacher: Teacher | None = None  # of `distill.coefficient`
-    replay: Replay | None = None  # of `train.replay`
     rates: CaseRates | None = None  # of the training cases, with train.sampling = learnable; the source has them, too
     objective: CustomObjective = BUILT_IN  # a user's functions; demonstrations are learned without
     save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
@@ -148,11 +146,6 @@ class Training:
     def demonstrations(self) -> DemonstrationSource | None:
         """The source, where its groups are demonstrations: their rewards say nothing about the model."""
         return self.source if isinstance(self.source, DemonstrationSource) else None
-
-    @property
-    def _replay(self) -> Replay | None:
-        """The store of successes; None in a stage that does not replay them."""
-        return self.replay if self.config.train.replay else None
 
     @property
     def steps_left(self) -> int | None:
@@ -224,9 +217,7 @@ class Training:
         self.source.observe(groups, advantages, state.step + 1)  # before the next step is prepared
         teacher = self.teacher if config.distill.coefficient else None
         distilled = None if teacher is None else choose_rows(teacher, groups, advantages, config)
-        replay = self._replay
-        replayed = None if replay is None else replay.rows(groups, state.step, config.train)
-        coefficients, scale = self._coefficients(groups, advantages, distilled, replayed)
+        coefficients, scale = self._coefficients(groups, advantages, distilled)
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
         if config.distill.only:
             batch = batch.part(0, 0)
@@ -244,12 +235,12 @@ class Training:
                 with phases("records"):
                     self.tracker.rollouts(state.step + 1, groups)
 
-        if batch.policy_mask.any() or batch.echo_mask.any() or taught or replayed:
+        if batch.policy_mask.any() or batch.echo_mask.any() or taught:
             with self._policy_asleep(), phases("learner"):
                 host_work = on_host if self.learner_thread is None else noop
                 learn = partial(update, self.learner, batch, config, coefficients, version, record, host_work)
                 custom = self.objective.loss if self.demonstrations is None else None
-                learned = self._compute(partial(learn, distill=distilled, replay=replayed, custom_loss=custom))
+                learned = self._compute(partial(learn, distill=distilled, custom_loss=custom))
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
             version += 1
@@ -257,8 +248,6 @@ class Training:
                 self.policy.update(self.learner.weights(version))
         on_host()
         metrics |= learned | {"update_scale": scale if learned else 0.0} | (distilled.metrics if distilled else {})
-        if replay is not None:
-            replay.add(groups)
         after = self._state_after(metrics, coefficients.entropy, version, rollouts.signal_rate)
         train_s = time.perf_counter() - began
         sampling_s = rollouts.seconds + (train_s if self.learner_thread else 0.0)
@@ -279,11 +268,7 @@ class Training:
         return metrics
 
     def _coefficients(
-        self,
-        groups: Sequence[Group],
-        advantages: Sequence[Sequence[float]],
-        distilled: DistillRows | None,
-        replayed: ReplayRows | None,
+        self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], distilled: DistillRows | None
     ) -> tuple[Coefficients, float]:
         """The coefficients of this step, and the share of a full update by which its learning rate is scaled."""
         state, config = self.state, self.config
@@ -296,7 +281,6 @@ class Training:
                 groups,
                 advantages,
                 taught=set() if distilled is None else set(distilled.batch.groups.tolist()),
-                replayed=0 if replayed is None else len(replayed.rollouts),
                 # outside of a run, the caller chooses the groups of a step
                 problems=len(groups) if self.total_steps is None else config.train.problems_per_step,
                 full_update_share=config.train.full_update_share,
@@ -308,16 +292,14 @@ class Training:
         self, metrics: dict[str, float], entropy: float, policy_version: int, signal_rate: float
     ) -> TrainState:
         """The state after a step with these metrics and this entropy coefficient."""
-        state, replay = self.state, self._replay
         return replace(
-            state,
-            step=state.step + 1,
+            self.state,
+            step=self.state.step + 1,
             source=self.source.state(),
             policy_version=policy_version,
             entropy_coefficient=next_entropy(entropy, metrics, self.config.train),
             signal_rate=signal_rate,
-            stored=state.stored if replay is None else len(replay.store),
-            sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
+            sampled_tokens=self.state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
             cases=self._known_cases(),
         )
 
@@ -468,8 +450,6 @@ class Training:
         self.source.restore(state.source)
         if self.rates is not None:
             self.rates.load(state.cases, state.step)
-        if (replay := self._replay) is not None:
-            replay.store.cut(state.stored)
         self.policy.update(self.learner.weights(state.policy_version))
         self.state = state
 

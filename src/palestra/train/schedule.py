@@ -90,14 +90,12 @@ def step_scale(
     advantages: Sequence[Sequence[float]],
     *,
     taught: Collection[int],
-    replayed: int,
     problems: int,
     full_update_share: float,
 ) -> float:
-    """The `update_scale` of a step. The groups that a teacher has something to say about (`taught`, by their index)
-    and the successes that are replayed count as groups with signal."""
+    """The `update_scale` of a step. Groups that a teacher scores (`taught`, by index) count as groups with signal."""
     pairs = enumerate(zip(groups, advantages, strict=True))
-    signal = replayed + sum(i in taught or has_signal(group, row) for i, (group, row) in pairs)
+    signal = sum(i in taught or has_signal(group, row) for i, (group, row) in pairs)
     solved = sum(all(r.passed for r in group.rollouts) for group in groups)
     return update_scale(signal, solved, problems, full_update_share)
 

@@ -32,7 +32,6 @@ from palestra.train.demonstrations import (
 from palestra.train.group_source import GroupSource
 from palestra.train.limits import attempt_limits
 from palestra.train.loop import Training
-from palestra.train.replay import replay_for
 from palestra.train.rft import RftSource
 from palestra.train.tasks import EnvironmentTask, Parts, Task, agent_collector, offered_tools, rewards_of
 from palestra.train.teacher import teacher_demonstrations
@@ -84,9 +83,6 @@ class Stages:
         self._grpo = training.config, training.source, training.total_steps or 0
         if self.plan != ["grpo"]:
             self._require_support()
-        if coefficient := training.config.train.replay:
-            seed = training.config.seed
-            training.replay = replay_for(coefficient, training.learner, self.plan, self.store, seed)
 
     def _require_support(self) -> None:
         training = self.training
@@ -124,7 +120,7 @@ class Stages:
     def enter(self, number: int) -> None:
         """Begin a stage: its settings and its source, from the step where the training stands."""
         training, name = self.training, self.plan[number]
-        if number == 0 and (name != "grpo" or training.replay is not None):
+        if number == 0 and name != "grpo":
             self.store.cut(0)  # of a run that was killed before its first checkpoint
         self._arrange(number)
         if name == "sft":
@@ -133,8 +129,6 @@ class Stages:
             training.learner.optimizer.reset()
         source = training.source.state()
         training.state = replace(training.state, stage=number, stage_start=training.state.step, source=source)
-        if training.replay is not None:
-            training.state = replace(training.state, stored=len(self.store))
         training.total_steps = training.state.step + self._steps(number)
         if self.plan != ["grpo"]:
             training.watcher.note(f"stage {number + 1} of {len(self.plan)}: {name}")
@@ -262,7 +256,7 @@ def stage_config(config: RunConfig, name: str) -> RunConfig:
         return config
     if name == "distill":
         coefficient = config.distill.coefficient or 1.0
-        others = dict.fromkeys(("echo.coefficient", "train.entropy_coefficient", "train.replay"), 0.0)
+        others = dict.fromkeys(("echo.coefficient", "train.entropy_coefficient"), 0.0)
         return config.with_settings({"distill.coefficient": coefficient, "distill.only": True} | others)
     factor = LORA_RATE_FACTOR if config.lora.r else FULL_RATE_FACTOR
     rate = stages.sft_learning_rate or factor * (config.train.learning_rate or 1e-5)
@@ -284,7 +278,6 @@ def stage_config(config: RunConfig, name: str) -> RunConfig:
             "train.minibatches": 1,
             "train.entropy_coefficient": 0.0,
             "train.target_entropy": None,
-            "train.replay": 0.0,
             "echo.coefficient": 0.0,
             "distill.coefficient": 0.0,
             "distill.only": False,

@@ -17,7 +17,6 @@ from palestra.core.errors import InputError, UserCodeError
 from palestra.core.types import Array
 from palestra.learner.base import Learner, noop
 from palestra.train.distill import DistillRows
-from palestra.train.replay import ReplayRows
 from palestra.train.schedule import Coefficients
 from palestra.train.token_record import TokenRecord
 
@@ -35,19 +34,17 @@ def update(
     record: TokenRecord | None = None,
     host_work: Callable[[], None] = noop,
     distill: DistillRows | None = None,
-    replay: ReplayRows | None = None,
     custom_loss: LossFunction | None = None,
 ) -> dict[str, float]:
     """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights.
 
     `record` collects the results for each token; `host_work` is called once, while the first step is computed.
     `custom_loss` takes the place of the formula of `train.loss`.
-    `distill` is what is also learned from a teacher, `replay` from earlier successes; the batch may have no rows then.
+    `distill` is what is also learned from a teacher; the batch may have no rows then.
     """
     started, train = time.perf_counter(), config.train
     distilled = [] if distill is None else distill.parts(learner)
-    replayed = [] if replay is None else replay.parts(train.minibatches)
-    if batch.rows or not (distilled or replayed):
+    if batch.rows or not distilled:
         check_batch(batch)
     parts = batch.minibatches(train.minibatches) if batch.rows else []
     first_rows = np.cumsum([0, *(part.rows for part in parts)])
@@ -59,21 +56,17 @@ def update(
         part.old_logprobs = behaviour_logprobs(learner, part, version, several=len(parts) > 1)
     updates: list[dict[str, float]] = []
     for _ in range(train.iterations):
-        for i in range(max(len(parts), len(distilled), len(replayed))):
+        for i in range(max(len(parts), len(distilled))):
             trains = i < len(parts) and (losses[i].policy_tokens or losses[i].echo_tokens)
             outputs = learner.forward_backward(parts[i], losses[i]) if trains else None
             added = learner.forward_backward(*distilled[i]) if i < len(distilled) else None
-            again = learner.forward_backward(*replayed[i]) if i < len(replayed) else None
-            if outputs is None and added is None and again is None:
+            if outputs is None and added is None:
                 continue
             norm = learner.optim_step(
                 coefficients.learning_rate, max_grad_norm=train.max_grad_norm, host_work=noop if updates else host_work
             )
             known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
-            found = [one.metrics() for one in (outputs, added) if one is not None]
-            if replay is not None and again is not None:
-                found.append(replay.metrics(again.metrics()))
-            updates.append(added_up(found) | known)
+            updates.append(added_up([one.metrics() for one in (outputs, added) if one is not None]) | known)
             if outputs is not None and record is not None:
                 record.add(first_rows[i], parts[i], outputs)
             if outputs is not None and train.iterations > 1 and len(updates) <= len(parts):
@@ -82,8 +75,6 @@ def update(
     metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
     if not any_logprobs(batch):  # then these compare the policy with itself
         metrics = {name: value for name, value in metrics.items() if name not in SAMPLER_METRICS}
-    if replay is not None:
-        metrics["replay_rollouts"] = float(len(replay.rollouts))
     computed = metrics.get("tokens_computed", 0.0)
     return metrics | {
         "learning_rate": coefficients.learning_rate,

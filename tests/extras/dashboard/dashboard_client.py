@@ -7,7 +7,6 @@ from starlette.testclient import TestClient
 from palestra.core.run_folder import RunFolder
 from palestra.extras.dashboard.app import dashboard_app
 from palestra.extras.dashboard.catalog import Catalog, run_folders
-from palestra.extras.dashboard.foreign import open_foreign
 from palestra.runs.manager import RunManager
 
 ADDRESS = "http://127.0.0.1:8004"
@@ -36,10 +35,3 @@ def client_of(path: Path, home: Path, token: str | None = None) -> TestClient:
 
 def api_of(run: RunFolder, home: Path) -> Api:
     return Api(client_of(run.path, home))
-
-
-def foreign_api(path: Path, home: Path) -> Api:
-    """The API of a run that another tool made."""
-    imported = open_foreign(path)
-    assert imported is not None
-    return Api(TestClient(dashboard_app(Catalog(RunManager(home), [], [imported])), base_url=ADDRESS))

@@ -15,12 +15,57 @@ from palestra.core.config import TRANSLATIONS, RunConfig, flatten, load_yaml, re
 from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError, SettingError, UnreadableFileError
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.removed_settings import REMOVED_SETTINGS, RemovedSetting
+from palestra.core.run_folder import RunFolder
 from palestra.rollout.agent_loop import AttemptLimits
+from palestra.runs.request import RunRequest
 
 
 def test_later_layers_win_and_leave_the_rest_alone() -> None:
     config = RunConfig.build({"train": {"learning_rate": 1.0, "epochs": 3}}, {"train": {"learning_rate": 2.0}})
     assert (config.train.learning_rate, config.train.epochs) == (2.0, 3)
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REMOVED_SETTINGS, "train.gone", RemovedSetting(0.0, "use train.epochs", "0.2.0"))
+
+
+@pytest.mark.usefixtures("removed")
+def test_a_removed_setting_is_rejected_with_what_to_use_instead(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {gone: 0.0}")
+    for build in (
+        lambda: RunConfig.build({"train": {"gone": 0.0}}),
+        lambda: RunConfig.build({"train.gone": 1.0}),
+        lambda: read_yaml_config(file),
+    ):
+        with pytest.raises(SettingError, match=r"train\.gone was removed: use train\.epochs"):
+            build()
+
+
+@pytest.mark.usefixtures("removed")
+def test_a_stored_run_loads_with_a_removed_setting_at_its_default_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunFolder.create(tmp_path, "old", RunConfig(), {})
+    text = run.config_file.read_text()
+    run.config_file.write_text(text.replace("\ntrain:\n", "\ntrain:\n  gone: 0.0\n"))
+    assert run.config == run.config == RunConfig()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    run.config_file.write_text(text.replace("\ntrain:\n", "\ntrain:\n  gone: 0.5\n"))
+    with pytest.raises(SettingError, match=r"train\.gone = 0\.5.* 0\.2\.0"):
+        _ = run.config
+
+
+@pytest.mark.usefixtures("removed")
+def test_a_stored_request_loads_with_a_removed_setting_at_its_default_only(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "old", RunConfig(), {})
+    RunRequest(settings={"train.gone": 0.0, "train.epochs": 2}).save(run)
+    assert RunRequest.load(run.request_file).settings == {"train.epochs": 2}
+    RunRequest(settings={"train.gone": 0.5}).save(run)
+    with pytest.raises(SettingError):
+        RunRequest.load(run.request_file)
 
 
 EXACT, FLOOR = {"model.exact": True}, {"train.importance_floor": 0.5, "train.importance_correction": "token_mask"}

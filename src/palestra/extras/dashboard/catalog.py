@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +18,10 @@ _DEPTH = 3  # folders below PATH that are looked into
 
 @dataclass(frozen=True, slots=True)
 class CatalogRun:
-    """A run with its folder. `source` is the tool that made it; a foreign run was converted into our format."""
+    """A run with its folder."""
 
     run: Run
     folder: RunFolder
-    source: str = "palestra"
     listed: bool = True  # in the index, so that it can be stopped, resumed and deleted
 
     @property
@@ -30,45 +29,27 @@ class CatalogRun:
         return self.run.run_id
 
 
-@dataclass(frozen=True, slots=True)
-class ImportedRun:
-    """A foreign run, converted."""
-
-    folder: RunFolder
-    source: str
-    refresh: Callable[[], None] = lambda: None  # converts it again if its files have changed
-
-
 class Catalog:
-    """Finds runs. With `folders` or `imported` it shows these alone."""
+    """Finds runs: those in `folders`, or all of the index."""
 
-    def __init__(
-        self,
-        manager: RunManager,
-        folders: Sequence[RunFolder] | None = None,
-        imported: Sequence[ImportedRun] = (),
-        *,
-        trust: bool = False,
-    ) -> None:
+    def __init__(self, manager: RunManager, folders: Sequence[RunFolder] | None = None, *, trust: bool = False) -> None:
         self.manager = manager
         self.trust_words = ["--trust"] if trust else []  # for commands that run code which a folder names
         self._folders = folders
-        self._imported = {str(each.folder.path): each for each in imported}
 
     def all(self) -> list[CatalogRun]:
         """Newest first."""
-        if self._folders is None and not self._imported:
+        if self._folders is None:
             runs = [CatalogRun(run, RunFolder(run.folder)) for run in self.manager.list()]
             known = {run.folder.path for run in runs}
             runs += [self._unlisted(folder) for folder in run_folders(Path("runs")) if folder.path not in known]
         else:
-            folders = [*(self._folders or ()), *(each.folder for each in self._imported.values())]
-            runs = [self._unlisted(folder) for folder in folders if folder.has_begun]
+            runs = [self._unlisted(folder) for folder in self._folders if folder.has_begun]
         runs = list(_with_own_ids(runs))
         return sorted(runs, key=lambda found: found.run.created, reverse=True)
 
     def get(self, run_id: str) -> CatalogRun:
-        if self._folders is None and not self._imported:
+        if self._folders is None:
             try:
                 run = self.manager.get(run_id)
                 return CatalogRun(run, RunFolder(run.folder))
@@ -79,20 +60,15 @@ class Catalog:
         found = next((found for found in self.all() if found.id == run_id), None)
         if found is None:
             raise reason
-        if found.source != "palestra":
-            self._imported[str(found.folder.path)].refresh()
         return found
 
     def _unlisted(self, folder: RunFolder) -> CatalogRun:
         run = self.manager.of_folder(folder)
-        imported = self._imported.get(str(folder.path))
         try:
             listed = self.manager.listed_row(folder) is not None
         except (PalestraError, sqlite3.Error):
             listed = False
-        if imported is not None:
-            return CatalogRun(replace(run, state="completed"), folder, imported.source, listed=False)
-        return CatalogRun(run, folder, listed=listed)
+        return CatalogRun(run, folder, listed)
 
 
 def _with_own_ids(runs: Sequence[CatalogRun]) -> Iterator[CatalogRun]:

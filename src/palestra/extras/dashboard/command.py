@@ -1,4 +1,4 @@
-"""`palestra dashboard [PATH]`: runs, rollouts, tokens and suspicions in a browser."""
+"""`palestra dashboard [PATH]`: runs, rollouts, tokens and signs of reward hacking in a browser."""
 
 from __future__ import annotations
 
@@ -23,28 +23,21 @@ from palestra.runs.manager import RunManager
 def command(path: Path | None, host: str, port: int, token: str | None, trust: bool) -> None:
     """Show runs in a browser: live curves, every rollout and token, and whether a rising reward is real.
 
-    PATH is a run folder or a folder of some; without it, all runs are shown. Runs of others open, too: TRL's
-    completions (Parquet), verifiers' results, ATIF trajectories, the logs of the Tinker cookbook.
+    PATH is a run folder or a folder that contains some; without it, all runs are shown.
 
     \b
     palestra dashboard
     palestra dashboard runs/my-agent-20260131-101500
-    palestra dashboard trl_output/completions
     """
     socket = server_port(host, port, token)
     from palestra.extras.dashboard.app import dashboard_app
     from palestra.extras.dashboard.catalog import Catalog, run_folders
-    from palestra.extras.dashboard.foreign import open_foreign
 
     folders = None if path is None else list(run_folders(path))
-    foreign = open_foreign(path) if path is not None and not folders else None
-    if folders == [] and foreign is None:
-        raise NotFoundError(
-            f"{path} holds no run; give a run folder or a folder of some, TRL's completions, verifiers' results, ATIF "
-            "trajectories or the logs of the Tinker cookbook"
-        )
+    if folders == []:
+        raise NotFoundError(f"{path} holds no run; give a run folder or a folder that contains some")
     manager = RunManager()
     launcher = provided("the form of the dashboard")(manager, load_site()) if is_installed("agent_tools") else None
-    catalog = Catalog(manager, folders, [foreign] if foreign else [], trust=trust)
+    catalog = Catalog(manager, folders, trust=trust)
     app = dashboard_app(catalog, token, launcher=launcher, path=path)
     run_server(app, socket, "the dashboard is at", f"/?token={token}" if token else "")

@@ -297,9 +297,6 @@ class _Advantages:
 
     def of(self, row: dict[str, Any], record: dict[str, Any]) -> float | None:
         """The advantage of its first sampled token; None if unknown."""
-        advantage = record.get("advantage")
-        if isinstance(advantage, int | float):
-            return float(advantage)
         if row["step"] != self._step:
             self._step, self._values = row["step"], token_table(self._folder, row["step"])
         first = _first_sampled(record)

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from palestra.extras.dashboard import problems, token_view, transcripts
 from palestra.extras.dashboard.answers import answer, whole
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.extras.dashboard.cheating import suspicion
+from palestra.extras.dashboard.cheating import reward_hacking
 from palestra.extras.dashboard.export_page import MAX_GROUPS, group_page, rollout_page, run_page
 from palestra.extras.dashboard.rollout_index import RolloutIndex
 from palestra.extras.dashboard.rollout_query import RolloutQuery, facets, find
@@ -139,5 +139,5 @@ _READS: dict[str, Read] = {
     "/export.html": _export_run,
     "/problems": _problems,
     "/problem": _problem,
-    "/suspicion": lambda index, request: suspicion(index),
+    "/suspicion": lambda index, request: reward_hacking(index),
 }

@@ -85,9 +85,9 @@ def _fits(value: Any) -> bool:
 
 def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a rollout, without its position in the file."""
-    turns = turns_of(record)
+    turns, messages = turns_of(record), messages_of(record)
     sampled = [len(turn.get("token_ids") or ()) for turn in turns if turn.get("maker") == "model"]
-    calls = [str(call.get("name")) for message in messages_of(record) for call in message["tool_calls"]]
+    calls = [str(call.get("name")) for message in messages for call in message["tool_calls"]]
     return {
         "problem_id": clean(record.get("problem_id")),
         "reward": _number(record.get("reward")),
@@ -97,20 +97,13 @@ def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": _number(record.get("seconds")),
         "tokens": sum(len(turn.get("token_ids") or ()) for turn in turns),
         "sampled_tokens": sum(sampled),
-        "turns": len(sampled) or sum(m["role"] == "assistant" for m in messages_of(record)),
+        "turns": len(sampled) or sum(m["role"] == "assistant" for m in messages),
         "tool_calls": len(calls),
         "tools": clean(json.dumps(calls[:_TOOLS], ensure_ascii=False)),
         "scores": clean(json.dumps({name: _short(score) for name, score in scores_of(record).items()})),
-        "question": teaser(_question(record), _TEASER),
-        "answer": teaser(next((m["text"] for m in reversed(messages_of(record)) if m["role"] == "assistant"), "")),
+        "question": teaser(next((m["text"] for m in messages if m["role"] == "user"), ""), _TEASER),
+        "answer": teaser(next((m["text"] for m in reversed(messages) if m["role"] == "assistant"), "")),
     }
-
-
-def _question(record: Mapping[str, Any]) -> str:
-    """The first user message, or the question that a foreign run names."""
-    question = record.get("question")
-    asked = (message["text"] for message in messages_of(record) if message["role"] == "user")
-    return question if isinstance(question, str) else next(asked, "")
 
 
 def shown(row: Any) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class RunRoutes:
 
 def _matches(found: CatalogRun, words: list[str]) -> bool:
     run = found.run
-    text = f"{run.run_id} {run.name} {run.environment} {run.folder} {run.state} {found.source}".lower()
+    text = f"{run.run_id} {run.name} {run.environment} {run.folder} {run.state}".lower()
     return all(word in text for word in words)
 
 

@@ -42,7 +42,7 @@ _CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Importance ratio", "", ("ratio_mean", "ratio_max")),
     ("Clipped", "%", ("clip_fraction_low", "clip_fraction_high")),
     ("Advantage", "", ("advantage_max", "advantage_mean", "advantage_min")),
-    ("Loss", "", ("loss", "policy_loss", "echo_loss", "distill_loss", "replay_loss")),
+    ("Loss", "", ("loss", "policy_loss", "echo_loss", "distill_loss")),
     ("Distillation", "nats", ("distill_divergence",)),
     ("Signs of a hint", "%", ("hint_leak_rate",)),
     ("Gradient norm", "", ("grad_norm",)),

@@ -43,14 +43,13 @@ def summary(found: CatalogRun) -> dict[str, Any]:
         "name": run.name,
         "environment": run.environment or _subject(found.folder),
         "model": _model_name(found.folder),
-        "source": found.source,
         "state": run.state,
         "active": run.is_active,
         "reason": run.reason and run.reason.removeprefix("PalestraError: "),
         "created": run.created,
         "started": run.started,
         "ended": run.ended,
-        "seconds": run.seconds if found.source == "palestra" else None,  # others do not say
+        "seconds": run.seconds,
         "seconds_left": progress.get("seconds_left") if run.is_active else None,
         "step": progress.get("step", 0),
         "total_steps": progress.get("total_steps"),
@@ -75,7 +74,7 @@ def actions(found: CatalogRun) -> list[str]:
         "delete": found.listed and not run.is_active,
         "export": has_weights,
         "chat": has_weights,
-        "rescore": folder.rollouts_file.is_file() and found.source == "palestra",
+        "rescore": folder.rollouts_file.is_file(),
     }
     return [name for name, holds in possible.items() if holds]
 

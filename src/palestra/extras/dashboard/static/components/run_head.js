@@ -29,7 +29,6 @@ export function runHead(run, tab, { onChange = refresh } = {}) {
       statusPill(run.state),
       h("span", run.environment),
       run.model && h("code", run.model),
-      run.source !== "palestra" && h("span.pill", run.source),
       h("span.soft.mono", run.id),
     ),
     actions: runActions(run, onChange),

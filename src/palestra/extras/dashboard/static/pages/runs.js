@@ -107,7 +107,7 @@ function columns(chosen, onChoose) {
     {
       label: "State",
       cell: (run) => [
-        h("div.row", statusPill(run.state), run.source !== "palestra" && h("span.pill", run.source)),
+        h("div.row", statusPill(run.state)),
         run.reason && h("div.bad.small.break.run-reason", { title: run.reason }, oneLine(run.reason, 140)),
       ],
     },
