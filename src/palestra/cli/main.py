@@ -102,9 +102,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return int(cli.main(args=list(arguments), prog_name="palestra", standalone_mode=False) or 0)
     except click.ClickException as error:
-        section = error.option_name.lstrip("-").partition(".")[0] if isinstance(error, click.NoSuchOption) else ""
-        if section in extras.SETTINGS and not extras.has_settings(section):
-            error.message = extras.missing(section, error.option_name)  # type: ignore[attr-defined]
+        if isinstance(error, click.NoSuchOption):
+            section = error.option_name.lstrip("-").partition(".")[0]
+            if section in extras.SETTINGS and not extras.has_settings(section):
+                error = click.UsageError(extras.missing(section, error.option_name))
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):

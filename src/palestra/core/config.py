@@ -188,7 +188,7 @@ class _CoreConfig(Section):
             raise SettingError(explain(error, list(cls.keys()))) from None
 
     @classmethod
-    def of_stored_run(cls, settings: Mapping[str, Any], where: str) -> RunConfig:
+    def of_stored_run(cls, settings: Mapping[str, Any], where: str) -> Self:
         """The config of a run on disk, which an older version may have written."""
         return cls.build(without_removed(flatten(settings), where))
 

@@ -48,4 +48,4 @@ class MovedPaths:
         module.__spec__ = self._specs[module.__spec__.name]
 
 
-sys.meta_path.insert(0, MovedPaths())  # type: ignore[arg-type]
+sys.meta_path.insert(0, MovedPaths())
