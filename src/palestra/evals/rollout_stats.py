@@ -133,7 +133,9 @@ def model_messages(rollout: Rollout) -> list[Message]:
 def _call_pattern(tool_names: tuple[str, ...]) -> re.Pattern[str]:
     """Finds `"name": "add"`, `<function=add` and a line that begins with `add(`."""
     names = "|".join(re.escape(name) for name in tool_names)
-    return re.compile(rf"""["']name["']\s*:\s*["'](?:{names})["']|<function=(?:{names})\b|^[\s`]*(?:{names})\(""", re.M)
+    return re.compile(
+        rf"""["']name["']\s*:\s*["'](?:{names})["']|<function=(?:{names})\b|^[ \t`]*(?:{names})\(""", re.M
+    )
 
 
 def mentions_hint(rollout: Rollout) -> bool:

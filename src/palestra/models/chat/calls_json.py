@@ -93,20 +93,20 @@ _LOOKS_LIKE_JSON_CALL = re.compile(r'[\[\s]*\{\s*"(name|function|type|parameters
 _FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # A call in a text, with the fence, the tag, the backtick or the doubled braces around it. Qwen2.5-Coder's template
 # shows calls as {{"name": …}} by mistake, and the model copies that.
-_EMBEDDED_START = re.compile(
-    r'(?:```\w*\s*|`|<tool_call>\s*|\{(?=\s*\{))*(?P<call>\{\s*"(?:name|function|tool_name|type|arguments|parameters)")'
-)
+_EMBEDDED_START = re.compile(r'\{\s*"(?:name|function|tool_name|type|arguments|parameters)"')
+_BEFORE_EMBEDDED = re.compile(r"(?:\s*(?:\w*```|>llac_loot<)|`|(?<=\{)\{)*")  # matched from right to left
+_DECODE_WORK = 20  # times the length of a text
 _EMBEDDED_END = re.compile(r"[\s},;]*(?:```|`|</tool_call>)?[\s.]*")
 _NAMED_TOOL = re.compile(r'\{\s*"(?:name|function|tool_name)"\s*:\s*"([^"]*)"')
 _CODE_FENCES = ("tool_code", "tool_call", "tool_calls")
-_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*+(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 _DEEPSEEK_CALL = re.compile(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<v3>[^\n]*)\n```json\n|(?P<name>[^<]*)<｜tool▁sep｜>)"
-    r"(?P<arguments>.*?)(?:\n```)?\s*(?:<｜tool▁call▁end｜>|\Z)",
+    r"(?P<arguments>.*?)(?:<｜tool▁call▁end｜>|\Z)",
     re.DOTALL,
 )
 _KIMI_CALL = re.compile(
-    r"<\|tool_call_begin\|>\s*(?P<id>[^<]*?)\s*<\|tool_call_argument_begin\|>"
+    r"<\|tool_call_begin\|>(?P<id>[^<]*)<\|tool_call_argument_begin\|>"
     r"(?P<arguments>.*?)(?:<\|tool_call_end\|>|\Z)",
     re.DOTALL,
 )
@@ -136,25 +136,32 @@ def why_not_json(error: Exception) -> str:
 
 def find_tagged(text: str, schemas: Schemas, opening: str, closing: str, *, needs_close: bool = True) -> Found:
     """JSON objects, or lists of them, between two tags. Tags inside of a JSON string belong to the argument."""
-    parts, calls, position = list[str](), list[Any](), 0
+    parts, calls, position, close = list[str](), list[Any](), 0, -1
     while (start := text.find(opening, position)) >= 0:
         parts.append(text[position:start])
-        values, position = _next_block(text, start + len(opening), opening, closing, needs_close)
+        values, position, close = _next_block(text, start + len(opening), opening, closing, needs_close, close)
         calls += values
     return "".join([*parts, text[position:]]), calls
 
 
-def _next_block(text: str, start: int, opening: str, closing: str, needs_close: bool) -> tuple[list[Any], int]:
-    """Return the values of the block that begins at `start`, and the index after the block."""
+def _next_block(
+    text: str, start: int, opening: str, closing: str, needs_close: bool, close: int
+) -> tuple[list[Any], int, int]:
+    """Return the values of the block that begins at `start`, the index after the block, and the next closing tag's.
+
+    `close` is what the call for the block before returned: a closing tag far behind is searched for once.
+    """
     values, end = _decode_all(text, start)
-    close, reopened = text.find(closing, end), text.find(opening, end)
-    if close >= 0 and (reopened < 0 or close < reopened):
-        is_read = bool(values) and not text[end:close].strip()
-        return values if is_read else [read_json(text[start:close])], close + len(closing)
+    if close < end:
+        close = index if (index := text.find(closing, end)) >= 0 else len(text)
+    reopened = text.find(opening, end)
     limit = reopened if reopened >= 0 else len(text)
+    if close < limit:
+        is_read = bool(values) and not text[end:close].strip()
+        return values if is_read else [read_json(text[start:close])], close + len(closing), close
     if not needs_close:
-        return values or [read_json(text[start:limit])], end if values else limit
-    return [Unreadable(f"a tool call was opened with {opening} but not closed with {closing}")], limit
+        return values or [read_json(text[start:limit])], end if values else limit, close
+    return [Unreadable(f"a tool call was opened with {opening} but not closed with {closing}")], limit, close
 
 
 def _decode_all(text: str, start: int) -> tuple[list[Any], int]:
@@ -224,32 +231,40 @@ def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> 
 
 def find_embedded(text: str, schemas: Schemas) -> Found:
     """Calls of known tools as JSON that begins a line or ends the message; other JSON stays text."""
-    parts, calls, position = list[str](), list[Any](), 0
-    while start := _EMBEDDED_START.search(text, position):
-        value, end = _decode_call(text, start.start("call"))
-        end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
-        begins_line = not text[text.rfind("\n", 0, start.start()) + 1 : start.start()].strip()
-        ends_message = end == len(text) and text[start.start() - 1].isspace()
-        if name_of(value) in schemas and (begins_line or ends_message):
-            calls.append(value)
-            parts.append(text[position : start.start()])
-            position = end
-        else:
-            parts.append(text[position : start.end()])
-            position = start.end()
+    parts, calls, position, last = list[str](), list[Any](), 0, 0
+    work = _DECODE_WORK * (len(text) + 5000)  # limited, since JSON inside of JSON is decoded once for each level
+    while work > 0 and (found := _EMBEDDED_START.search(text, position)):
+        before = text[position : found.start() + 1][::-1]
+        start = found.start() + 1 - _BEFORE_EMBEDDED.match(before, 1).end()  # type: ignore[union-attr]
+        _, newline, line = text[last:start].rpartition("\n")
+        begins_line = not line.strip() and bool(newline or not last)
+        last = found.end()
+        if begins_line or text[start - 1].isspace():
+            value, end, decoded = _decode_call(text, found.start())
+            end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
+            work -= decoded + 1000
+            if name_of(value) in schemas and (begins_line or end == len(text)):
+                calls.append(value)
+                parts.append(text[position:start])
+                position = end
+                continue
+        parts.append(text[position : found.end()])
+        position = found.end()
     return "".join([*parts, text[position:]]), calls
 
 
-def _decode_call(text: str, start: int) -> tuple[Any, int]:
-    """The JSON object at `start` and its end; `Unreadable` with the tool's name if it is not valid JSON."""
+def _decode_call(text: str, start: int) -> tuple[Any, int, int]:
+    """The JSON object at `start`, its end, and the number of characters that were read.
+
+    One that is not valid JSON is `Unreadable` with the tool's name, and ends with the text.
+    """
     try:
         value, end = _decoder.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         named = _NAMED_TOOL.match(text, start)
-        return Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})", named[1] if named else ""), len(
-            text
-        )
-    return (value if _is_call(value) else None), end
+        why = Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})", named[1] if named else "")
+        return why, len(text), getattr(error, "pos", len(text)) - start
+    return (value if _is_call(value) else None), end, end - start
 
 
 def write_bare(calls: Calls) -> str:
@@ -326,7 +341,10 @@ def find_deepseek(text: str, schemas: Schemas) -> Found:
         start = text.index("<｜tool▁call▁begin｜>")
         before, behind = text[:start], text[start:]
     body, _, after = behind.partition("<｜tool▁calls▁end｜>")
-    calls = [named_call((m["v3"] or m["name"] or "").strip(), m["arguments"]) for m in _DEEPSEEK_CALL.finditer(body)]
+    calls = [
+        named_call((m["v3"] or m["name"] or "").strip(), m["arguments"].rstrip().removesuffix("\n```"))
+        for m in _DEEPSEEK_CALL.finditer(body)
+    ]
     if tag and not calls:
         calls = [Unreadable("no call follows <｜tool▁calls▁begin｜>")]
     return before + after, calls
@@ -347,8 +365,9 @@ def find_kimi(text: str, schemas: Schemas) -> Found:
     body, _, after = behind.partition("<|tool_calls_section_end|>")
     calls = []
     for match in _KIMI_CALL.finditer(body):
-        named = _KIMI_ID.fullmatch(match["id"])
-        calls.append(named_call(named["name"] if named else "", match["arguments"], match["id"]))
+        call_id = match["id"].strip()
+        named = _KIMI_ID.fullmatch(call_id)
+        calls.append(named_call(named["name"] if named else "", match["arguments"], call_id))
     if tag and not calls:
         calls = [Unreadable("no call follows <|tool_calls_section_begin|>")]
     return before + after, calls

@@ -13,8 +13,10 @@ TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
     ("◁think▷", "◁/think▷"),  # Kimi VL
 )
+_CLOSING = dict(TAGS)
+_OPENING = re.compile(rf"\s*({'|'.join(map(re.escape, _CLOSING))})")
 _ANALYSIS = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?:(?!<\|message\|>|to=).)*<\|message\|>"
+    r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?:(?!<\|message\|>|<\|channel\|>|to=).)*<\|message\|>"
     r"(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
@@ -38,9 +40,14 @@ def split_reasoning(text: str, is_open: bool = False, before: str | None = None)
         places = [(text.find(tag), tag) for _, tag in TAGS if tag in text]
         reasoning, _, text = text.partition(min(places)[1]) if places else (text, "", "")
         found.append(reasoning)
-    while pair := next((p for p in TAGS if text.lstrip().startswith(p[0])), None):
-        reasoning, _, text = text.lstrip().removeprefix(pair[0]).partition(pair[1])
-        found.append(reasoning)
+    position = 0
+    while opened := _OPENING.match(text, position):
+        closing = _CLOSING[opened[1]]
+        close = text.find(closing, opened.end())
+        close = close if close >= 0 else len(text)
+        found.append(text[opened.end() : close])
+        position = close + len(closing)
+    text = text[position:]
     if found and text.lstrip().startswith("<response>"):  # Granite 3 wraps its answer when it thinks
         text = text.strip().removeprefix("<response>").removesuffix("</response>")
     return "\n".join(part.strip() for part in found if part.strip()), text
