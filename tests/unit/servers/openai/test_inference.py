@@ -11,7 +11,7 @@ from builders import wait_until
 
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
-from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, certain
+from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
 
