@@ -95,7 +95,7 @@ _FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # shows calls as {{"name": …}} by mistake, and the model copies that.
 _EMBEDDED_START = re.compile(r'\{\s*"(?:name|function|tool_name|type|arguments|parameters)"')
 _BEFORE_EMBEDDED = re.compile(r"(?:\s*(?:\w*```|>llac_loot<)|`|(?<=\{)\{)*")  # matched from right to left
-_DECODE_WORK = 20  # times the length of a text
+_MAX_EMBEDDED = 300  # objects that are decoded: one inside of others is decoded once for each of them
 _EMBEDDED_END = re.compile(r"[\s},;]*(?:```|`|</tool_call>)?[\s.]*")
 _NAMED_TOOL = re.compile(r'\{\s*"(?:name|function|tool_name)"\s*:\s*"([^"]*)"')
 _CODE_FENCES = ("tool_code", "tool_call", "tool_calls")
@@ -136,32 +136,25 @@ def why_not_json(error: Exception) -> str:
 
 def find_tagged(text: str, schemas: Schemas, opening: str, closing: str, *, needs_close: bool = True) -> Found:
     """JSON objects, or lists of them, between two tags. Tags inside of a JSON string belong to the argument."""
-    parts, calls, position, close = list[str](), list[Any](), 0, -1
+    parts, calls, position = list[str](), list[Any](), 0
     while (start := text.find(opening, position)) >= 0:
         parts.append(text[position:start])
-        values, position, close = _next_block(text, start + len(opening), opening, closing, needs_close, close)
+        values, position = _next_block(text, start + len(opening), opening, closing, needs_close)
         calls += values
     return "".join([*parts, text[position:]]), calls
 
 
-def _next_block(
-    text: str, start: int, opening: str, closing: str, needs_close: bool, close: int
-) -> tuple[list[Any], int, int]:
-    """Return the values of the block that begins at `start`, the index after the block, and the next closing tag's.
-
-    `close` is what the call for the block before returned: a closing tag far behind is searched for once.
-    """
+def _next_block(text: str, start: int, opening: str, closing: str, needs_close: bool) -> tuple[list[Any], int]:
+    """Return the values of the block that begins at `start`, and the index after the block."""
     values, end = _decode_all(text, start)
-    if close < end:
-        close = index if (index := text.find(closing, end)) >= 0 else len(text)
     reopened = text.find(opening, end)
     limit = reopened if reopened >= 0 else len(text)
-    if close < limit:
+    if (close := text.find(closing, end, limit)) >= 0:
         is_read = bool(values) and not text[end:close].strip()
-        return values if is_read else [read_json(text[start:close])], close + len(closing), close
+        return values if is_read else [read_json(text[start:close])], close + len(closing)
     if not needs_close:
-        return values or [read_json(text[start:limit])], end if values else limit, close
-    return [Unreadable(f"a tool call was opened with {opening} but not closed with {closing}")], limit, close
+        return values or [read_json(text[start:limit])], end if values else limit
+    return [Unreadable(f"a tool call was opened with {opening} but not closed with {closing}")], limit
 
 
 def _decode_all(text: str, start: int) -> tuple[list[Any], int]:
@@ -231,18 +224,17 @@ def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> 
 
 def find_embedded(text: str, schemas: Schemas) -> Found:
     """Calls of known tools as JSON that begins a line or ends the message; other JSON stays text."""
-    parts, calls, position, last = list[str](), list[Any](), 0, 0
-    work = _DECODE_WORK * (len(text) + 5000)  # limited, since JSON inside of JSON is decoded once for each level
-    while work > 0 and (found := _EMBEDDED_START.search(text, position)):
+    parts, calls, position, last, decoded = list[str](), list[Any](), 0, 0, 0
+    while decoded < _MAX_EMBEDDED and (found := _EMBEDDED_START.search(text, position)):
         before = text[position : found.start() + 1][::-1]
         start = found.start() + 1 - _BEFORE_EMBEDDED.match(before, 1).end()  # type: ignore[union-attr]
         _, newline, line = text[last:start].rpartition("\n")
         begins_line = not line.strip() and bool(newline or not last)
         last = found.end()
         if begins_line or text[start - 1].isspace():
-            value, end, decoded = _decode_call(text, found.start())
+            decoded += 1
+            value, end = _decode_call(text, found.start())
             end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
-            work -= decoded + 1000
             if name_of(value) in schemas and (begins_line or end == len(text)):
                 calls.append(value)
                 parts.append(text[position:start])
@@ -253,18 +245,15 @@ def find_embedded(text: str, schemas: Schemas) -> Found:
     return "".join([*parts, text[position:]]), calls
 
 
-def _decode_call(text: str, start: int) -> tuple[Any, int, int]:
-    """The JSON object at `start`, its end, and the number of characters that were read.
-
-    One that is not valid JSON is `Unreadable` with the tool's name, and ends with the text.
-    """
+def _decode_call(text: str, start: int) -> tuple[Any, int]:
+    """The JSON object at `start` and its end; `Unreadable` with the tool's name if it is not valid JSON."""
     try:
         value, end = _decoder.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         named = _NAMED_TOOL.match(text, start)
         why = Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})", named[1] if named else "")
-        return why, len(text), getattr(error, "pos", len(text)) - start
-    return (value if _is_call(value) else None), end, end - start
+        return why, len(text)
+    return (value if _is_call(value) else None), end
 
 
 def write_bare(calls: Calls) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from palestra.models.chat.calls_json import Calls, Found, Schemas, Unreadable, dumps, named_call, read_calls, write_call
@@ -20,27 +20,19 @@ _SPACE = re.compile(r"\s*")
 
 def find_harmony(text: str, schemas: Schemas) -> Found:
     """A message in the commentary channel with a recipient is a call; one without, or the final one, is text."""
-    if "<|message|>" not in text:
+    parts, calls, position, tag = list[str](), list[Any](), 0, "<|message|>"
+    if tag not in text:
         return text, []
-    parts, calls = list[str](), list[Any]()
-    for header, body in _harmony_messages(text):
-        recipient = _RECIPIENT.search(header)
-        if recipient is None:
-            parts.append(body)
-        else:
-            calls.append(named_call(recipient["name"], body.strip() or "{}"))
-    return "\n".join(part.strip() for part in parts if part.strip()), calls
-
-
-def _harmony_messages(text: str) -> Iterator[tuple[str, str]]:
-    """The header and the body of each message."""
-    position, tag = 0, "<|message|>"
     while (middle := text.find(tag, position)) >= 0:
         start = max(position, *(text.rfind(each, position, middle) for each in ("<|start|>", "<|end|>")))
-        end = _HARMONY_END.search(text, middle + len(tag))
+        end = _HARMONY_END.search(text, middle)
         assert end is not None
-        yield text[start:middle], text[middle + len(tag) : end.start()]
-        position = end.end()
+        body, position = text[middle + len(tag) : end.start()].strip(), end.end()
+        if recipient := _RECIPIENT.search(text, start, middle):
+            calls.append(named_call(recipient["name"], body or "{}"))
+        else:
+            parts.append(body)
+    return "\n".join(filter(None, parts)), calls
 
 
 def write_harmony(calls: Calls) -> str:

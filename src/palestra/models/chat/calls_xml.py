@@ -11,9 +11,7 @@ from typing import Any
 from palestra.models.chat.calls_json import TOOL_CALL, TOOL_CALL_END, Calls, Found, Schemas, Unreadable, dumps
 
 _QWEN_CALL = re.compile(r"<function=(?P<name>[^<>\n]*)>(?P<body>.*?)(?:</function>|\Z)", re.DOTALL)
-_QWEN_ARGUMENT = re.compile(
-    r"<parameter=(?P<key>[^<>\n]*)>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
-)
+_QWEN_ARGUMENT = re.compile(r"<parameter=(?P<key>[^<>]*)>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _GLM_ARGUMENT = re.compile(
     r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)(?:(?P<end></arg_value>)|\Z)", re.DOTALL
 )

@@ -13,8 +13,8 @@ TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
     ("◁think▷", "◁/think▷"),  # Kimi VL
 )
-_CLOSING = dict(TAGS)
-_OPENING = re.compile(rf"\s*({'|'.join(map(re.escape, _CLOSING))})")
+_PAIRS = (rf"{re.escape(opening)}(.*?)(?:{re.escape(closing)}|\Z)" for opening, closing in TAGS)
+_BLOCK = re.compile(rf"\s*(?:{'|'.join(_PAIRS)})", re.DOTALL)
 _ANALYSIS = re.compile(
     r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?:(?!<\|message\|>|<\|channel\|>|to=).)*<\|message\|>"
     r"(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)",
@@ -41,12 +41,9 @@ def split_reasoning(text: str, is_open: bool = False, before: str | None = None)
         reasoning, _, text = text.partition(min(places)[1]) if places else (text, "", "")
         found.append(reasoning)
     position = 0
-    while opened := _OPENING.match(text, position):
-        closing = _CLOSING[opened[1]]
-        close = text.find(closing, opened.end())
-        close = close if close >= 0 else len(text)
-        found.append(text[opened.end() : close])
-        position = close + len(closing)
+    while block := _BLOCK.match(text, position):
+        found.append(block[block.lastindex or 0])
+        position = block.end()
     text = text[position:]
     if found and text.lstrip().startswith("<response>"):  # Granite 3 wraps its answer when it thinks
         text = text.strip().removeprefix("<response>").removesuffix("</response>")

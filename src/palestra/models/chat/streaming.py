@@ -12,6 +12,7 @@ from palestra.models.chat.toolcalls import Reply, unexpected_opens
 _FINAL, _ENDS = "<|channel|>final<|message|>", ("<|end|>", "<|return|>", "<|start|>")
 _TAGS = tuple(tag for pair in TAGS for tag in pair)
 _RESPONSE, _RESPONSE_END = "<response>", "</response>"  # Granite 3 wraps its answer when it thinks
+_BEGINNINGS = (_RESPONSE, *(opening for opening, _ in TAGS))
 _LONGEST_TAG = 40
 
 
@@ -33,14 +34,13 @@ class StreamedReply:
         self, format: CallFormat, *, with_tools: bool, reasoning_is_open: bool, holds_all: bool = False
     ) -> None:
         self._holds_all = holds_all
-        self._is_harmony = format is HARMONY
-        self._opens, self._at_start = unexpected_opens(format) if with_tools else ((), ())
-        self._is_open = reasoning_is_open
-        self._unread: list[str] = []  # before the text
-        self._awaited: tuple[str, ...] = (_FINAL,) if self._is_harmony else ()  # one of these ends the reasoning
-        self._end = ""  # of what is unread, where one of the awaited tags may have begun
+        opens, self._at_start = unexpected_opens(format) if with_tools and format is not HARMONY else ((), ())
+        self._holds = _ENDS if format is HARMONY else (*_TAGS, *opens)
+        self._is_open = reasoning_is_open and format is not HARMONY
+        self._unread: list[str] = []  # before the text begins
+        self._awaited: tuple[str, ...] = (_FINAL,) if format is HARMONY else ()  # one of them ends the reasoning
+        self._end = ""  # of what is unread, where one of them may have begun
         self._text: CertainText | None = None  # once it has begun
-        self._has_text = False  # apart from whitespace
         self._sent: list[str] = []
         self._has_thought = False
 
@@ -49,46 +49,38 @@ class StreamedReply:
         if self._holds_all:
             return
         if self._text is not None:
-            new = new if self._has_text else new.lstrip()
-            self._has_text = self._has_text or bool(new)
             yield from self._text_delta(self._text.push(new))
             return
         self._unread.append(new)
         self._end = self._end[-_LONGEST_TAG:] + new
         if not self._awaited or any(tag in self._end for tag in self._awaited):
-            yield from (self._begin_harmony if self._is_harmony else self._begin)("".join(self._unread))
+            yield from self._begin("".join(self._unread))
 
-    def _begin_harmony(self, written: str) -> Iterator[Delta]:
-        before, _, final = written.partition(_FINAL)
-        yield from self._thinking_delta(split_reasoning(before)[0])
-        self._text = CertainText(_ENDS)
-        yield from self.push(final)
-
-    def _begin(self, written: str) -> Iterator[Delta]:
+    def _begin(self, start: str) -> Iterator[Delta]:
         """Read what comes before the text: whole reasoning, or the beginning of a tag."""
-        while True:
-            start = written.lstrip()
-            pair = next((p for p in TAGS if start.startswith(p[0])), None)
-            if pair is None and not self._is_open:
-                break
+        if _FINAL in self._awaited:
+            before, _, start = start.partition(_FINAL)
+            yield from self._thinking_delta(split_reasoning(before)[0])
+        self._awaited = ()
+        while (pair := next((p for p in TAGS if start.lstrip().startswith(p[0])), None)) or self._is_open:
             self._awaited = (pair[1],) if pair else tuple(closing for _, closing in TAGS)
             if not any(tag in start for tag in self._awaited):
-                self._unread, self._end = [written], written[-_LONGEST_TAG:]
+                self._unread, self._end = [start], start[-_LONGEST_TAG:]
                 return
-            reasoning, written = split_reasoning(written, self._is_open)
+            reasoning, start = split_reasoning(start, self._is_open)
             if not self._has_thought:
                 yield from self._thinking_delta(reasoning)
             self._is_open, self._awaited = False, ()
-        is_wrapped = self._has_thought and start.startswith(_RESPONSE)
-        start = start.removeprefix(_RESPONSE).lstrip() if is_wrapped else start
-        tags = (*(opening for opening, _ in TAGS), *(_RESPONSE,) * self._has_thought)
-        if any(tag.startswith(start) and tag != start for tag in tags):  # nothing yet, or the beginning of a tag
-            self._unread = [written.strip()]
-        elif start.startswith(self._at_start or ("\0",)):
+        start = start.lstrip()
+        is_wrapped = self._has_thought and self._holds != _ENDS and start.startswith(_RESPONSE)
+        body = start.removeprefix(_RESPONSE).lstrip() if is_wrapped else start
+        if not body or any(tag.startswith(start) for tag in _BEGINNINGS):
+            self._unread = [start]
+        elif body.startswith(self._at_start or ("\0",)):
             self._holds_all = True
         else:
-            self._text = CertainText((*_TAGS, *self._opens, *(_RESPONSE_END,) * is_wrapped))
-            yield from self.push(start)
+            self._text = CertainText((*self._holds, _RESPONSE_END) if is_wrapped else self._holds)
+            yield from self._text_delta(self._text.push(body))
 
     def rest(self, reply: Reply, written: str) -> Iterator[Delta]:
         """Yield the deltas that were held back until the end of the reply, which was sampled as `written`."""
@@ -111,35 +103,28 @@ class StreamedReply:
             yield Delta(text)
 
 
-def certain(text: str, hold: Sequence[str]) -> str:
-    """The text before the first held-back piece, and before an end that may be the beginning of one.
-
-    >>> certain("so <tool", ("<tool_call>",)), certain("a STOP b", ("STOP",))
-    ('so ', 'a ')
-    """
-    end = min((text.find(piece) for piece in hold if piece in text), default=len(text))
-    for piece in hold:
-        for length in range(min(len(piece) - 1, len(text)), 0, -1):
-            if text.endswith(piece[:length]):
-                end = min(end, len(text) - length)
-                break
-    return text[:end]
-
-
 class CertainText:
-    """The certain part of a text that grows; see `certain`. The work does not grow with the text."""
+    """A text that grows, up to the first held-back piece and without an end that may be the beginning of one.
+
+    >>> text = CertainText(("<tool_call>",))
+    >>> text.push("so <tool"), text.push("box> <tool_call>"), text.push("{")
+    ('so ', '<toolbox> ', '')
+    """
 
     def __init__(self, hold: Sequence[str]) -> None:
         self._hold = tuple(hold)
         self._held = ""
-        self._has_ended = False
 
     def push(self, new: str) -> str:
-        """The text that became certain."""
-        if self._has_ended:
+        """Return what became certain."""
+        if self._held.startswith(self._hold):
             return ""
         text = self._held + new
-        safe = certain(text, self._hold)
-        self._held = text[len(safe) :]
-        self._has_ended = bool(self._hold) and self._held.startswith(self._hold)
-        return safe
+        end = min((text.find(piece) for piece in self._hold if piece in text), default=len(text))
+        for piece in self._hold:
+            for length in range(min(len(piece) - 1, len(text)), 0, -1):
+                if text.endswith(piece[:length]):
+                    end = min(end, len(text) - length)
+                    break
+        self._held = text[end:]
+        return text[:end]
