@@ -19,6 +19,7 @@ COUNTS = {
     "run_folders": 2000,
     "tinker_requests": 5000,
     "foreign_runs": 500,
+    "model_texts": 100_000,  # all
 }
 
 

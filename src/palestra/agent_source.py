@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import cache_from_source
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -241,7 +242,9 @@ class AgentOptions:
         if self._is_started_here:
             program = command_agent(self.agent_cmd or (), model=agent.model, cwd=self.cwd, image=self.agent_image)
             program.check_exists()
-            return replace(program, **address)
+            scripts = [spec.rpartition(":")[0] for spec in self.measure]
+            files = filter(None, (self.cases, self.held_out, *scripts, *map(cache_from_source, scripts)))
+            return replace(program, answer_files=[*map(Path, files)], **address)
         if self.agent_port is not None:
             from palestra.sources.programs.outside import OutsideAgent
 

@@ -98,6 +98,7 @@ class CommandAgent(ProgramAgent):
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
     containers: Containers | None = None  # where it runs, if not on this machine itself
+    answer_files: Sequence[Path] = ()  # cases and measures: hidden from a program in the sandbox
     _server: ForkServer | None = field(default=None, init=False, repr=False, compare=False)
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:

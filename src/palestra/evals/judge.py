@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 from palestra.core.chat_model import ChatModel, log_judge
 from palestra.core.endpoints import CallLimits
 from palestra.core.errors import InputError, SettingError
+from palestra.core.messages import read_json
 from palestra.core.types import Message, Score
 from palestra.evals.measures import Measure, MeasureContext
 
 _JUDGE_TIMEOUT_S = 3600.0  # waiting for a rate limit included; the limits of a single call are shorter
-_JSON_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 _TASK = (
     "You grade an assistant's work by a rubric. Answer with one JSON object and nothing else: "
     '{"score": a number from 0 (bad) to 1 (perfect), "reason": one short sentence}.'
@@ -157,8 +156,9 @@ def _require_map(answer: Mapping[str, Any], name: str, text: str) -> Mapping[str
 
 
 def _read_object(text: str) -> Mapping[str, Any]:
-    found = _JSON_OBJECT.search(text.rpartition("</think>")[2])
-    answer = json.loads(found.group()) if found else {}
+    text = text.rpartition("</think>")[2]
+    written = text[text.find("{") : text.rfind("}") + 1]
+    answer = read_json(written) if written.startswith("{") else {}
     return answer if isinstance(answer, Mapping) else {}
 
 

@@ -132,8 +132,8 @@ def model_messages(rollout: Rollout) -> list[Message]:
 @lru_cache(64)
 def _call_pattern(tool_names: tuple[str, ...]) -> re.Pattern[str]:
     """Finds `"name": "add"`, `<function=add` and a line that begins with `add(`."""
-    names = "|".join(re.escape(name) for name in tool_names)
-    return re.compile(rf"""["']name["']\s*:\s*["'](?:{names})["']|<function=(?:{names})\b|^[\s`]*(?:{names})\(""", re.M)
+    names = f"(?:{'|'.join(map(re.escape, tool_names))})"
+    return re.compile(rf"""["']name["']\s*:\s*["']{names}["']|<function={names}\b|^[ \t`]*{names}\(""", re.M)
 
 
 def mentions_hint(rollout: Rollout) -> bool:

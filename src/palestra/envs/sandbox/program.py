@@ -19,7 +19,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +27,18 @@ from typing import NoReturn
 from palestra.core.errors import UnsupportedError
 from palestra.envs.sandbox.inside import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, become, install_filter, prctl
 from palestra.envs.sandbox.isolation import seccomp_filter, visible
-from palestra.envs.sandbox.namespaces import NEW_NS, check, libc, new_root, unshare
+from palestra.envs.sandbox.namespaces import (
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_RDONLY,
+    NEW_NS,
+    check,
+    libc,
+    mount,
+    new_root,
+    unshare,
+)
 from palestra.envs.sandbox.sandbox import why_not
 
 _DISK_MIB, _FILES = 256, 20_000  # of its /tmp
@@ -50,6 +61,7 @@ class ProgramSandbox:
 
     port: int
     socket: str
+    hidden: Sequence[Path] = ()  # files and folders that a program does not see in its own folder either
 
     def command(self, command: Sequence[str], folder: Path, cwd: str | None) -> list[str]:
         """The command line that runs a command with `folder`, the attempt's, as the only one that it may write to."""
@@ -59,10 +71,12 @@ class ProgramSandbox:
             for path in (folder, *folder.iterdir()):
                 os.chown(path, uid, uid)
         own = program_paths(command, Path(cwd or os.getcwd()))
+        shown = visible() | dict.fromkeys([*filter(os.path.exists, _SYSTEM), *own], "")
         setup = {
             "port": self.port,
             "socket": self.socket,
-            "visible": visible() | dict.fromkeys([*filter(os.path.exists, _SYSTEM), *own], ""),
+            "visible": shown,
+            "hidden": paths_below(shown, self.hidden, [Path(cwd or "", word).resolve() for word in ("", *command)]),
             "folder": str(folder),
             "cwd": cwd or os.getcwd(),
             "uid": uid,
@@ -87,6 +101,17 @@ def program_paths(command: Sequence[str], cwd: Path) -> list[str]:
         found.append(file if is_broad else folder)
     roots = {path for path in found if not any(path != other and path.is_relative_to(other) for other in found)}
     return sorted(str(path) for path in roots if not path.is_relative_to("/usr"))
+
+
+def paths_below(folders: Iterable[str], paths: Sequence[Path], needed: Sequence[Path]) -> list[str]:
+    """The paths as they are seen below the folders, without those that the program needs: its own file, for example."""
+    real = [each for path in paths if (each := path.resolve()).exists()]
+    return [
+        str(Path(folder, path.relative_to(root)))
+        for folder, root in [(folder, Path(folder).resolve()) for folder in folders]
+        for path in real
+        if path != root and path.is_relative_to(root) and not any(each.is_relative_to(path) for each in needed)
+    ]
 
 
 def main() -> NoReturn:
@@ -119,6 +144,11 @@ def first_process(setup: dict[str, object], command: list[str]) -> NoReturn:
     check(libc.unshare(NEW_NS), "unshare")  # the one outside keeps its root, where the gateway's socket is
     libc.sethostname(b"sandbox", 7)
     new_root(setup["visible"], _DISK_MIB, _FILES, "/tmp", str(setup["folder"]))  # type: ignore[arg-type]
+    for path in sorted(setup["hidden"]):  # type: ignore[call-overload]
+        if os.path.isdir(path):
+            mount("tmpfs", path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
+        elif os.path.exists(path):  # not below a folder that is hidden
+            mount("/dev/null", path, None, MS_BIND)
     program = os.fork()
     if program == 0:
         start(setup, command)

@@ -6,7 +6,6 @@ TypeError. `core.conversations` reports both with the file and the line.
 
 from __future__ import annotations
 
-import re
 from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from json import dumps
@@ -26,8 +25,6 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
-_HERMES_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_HERMES_RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 _ATIF_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 
 
@@ -102,6 +99,7 @@ def text_of_parts(content: Any) -> Any:
 
 def _from_sharegpt(record: Json) -> Json:
     messages: list[Json] = []
+    waiting = 0  # calls without a result so far
     if record.get("system"):
         messages.append({"role": "system", "content": record["system"]})
     for turn in record["conversations"]:
@@ -114,16 +112,30 @@ def _from_sharegpt(record: Json) -> Json:
         if role == "function_call":
             _add_calls(messages, turn)
         elif role == "tool":
-            for value in _HERMES_RESULT.findall(turn["value"]) or [turn["value"]]:
-                messages += _results(messages, value)
-        elif role == "assistant" and (calls := _HERMES_CALL.findall(turn["value"])):
-            text = _HERMES_CALL.sub("", turn["value"]).strip()
-            messages.append({"role": role, "content": text, "weight": turn.get("weight")})
-            for call in calls:
+            for value in _tagged(turn["value"], "tool_response")[1] or [turn["value"]]:
+                results = _results(waiting, value)
+                messages += results
+                waiting -= len(results)
+            continue
+        elif role == "assistant" and (tagged := _tagged(turn["value"], "tool_call"))[1]:
+            messages.append({"role": role, "content": tagged[0].strip(), "weight": turn.get("weight")})
+            for call in tagged[1]:
                 _add_calls(messages, {"value": call})
         else:
             messages.append({"role": role, "content": turn["value"], "weight": turn.get("weight")})
+        waiting = len(messages[-1].get("tool_calls") or ())
     return {"messages": messages, "tools": chat_tools(record.get("tools"))}
+
+
+def _tagged(text: str, tag: str) -> tuple[str, list[str]]:
+    """The text outside of pairs of a tag, and what stands in each pair, without the whitespace around it."""
+    outside, inside = list[str](), list[str]()
+    *pieces, rest = text.split(f"</{tag}>")
+    for piece in pieces:
+        before, opened, body = piece.partition(f"<{tag}>")
+        outside.append(before if opened else f"{piece}</{tag}>")
+        inside += [body.strip()] if opened else []
+    return "".join([*outside, rest]), inside
 
 
 def _add_calls(messages: list[Json], turn: Json) -> None:
@@ -133,7 +145,7 @@ def _add_calls(messages: list[Json], turn: Json) -> None:
     except ValueError as error:
         try:
             value = literal_eval(turn["value"])  # some datasets have Python's dicts
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             raise ValueError(f"a function call is not JSON ({error}): {turn['value']!r:.100}") from None
     calls = value if isinstance(value, list) else [value]
     if not messages or messages[-1]["role"] != "assistant":
@@ -143,21 +155,14 @@ def _add_calls(messages: list[Json], turn: Json) -> None:
         own.append(chat_call(f"call_{len(own)}", call["name"], call.get("arguments") or {}))
 
 
-def _results(messages: Sequence[Json], value: str) -> list[Json]:
+def _results(waiting: int, value: str) -> list[Json]:
     """One result or, for parallel calls in one observation, a JSON list with one entry for each."""
-    answered = 0
-    for message in reversed(messages):
-        if message["role"] != "tool":
-            break
-        answered += 1
-    before = messages[-1 - answered] if len(messages) > answered else {}
-    calls = (before.get("tool_calls") or [])[answered:]
-    if len(calls) > 1 and value.lstrip().startswith("["):
+    if waiting > 1 and value.lstrip().startswith("["):
         try:
             values = read_json(value)
         except ValueError:
             values = []
-        if len(values) == len(calls):
+        if len(values) == waiting:
             texts = [each if isinstance(each, str) else dumps(each, ensure_ascii=False) for each in values]
             return [{"role": "tool", "content": text} for text in texts]
     return [{"role": "tool", "content": value}]

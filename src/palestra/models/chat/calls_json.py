@@ -93,20 +93,20 @@ _LOOKS_LIKE_JSON_CALL = re.compile(r'[\[\s]*\{\s*"(name|function|type|parameters
 _FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # A call in a text, with the fence, the tag, the backtick or the doubled braces around it. Qwen2.5-Coder's template
 # shows calls as {{"name": …}} by mistake, and the model copies that.
-_EMBEDDED_START = re.compile(
-    r'(?:```\w*\s*|`|<tool_call>\s*|\{(?=\s*\{))*(?P<call>\{\s*"(?:name|function|tool_name|type|arguments|parameters)")'
-)
+_EMBEDDED_START = re.compile(r'\{\s*"(?:name|function|tool_name|type|arguments|parameters)"')
+_BEFORE_EMBEDDED = re.compile(r"(?:\s*(?:\w*```|>llac_loot<)|`|(?<=\{)\{)*")  # matched from right to left
+_MAX_EMBEDDED = 300  # objects that are decoded: one inside of others is decoded once for each of them
 _EMBEDDED_END = re.compile(r"[\s},;]*(?:```|`|</tool_call>)?[\s.]*")
 _NAMED_TOOL = re.compile(r'\{\s*"(?:name|function|tool_name)"\s*:\s*"([^"]*)"')
 _CODE_FENCES = ("tool_code", "tool_call", "tool_calls")
-_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*+(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 _DEEPSEEK_CALL = re.compile(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<v3>[^\n]*)\n```json\n|(?P<name>[^<]*)<｜tool▁sep｜>)"
-    r"(?P<arguments>.*?)(?:\n```)?\s*(?:<｜tool▁call▁end｜>|\Z)",
+    r"(?P<arguments>.*?)(?:<｜tool▁call▁end｜>|\Z)",
     re.DOTALL,
 )
 _KIMI_CALL = re.compile(
-    r"<\|tool_call_begin\|>\s*(?P<id>[^<]*?)\s*<\|tool_call_argument_begin\|>"
+    r"<\|tool_call_begin\|>(?P<id>[^<]*)<\|tool_call_argument_begin\|>"
     r"(?P<arguments>.*?)(?:<\|tool_call_end\|>|\Z)",
     re.DOTALL,
 )
@@ -147,11 +147,11 @@ def find_tagged(text: str, schemas: Schemas, opening: str, closing: str, *, need
 def _next_block(text: str, start: int, opening: str, closing: str, needs_close: bool) -> tuple[list[Any], int]:
     """Return the values of the block that begins at `start`, and the index after the block."""
     values, end = _decode_all(text, start)
-    close, reopened = text.find(closing, end), text.find(opening, end)
-    if close >= 0 and (reopened < 0 or close < reopened):
+    reopened = text.find(opening, end)
+    limit = reopened if reopened >= 0 else len(text)
+    if (close := text.find(closing, end, limit)) >= 0:
         is_read = bool(values) and not text[end:close].strip()
         return values if is_read else [read_json(text[start:close])], close + len(closing)
-    limit = reopened if reopened >= 0 else len(text)
     if not needs_close:
         return values or [read_json(text[start:limit])], end if values else limit
     return [Unreadable(f"a tool call was opened with {opening} but not closed with {closing}")], limit
@@ -224,19 +224,24 @@ def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> 
 
 def find_embedded(text: str, schemas: Schemas) -> Found:
     """Calls of known tools as JSON that begins a line or ends the message; other JSON stays text."""
-    parts, calls, position = list[str](), list[Any](), 0
-    while start := _EMBEDDED_START.search(text, position):
-        value, end = _decode_call(text, start.start("call"))
-        end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
-        begins_line = not text[text.rfind("\n", 0, start.start()) + 1 : start.start()].strip()
-        ends_message = end == len(text) and text[start.start() - 1].isspace()
-        if name_of(value) in schemas and (begins_line or ends_message):
-            calls.append(value)
-            parts.append(text[position : start.start()])
-            position = end
-        else:
-            parts.append(text[position : start.end()])
-            position = start.end()
+    parts, calls, position, last, decoded = list[str](), list[Any](), 0, 0, 0
+    while decoded < _MAX_EMBEDDED and (found := _EMBEDDED_START.search(text, position)):
+        before = text[position : found.start() + 1][::-1]
+        start = found.start() + 1 - _BEFORE_EMBEDDED.match(before, 1).end()  # type: ignore[union-attr]
+        _, newline, line = text[last:start].rpartition("\n")
+        begins_line = not line.strip() and bool(newline or not last)
+        last = found.end()
+        if begins_line or text[start - 1].isspace():
+            decoded += 1
+            value, end = _decode_call(text, found.start())
+            end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
+            if name_of(value) in schemas and (begins_line or end == len(text)):
+                calls.append(value)
+                parts.append(text[position:start])
+                position = end
+                continue
+        parts.append(text[position : found.end()])
+        position = found.end()
     return "".join([*parts, text[position:]]), calls
 
 
@@ -246,9 +251,8 @@ def _decode_call(text: str, start: int) -> tuple[Any, int]:
         value, end = _decoder.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         named = _NAMED_TOOL.match(text, start)
-        return Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})", named[1] if named else ""), len(
-            text
-        )
+        why = Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})", named[1] if named else "")
+        return why, len(text)
     return (value if _is_call(value) else None), end
 
 
@@ -326,7 +330,10 @@ def find_deepseek(text: str, schemas: Schemas) -> Found:
         start = text.index("<｜tool▁call▁begin｜>")
         before, behind = text[:start], text[start:]
     body, _, after = behind.partition("<｜tool▁calls▁end｜>")
-    calls = [named_call((m["v3"] or m["name"] or "").strip(), m["arguments"]) for m in _DEEPSEEK_CALL.finditer(body)]
+    calls = [
+        named_call((m["v3"] or m["name"] or "").strip(), m["arguments"].rstrip().removesuffix("\n```"))
+        for m in _DEEPSEEK_CALL.finditer(body)
+    ]
     if tag and not calls:
         calls = [Unreadable("no call follows <｜tool▁calls▁begin｜>")]
     return before + after, calls
@@ -347,8 +354,9 @@ def find_kimi(text: str, schemas: Schemas) -> Found:
     body, _, after = behind.partition("<|tool_calls_section_end|>")
     calls = []
     for match in _KIMI_CALL.finditer(body):
-        named = _KIMI_ID.fullmatch(match["id"])
-        calls.append(named_call(named["name"] if named else "", match["arguments"], match["id"]))
+        call_id = match["id"].strip()
+        named = _KIMI_ID.fullmatch(call_id)
+        calls.append(named_call(named["name"] if named else "", match["arguments"], call_id))
     if tag and not calls:
         calls = [Unreadable("no call follows <|tool_calls_section_begin|>")]
     return before + after, calls

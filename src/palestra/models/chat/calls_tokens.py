@@ -10,29 +10,29 @@ from palestra.models.chat.calls_json import Calls, Found, Schemas, Unreadable, d
 from palestra.models.chat.calls_xml import blocks, schema_of, typed
 
 LFM_OPEN, LFM_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-_HARMONY = re.compile(
-    r"(?:<\|start\|>assistant)?(?P<header>(?:(?!<\|start\|>|<\|end\|>|<\|message\|>).)*)<\|message\|>"
-    r"(?P<body>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
-)
+_HARMONY_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[^\s<]+)")
 _GEMMA_NAME = re.compile(r"\s*call:(?P<name>[\w.-]+)\s*(?=\{)")
-_GEMMA_WORD = re.compile(r"[^,\]}]*")
-_GEMMA_KEY = re.compile(r"\s*(?P<key>[^:{}\[\],]+?)\s*:")
+_GEMMA_WORD = re.compile(r"[^,{}\[\]]*")
+_GEMMA_KEY = re.compile(r"(?P<key>[^:{}\[\],]+):")
+_SPACE = re.compile(r"\s*")
 
 
 def find_harmony(text: str, schemas: Schemas) -> Found:
     """A message in the commentary channel with a recipient is a call; one without, or the final one, is text."""
-    if "<|message|>" not in text:
+    parts, calls, position, tag = list[str](), list[Any](), 0, "<|message|>"
+    if tag not in text:
         return text, []
-    parts, calls = list[str](), list[Any]()
-    for message in _HARMONY.finditer(text):
-        recipient = _RECIPIENT.search(message["header"])
-        if recipient is None:
-            parts.append(message["body"])
+    while (middle := text.find(tag, position)) >= 0:
+        start = max(position, *(text.rfind(each, position, middle) for each in ("<|start|>", "<|end|>")))
+        end = _HARMONY_END.search(text, middle)
+        assert end is not None
+        body, position = text[middle + len(tag) : end.start()].strip(), end.end()
+        if recipient := _RECIPIENT.search(text, start, middle):
+            calls.append(named_call(recipient["name"], body or "{}"))
         else:
-            calls.append(named_call(recipient["name"], message["body"].strip() or "{}"))
-    return "\n".join(part.strip() for part in parts if part.strip()), calls
+            parts.append(body)
+    return "\n".join(filter(None, parts)), calls
 
 
 def write_harmony(calls: Calls) -> str:
@@ -45,13 +45,11 @@ def write_harmony(calls: Calls) -> str:
 
 def find_gemma(text: str, schemas: Schemas, opening: str, closing: str, quote: str) -> Found:
     """`call:name{key:value}` between two tokens. Strings stand between two `quote` tokens."""
-    parts, calls = list[str](), list[Any]()
-    while True:
-        before, tag, text = text.partition(opening)
-        parts.append(before)
-        if not tag:
-            return "".join(parts), calls
-        named = _GEMMA_NAME.match(text)
+    parts, calls, position = list[str](), list[Any](), 0
+    while (start := text.find(opening, position)) >= 0:
+        parts.append(text[position:start])
+        position = start + len(opening)
+        named = _GEMMA_NAME.match(text, position)
         try:
             if named is None:
                 raise ValueError(f"{opening} is not followed by call:name{{")
@@ -61,11 +59,13 @@ def find_gemma(text: str, schemas: Schemas, opening: str, closing: str, quote: s
                 for key, each in value.items()
             }
             calls.append({"name": named["name"], "arguments": arguments})
-            behind, _, rest = text[end:].partition(closing)
-            text = rest if not behind.strip() else text[end:]
+            behind = _after_space(text, end)
+            position = behind + len(closing) if text.startswith(closing, behind) else end
         except (ValueError, RecursionError) as error:
             calls.append(Unreadable(f"the tool call cannot be read ({error})", named["name"] if named else ""))
-            text = text.partition(closing)[2]
+            close = text.find(closing, position)
+            position = close + len(closing) if close >= 0 else len(text)
+    return "".join([*parts, text[position:]]), calls
 
 
 def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
@@ -96,7 +96,7 @@ def _gemma_object(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
             key = _GEMMA_KEY.match(text, at)
             if key is None:
                 raise ValueError("a key is missing")
-            name, at = key["key"], key.end()
+            name, at = key["key"].strip(), key.end()
         found[str(name)], at = _gemma_value(text, at, quote)
         at = _after_comma(text, at, "}")
     return found, at + 1
@@ -112,16 +112,16 @@ def _gemma_list(text: str, at: int, quote: str) -> tuple[list[Any], int]:
 
 
 def _after_comma(text: str, at: int, close: str) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
+    at = _after_space(text, at)
     if text.startswith(",", at):
-        at += 1
-        while text[at : at + 1].isspace():
-            at += 1
-        return at
+        return _after_space(text, at + 1)
     if not text.startswith(close, at):
         raise ValueError(f"expected a comma or {close}")
     return at
+
+
+def _after_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
 
 
 def write_gemma(calls: Calls, opening: str, closing: str, quote: str) -> str:

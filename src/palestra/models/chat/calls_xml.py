@@ -10,9 +10,11 @@ from typing import Any
 
 from palestra.models.chat.calls_json import TOOL_CALL, TOOL_CALL_END, Calls, Found, Schemas, Unreadable, dumps
 
-_QWEN_CALL = re.compile(r"<function=(?P<name>[^>\n]*)>(?P<body>.*?)(?:</function>|\Z)", re.DOTALL)
-_QWEN_ARGUMENT = re.compile(r"<parameter=(?P<key>[^>\n]*)>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL)
+_QWEN_CALL = re.compile(r"<function=(?P<name>[^<>\n]*)>(?P<body>.*?)(?:</function>|\Z)", re.DOTALL)
+_QWEN_ARGUMENT = re.compile(r"<parameter=(?P<key>[^<>]*)>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_GLM_ARGUMENT = re.compile(
+    r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)(?:(?P<end></arg_value>)|\Z)", re.DOTALL
+)
 _INVOKE = re.compile(
     r'<(?P<tag>[^<>\s]*)invoke name="(?P<name>[^"]*)">(?P<body>.*?)(?:</(?P=tag)invoke>|\Z)', re.DOTALL
 )
@@ -80,14 +82,14 @@ def _unwrap(value: str) -> str:
 
 def blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
     """The text outside of the tags, and the text between each pair of them."""
-    parts, found = list[str](), list[str]()
-    while True:
-        before, tag, behind = text.partition(opening)
-        parts.append(before)
-        if not tag:
-            return "".join(parts), found
-        body, _, text = behind.partition(closing)
-        found.append(body)
+    parts, found, position = list[str](), list[str](), 0
+    while (start := text.find(opening, position)) >= 0:
+        parts.append(text[position:start])
+        close = text.find(closing, start + len(opening))
+        close = close if close >= 0 else len(text)
+        found.append(text[start + len(opening) : close])
+        position = close + len(closing)
+    return "".join([*parts, text[position:]]), found
 
 
 def _find_calls(text: str, opening: str, closing: str, read: Callable[[str], list[Any]], missing: str) -> Found:
@@ -128,7 +130,7 @@ def find_glm(text: str, schemas: Schemas) -> Found:
         name = body.partition("<arg_key>")[0].strip()
         if not re.fullmatch(r"[\w.:-]+", name):
             return []
-        pairs = [(each["key"], each["value"]) for each in _GLM_ARGUMENT.finditer(body)]
+        pairs = [(each["key"].strip(), each["value"]) for each in _GLM_ARGUMENT.finditer(body) if each["end"]]
         return [{"name": name, "arguments": {key: typed(value, schema_of(schemas, name, key)) for key, value in pairs}}]
 
     return _find_calls(text, TOOL_CALL, TOOL_CALL_END, read, "<tool_call> is not followed by the name of a tool")

@@ -13,8 +13,10 @@ TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
     ("◁think▷", "◁/think▷"),  # Kimi VL
 )
+_PAIRS = (rf"{re.escape(opening)}(.*?)(?:{re.escape(closing)}|\Z)" for opening, closing in TAGS)
+_BLOCK = re.compile(rf"\s*(?:{'|'.join(_PAIRS)})", re.DOTALL)
 _ANALYSIS = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?:(?!<\|message\|>|to=).)*<\|message\|>"
+    r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?:(?!<\|message\|>|<\|channel\|>|to=).)*<\|message\|>"
     r"(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
@@ -38,9 +40,11 @@ def split_reasoning(text: str, is_open: bool = False, before: str | None = None)
         places = [(text.find(tag), tag) for _, tag in TAGS if tag in text]
         reasoning, _, text = text.partition(min(places)[1]) if places else (text, "", "")
         found.append(reasoning)
-    while pair := next((p for p in TAGS if text.lstrip().startswith(p[0])), None):
-        reasoning, _, text = text.lstrip().removeprefix(pair[0]).partition(pair[1])
-        found.append(reasoning)
+    position = 0
+    while block := _BLOCK.match(text, position):
+        found.append(block[block.lastindex or 0])
+        position = block.end()
+    text = text[position:]
     if found and text.lstrip().startswith("<response>"):  # Granite 3 wraps its answer when it thinks
         text = text.strip().removeprefix("<response>").removesuffix("</response>")
     return "\n".join(part.strip() for part in found if part.strip()), text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,6 +16,8 @@ from palestra.servers.openai.completer import SEED_STRIDE, Completer
 from palestra.servers.openai.openai_forms import tool_schema
 from palestra.servers.openai.sampling_fields import SamplingFields, short
 
+MAX_PATTERNS = 10_000  # characters of regular expressions in a schema, which take 10 us each to compile
+_PATTERN = re.compile(r'"pattern": "(?:[^"\\]|\\.)*+"')
 _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
 
 
@@ -146,6 +149,9 @@ def grammar_of(
     if is_bound:
         answer = None if choice.mode == "required" else schema
         close = model.chat.closes_reasoning(variables)
-        return str(GrammarText(stops, callable_tools, answer, choice.one_call, close))
+        text = str(GrammarText(stops, callable_tools, answer, choice.one_call, close))
+        if (length := sum(map(len, _PATTERN.findall(text)))) > MAX_PATTERNS:
+            raise InputError(f"the schema's patterns have {length} characters; use at most {MAX_PATTERNS}")
+        return text
     loose = tuple({**t, "function": {**t["function"], "parameters": _ANY_ARGUMENTS}} for t in callable_tools)
     return str(GrammarText(stops if choice.one_call else (), loose, one_call=choice.one_call, free_text=True))

@@ -22,7 +22,7 @@ from palestra.core.errors import (
 from palestra.core.messages import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
 from palestra.models.chat.roundtrip import check_tool_calls
-from palestra.models.chat.streaming import certain
+from palestra.models.chat.streaming import CertainText
 from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
 from palestra.policy.base import Policy, TokenLogprobs
@@ -312,23 +312,20 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, hold: tuple[str, ...], stop_token_ids: tuple[int, ...] = ()) -> None:
         self._tokenizer = tokenizer
-        self._hold = hold
+        self._certain = CertainText(hold)
         self._stops = stop_token_ids
-        self._text = ""
-        self._sent = 0
         self._start = self._end = 0  # ids[start:end] are decoded again: what follows may depend on them
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became certain since the last call."""
-        if len(ids) > self._end and ids[-1] not in self._stops:
-            known = decode(self._tokenizer, ids[self._start : self._end])
-            longer = decode(self._tokenizer, ids[self._start :])
-            if not longer.endswith("\ufffd"):  # half a character: wait for the rest
-                self._text += longer[len(known) :]
-                self._start, self._end = self._end, len(ids)
-        safe = certain(self._text, self._hold)
-        new, self._sent = safe[self._sent :], max(self._sent, len(safe))
-        return new
+        if len(ids) <= self._end or ids[-1] in self._stops:
+            return ""
+        known = decode(self._tokenizer, ids[self._start : self._end])
+        longer = decode(self._tokenizer, ids[self._start :])
+        if longer.endswith("\ufffd"):  # half a character: wait for the rest
+            return ""
+        self._start, self._end = self._end, len(ids)
+        return self._certain.push(longer[len(known) :])
 
 
 async def progress(tasks: Sequence[asyncio.Future[Turn]]) -> AsyncGenerator[tuple[int, Turn | None], None]:

@@ -70,7 +70,10 @@ class ProgramTask:
 
     def _collector(self, parts: Parts, *, training: bool) -> ProgramCollector:
         agent, gateway = parts.config.agent, self._gateway(parts)
-        sandbox = ProgramSandbox(gateway.port, gateway.socket_path).command if gateway.socket_path else None
+        sandbox = None
+        if gateway.socket_path and isinstance(self.program, CommandAgent):
+            run = [] if parts.checkpoints is None else [parts.checkpoints.parent.parent, parts.checkpoints.parent]
+            sandbox = ProgramSandbox(gateway.port, gateway.socket_path, [*self.program.answer_files, *run]).command
         return ProgramCollector(
             self.environment,
             self.program,
@@ -120,6 +123,9 @@ class ProgramTask:
                 check_sandbox()
             if isinstance(program, CommandAgent) and program.containers is not None:
                 parts.config.refuse(["agent.sandbox", "agent.fork_server"], "each attempt is a container")
+            elif isinstance(program, CommandAgent) and program.answer_files and not in_sandbox:
+                files = ", ".join(file.name for file in program.answer_files if file.suffix != ".pyc" and file.exists())
+                parts.watcher.warn(f"the agent's program can read the answers in {files}; agent.sandbox hides them")
             address: dict[str, Any] = {"host": program.host, "port": program.port, "token": program.token}
             address |= {"routes": program.routes(), "unix_socket": in_sandbox}
             workers = self._workers(parts.config)

@@ -10,9 +10,10 @@ import pytest
 from real_gateway import open_attempt, with_gateway
 from scripted_model import END, completer
 
+from palestra.agent_source import AgentOptions
 from palestra.agents.programs import Endpoint, ProgramLimits, command_agent
 from palestra.core.config import RunConfig
-from palestra.envs.sandbox.program import ProgramSandbox, program_paths
+from palestra.envs.sandbox.program import ProgramSandbox, paths_below, program_paths
 from palestra.envs.sandbox.sandbox import why_not
 
 needs_namespaces = pytest.mark.skipif(why_not("namespaces") is not None, reason=str(why_not("namespaces")))
@@ -67,6 +68,44 @@ def test_a_program_in_the_sandbox_reaches_the_model_and_neither_our_files_nor_an
     assert ended.result["port"] == "ConnectionRefusedError"
     assert ended.result["own folder"] in ("OSError", "PermissionError")
     assert ended.result["user"] != 0
+
+
+@needs_namespaces
+def test_a_program_in_the_sandbox_sees_neither_cases_nor_measures_nor_runs_in_its_own_folder(tmp_path):
+    project = tmp_path / "project"  # that another user can read
+    answers = [project / "cases.jsonl", project / "score.py", project / "runs" / "demo" / "rollouts.jsonl"]
+    answers[-1].parent.mkdir(parents=True)
+    for file in (*answers, project / "library.py"):
+        file.write_text("the answer is 21")
+    (project / "link.jsonl").symlink_to(answers[0])
+    (project / "my_agent.py").write_text("")
+    words = ["sh", "-c", "cat *.jsonl *.py; ls runs; test -e my_agent.py", "my_agent.py"]
+    hidden = [*answers[:2], project / "runs", answers[-1].parent]
+    sandbox = ProgramSandbox(9, str(tmp_path / "socket"), hidden)
+    limits = ProgramLimits(timeout_s=60.0, sandbox=sandbox.command)
+    agent = command_agent(words, cwd=project)
+    ended = asyncio.run(agent.run({}, Endpoint("http://127.0.0.1:9/v1", "key"), limits))
+    assert (ended.exit_code, ended.stdout) == (0, "the answer is 21"), ended.stderr  # of the library alone
+
+
+def test_a_file_that_the_command_names_is_not_hidden(tmp_path):
+    for name in ("agent.py", "cases.jsonl"):
+        (tmp_path / name).write_text("")
+    files = [tmp_path / "agent.py", tmp_path / "cases.jsonl", tmp_path / "missing.jsonl", tmp_path]
+    hidden = paths_below([str(tmp_path), "/usr"], files, [tmp_path, tmp_path / "agent.py"])
+    assert hidden == [str(tmp_path / "cases.jsonl")]
+
+
+def test_the_options_of_a_program_name_the_files_with_its_answers(tmp_path):
+    (tmp_path / "cases.jsonl").write_text('{"input": "a", "expect": 1}\n{"input": "b", "expect": 2}\n')
+    (tmp_path / "score.py").write_text("def score(ctx):\n    return True\n")
+    measure = f"{tmp_path}/score.py:score"
+    options = AgentOptions("sh", cases=f"{tmp_path}/cases.jsonl", held_out="0.5", measure=[measure], cwd=str(tmp_path))
+    _, agent, _ = options.open(None, {})
+    assert [file.name for file in agent.answer_files if file.exists() and file.suffix != ".pyc"] == [
+        "cases.jsonl",
+        "score.py",
+    ]
 
 
 @needs_namespaces

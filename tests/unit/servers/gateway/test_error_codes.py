@@ -1,6 +1,7 @@
 """Errors have the form of their dialect; a full context and a used-up token budget, the words that clients look for."""
 
 import re
+from types import SimpleNamespace
 
 import anthropic
 import httpx
@@ -9,8 +10,9 @@ import pytest
 from real_gateway import open_attempt
 from scripted_model import END, QUESTION, TOOL, completer
 
-from palestra.core.errors import PalestraError
+from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import SamplingParams
+from palestra.servers.gateway.request import ToolChoice, grammar_of
 
 LONG = [{"role": "user", "content": "x " * 3000}]
 # What libraries look for: litellm 1.106 (also mini-swe-agent), strands 1.62, langchain-openai 1.7, Anthropic's clients.
@@ -148,3 +150,17 @@ def test_a_malformed_request_is_refused_in_the_form_of_its_dialect(model, with_a
                 assert answer.json()["error"].get("code") == code, path
 
     with_any_gateway(model, ask)
+
+
+def test_a_schema_whose_patterns_are_very_long_is_refused_before_it_is_compiled():
+    chat = SimpleNamespace(stop_token_ids=(1,), closes_reasoning=lambda variables: "")
+    model = SimpleNamespace(chat=chat)
+
+    def grammar(alternatives: int) -> str | None:
+        pattern = "|".join(f'"{i}' for i in range(alternatives))
+        schema = {"properties": {"pattern": {"type": "string", "pattern": pattern}}}
+        return grammar_of(model, [], ToolChoice("auto"), schema, {})
+
+    assert grammar(500)
+    with pytest.raises(InputError):
+        grammar(20_000)

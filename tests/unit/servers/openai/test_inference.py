@@ -11,7 +11,8 @@ from builders import wait_until
 
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
-from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, certain
+from palestra.models.chat.streaming import CertainText
+from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
 
@@ -360,10 +361,10 @@ def test_new_weights_are_served_at_once_and_each_token_has_the_version_that_samp
 
 
 def test_text_that_may_become_a_stop_or_a_call_and_half_a_character_are_held_back(tiny_tokenizer):
-    assert certain("abc", ()) == "abc"
-    assert certain("so <tool_ca", ("<tool_call>",)) == "so "
-    assert certain("so <tool_call>{", ("<tool_call>",)) == "so "
-    assert certain("a<b", ("<tool_call>",)) == "a<b"
+    assert CertainText(()).push("abc") == "abc"
+    assert CertainText(("<tool_call>",)).push("so <tool_ca") == "so "
+    assert CertainText(("<tool_call>",)).push("so <tool_call>{") == "so "
+    assert CertainText(("<tool_call>",)).push("a<b") == "a<b"
     ids = tiny_tokenizer("naïve → 😀 done", add_special_tokens=False)["input_ids"]
     stream = TextStream(tiny_tokenizer, ())
     pieces = [stream.push(ids[: i + 1]) for i in range(len(ids))]
