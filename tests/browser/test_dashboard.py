@@ -8,7 +8,6 @@ import pytest
 
 from palestra.core.files import write_jsonl
 from palestra.core.group_codec import rollout_to_dict
-from palestra.dashboard.app import dashboard_app
 from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.foreign import open_foreign
 from palestra.runs.manager import RunManager
@@ -45,9 +44,9 @@ def _evaluate(run, *rates):
 
 
 @pytest.fixture(scope="module")
-def url(folders, serve, tmp_path_factory):
+def url(folders, serve_dashboard, tmp_path_factory):
     catalog = Catalog(RunManager(tmp_path_factory.mktemp("home")), list(folders.values()))
-    return serve(dashboard_app(catalog)) + "/"
+    return serve_dashboard(catalog)
 
 
 @pytest.fixture
@@ -229,11 +228,11 @@ def test_a_message_of_10_mb_is_folded_and_shown_in_parts(page, visit, url, ids) 
 
 
 @pytest.mark.parametrize("name", ["trl", "verifiers0", "verifiers1", "cookbook"])
-def test_every_page_of_a_run_that_others_made_opens(page, visit, serve, tmp_path, monkeypatch, name) -> None:
+def test_every_page_of_a_run_that_others_made_opens(page, visit, serve_dashboard, tmp_path, monkeypatch, name) -> None:
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
     imported = open_foreign(RECORDED / name)
     assert imported is not None
-    url = serve(dashboard_app(Catalog(RunManager(tmp_path / "home"), [], [imported]))) + "/"
+    url = serve_dashboard(Catalog(RunManager(tmp_path / "home"), [], [imported]))
     visit(url)
     page.wait_for(".pill", imported.source)
     run = page.evaluate("document.querySelector('tr.open').dataset.href")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 
@@ -18,13 +20,17 @@ from palestra.runs.manager import RunManager
 @click.command("dashboard")
 @click.argument("path", required=False, type=PATH)
 @address_options(8004)
+@click.option("--agents-folder", type=PATH, multiple=True, help="Agent files and measures may lie here, too.")
 @trust_option
 @debug_option
-def command(path: Path | None, host: str, port: int, token: str | None, trust: bool) -> None:
+def command(
+    path: Path | None, host: str, port: int, token: str | None, agents_folder: tuple[Path, ...], trust: bool
+) -> None:
     """Show runs in a browser: live curves, every rollout and token, and whether a rising reward is real.
 
     PATH is a run folder or a folder of some; without it, all runs are shown. Runs of others open, too: TRL's
     completions (Parquet), verifiers' results, ATIF trajectories, the logs of the Tinker cookbook.
+    The printed address has the token, a random one if none is set. Code is run from the working directory only.
 
     \b
     palestra dashboard
@@ -32,6 +38,7 @@ def command(path: Path | None, host: str, port: int, token: str | None, trust: b
     palestra dashboard trl_output/completions
     """
     socket = server_port(host, port, token)
+    token = token or secrets.token_urlsafe()
     from palestra.dashboard.app import dashboard_app
     from palestra.dashboard.catalog import Catalog, run_folders
     from palestra.dashboard.foreign import open_foreign
@@ -44,7 +51,7 @@ def command(path: Path | None, host: str, port: int, token: str | None, trust: b
             "trajectories or the logs of the Tinker cookbook"
         )
     manager = RunManager()
-    launcher = FormLauncher(manager, load_site())
+    launcher = FormLauncher(manager, load_site(), agents_folder)
     catalog = Catalog(manager, folders, [foreign] if foreign else [], trust=trust)
     app = dashboard_app(catalog, token, launcher=launcher, path=path)
-    run_server(app, socket, "the dashboard is at", f"/?token={token}" if token else "")
+    run_server(app, socket, "the dashboard is at", f"/?token={quote(token, safe='')}")

@@ -11,6 +11,8 @@ from palestra.dashboard.foreign import open_foreign
 from palestra.runs.manager import RunManager
 
 ADDRESS = "http://127.0.0.1:8004"
+TOKEN = "a-token-of-this-test"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 class Api:
@@ -29,9 +31,13 @@ class Api:
         return self("rollouts", **({"sort": "oldest", "limit": 200} | params))["rollouts"]
 
 
-def client_of(path: Path, home: Path, token: str | None = None) -> TestClient:
-    app = dashboard_app(Catalog(RunManager(home), list(run_folders(path))), token)
-    return TestClient(app, base_url=ADDRESS)
+def client_for(catalog: Catalog, **options) -> TestClient:
+    """A client that sends the token."""
+    return TestClient(dashboard_app(catalog, TOKEN, **options), base_url=ADDRESS, headers=BEARER)
+
+
+def client_of(path: Path, home: Path) -> TestClient:
+    return client_for(Catalog(RunManager(home), list(run_folders(path))))
 
 
 def api_of(run: RunFolder, home: Path) -> Api:
@@ -42,4 +48,4 @@ def foreign_api(path: Path, home: Path) -> Api:
     """The API of a run that another tool made."""
     imported = open_foreign(path)
     assert imported is not None
-    return Api(TestClient(dashboard_app(Catalog(RunManager(home), [], [imported])), base_url=ADDRESS))
+    return Api(client_for(Catalog(RunManager(home), [], [imported])))
