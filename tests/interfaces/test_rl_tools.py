@@ -155,7 +155,7 @@ def test_every_lock_that_is_shown_locks_something():
     """An environment of ours reads no setting of a server, and none that it does not have."""
     shown = {lock.full_name for lock in pending().shown_locks()}
     others = {"stages.traces", "stages.teacher", "distill.teacher", "distill.teacher_url", "agent.roles"}
-    others |= {"train.custom_loss", "train.custom_advantages"}
+    others |= {"train.custom_loss", "train.custom_advantages", "agent.sandbox"}
     assert shown == {"trainer.checkpoint_dir", "backend", "vllm.mode", "rollout.policy_url"} | others
     tinker = {lock.full_name for lock in pending(Site(profile="tinker")).shown_locks()}
     assert {"backend", "tinker.base_url"} <= tinker
