@@ -32,6 +32,7 @@ from palestra.runs.reader import results
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import make_runs
 
+ADDRESS = "http://127.0.0.1:8004"
 DEEP = "[" * 20_000
 PAGES = ("", "/metrics", "/logs", "/evaluations", "/rollouts", "/facets", "/problems", "/suspicion", "/rollouts?q=red")
 
@@ -114,8 +115,9 @@ def _look(folder: RunFolder, manager: RunManager, tally: Tally, what: str) -> No
     """Everything that only shows a run."""
     from rich.console import Console
 
-    app = dashboard_app(Catalog(manager, [folder]))
-    with TestClient(app, base_url="http://127.0.0.1:8004", raise_server_exceptions=False) as client:
+    app = dashboard_app(Catalog(manager, [folder]), "fuzzing")
+    bearer = {"Authorization": "Bearer fuzzing"}
+    with TestClient(app, base_url=ADDRESS, headers=bearer, raise_server_exceptions=False) as client:
         answers = _ask(client)
     for page, answer in answers.items():
         if answer.status_code >= 500:

@@ -46,6 +46,14 @@ def demo_run(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def serve_dashboard(serve):
+    """serve_dashboard(catalog): the address of a dashboard, with its token."""
+    from palestra.extras.dashboard.app import dashboard_app
+
+    return lambda catalog, **options: serve(dashboard_app(catalog, "a-token", **options)) + "/?token=a-token"
+
+
 @pytest.fixture
 def visit(page):
     """visit(url, "#/runs"): goes there and waits until the page is shown."""

@@ -5,7 +5,6 @@ import pytest
 
 from palestra.core.files import write_jsonl
 from palestra.core.group_codec import rollout_to_dict
-from palestra.extras.dashboard.app import dashboard_app
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager
 
@@ -40,9 +39,9 @@ def _evaluate(run, *rates):
 
 
 @pytest.fixture(scope="module")
-def url(folders, serve, tmp_path_factory):
+def url(folders, serve_dashboard, tmp_path_factory):
     catalog = Catalog(RunManager(tmp_path_factory.mktemp("home")), list(folders.values()))
-    return serve(dashboard_app(catalog)) + "/"
+    return serve_dashboard(catalog)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import make_runs
 import pytest
 
 from palestra.core.errors import PalestraError
-from palestra.extras.dashboard.app import dashboard_app
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager
 
@@ -63,8 +62,8 @@ def launcher(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(launcher, serve):
-    return serve(dashboard_app(launcher._catalog, launcher=launcher)) + "/"
+def url(launcher, serve_dashboard):
+    return serve_dashboard(launcher._catalog, launcher=launcher)
 
 
 def test_the_form_sends_only_what_was_changed(page, visit, url, launcher) -> None:
@@ -89,6 +88,8 @@ def test_a_wrong_value_is_told_at_its_field_and_cannot_be_sent(page, visit, url)
 
 def test_a_refusal_of_the_server_is_told(page, visit, url) -> None:
     visit(url, "#/start?agent_file=shop.py")
+    assert not page.evaluate("document.querySelector('form')")  # reading the file runs it, so somebody has to ask
+    page.click("button", "Read shop.py")
     page.click("button", "Start training")
     page.wait_for(".toast", "the queue is full")
     page.errors.clear()  # the browser reports every answer of 400

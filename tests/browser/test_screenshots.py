@@ -8,7 +8,6 @@ import make_runs
 import pytest
 
 from palestra.extras.agent_tools.launcher import FormLauncher
-from palestra.extras.dashboard.app import dashboard_app
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
@@ -27,14 +26,14 @@ def looked_up_first(ctx):
 
 
 @pytest.fixture
-def url(serve, tmp_path, demo_run, monkeypatch):
+def url(serve_dashboard, tmp_path, demo_run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measures.py").write_text(MEASURES)
     shutil.copytree(demo_run, tmp_path / "runs" / "demo")
     weights = {"contains_word": 1.0, "true_answer": 0.0}
     make_runs.write_run(tmp_path / "runs" / "hacked", make_runs.hacked_groups(24), reward_weights=weights)
     manager = RunManager(tmp_path / "home")
-    return serve(dashboard_app(Catalog(manager), launcher=FormLauncher(manager, load_site()))) + "/"
+    return serve_dashboard(Catalog(manager), launcher=FormLauncher(manager, load_site()))
 
 
 @pytest.mark.timeout(1800)

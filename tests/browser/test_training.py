@@ -3,7 +3,6 @@
 import pytest
 
 from palestra.extras.agent_tools.launcher import FormLauncher
-from palestra.extras.dashboard.app import dashboard_app
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
@@ -21,11 +20,11 @@ SETTINGS = {"train.max_steps": "200", "train.problems_per_step": "2", "rollout.g
 
 
 @pytest.fixture
-def url(serve, tmp_path, monkeypatch):
+def url(serve_dashboard, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measures.py").write_text(MEASURES)
     manager = RunManager(tmp_path / "home")
-    yield serve(dashboard_app(Catalog(manager), launcher=FormLauncher(manager, load_site()))) + "/"
+    yield serve_dashboard(Catalog(manager), launcher=FormLauncher(manager, load_site()))
     for run in manager.list():
         if run.is_active:
             manager.stop(run.run_id)

@@ -90,8 +90,13 @@ def engine():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_an_agent_in_a_container_trains_by_the_hosts_network_and_by_its_own(engine, cli, monkeypatch, tmp_path, host):
+def test_an_agent_in_a_container_trains_by_its_own_network(engine, cli, monkeypatch, tmp_path, host):
     monkeypatch.setenv("PALESTRA_TOKEN", TOKEN)
+    if host == "127.0.0.1":
+        try:
+            Containers.of_image(IMAGE).gateway_host()
+        except PalestraError as error:
+            pytest.skip(str(error))
     Path("score.py").write_text(MEASURE)
     agent = ["--agent-image", IMAGE, "--agent-cmd", shlex.join(["/bin/busybox", "sh", "-c", ASK]), "--agent-host", host]
     folder = Path(cli.json("train", *agent, "--measure", "score.py:length", *TRAIN.split())["run_dir"])

@@ -76,7 +76,7 @@ def edit(tools, field, value):
         ("train.learning_rate", 1, 1),
         ("train.max_steps", "null", None),
         ("train.filter_equal_groups", "False", False),
-        ("track.project", "5", "5"),  # a text stays a text
+        ("wandb_name", "5", "5"),  # a text stays a text
         ("lora.target_modules", '["q_proj"]', ["q_proj"]),
     ],
 )
@@ -88,7 +88,7 @@ WRONG = [
     ("operations", "5x"), ("operations", 5.5), ("operations", True), ("operations", None), ("operations", [5]),
     ("operations", 0), ("operations", 9), ("train.filter_equal_groups", 1), ("train.learning_rate", float("nan")),
     ("train.learning_rate", "NaN"), ("train.learning_rate", "-1"), ("train.loss", "ppo"), ("rollout.group_size", 1),
-    ("rollout.max_staleness", -1), ("track.report_to", ["postcards"]), ("track.project", "x" * 20_000),
+    ("rollout.max_staleness", -1), ("track.report_to", ["postcards"]), ("wandb_name", "x" * 20_000),
 ]  # fmt: skip
 
 
@@ -99,13 +99,17 @@ def test_a_wrong_value_is_refused_and_changes_nothing(chosen):
     assert chosen.rl_get_current_config() == before
 
 
+@pytest.mark.parametrize("field", ["agent.sandbox", "track.project", "wandb_project"])
+def test_the_programs_sandbox_and_the_project_of_trackers_are_locked(chosen, field):
+    assert "locked" in edit(chosen, field, "true")["error"]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "key", "read"),
     [
         ("group_size", 8, "rollout.group_size", 8),
         ("total_steps", "20", "train.max_steps", 20),
         ("batch_size", 16, "train.problems_per_step", 4),  # attempts there, problems here; groups of 4
-        ("wandb_project", "mine", "track.project", "mine"),
         ("learning_rate", 1e-4, "train.learning_rate", 1e-4),
         ("lora_rank", 8, "lora.r", 8),
         ("use_wandb", True, "track.report_to", ["wandb"]),
@@ -151,7 +155,7 @@ def test_every_lock_that_is_shown_locks_something():
     """An environment of ours reads no setting of a server, and none that it does not have."""
     shown = {lock.full_name for lock in pending().shown_locks()}
     others = {"stages.traces", "stages.teacher", "distill.teacher", "distill.teacher_url", "agent.roles"}
-    others |= {"train.custom_loss", "train.custom_advantages"}
+    others |= {"train.custom_loss", "train.custom_advantages", "agent.sandbox"}
     assert shown == {"trainer.checkpoint_dir", "backend", "vllm.mode", "rollout.policy_url"} | others
     tinker = {lock.full_name for lock in pending(Site(profile="tinker")).shown_locks()}
     assert {"backend", "tinker.base_url"} <= tinker
@@ -357,7 +361,7 @@ def test_a_secret_is_neither_taken_nor_told(folder, monkeypatch):
     tools = RlTools(OneRun(folder / "home"), Site())
     tools._pending = pending()
     monkeypatch.setenv("MY_API_KEY", rl_agent.PLANTED)
-    assert "secret" in edit(tools, "track.project", f"use {rl_agent.PLANTED}")["error"]
+    assert "secret" in edit(tools, "wandb_name", f"use {rl_agent.PLANTED}")["error"]
     tools.manager.run = replace(tools.manager.run, state="failed", reason=f"401 for {rl_agent.PLANTED}")
     assert tools.rl_check_status("abcd2345")["error"] == "401 for [MY_API_KEY]"
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+import httpx
 import pytest
 from served import json_app
 from starlette.responses import RedirectResponse
@@ -140,6 +141,23 @@ def test_the_commands_hide_their_environment(monkeypatch):
     with pytest.raises(SystemExit):
         main.main()
     assert hidden
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="no ps on this machine")
+@pytest.mark.parametrize("words", [["--token", "open-sesame"], ["--token=open-sesame"]])
+def test_the_token_of_a_server_is_not_among_its_arguments(tmp_path, words):
+    command = [sys.executable, "-m", "palestra", "trajectory", "--port", "0", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
+        url = server.stdout.readline().split()[-1]  # it answers now
+        shown = subprocess.run(["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True, text=True, check=True)
+        statuses = [
+            httpx.get(f"{url}/status", headers={"Authorization": f"Bearer {token}"}, trust_env=False).status_code
+            for token in ("open-sesame", "another")
+        ]
+        server.terminate()
+    assert "trajectory --port 0" in shown.stdout
+    assert "open-sesame" not in shown.stdout
+    assert statuses[0] != 401 == statuses[1]
 
 
 def test_a_password_inside_a_url_is_replaced_and_not_passed_on():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.core.errors import MissingPackageError, UnsupportedError
@@ -31,6 +32,7 @@ class Containers:
 
     engine: str  # docker or podman
     image: str
+    is_rootless: bool = False  # podman of an ordinary user
 
     @classmethod
     def of_image(cls, image: str) -> Containers:
@@ -38,27 +40,38 @@ class Containers:
         reasons = []
         for engine in ("docker", "podman"):
             if not (reason := _why_not(engine)):
-                return cls(engine, image)
+                rootless = _ask(engine, "info", "--format", "{{.Host.Security.Rootless}}")  # an error of docker
+                return cls(engine, image, rootless.stdout.strip() == "true")
             reasons.append(reason)
         raise MissingPackageError(
             f"--agent-image {image} needs docker or podman: {'; '.join(reasons)}. Install one or start its service, or "
             "run the program without a container by --agent-cmd"
         )
 
+    def gateway_host(self) -> str:
+        """The address for a gateway that containers reach, while they reach nothing else on our loopback address."""
+        if self.is_rootless and sys.platform == "linux":
+            return "127.0.0.1"  # `command` hands its ports on
+        inspect = ("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")  # of docker
+        host = _ask(self.engine, *inspect).stdout.strip() if sys.platform == "linux" else ""
+        try:
+            socket.create_server((host or "?", 0)).close()
+            return host
+        except OSError:  # podman as root, or containers of a virtual machine, another namespace or another machine
+            raise UnsupportedError(
+                "containers of this system reach no address that is theirs alone; set --agent-host to one that they "
+                "reach, such as 0.0.0.0, and PALESTRA_TOKEN"
+            ) from None
+
     def command(
-        self, command: Sequence[str], name: str, folder: Path, variables: Iterable[str], base_url: str
+        self, command: Sequence[str], name: str, folder: Path, variables: Iterable[str], base_urls: Sequence[str]
     ) -> list[str]:
         """Run `command` (empty: the image's own) with the attempt's folder and the named variables.
 
         Their values are not among the arguments, which every local user can read.
         """
-        options = []
-        if is_loopback(urlsplit(base_url).hostname or ""):  # only the host's network reaches our loopback address
-            if sys.platform != "linux":  # containers run in a virtual machine
-                raise UnsupportedError(
-                    "containers on this system cannot reach 127.0.0.1; set --agent-host 0.0.0.0 and PALESTRA_TOKEN"
-                )
-            options.append("--network=host")
+        ports = {url.port for url in map(urlsplit, base_urls) if is_loopback(url.hostname or "")}
+        options = [f"--network=pasta:{','.join(f'-T,{port}' for port in sorted(map(str, ports)))}"] if ports else []
         if self.engine == "docker" or shutil.which("catatonit"):  # docker has its own init, podman needs a package
             options.append("--init")
         folder.chmod(0o777)  # the image may have a user of its own; the folder above is ours alone
@@ -86,13 +99,19 @@ def _why_not(engine: str) -> str:
     """Reason why an engine cannot be used; empty if it can."""
     if shutil.which(engine) is None:
         return f"{engine} is not installed"
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "timeout": _ANSWER_S}
-    # not a pipe, which a service that the engine starts would hold open
-    with tempfile.TemporaryFile() as errors:
-        try:
-            done = subprocess.run([engine, "version"], stderr=errors, check=False, **options)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"`{engine} version` failed ({error})"
-        errors.seek(0)
-        said = errors.read(10_000).decode("utf-8", "replace").strip().splitlines()
+    done = _ask(engine, "version")
+    said = done.stderr.strip().splitlines()
     return f"`{engine} version` failed ({said[-1] if said else 'no output'})" if done.returncode else ""
+
+
+def _ask(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of an engine. One that cannot be run has failed, with the reason as its error output."""
+    # not pipes, which a service that the engine starts would hold open
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        null = subprocess.DEVNULL
+        try:
+            done = subprocess.run(command, stdin=null, stdout=out, stderr=errors, timeout=_ANSWER_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return subprocess.CompletedProcess(command, -1, "", str(error))
+        texts = [os.pread(file.fileno(), 10_000, 0).decode("utf-8", "replace") for file in (out, errors)]
+    return subprocess.CompletedProcess(command, done.returncode, *texts)

@@ -128,7 +128,8 @@ class CommandAgent(ProgramAgent):
         assert self.containers is not None
         passed = {name: os.environ[name] for name in passed_on(os.environ) if name in os.environ}
         variables = {**passed, **self.env, **endpoint.variables(), **_file_variables(FOLDER)}
-        command = self.containers.command(self.command, folder.name, folder, variables, endpoint.base_url)
+        urls = [each.base_url for each in (endpoint, *endpoint.agents.values())]
+        command = self.containers.command(self.command, folder.name, folder, variables, urls)
         env = {**clean_environment(ENGINE_VARIABLES), **variables}
         ended = None
         try:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
@@ -21,12 +25,24 @@ if TYPE_CHECKING:
 _BACKLOG = 2048  # connections that wait until the server accepts them
 
 
+def hide_token(ctx: click.Context, param: click.Parameter, token: str | None) -> str | None:
+    """Start this process again with the token in PALESTRA_TOKEN: other users can read a process's arguments."""
+    if token and ctx.get_parameter_source("token") is ParameterSource.COMMANDLINE and sys.platform != "win32":
+        words = "".join(f"\0{word}" for word in sys.orig_argv[1:])
+        if re.search(f"\0--token[=\0]{re.escape(token)}(\0|$)", words):  # else a function called the command
+            kept = re.sub("\0--token[=\0][^\0]*", "", words).split("\0")[1:]
+            os.execve(sys.executable, [sys.executable, *kept], {**os.environ, "PALESTRA_TOKEN": token})
+    return token
+
+
 def address_options(port: int) -> Any:
     """The options --host, --port and --token of a server."""
 
     def add(function: Any) -> Any:
         for option in (
-            click.option("--token", envvar="PALESTRA_TOKEN", help="Required of every client. [env: PALESTRA_TOKEN]"),
+            click.option(
+                "--token", envvar="PALESTRA_TOKEN", show_envvar=True, callback=hide_token, help="Clients need it."
+            ),
             click.option("--port", default=port, show_default=True, type=click.IntRange(0, 65535), help="0: any free."),
             click.option("--host", default="127.0.0.1", show_default=True, help="Others than loopback need a token."),
         ):

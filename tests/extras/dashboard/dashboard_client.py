@@ -10,6 +10,8 @@ from palestra.extras.dashboard.catalog import Catalog, run_folders
 from palestra.runs.manager import RunManager
 
 ADDRESS = "http://127.0.0.1:8004"
+TOKEN = "a-token-of-this-test"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 class Api:
@@ -28,9 +30,13 @@ class Api:
         return self("rollouts", **({"sort": "oldest", "limit": 200} | params))["rollouts"]
 
 
-def client_of(path: Path, home: Path, token: str | None = None) -> TestClient:
-    app = dashboard_app(Catalog(RunManager(home), list(run_folders(path))), token)
-    return TestClient(app, base_url=ADDRESS)
+def client_for(catalog: Catalog, **options) -> TestClient:
+    """A client that sends the token."""
+    return TestClient(dashboard_app(catalog, TOKEN, **options), base_url=ADDRESS, headers=BEARER)
+
+
+def client_of(path: Path, home: Path) -> TestClient:
+    return client_for(Catalog(RunManager(home), list(run_folders(path))))
 
 
 def api_of(run: RunFolder, home: Path) -> Api:

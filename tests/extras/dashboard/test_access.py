@@ -1,14 +1,21 @@
-"""Who is answered: this machine's own page, or whoever has the token; no other site, whatever it sends."""
+"""Who is answered: whoever has the token, and no other site, whatever it sends."""
 
+import re
 from itertools import product
 
 import pytest
-from dashboard_client import ADDRESS, client_of
+from dashboard_client import ADDRESS, BEARER, TOKEN, client_for, client_of
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
 from starlette.testclient import TestClient
 
+from palestra.cli import agent_tools as tools_command
+from palestra.cli import dashboard as dashboard_command
+from palestra.cli import main
 from palestra.extras.agent_tools.http_api import http_app
+from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.agent_tools.tools import Clients, RlTools
-from palestra.extras.dashboard.app import dashboard_app
+from palestra.extras.dashboard.app import STATIC
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
@@ -26,9 +33,6 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
         {"Origin": "http://127.0.0.1:3000"},  # another server of this machine
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
-        {"Host": "evil.example"},
-        {"Host": "127.0.0.1.evil.example:8004"},
-        {"Host": ""},
     ],
     ids=str,
 )
@@ -38,26 +42,58 @@ def test_a_request_of_another_site_is_refused_with_any_method(client, headers) -
         assert response.status_code == 403, (method, path)
 
 
-def test_the_own_page_is_answered_and_a_form_of_html_cannot_change_anything(client, api) -> None:
+def test_the_own_page_is_answered(client) -> None:
     own = {"Origin": ADDRESS, "Sec-Fetch-Site": "same-origin"}
     assert client.get("/api/runs", headers=own).status_code == client.get("/api/runs").status_code == 200
-    for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data", ""):
-        assert client.post(f"{api.path}/stop", content="{}", headers={"Content-Type": kind}).status_code == 415
+
+
+JSON = ("application/json", "application/json; charset=utf-8", "Application/JSON ;charset=utf-8")
+NOT_JSON = (
+    *("application/x-www-form-urlencoded", "text/plain", "multipart/form-data", "", "text/plain; x=json"),
+    *("text/plain;application/json", "application/jsonx", "application/json, text/plain", "text/json"),
+)
+
+
+@pytest.mark.parametrize(("kind", "status"), [*((kind, 422) for kind in JSON), *((kind, 415) for kind in NOT_JSON)])
+def test_only_a_body_of_json_is_read(changing, kind, status) -> None:
+    headers = {"Content-Type": kind}
+    assert changing.post("/api/form/check", content='{"unknown": 1}', headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_an_address_that_was_clicked_outside_of_a_page_changes_nothing(changing, method) -> None:
+    outside = {"Sec-Fetch-Site": "none", "Content-Type": "application/json"}
+    for path in ("/api/form", "/api/form/check", "/api/runs", "/api/runs/x", "/api/runs/x/stop", "/api/chats"):
+        assert changing.request(method, path, headers=outside).status_code == 403, path
+    assert changing.get("/api/runs", headers={"Sec-Fetch-Site": "none"}).status_code == 200
+
+
+def test_no_get_runs_an_agent_file(changing, tmp_path, monkeypatch) -> None:
+    marker, agent_file = tmp_path / "marker", tmp_path / "shop.py"
+    agent_file.write_text(f"open({str(marker)!r}, 'w')\nagent = suite = None\n")
+    for path in [route.path for route in changing.app._app.routes if "GET" in getattr(route, "methods", ())]:
+        if not path.endswith("/events"):  # without an end
+            changing.get(path.replace("{run}", "x"), params={"agent_file": str(agent_file), "name": str(agent_file)})
+    assert not marker.exists()
+    assert changing.get("/api/form", params={"agent_file": str(agent_file)}).status_code == 405
 
 
 def test_without_the_token_no_page_is_shown_and_in_the_address_it_becomes_a_cookie(run, tmp_path) -> None:
-    client = client_of(run.path, tmp_path / "home", token="secret")
+    client = client_of(run.path, tmp_path / "home")
+    del client.headers["Authorization"]
     for path in PATHS:
         assert client.get(path).status_code == 401
         assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
-        assert client.get(path, headers={"Cookie": "palestra_token=wrong"}).status_code == 401
+        assert client.get(path, headers={"Cookie": "palestra_token_8004=wrong"}).status_code == 401
+        assert client.get(path, headers={"Host": "evil.example"}).status_code == 401
     assert client.get("/?token=wrong").status_code == 401
-    assert client.get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
-    response = client.get("/?token=secret", follow_redirects=False)
+    assert client.get("/api/runs", headers=BEARER).status_code == 200
+    response = client.get(f"/?token={TOKEN}", follow_redirects=False)
     assert (response.status_code, response.headers["location"]) == (303, "./")
     cookie = response.headers["set-cookie"].lower()
     assert "httponly" in cookie, "scripts cannot read it"
     assert "samesite=strict" in cookie
+    assert cookie.startswith("palestra_token_8004="), "another dashboard of this machine has its own"
     assert client.get("/api/runs").status_code == 200  # the client keeps cookies
     crossed = {"Origin": "https://evil.example"}
     assert client.get("/api/runs", headers=crossed).status_code == 403  # the cookie alone is not enough
@@ -77,33 +113,75 @@ def test_every_answer_has_the_security_headers(client, path) -> None:
 # The dashboard as a part of `palestra http`
 
 
-@pytest.fixture(params=[None, "secret"])
-def token(request) -> str | None:
-    return request.param
+@pytest.fixture
+def changing(tmp_path, monkeypatch) -> TestClient:
+    """A client of a dashboard that starts runs, of the folder."""
+    monkeypatch.chdir(tmp_path)
+    manager = RunManager(tmp_path / "home")
+    return client_for(Catalog(manager), launcher=FormLauncher(manager, Site()))
 
 
 @pytest.fixture
-def mounted(tmp_path, token) -> TestClient:
-    manager = RunManager(tmp_path)
+def mounted(changing, tmp_path) -> TestClient:
+    """A client without the token."""
+    manager = RunManager(tmp_path / "home")
     clients = Clients(lambda: RlTools(manager, Site()))
-    return TestClient(http_app(clients, token, dashboard_app(Catalog(manager), token)), base_url=ADDRESS)
+    return TestClient(http_app(clients, TOKEN, changing.app), base_url=ADDRESS)
 
 
-def test_the_tools_and_the_dashboard_are_both_there_each_behind_its_guard(mounted, token) -> None:
-    paths = ("/dashboard/", "/dashboard/api/runs", "/tools", "/openapi.json")
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    for path in paths:
-        assert mounted.get(path, headers=headers).status_code == 200, path
-        assert mounted.get(path, headers={**headers, "Sec-Fetch-Site": "cross-site"}).status_code == 403 or token
-        if token is not None:
-            assert mounted.get(path).status_code == 401
-    page = mounted.get("/dashboard/", headers=headers).text
+def addresses(app, prefix: str = "") -> set[tuple[str, str]]:
+    """Method and path of every route, below mounts and guards too."""
+    while not hasattr(app, "routes"):
+        app = app.app if isinstance(app, StaticFiles) else app._app
+    found = set()
+    for route in app.routes:
+        path = prefix + re.sub(r"{[^}]+}", "x", route.path)
+        if isinstance(route, Mount) and isinstance(route.app, StaticFiles):
+            found |= {("GET", f"{path}/{file.relative_to(STATIC)}") for file in STATIC.rglob("*") if file.is_file()}
+        elif isinstance(route, Mount):
+            found |= addresses(route.app, path)
+        else:
+            found |= {(method, path) for method in route.methods}
+    return found
+
+
+def test_without_the_token_no_path_is_answered(mounted) -> None:
+    every = addresses(mounted.app)
+    assert {("GET", "/dashboard/static/app.js"), ("POST", "/dashboard/api/runs"), ("GET", "/docs")} <= every
+    assert {("POST", "/tools/rl_start_training"), ("GET", "/dashboard/"), ("DELETE", "/dashboard/api/runs/x")} <= every
+    assert len(every) > 100
+    headers = {"Content-Type": "application/json", "Sec-Fetch-Site": "same-origin"}
+    statuses = {row: mounted.request(*row, headers=headers).status_code for row in sorted(every)}
+    assert {row: status for row, status in statuses.items() if status not in (401, 403)} == {}
+
+
+@pytest.mark.parametrize("command", ["dashboard", "http"])
+def test_a_server_without_a_token_makes_a_random_one_and_prints_it(command, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PALESTRA_HOME", str(tmp_path))
+    monkeypatch.delenv("PALESTRA_TOKEN", raising=False)
+    served = []
+    for module in (dashboard_command, tools_command):
+        monkeypatch.setattr(module, "run_server", lambda *arguments: served.append(arguments))
+    assert main.run([command, "--port", "0"]) == main.run([command, "--port", "0"]) == 0
+    tokens = [re.search(r"/\?token=(\S+)", path)[1] for _, socket, _, path in served if not socket.close()]
+    assert tokens[0] != tokens[1]
+    assert min(map(len, tokens)) >= 32
+    page = "/dashboard/" if command == "http" else "/"
+    client = TestClient(served[0][0], base_url=ADDRESS)
+    assert client.get(page).status_code == 401
+    assert client.get(f"{page}?token={tokens[0]}").status_code == 200
+
+
+def test_the_tools_and_the_dashboard_are_both_there_each_behind_its_guard(mounted) -> None:
+    for path in ("/dashboard/", "/dashboard/api/runs", "/tools", "/openapi.json"):
+        assert mounted.get(path, headers=BEARER).status_code == 200, path
+    page = mounted.get("/dashboard/", headers=BEARER).text
     assert 'src="/' not in page, "addresses are relative to the page"
     assert 'href="/' not in page
-    assert mounted.get("/dashboard", headers=headers).status_code == 200  # redirected
-    if token is not None:  # the cookie is for the dashboard alone
-        answer = mounted.get(f"/dashboard/?token={token}", follow_redirects=False)
-        assert answer.headers["location"] == "./"
-        assert "path=/dashboard" in answer.headers["set-cookie"].lower()
-        assert mounted.get("/dashboard/api/runs").status_code == 200
-        assert mounted.get("/tools").status_code == 401
+    assert mounted.get("/dashboard", headers=BEARER).status_code == 200  # redirected
+    answer = mounted.get(f"/dashboard/?token={TOKEN}", follow_redirects=False)  # the cookie is for the dashboard alone
+    assert answer.headers["location"] == "./"
+    assert "path=/dashboard" in answer.headers["set-cookie"].lower()
+    assert mounted.get("/dashboard/api/runs").status_code == 200
+    assert mounted.get("/tools").status_code == 401

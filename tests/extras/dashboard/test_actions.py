@@ -5,10 +5,12 @@ import json
 import shutil
 import sys
 from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
 
 import pytest
 from builders import wait_until
-from dashboard_client import ADDRESS
+from dashboard_client import client_for
 from listed_runs import list_run
 from starlette.testclient import TestClient
 
@@ -18,8 +20,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.envs.config_fields import EnvDescription
 from palestra.extras.agent_tools import launcher as launchers
 from palestra.extras.agent_tools.launcher import FormLauncher
-from palestra.extras.dashboard import chats, jobs
-from palestra.extras.dashboard.app import dashboard_app
+from palestra.extras.dashboard import action_routes, chats, jobs
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
@@ -51,13 +52,12 @@ def page(tmp_path, monkeypatch) -> Page:
     monkeypatch.setattr(launchers, "_describe_agent", lambda found: own)
     manager = Started(tmp_path / "home")
     site = Site(run={"train.beta": 0.1}, maximum={"train.max_steps": 100})
-    app = dashboard_app(Catalog(manager), launcher=FormLauncher(manager, site))
-    with TestClient(app, base_url=ADDRESS) as client:
+    with client_for(Catalog(manager), launcher=FormLauncher(manager, site)) as client:
         yield Page(client, manager)
 
 
 def test_a_form_has_the_values_of_the_subject_shows_what_is_locked_and_says_what_is_wrong(page) -> None:
-    form = page.call("GET", "/api/form?agent_file=demo")
+    form = page.call("POST", "/api/form", agent_file="demo")
     fields = {row["name"]: row for row in form["fields"]}
     assert fields["train.max_steps"]["value"] == 24
     assert fields["train.max_steps"]["kind"] == "integer"
@@ -77,7 +77,8 @@ def test_a_run_is_started_with_the_edited_and_the_locked_settings_and_a_bad_fiel
     assert answer["error"]["field"] == "train.max_steps"
     assert page.manager.list() == []
     page.call("POST", "/api/runs", 400, agent_file="demo", environment="calculator")
-    page.call("POST", "/api/runs", 400, agent_file="no/such/file.py")
+    for name in ("no/such/file.py", "\0.py", "x" * 5000 + ".py"):
+        page.call("POST", "/api/runs", 400, agent_file=name)
     page.call("POST", "/api/runs", 422, agent_file="demo", unknown=1)
     run = page.call("POST", "/api/runs", 201, agent_file="demo", values={"train.max_steps": "3"}, name="my run")["run"]
     assert (run["name"], run["state"], run["actions"]) == ("my-run", "pending", ["stop"])
@@ -124,8 +125,45 @@ def test_agent_files_are_found_by_their_text_and_not_run(page, tmp_path) -> None
     assert "calculator" in page.call("GET", "/api/environment?name=calculator")["docs"]
 
 
+def test_code_is_run_from_the_working_directory_and_the_folders_named_at_the_start_alone(tmp_path, monkeypatch) -> None:
+    names = ("here", "here/deeper", "named", "elsewhere")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shop.py").write_text("agent = 1\nsuite = 2\n")
+    (tmp_path / "here" / "link.py").symlink_to(tmp_path / "elsewhere" / "shop.py")
+    monkeypatch.chdir(tmp_path / "here")
+    ran = []
+    monkeypatch.setattr(launchers, "_describe_agent", lambda found: ran.append(found) or EnvDescription([], {}))
+    manager = Started(tmp_path / "home")
+    client = client_for(Catalog(manager), launcher=FormLauncher(manager, Site(), [tmp_path / "named"]))
+    outside = [tmp_path / "elsewhere" / "shop.py", "../elsewhere/shop.py", "link.py", "../named/../elsewhere/shop.py"]
+    for path, agent_file in product(("/api/form", "/api/form/check", "/api/runs"), outside):
+        assert client.post(path, json={"agent_file": str(agent_file)}).status_code == 400
+    assert ran == []
+    for agent_file in ("shop.py", "deeper/shop.py", str(tmp_path / "named" / "shop.py")):
+        assert client.post("/api/form", json={"agent_file": agent_file}).status_code == 200
+    listed = client.get("/api/environments").json()["agents"]
+    assert listed == ["demo", "link.py", "shop.py", str(tmp_path / "named" / "shop.py")]
+
+
+def test_measures_of_another_folder_are_not_run(run, tmp_path, monkeypatch) -> None:
+    outside = tmp_path / "stricter.py"
+    outside.write_text("")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    ran = []
+    monkeypatch.setattr(action_routes, "command", lambda words: ran.append(words) or (lambda job: None))
+    client = client_of_one(Started(tmp_path / "home"), run)
+    path = f"/api/runs/{client.get('/api/runs').json()['runs'][0]['id']}/rescore"
+    assert client.post(path, json={"measures": str(outside)}).status_code == 400
+    assert ran == []
+    Path("own.py").write_text("")
+    assert client.post(path, json={"measures": "own.py"}).status_code == 202
+    assert ran[0][2:4] == ["--measures", "own.py"]
+
+
 def test_a_viewer_changes_nothing(run, tmp_path) -> None:
-    client = TestClient(dashboard_app(Catalog(RunManager(tmp_path / "home"), [run])), base_url=ADDRESS)
+    client = client_for(Catalog(RunManager(tmp_path / "home"), [run]))
     assert client.get("/api/status").json()["can_start"] is False
     for path in ("/api/runs", "/api/form/check", "/api/chats"):
         assert client.post(path, json={}).status_code in (404, 405)
@@ -224,9 +262,8 @@ def test_only_a_few_chats_are_open_at_once(page, program) -> None:
     page.call("POST", "/api/chats", 422, run="x", checkpoint="../../etc")
 
 
-def client_for(manager: RunManager, folder: RunFolder) -> TestClient:
-    app = dashboard_app(Catalog(manager, [folder]), launcher=FormLauncher(manager, Site()))
-    return TestClient(app, base_url=ADDRESS)
+def client_of_one(manager: RunManager, folder: RunFolder) -> TestClient:
+    return client_for(Catalog(manager, [folder]), launcher=FormLauncher(manager, Site()))
 
 
 def test_a_copy_of_a_run_has_an_id_of_its_own_and_cannot_change_the_original(run, tmp_path) -> None:
@@ -234,7 +271,7 @@ def test_a_copy_of_a_run_has_an_id_of_its_own_and_cannot_change_the_original(run
     list_run(manager.home, "abcd2345", run, state="completed")
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
-    client = client_for(manager, RunFolder(copy))
+    client = client_of_one(manager, RunFolder(copy))
     copy_id = client.get("/api/runs").json()["runs"][0]["id"]
     assert copy_id != "abcd2345"
     assert {"stop", "resume", "delete"}.isdisjoint(client.get(f"/api/runs/{copy_id}").json()["actions"])
@@ -245,7 +282,7 @@ def test_a_copy_of_a_run_has_an_id_of_its_own_and_cannot_change_the_original(run
         assert client.post(f"/api/runs/{run_id}/stop", json={}).status_code >= 400
     assert run.record_file.is_file()
     assert manager.get("abcd2345").state == "completed"
-    client = client_for(manager, run)  # its own dashboard
+    client = client_of_one(manager, run)  # its own dashboard
     (shown,) = client.get("/api/runs").json()["runs"]
     assert shown["id"] == "abcd2345"
     assert client.delete("/api/runs/abcd2345", headers={"Content-Type": "application/json"}).status_code == 200
@@ -258,7 +295,7 @@ def test_two_copies_are_two_runs(run, tmp_path) -> None:
     for name in ("one", "two"):
         shutil.copytree(run.path, tmp_path / name)
         folders.append(RunFolder(tmp_path / name))
-    client = TestClient(dashboard_app(Catalog(RunManager(tmp_path / "home"), folders)), base_url=ADDRESS)
+    client = client_for(Catalog(RunManager(tmp_path / "home"), folders))
     shown = client.get("/api/runs").json()["runs"]
     assert len({row["id"] for row in shown}) == 2
     for row in shown:
@@ -270,6 +307,6 @@ def test_two_copies_are_two_runs(run, tmp_path) -> None:
 )
 def test_a_damaged_index_file_does_not_hide_the_run(run, tmp_path, text) -> None:
     run.index_file.write_text(text)
-    client = TestClient(dashboard_app(Catalog(RunManager(tmp_path / "home"), [run])), base_url=ADDRESS)
+    client = client_for(Catalog(RunManager(tmp_path / "home"), [run]))
     (row,) = client.get("/api/runs").json()["runs"]
     assert row["id"].isalnum()

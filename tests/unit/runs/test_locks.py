@@ -107,6 +107,12 @@ def test_backend_addresses_folders_and_accounts_are_locked_by_default(profile):
     assert {key for name in classes for key in SETTING_CLASSES[name]} <= locked
 
 
+def test_an_agent_can_neither_switch_the_programs_sandbox_off_nor_choose_the_project_of_a_tracker():
+    locked = {lock.setting for lock in locks_of(Site())}
+    assert {"agent.sandbox", "track.project"} <= locked
+    assert {"agent.sandbox", "track.project"} <= {lock.setting for lock in locks_of(Site(profile="tinker"))}
+
+
 def test_a_site_decides_or_unlocks_a_setting_that_is_locked_by_default():
     site = Site(run={"vllm.url": "http://gpu:8000", "vllm.mode": "server"}, unlock=["track.entity", "model.name"])
     locks = {lock.setting: lock for lock in locks_of(site)}

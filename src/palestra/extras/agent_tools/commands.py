@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 
@@ -58,8 +60,12 @@ def http(host: str, port: int, token: str | None) -> None:
 
     \b
     palestra http
-    curl -X POST http://127.0.0.1:8003/tools/rl_list_environments
+    curl -X POST http://127.0.0.1:8003/tools/rl_list_environments -H "Authorization: Bearer TOKEN"
+
+    It prints the token, a random one unless --token or PALESTRA_TOKEN sets it.
     """
+    socket = server_port(host, port, token)
+    token = token or secrets.token_urlsafe()
     with needs_extra("this", "http"):
         from palestra.extras.agent_tools.http_api import http_app
 
@@ -67,7 +73,8 @@ def http(host: str, port: int, token: str | None) -> None:
     clients = Clients(lambda: RlTools(manager, site))
     launcher = FormLauncher(manager, site)
     dashboard = provided("the dashboard")(manager, token, launcher) if is_installed("dashboard") else None
-    run_server(http_app(clients, token, dashboard), server_port(host, port, token), "the tools are served at")
+    path = f"/dashboard/?token={quote(token, safe='')}\nthe tools need the header Authorization: Bearer {token}"
+    run_server(http_app(clients, token, dashboard), socket, "the dashboard is at", path)
 
 
 @click.group("tools")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,11 @@ _KINDS = {"integer": "integer", "number": "number", "boolean": "boolean", "strin
 class FormLauncher:
     """How the dashboard starts runs, tests and exports. Code of users is read in processes of its own."""
 
-    def __init__(self, manager: RunManager, site: Site) -> None:
+    def __init__(self, manager: RunManager, site: Site, folders: Sequence[Path] = ()) -> None:
+        """`folders`: where code may lie besides the working directory."""
         self._manager = manager
         self._site = site
+        self._folders = [Path.cwd(), *map(Path.resolve, folders)]
         self._testing = threading.Lock()
         self._described: dict[tuple[str, Path, int], EnvDescription] = {}
 
@@ -53,11 +56,29 @@ class FormLauncher:
         found = discover()
         errors = {str(path): reason for path, reason in found.errors.items()}
         ordered = sorted(found.environments, key=lambda env: (bool(env.preset), env.origin != "built-in"))
-        return {"environments": [_listed(env) for env in ordered], "errors": errors, "agents": agent_files()}
+        return {"environments": [_listed(env) for env in ordered], "errors": errors, "agents": self._agent_files()}
 
     def environment(self, name: str) -> dict[str, Any]:
         found = discover().named(name)
         return {**_listed(found), "docs": _docs(found), "tools": None}
+
+    def _agent_files(self) -> list[str]:
+        """The demo, and files of the folders that look like agent files, by their text alone."""
+        here, *named = self._folders
+        folders = [here, here / "agents", here / "examples", *named]
+        files = [path for folder in folders for path in sorted(folder.glob("*.py")) if _is_agent_file(path)]
+        shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in files]
+        return [DEMO, *shown[:_MAX_AGENTS]]
+
+    def code_file(self, name: str) -> Path:
+        path = Path(name)
+        is_file = os.path.isfile(name) and path.suffix == ".py"  # False for names that no file can have
+        if not (is_file and any(path.resolve().is_relative_to(folder) for folder in self._folders)):
+            raise NotFoundError(
+                f"there is no Python file {name[:200]} in the working directory of this server; other folders are "
+                "named at its start: palestra dashboard --agents-folder FOLDER"
+            )
+        return path
 
     def form(self, body: SubjectBody) -> dict[str, Any]:
         draft = self._draft(body)
@@ -108,9 +129,14 @@ class FormLauncher:
     def _draft(self, body: SubjectBody) -> PendingRunConfig:
         if (body.environment is None) == (body.agent_file is None):
             raise SettingError("name an environment or an agent file, and not both")
-        found = _agent(str(body.agent_file)) if body.environment is None else discover().named(body.environment)
+        found = self._agent(str(body.agent_file)) if body.environment is None else discover().named(body.environment)
         changed = found.file_path.stat().st_mtime_ns if found.file_path.is_file() else 0
         return PendingRunConfig.of(found, self._description(found, changed), self._site)
+
+    def _agent(self, agent_file: str) -> DiscoveredEnv:
+        """An agent file as something that can be drafted; it has no class."""
+        path = Path(DEMO) if agent_file == DEMO else self.code_file(agent_file)
+        return DiscoveredEnv(path.stem, "", path, "", "configured")
 
     def _description(self, found: DiscoveredEnv, changed: int) -> EnvDescription:
         """The description of a file, cached until the file changes: each change of a form asks for it."""
@@ -119,14 +145,6 @@ class FormLauncher:
             made = describe(found) if found.class_name else _describe_agent(found)
             self._described = dict([*self._described.items(), (key, made)][-_MAX_DESCRIBED:])
         return self._described[key]
-
-
-def agent_files() -> list[str]:
-    """The demo, and the files of the working directory that look like agent files, by their text alone."""
-    found = []
-    for folder in (Path(), Path("agents"), Path("examples")):
-        found += [str(path) for path in sorted(folder.glob("*.py")) if _is_agent_file(path)]
-    return [DEMO, *found[:_MAX_AGENTS]]
 
 
 def _is_agent_file(path: Path) -> bool:
@@ -140,14 +158,6 @@ def _parsed(path: Path) -> ast.Module:
         return ast.parse(read_regular(path, MAX_BYTES))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return ast.Module([], [])
-
-
-def _agent(agent_file: str) -> DiscoveredEnv:
-    """An agent file as something that can be drafted; it has no class."""
-    path = Path(agent_file)
-    if agent_file != DEMO and not (path.is_file() and path.suffix == ".py"):
-        raise NotFoundError(f"there is no agent file {agent_file[:200]}; give a Python file, or {DEMO}")
-    return DiscoveredEnv(DEMO if agent_file == DEMO else path.stem, "", path, "", "configured")
 
 
 def _describe_agent(found: DiscoveredEnv) -> EnvDescription:

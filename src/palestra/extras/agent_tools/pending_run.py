@@ -55,8 +55,7 @@ _OF_TRAINER = ("batch_size",)  # fields of an Atropos environment that the train
 _USUAL = {
     "model.name", "train.max_steps", "train.learning_rate", "train.problems_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "rollout.max_tool_rounds", "lora.r", "train.loss", "train.beta",
-    "echo.coefficient", "stages.plan", "eval.every", "checkpoint.every", "track.report_to", "track.project",
-    "track.run_name", "seed",
+    "echo.coefficient", "stages.plan", "eval.every", "checkpoint.every", "track.report_to", "track.run_name", "seed",
 }  # fmt: skip
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _MAX_VALUE_CHARS = 10_000
@@ -288,6 +287,7 @@ class PendingRunConfig:
             "vllm.url": server,
             "rollout.weights_folder": server or self.value("rollout.policy_url") is not None,
             "track.entity": "wandb" in self.value("track.report_to"),
+            "track.project": bool(self.value("track.report_to")),
         }
         return [lock for lock in self.locks if effective.get(lock.setting or "", True)]
 

@@ -1,4 +1,4 @@
-"""Access control of the dashboard: this machine, or clients with the token; never pages of other sites."""
+"""Access control of the dashboard: clients with the token, and never pages of other sites."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.core.http import is_loopback
-from palestra.servers.guard import host_of
 from palestra.servers.http_errors import error_body
 
-COOKIE = "palestra_token"
 # Scripts and styles come from this server alone, so that what a model wrote cannot run even where it is not escaped.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -31,12 +28,12 @@ _SAFE = ("GET", "HEAD")
 
 
 class Access:
-    """Checks Host, Origin, Sec-Fetch-Site and the token of every request, and adds the security headers.
+    """Checks Origin, Sec-Fetch-Site and the token of every request, and adds the security headers.
 
     A browser cannot send a token with a link or an EventSource: `?token=…` is exchanged for a cookie once.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
 
@@ -59,36 +56,44 @@ class Access:
     def _refusal(self, request: Request) -> Response | None:
         if not _is_own_page(request):
             return _error(403, "requests of other sites are not answered; open the dashboard itself")
-        if request.method not in _SAFE and "json" not in request.headers.get("content-type", ""):
-            return _error(415, "send Content-Type: application/json")
-        if self._token is None:
-            host = host_of(f"//{request.headers.get('host', '')}")
-            return None if is_loopback(host) else _error(403, f"the host {host[:80]!r} is not this machine")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if any(self._is_token(text) for text in (bearer, request.cookies.get(COOKIE, ""), _asked(request))):
-            return None
-        return _error(401, "the token is missing or wrong; open the address that `palestra dashboard` printed")
+        cookie = request.cookies.get(_cookie_name(request), "")
+        if not any(self._is_token(text) for text in (bearer, cookie, _asked(request))):
+            return _error(401, "the token is missing or wrong; open the address that was printed at the start")
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method not in _SAFE and media_type != "application/json":
+            return _error(415, "send Content-Type: application/json")
+        return None
 
     def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode(), (self._token or "").encode())
+        return hmac.compare_digest(text.encode(), self._token.encode())
 
     def _exchange(self, request: Request) -> Response | None:
         """The page without the token in its address, which a history or a screenshot would keep."""
-        if self._token is None or request.method != "GET" or not self._is_token(_asked(request)):
+        if request.method != "GET" or not self._is_token(_asked(request)):
             return None
         answer = Response(status_code=303, headers={"Location": "./"})
-        answer.set_cookie(
-            COOKIE, self._token, httponly=True, samesite="strict", path=request.scope.get("root_path") or "/"
-        )
+        path = request.scope.get("root_path") or "/"
+        answer.set_cookie(_cookie_name(request), self._token, httponly=True, samesite="strict", path=path)
         return answer
 
 
 def _is_own_page(request: Request) -> bool:
-    """Whether no other site asks: by the Origin, which must be this server, and the browser's Sec-Fetch-Site."""
+    """Whether no other site asks: by the Origin, which must be this server, and the browser's Sec-Fetch-Site.
+
+    Browsers send Sec-Fetch-Site: none for an address that was typed, or clicked in a mail program. It may only read.
+    """
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return False
-    return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+    site = request.headers.get("sec-fetch-site", "same-origin")  # programs that are no browsers send none
+    return site == "same-origin" or (site == "none" and request.method in _SAFE)
+
+
+def _cookie_name(request: Request) -> str:
+    """One for each port: browsers send a host's cookies to all its ports, and each dashboard has its own token."""
+    port = request.headers.get("host", "").rpartition(":")[2]
+    return f"palestra_token_{port if port.isdecimal() and port.isascii() else 80}"
 
 
 def _asked(request: Request) -> str:

@@ -54,6 +54,10 @@ class Launcher(Protocol):
 
     def form(self, body: SubjectBody) -> dict[str, Any]: ...
 
+    def code_file(self, name: str) -> Path:
+        """A Python file whose code may run here; NotFoundError if there is none, or in another folder."""
+        ...
+
     def check(self, body: SubjectBody) -> dict[str, str]:
         """Error messages by field."""
         ...
@@ -76,7 +80,7 @@ class ActionRoutes:
         return [
             Route("/api/environments", self.environments, methods=["GET"]),
             Route("/api/environment", self.environment, methods=["GET"]),
-            Route("/api/form", self.form, methods=["GET"]),
+            Route("/api/form", self._with(SubjectBody, self.form), methods=["POST"]),
             Route("/api/form/check", self._with(SubjectBody, self.check), methods=["POST"]),
             Route("/api/runs", self._with(SubjectBody, self.start), methods=["POST"]),
             Route("/api/environments/test", self._with(TestBody, self.test), methods=["POST"]),
@@ -100,9 +104,7 @@ class ActionRoutes:
     def environment(self, request: Request) -> Response:
         return answer(self._launcher.environment(request.query_params.get("name", "")))
 
-    def form(self, request: Request) -> Response:
-        asked = request.query_params
-        body = SubjectBody(environment=asked.get("environment"), agent_file=asked.get("agent_file"))
+    def form(self, request: Request, body: SubjectBody) -> Response:
         return answer(self._launcher.form(body))
 
     def check(self, request: Request, body: SubjectBody) -> Response:
@@ -141,7 +143,8 @@ class ActionRoutes:
 
     def rescore(self, request: Request, body: RescoreBody) -> Response:
         found = self._allowed(request, "rescore")
-        words = ["rescore", str(found.folder.path), "--measures", body.measures, "--kind", body.kind, "--json"]
+        measures = str(self._launcher.code_file(body.measures))
+        words = ["rescore", str(found.folder.path), "--measures", measures, "--kind", body.kind, "--json"]
         words += ["--limit", str(body.limit)] if body.limit else []
         words += self._catalog.trust_words
         score = command(words)

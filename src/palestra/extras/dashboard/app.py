@@ -33,7 +33,7 @@ STATIC = Path(__file__).with_name("static")
 
 
 def dashboard_app(
-    catalog: Catalog, token: str | None = None, *, launcher: Launcher | None = None, path: Path | None = None
+    catalog: Catalog, token: str, *, launcher: Launcher | None = None, path: Path | None = None
 ) -> Access:
     """The application; `path` was opened instead of the index of runs. Without a launcher it is read-only."""
     jobs, chats = Jobs(), Chats(catalog)

@@ -30,6 +30,8 @@ from palestra.servers.openai.completer import Completer
 from palestra.sources.programs.collector import case_of, hidden_columns
 from palestra.sources.programs.outside import MAX_BODY, attempt_routes, case_answer, read_reward
 
+MAX_OPEN = 4096  # attempts
+
 
 class AttemptBody(BaseModel):
     """The case to attempt. The same seed and input give the same turns."""
@@ -57,6 +59,8 @@ class StandaloneGateway:
 
     async def _open(self, request: Request) -> Response:
         raw = await read_body(request, MAX_BODY)
+        if len(self._open_attempts) >= MAX_OPEN:
+            raise refuse(429, f"{MAX_OPEN} attempts are open, which is the limit; end some by posting their rewards")
         number = next(self._numbers)
         body = parse(AttemptBody.model_validate_json, raw or b"{}", 400)
         if body.input:

@@ -7,7 +7,27 @@ import httpx
 
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.types import Problem
+from palestra.sources.programs import standalone
 from palestra.sources.programs.standalone import StandaloneGateway
+
+
+def test_open_attempts_are_bounded_and_one_that_ends_makes_room(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(standalone, "MAX_OPEN", 2)
+
+    async def run():
+        lone = StandaloneGateway(model, tmp_path / "rollouts.jsonl")
+        await lone.gateway.start()
+        async with httpx.AsyncClient(base_url=lone.gateway.url, timeout=60) as client:
+            first, *others = [await client.post("/attempts", json={"input": "hello"}) for _ in range(4)]
+            key = {"Authorization": f"Bearer {first.json()['api_key']}"}
+            await client.post(f"/attempts/{first.json()['id']}/reward", json={"reward": 1}, headers=key)
+            again = await client.post("/attempts", json={"input": "hello"})
+        await lone.gateway.close()
+        return [answer.status_code for answer in (first, *others, again)], others[-1].json()["error"]["message"]
+
+    statuses, message = asyncio.run(run())
+    assert statuses == [200, 200, 429, 429, 200]
+    assert message.startswith("2 attempts")
 
 
 def test_an_attempt_is_opened_ended_and_written_down_with_its_very_tokens(model, tmp_path):

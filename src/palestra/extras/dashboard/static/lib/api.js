@@ -16,8 +16,13 @@ export const runPath = (id, ...rest) => ["runs", id, ...rest].map((part) => enco
 
 export const get = (path, parameters, signal) => request(address(path, parameters), { signal });
 
-export const send = (path, body = {}, method = "POST") =>
-  request(address(path), { method, body: JSON.stringify(body), headers: { "Content-Type": "application/json" } });
+export const send = (path, body = {}, method = "POST", signal = undefined) =>
+  request(address(path), {
+    method,
+    body: JSON.stringify(body),
+    headers: { "Content-Type": "application/json" },
+    signal,
+  });
 
 /** Server-sent events until `close()` of what is returned, or the signal; the browser connects again by itself. */
 export function follow(path, handlers, signal, parameters) {

@@ -38,12 +38,18 @@ export async function show({ query, signal }) {
     const [kind, name] = [value.slice(0, value.indexOf(":")), value.slice(value.indexOf(":") + 1)];
     remember({ environment: null, agent_file: null, [kind]: name });
     try {
-      replace(place, form({ [kind]: name }, await get("form", { [kind]: name }, signal)));
+      replace(place, form({ [kind]: name }, await send("form", { [kind]: name }, "POST", signal)));
     } catch (error) {
       replace(place, notice("bad", error.message));
     }
   };
-  await open(subject);
+  if (subject.startsWith("environment:") || subject === "agent_file:demo") {
+    await open(subject);
+  } else {
+    // Reading an agent file runs it, which an address alone must not do: a link in a mail can have any
+    const read = () => open(subject);
+    replace(place, h("button", { type: "button", onclick: read }, `Read ${query.get("agent_file")}`));
+  }
   return [
     pageHead("New run", {
       crumbs: [["Runs", link(["runs"])]],
