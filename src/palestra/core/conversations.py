@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import InputError, PalestraError, UnreadableFileError
-from palestra.core.messages import from_dict, read_json, to_dict
+from palestra.core.messages import from_dict, to_dict
+from palestra.core.text import read_json
 from palestra.core.trace_formats import FORMATS, to_chat
 from palestra.core.types import Message, ToolCall
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from json import dumps
 from typing import Any
 
-from palestra.core.messages import read_json
+from palestra.core.text import read_json
 
 Json = dict[str, Any]
 FORMATS = (
