@@ -23,8 +23,8 @@ from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.children import split_command
 from palestra.core.errors import InputError, RolloutError
 from palestra.core.files import scratch_root
-from palestra.core.messages import read_json
 from palestra.core.secrets import clean_environment, passed_on
+from palestra.core.text import read_json
 from palestra.core.types import ProgramResult
 
 _NO_PROXY = ("127.0.0.1", "localhost")

@@ -220,7 +220,7 @@ class RolloutSection(Section):
     max_tool_rounds: int = Field(5, ge=0, le=10_000)
     tool_timeout_s: float = Field(30.0, gt=0, le=WEEK_S)
     max_tool_result_chars: int = Field(20_000, ge=100, le=100_000_000)
-    """a longer tool result is cut, and says so, before the model reads it"""
+    """a longer tool result, or text of an environment, is cut, and says so, before the model reads it"""
     max_open_episodes: int = Field(1024, ge=1, le=65_536)
     """maximum number of open attempts; environments with a sandbox have their own limit"""
     policy_url: str | None = None

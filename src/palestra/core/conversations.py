@@ -14,7 +14,8 @@ from typing import Any
 
 from palestra.core.errors import InputError, PalestraError, UnreadableFileError
 from palestra.core.extras import provided
-from palestra.core.messages import from_dict, read_json, to_dict
+from palestra.core.messages import from_dict, to_dict
+from palestra.core.text import read_json
 from palestra.core.types import Message, ToolCall
 
 Json = dict[str, Any]

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -35,6 +36,7 @@ from palestra.core.errors import (
     UserCodeError,
     did_you_mean,
 )
+from palestra.core.text import encodable
 
 MANIFEST = "manifest.json"  # the last file of a folder to be written: without it the folder is not complete
 _TAIL_BYTES = 64 * 1024
@@ -48,7 +50,7 @@ def write_json(path: Path, data: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: a crash leaves the old content or the new one, never half of each."""
-    _write_lines(path, [text.encode()])
+    _write_lines(path, [encodable(text).encode()])
 
 
 @contextmanager
@@ -203,8 +205,22 @@ def cache_folder() -> Path:
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:
-    """As json.dumps writes it, without spaces, in a fifth of the time: a step has hundreds of long rows."""
-    return to_json(row, fallback=str, inf_nan_mode="constants") + b"\n"
+    """As json.dumps writes it, without spaces, in a fifth of the time: a step has hundreds of long rows.
+
+    A row never raises, since others wait to be written: fields that are not JSON are emptied, and named by its error.
+    """
+    write = partial(to_json, fallback=str, inf_nan_mode="constants")
+    try:
+        return write(row) + b"\n"
+    except Exception:  # a lone surrogate, a cycle, an object whose text cannot be made
+        kept, lost = encodable(dict(row)), []
+        for key, value in kept.items():
+            try:
+                write(value)
+            except Exception:
+                kept[key] = type(value)() if isinstance(value, dict | list) else None
+                lost.append(key)
+        return write(kept | ({"error": f"{', '.join(lost)} could not be written as JSON"} if lost else {})) + b"\n"
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

@@ -9,9 +9,9 @@ from itertools import count
 from typing import Any
 
 from palestra.core.errors import InputError
+from palestra.core.text import read_json
 from palestra.core.types import Message, ToolCall, ToolResult
 
-MAX_JSON_DEPTH = 100  # Python's recursion limit ends writing and walking values that are nested much deeper
 _PARSER_ID = re.compile(r"call_\d+")  # of a call that has no id of its own
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of servers and datasets for it
@@ -54,47 +54,12 @@ def prompt_length(messages: Sequence[Message]) -> int:
 def as_messages(value: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
     """A text is one user message; a sequence holds messages or dicts."""
     if isinstance(value, str):
-        return (Message("user", encodable(value)),)
+        return (Message("user", value),)
     items = tuple(value) if isinstance(value, Iterable) else (value,)
     for item in items:
         if not isinstance(item, (Message, Mapping)):
             raise InputError(f"{item!r:.100} is no message; expected a text, or dicts with `role` and `content`")
     return tuple(item if isinstance(item, Message) else from_dict(item) for item in items)
-
-
-def encodable(text: str) -> str:
-    """The text with a question mark for each lone surrogate, which no tokenizer, file or database takes.
-
-    >>> encodable("half of an emoji: \ud83d")
-    'half of an emoji: ?'
-    """
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
-def read_json(text: str) -> Any:
-    """Parse JSON; raise ValueError for invalid JSON and for values nested deeper than MAX_JSON_DEPTH."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if text.count("[") + text.count("{") > MAX_JSON_DEPTH and not is_shallow(value):
-        raise ValueError("nested too deeply")
-    return value
-
-
-def is_shallow(value: Any) -> bool:
-    """Check that a JSON value is nested at most MAX_JSON_DEPTH levels deep."""
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, (dict, list, tuple))
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-        if not level:
-            return True
-    return not any(isinstance(each, (dict, list, tuple)) for each in level)
 
 
 def call_to_dict(call: ToolCall, arguments_as_text: bool = True) -> dict[str, Any]:
@@ -121,7 +86,7 @@ def _text(content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return encodable(content)
+        return content
     parts = []
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else None
@@ -129,7 +94,7 @@ def _text(content: Any) -> str:
             shown = repr(part) if len(repr(part)) < 200 else f"{repr(part)[:100]} …"  # an image is long
             raise InputError(f"a message has a content part that is not text: {shown}; only text is supported")
         parts.append(text)
-    return encodable("".join(parts))
+    return "".join(parts)
 
 
 def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message]:

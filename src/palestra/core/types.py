@@ -1,7 +1,8 @@
 """The data that flows through Palestra: Turn -> Rollout -> Group -> Sample.
 
 Tokens are the truth: what the model sampled is trained as exactly those ids, and text is
-derived from tokens, never the reverse.
+derived from tokens, never the reverse. Texts come from models, agents, user code and files,
+so each is made `encodable` by the dataclass that holds it.
 
     >>> prompt = Turn("template", (1, 2, 3))
     >>> call = Turn("model", (7, 8), logprobs=(-0.1, -0.7), versions=4)
@@ -20,15 +21,25 @@ from typing import Any, Literal
 
 import numpy as np
 
+from palestra.core.text import as_text, encodable, shorten
+
 Array = np.ndarray[Any, Any]
 Maker = Literal["model", "environment", "template"]
 Finish = Literal["stop", "length", "cancelled"]
 StopReason = Literal["answered", "truncated", "context_full", "tool_limit", "failed"]
 HELD_OUT_PREFIX = "held_out/"  # of the ids of held-out cases, where training cases have the same ids
 CUT_OFF = ("truncated", "context_full")
+MAX_REASON_CHARS = 20_000  # of a score
 _NO_LOGPROBS, _NO_VERSIONS = np.zeros(0, np.float32), np.zeros(0, np.int32)
 for _empty in (_NO_LOGPROBS, _NO_VERSIONS):
     _empty.setflags(write=False)
+
+
+def _make_encodable(self: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(self, name)
+        if type(value) is not str or not value.isascii():
+            object.__setattr__(self, name, encodable(value))  # the dataclass is frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,9 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     format: str = field(default="", repr=False)  # name of the call format, if it is not the model's own
+
+    def __post_init__(self) -> None:
+        _make_encodable(self, "id", "name", "arguments", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,9 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str = field(default="", repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _make_encodable(self, "text", "tool_call_id", "name", "reasoning")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,6 +225,9 @@ class Score:
     roles: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", shorten(as_text(self.reason), MAX_REASON_CHARS))
+
     @property
     def decides(self) -> bool:
         """Whether it has a say in whether the rollout passed."""
@@ -222,6 +242,9 @@ class Problem:
     input: str | tuple[Message, ...]
     expect: Any = None
     row: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _make_encodable(self, "id", "input", "expect", "row")
 
     @property
     def own_id(self) -> str:
@@ -264,6 +287,9 @@ class Rollout:
     info: Mapping[str, Any] = field(default_factory=dict)  # more for the records: an agent's exit status and logs
     role: str = ""  # of the agent whose conversation this is, where an attempt has several
     states: tuple[str, ...] = ()  # the state in which each turn of the model began, where the environment names them
+
+    def __post_init__(self) -> None:
+        _make_encodable(self, "problem_id", "error", "tool_names", "info", "states")
 
     def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
         size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"

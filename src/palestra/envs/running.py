@@ -14,6 +14,7 @@ from palestra.agents.tools.tool import Tool, as_tool, tools_by_name
 from palestra.core.calls import call_with_limit
 from palestra.core.errors import PalestraError, RolloutError, UserCodeError
 from palestra.core.messages import as_messages
+from palestra.core.text import shorten
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.envs.env import Env, env_name, tool_methods
@@ -97,10 +98,11 @@ class EnvEpisode:
             raise RolloutError(f"{method} asked to exit with {error.code}") from None
 
 
-def _with_text(prompt: list[Message], text: str | None) -> list[Message]:
+def _with_text(prompt: list[Message], text: str | None, max_chars: int) -> list[Message]:
     """The opening with a text at the end of its last user message."""
     if text is None:
         return prompt
+    text = shorten(str(text), max_chars)
     if not prompt or prompt[-1].role != "user":
         return [*prompt, Message("user", text)]
     return [*prompt[:-1], replace(prompt[-1], text=f"{prompt[-1].text}\n\n{text}".strip())]
@@ -112,6 +114,7 @@ class RunningEnv:
     def __init__(self, env: Env) -> None:
         self.env = env
         self.name = env_name(type(env))
+        self.max_text_chars = 20_000  # of `start`; set to rollout.max_tool_result_chars by what plays the attempts
         for method in tool_methods(type(env)):
             as_tool(getattr(env, method))  # a tool without docstring or type hints is refused now, not in every attempt
         self._outside("setup", env.setup)
@@ -153,7 +156,7 @@ class RunningEnv:
             env = copy.copy(self.env)
             env.problem, env.messages, env.tool_results = problem, (), ()
             if error is None:
-                prompt = _with_text(prompt, env.start())
+                prompt = _with_text(prompt, env.start(), self.max_text_chars)
                 tools = tuple(tools_by_name(as_tool(tool) for tool in env.tools()).values())
             if env.instructions:
                 prompt.insert(0, Message("system", env.instructions))

@@ -13,6 +13,7 @@ from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import Tool
 from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.messages import number_calls
+from palestra.core.text import encodable, shorten
 from palestra.core.types import Finish, Lineage, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
 from palestra.models.chat.grammars import GrammarText
@@ -257,7 +258,7 @@ def state_key(episode: Episode) -> str | None:
     if (method := getattr(episode, "state_key", None)) is None:
         return None
     try:
-        key: str | None = method()
+        key: str | None = encodable(method())
     except Exception as error:
         raise RolloutError(f"state_key raised {type(error).__name__}: {error}") from error
     if key is None or len(key) <= MAX_STATE_CHARS:
@@ -272,7 +273,9 @@ async def replies_to(
     if calls := messages[-1].tool_calls:
         results = await run_calls(tools, calls, limits.tool_timeout_s, limits.max_tool_result_chars)
         return [tool_message(result) for result in results], results
-    return await from_outside("the environment's reply", episode.reply(messages)), []
+    replies = await from_outside("the environment's reply", episode.reply(messages))
+    most = limits.max_tool_result_chars
+    return [m if len(m.text) <= most else replace(m, text=shorten(m.text, most)) for m in replies], []
 
 
 async def from_outside(boundary: str, call: Awaitable[T]) -> T:

@@ -14,6 +14,7 @@ from palestra.core.errors import NotFiniteError, PalestraError, ResourceError, T
 from palestra.core.phases import phases
 from palestra.core.types import Group, Message, Problem, Rollout, Turn
 from palestra.envs.base import Environment, Episode, ScoresGroups
+from palestra.envs.running import RunningEnv
 from palestra.evals.judge_stats import length_metrics
 from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.toolcalls import UnexpectedCalls
@@ -57,6 +58,8 @@ class Collector:
     _prepared: list[Started] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        if isinstance(self.environment, RunningEnv):
+            self.environment.max_text_chars = self.limits.max_tool_result_chars
         object.__setattr__(self, "_opener", Opener(self.environment))
 
     async def collect(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -15,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from palestra.core.text import read_json
 from palestra.servers.connections import CONNECTION
 from palestra.servers.http_errors import error_body, refuse
 
@@ -156,10 +158,13 @@ async def read_model(request: Request, model: type[Model], limit: int = MIB) -> 
 
 
 def parse(validate: Callable[[Any], T], data: Any, status: int = 422) -> T:
-    """Return `validate(data)`; raise `status` with the reason if it is invalid."""
+    """Return `validate(data)`; raise `status` with the reason if it is invalid. Lone surrogates are replaced."""
     try:
         return validate(data)
     except ValidationError as error:
+        if isinstance(data, bytes) and "hex escape" in str(error):
+            with contextlib.suppress(ValueError):
+                return validate(json.dumps(read_json(data.decode())))
         raise refuse(status, _explain(error)) from None
 
 

@@ -420,15 +420,17 @@ class Training:
         if reward > self.state.best_reward:
             self.state = replace(self.state, best_reward=reward, best_step=self.state.step)
         path = step_folder(self.checkpoints, self.state.step)
-        self.tracker.flush()
-        if self.ranks.is_first:
-            save_checkpoint(path, self.state, self._write_checkpoint)
-            best = step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None
-            prune(self.checkpoints, keep.keep_last, best)
-        else:
-            join_checkpoint(path, self.learner.save)
-        self.ranks.gather(None)  # it is whole for all
-        self.source.commit()
+        try:
+            self.tracker.flush()
+        finally:  # a checkpoint is written also when a record could not be
+            if self.ranks.is_first:
+                save_checkpoint(path, self.state, self._write_checkpoint)
+                best = step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None
+                prune(self.checkpoints, keep.keep_last, best)
+            else:
+                join_checkpoint(path, self.learner.save)
+            self.ranks.gather(None)  # it is whole for all
+            self.source.commit()
         return path
 
     def _write_checkpoint(self, folder: Path) -> None:

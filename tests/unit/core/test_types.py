@@ -183,12 +183,6 @@ def test_what_is_no_message_is_refused_with_what_was_expected(value, words):
         as_messages(value)
 
 
-def test_half_a_surrogate_pair_becomes_a_question_mark():
-    half = "half \ud83d, whole 😀"
-    assert [message.text for message in as_messages(half)] == ["half ?, whole 😀"]
-    assert from_dict({"role": "user", "content": [{"type": "text", "text": half}]}).text == "half ?, whole 😀"
-
-
 def test_the_format_of_a_call_is_kept():
     message = Message("assistant", "", (replace(CALL, format="json"),))
     assert from_dict(to_dict(message)) == message

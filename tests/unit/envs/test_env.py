@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from playing import attempt
 
 from palestra import Env, EnvConfig, fail_reason, pass_reason
 from palestra.core.errors import PalestraError
@@ -163,6 +164,21 @@ def test_what_a_method_raises_fails_its_attempt_only(method, error):
     with pytest.raises(Exception, match=r"broken|3"):
         asyncio.run(attempt())
     episode.close()
+
+
+def test_long_texts_of_start_and_step_are_cut_like_tool_results_before_they_are_tokenised():
+    class Long(Sums):
+        def start(self):
+            return "a" * 5_000_000
+
+        def step(self, answer):
+            return "b" * 5_000_000 if len(self.messages) < 4 else None
+
+    (group,) = attempt(RunningEnv(Long()), lambda messages: "5", count=1, max_tool_result_chars=1000)
+    question, _, reply, _ = [m.text for m in group.rollouts[0].messages if m.role != "system"]
+    cut = "\n[cut off: these are the first 1000 of 5000000 characters]"
+    assert question.endswith("\n\n" + "a" * 1000 + cut)
+    assert reply == "b" * 1000 + cut
 
 
 def test_close_that_raises_is_only_a_warning(caplog):

@@ -62,6 +62,13 @@ def test_the_judge_asks_where_openai_base_url_points_and_a_local_server_needs_no
         judge("gpt-5", "Be right.")
 
 
+def test_half_an_emoji_in_a_judges_reason_is_replaced(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    with stub_model(lambda question: '{"score": 1, "reason": "\\ud800"}') as stub:
+        (score,) = grade(judge("m", "Be right.", base_url=stub.base_url, api_key_env="MY_KEY"), CALLED)
+    assert (score.value, score.reason) == (1.0, "?")
+
+
 def test_a_refusal_is_an_error_on_record_without_the_key_and_is_not_asked_again(monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     with stub_model(lambda question: 401) as stub:

@@ -79,6 +79,12 @@ def test_line_breaks_inside_of_json_text_or_csv_quotes_do_not_split_a_record_and
     assert len(EvalSuite.from_csv(tmp_path / "a.csv").cases[0].input) == 200_000
 
 
+def test_half_an_emoji_in_a_case_is_replaced_so_that_programs_can_read_it(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input": "\\ud83d lamp", "expect": ["\\ud83d"], "\\ude00": "\\ud83d"}\n')
+    (case,) = EvalSuite.from_jsonl(tmp_path / "a.jsonl").cases
+    assert (case.input, case.expect, case.row["?"]) == ("? lamp", ["?"], "?")
+
+
 def test_a_split_is_whole_disjoint_and_repeatable():
     suite = EvalSuite.from_records(RECORDS, question, answer, [right])
     train, held_out = suite.split(0.3, seed=1)

@@ -452,6 +452,15 @@ def test_a_full_disk_is_named_with_the_last_good_checkpoint(tmp_path: Path, monk
         records.training.run()
 
 
+def test_a_checkpoint_is_written_although_a_record_could_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop({"checkpoint.every": 2}, checkpoints=tmp_path)
+    monkeypatch.setattr(loop.tracker, "flush", full_at(2, lambda: loop.training.state.step))
+    with pytest.raises(TrainingError, match=r"No space left on device.*checkpoint is .*step-000002$"):
+        loop.training.run()
+
+
 def test_what_keeps_a_run_from_learning_is_reported_while_it_happens_and_once(caplog: pytest.LogCaptureFixture) -> None:
     loop, warned = make_loop(ONCE, steps=8, play=failing), []
     loop.heard.advance = lambda done, metrics: warned.append(len(loop.heard.warnings))  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from pydantic_core import ValidationError, to_jsonable_python
 from palestra.agents.tools.tool import Tool
 from palestra.core.calls import CallTimeout, call_with_limit
 from palestra.core.errors import did_you_mean
-from palestra.core.messages import encodable
+from palestra.core.text import encodable, shorten
 from palestra.core.types import ToolCall, ToolResult
 
 _BOUNDS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
@@ -216,14 +216,3 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> A
         if not is_main or "signal only works in main thread" not in str(error):
             raise
     return tool.fn(**arguments)
-
-
-def shorten(text: str, max_chars: int) -> str:
-    """The text, or its beginning with a line that says how much of it there was.
-
-    >>> shorten("aaaabbbb", 4)
-    'aaaa\\n[cut off: these are the first 4 of 8 characters]'
-    """
-    if len(text) <= max_chars:
-        return text
-    return f"{text[:max_chars]}\n[cut off: these are the first {max_chars} of {len(text)} characters]"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from palestra.core.errors import InputError, PalestraError
 from palestra.core.secrets import redact
+from palestra.core.text import encodable
 
 MAX_ARGUMENT_CHARS = 100_000
 MAX_LISTED = 200
@@ -61,7 +62,7 @@ def to_json(value: Any, depth: int = 0) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case str():
-            return value.encode("utf-8", "replace").decode("utf-8")
+            return encodable(value)
         case Path():
             return to_json(str(value))
         case _ if depth > _MAX_DEPTH:

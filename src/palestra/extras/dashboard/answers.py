@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from palestra.core.errors import PalestraError
+from palestra.core.text import encodable
 from palestra.servers.http_errors import error_body, refuse
 
 Event = tuple[str, Any]  # its name and its data
 _PING_S = 15.0
-_SURROGATES = re.compile("[\ud800-\udfff]")  # lone surrogates, which JSON can escape and UTF-8 cannot encode
 
 
 def to_json(data: Any) -> str:
@@ -26,7 +25,7 @@ def to_json(data: Any) -> str:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, default=str, separators=(",", ":"))
     except ValueError:
         text = json.dumps(_finite(data), ensure_ascii=False, default=str, separators=(",", ":"))
-    return _SURROGATES.sub("\ufffd", text)
+    return str(encodable(text))
 
 
 def answer(data: Any, status: int = 200) -> Response:

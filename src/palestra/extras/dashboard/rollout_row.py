@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
+from palestra.core.text import as_text
+
 COLUMNS = (
     "id", "kind", "step", "group_id", "problem_id", "start", "length", "checksum", "token_start", "tokens",
     "sampled_tokens", "turns", "tool_calls", "tools", "reward", "advantage", "passed", "stop", "error", "seconds",
@@ -189,7 +191,7 @@ def teaser(text: str, most: int = _ANSWER) -> str:
 
 def clean(value: Any) -> str:
     """Text that SQLite and UTF-8 can hold: lone surrogates are replaced."""
-    return str("" if value is None else value).encode("utf-8", "replace").decode("utf-8").replace("\0", "\ufffd")
+    return as_text(value).replace("\0", "\ufffd")
 
 
 def _short(score: Mapping[str, Any]) -> list[Any]:

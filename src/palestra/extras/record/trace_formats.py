@@ -12,7 +12,7 @@ from json import dumps
 from typing import Any
 
 from palestra.core.conversations import ANTHROPIC_BLOCKS, chat_tools
-from palestra.core.messages import read_json
+from palestra.core.text import read_json
 
 Json = dict[str, Any]
 _SHAREGPT_ROLES = {

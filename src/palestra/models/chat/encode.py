@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from palestra.core.errors import PalestraError, UserCodeError
-from palestra.core.messages import encodable
+from palestra.core.text import encodable
 from palestra.core.types import Maker, Message, Turn
 
 MAX_CACHED = 1024

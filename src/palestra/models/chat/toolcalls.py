@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from palestra.core.text import is_shallow
 from palestra.core.types import ToolCall
 from palestra.models.chat.callformats import FORMATS, HERMES, JSON, CallFormat
 from palestra.models.chat.calls_json import Schemas, Unreadable, find_embedded, find_fenced, name_of, why_not_json
@@ -136,6 +137,8 @@ def _call_of(value: Any, index: int, format: CallFormat, expected: CallFormat | 
             return broken(f'"{key}" is text that is not valid JSON ({why_not_json(error)})', name)
     if not isinstance(arguments, dict):
         return broken(f'"{key}" is not a JSON object', name)
+    if not is_shallow(arguments):
+        return broken(f'"{key}" is nested too deeply', name)
     own_id = value.get("id")
     keeps = _KEEPS_ID.get(format.name)
     if keeps is not None and isinstance(own_id, str) and keeps.fullmatch(own_id):

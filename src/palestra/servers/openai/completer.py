@@ -19,7 +19,7 @@ from palestra.core.errors import (
     SettingError,
     UnsupportedError,
 )
-from palestra.core.messages import encodable, is_shallow
+from palestra.core.text import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
 from palestra.models.chat.roundtrip import check_tool_calls
 from palestra.models.chat.streaming import CertainText

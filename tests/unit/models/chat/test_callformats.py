@@ -1,5 +1,7 @@
 """Tool calls as each family of models writes them."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +46,36 @@ PYTHON = '[add(a=1, b="x"), sub(c=[1, {"d": null}])]'
 def test_each_family_is_read_in_its_own_forms(form, text, outside, calls):
     reply = parse_assistant(text, form)
     assert (reply.text, reply.calls) == (outside, calls)
+
+
+HALVES = [
+    ("add", {"a": "\ud83d lamp"}),
+    ("add", {"\ude00": "x"}),
+    ("add\ud83d", {"a": "x"}),
+    ("add", {"a": {"\ud83d": ["\ude00\ud83d"]}}),
+]
+ADD_SCHEMA = {
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": ["string", "object"]}}},
+}
+
+
+@pytest.mark.parametrize("own", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("call", HALVES)
+def test_half_an_emoji_in_a_call_is_replaced_in_every_format(own, call):
+    text = own.write([call]).replace("\ud83d", "\\ud83d").replace("\ude00", "\\ude00")  # as a model writes it
+    for form in {own.name: own, "hermes": HERMES, "json": JSON}.values():
+        for found in parse_assistant(text, form, [ADD_SCHEMA]).calls:
+            assert json.dumps([found.id, found.name, found.arguments, found.error], ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("depth", [150, 400, 900])
+def test_deep_arguments_are_an_error_for_the_model_to_read(depth):
+    value = "[" * depth + "]" * depth
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
+    (call,) = parse_assistant(text, HERMES).calls
+    assert (call.name, call.arguments) == ("add", {})
+    assert "nested too deeply" in call.error
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, JSON])

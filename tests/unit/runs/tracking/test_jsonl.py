@@ -1,6 +1,7 @@
 """What the files of a run folder hold, and what is left of them after a resume."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from palestra.core.files import read_jsonl
+from palestra.core.group_codec import rollout_from_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.evals.report import EvalReport
@@ -65,6 +67,37 @@ def test_rollouts_or_tokens_that_could_not_be_written_end_the_run_in_the_next_st
     with pytest.raises(FileNotFoundError):
         tracker.rollouts(2, [])
     tracker.close()
+
+
+class NoText:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+CYCLIC: list[object] = []
+CYCLIC.append(CYCLIC)
+DEEP: list[object] = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("value", ["\ud83d", CYCLIC, DEEP, NoText(), b"\xff"], ids=lambda value: type(value).__name__)
+def test_a_record_that_cannot_be_written_costs_none_of_the_others(tmp_path: Path, value: object) -> None:
+    run = RunFolder(tmp_path)
+    tracker = JsonlTracker(run)
+    odd = replace(rollout("odd"), scores={"ok\ud83d": Score(1.0, True)}, info={"result": value})
+    tracker.rollouts(1, [Group("p", (rollout("a"), odd, rollout("b")))])
+    tracker.rollouts(2, [Group("p", (rollout("c"),))])
+    tracker.close()
+    rows = list(run.rollouts())
+    assert [row["problem_id"] for row in rows] == ["a", "odd", "b", "c"]
+    assert [rollout_from_dict(row).reward for row in rows] == [1.0] * 4
+    assert list(rows[1]["scores"]) == ["ok?"]
+    if value == "\ud83d":
+        assert (rows[1]["info"], rows[1]["error"]) == ({"result": "?"}, None)
+    else:
+        assert rows[1]["info"] == {}
+        assert "info" in rows[1]["error"]
 
 
 def test_an_evaluation_of_an_older_version_gets_the_ids_that_its_problems_have_now(tmp_path: Path) -> None:

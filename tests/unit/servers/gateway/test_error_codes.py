@@ -115,7 +115,7 @@ MALFORMED = [
         "tool_use",
     ),
 ]
-RUBBISH = (b"", b"{", b"[]", b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff")
+RUBBISH = (b"", b"{", b"[]", b"null", b"\xff")
 
 
 def test_a_malformed_request_is_refused_in_the_form_of_its_dialect(model, with_any_gateway):

@@ -4,9 +4,12 @@ import asyncio
 import json
 
 import httpx
+import pytest
+from builders import END, ScriptedPolicy
 
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.types import Problem
+from palestra.servers.openai.completer import Completer
 from palestra.sources.programs import standalone
 from palestra.sources.programs.standalone import StandaloneGateway
 
@@ -92,3 +95,70 @@ def test_of_two_rewards_posted_at_once_the_second_is_refused(model, tmp_path):
     assert "has ended" in second.json()["error"]["message"]
     (line,) = file.read_text().splitlines()
     assert rollout_from_dict(json.loads(line)).reward == 0.5
+
+
+HALF = "\ud83d lamp"
+CALLS = '<tool_call>\n{"name": "stock\\ud83d", "arguments": {"item\\ude00": "\\ud83d lamp"}}\n</tool_call>' + END
+WRITTEN = '{"item\\ud83d": ["\\ud83d lamp"]}'  # by an agent, where a call's arguments are text
+PARAMETERS = {"type": "object", "properties": {HALF: {"type": "string", "description": HALF}}}
+OPENAI_TOOL = {"type": "function", "function": {"name": "stock\ud83d", "description": HALF, "parameters": PARAMETERS}}
+
+
+def chat_turn(said):
+    call = {"id": "c\ud83d", "type": "function", "function": {"name": HALF, "arguments": WRITTEN}}
+    reply = said["choices"][0]["message"] if said else {"role": "assistant", "content": HALF, "tool_calls": [call]}
+    results = [{"role": "tool", "tool_call_id": each["id"], "content": HALF} for each in reply["tool_calls"]]
+    return "/v1/chat/completions", {"tools": [OPENAI_TOOL]}, "messages", [reply, *results]
+
+
+def responses_turn(said):
+    call = {"type": "function_call", "call_id": "c\ud83d", "name": HALF, "arguments": WRITTEN}
+    calls = [item for item in said["output"] if item["type"] == "function_call"] if said else [call]
+    history = [*calls, *({"type": "function_call_output", "call_id": c["call_id"], "output": HALF} for c in calls)]
+    return "/v1/responses", {"tools": [OPENAI_TOOL["function"] | {"type": "function"}]}, "input", history
+
+
+def messages_turn(said):
+    call = {"type": "tool_use", "id": "c\ud83d", "name": HALF, "input": {HALF: [HALF]}}
+    calls = [block for block in said["content"] if block["type"] == "tool_use"] if said else [call]
+    results = [{"type": "tool_result", "tool_use_id": c["id"], "content": HALF} for c in calls]
+    history = [{"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+    tool = {"name": "stock\ud83d", "description": HALF, "input_schema": PARAMETERS}
+    return "/v1/messages", {"tools": [tool], "max_tokens": 100}, "messages", history
+
+
+@pytest.mark.parametrize("turn", [chat_turn, responses_turn, messages_turn])
+@pytest.mark.parametrize("by_agent", [False, True], ids=["by the model", "by the agent"])
+def test_half_an_emoji_in_any_dialect_is_answered_and_recorded(turn, by_agent, tiny_tokenizer, tmp_path):
+    file = tmp_path / "rollouts.jsonl"
+    model = Completer(ScriptedPolicy(tiny_tokenizer, lambda i: CALLS), tiny_tokenizer, "scripted", 10_000)
+
+    async def run():
+        lone = StandaloneGateway(model, file)
+        await lone.gateway.start()
+        async with httpx.AsyncClient(base_url=lone.gateway.url, timeout=60) as client:
+
+            async def post(path, body):
+                key = {"Authorization": f"Bearer {opened['api_key']}"} if path != "/attempts" else {}
+                answer = await client.post(path, content=json.dumps(body), headers=key)  # with escapes, as most clients
+                assert answer.status_code == 200, (path, answer.text)
+                return answer.json()
+
+            opened = await post("/attempts", {"input": HALF, "id": HALF})
+            history, said = [{"role": "user", "content": HALF}], None
+            for _ in range(3):
+                path, fields, key, more = turn(said)
+                history += more if said or by_agent else []
+                path = f"/attempt/{opened['id']}{path}"
+                said = await post(path, {"model": "m", key: history, **fields})
+            await post(f"/attempts/{opened['id']}/reward", {"reward": 0.5, "error": HALF})
+        await lone.gateway.close()
+
+    asyncio.run(run())
+    (line,) = file.read_text(encoding="utf-8").splitlines()
+    rollout = rollout_from_dict(json.loads(line))
+    assert (rollout.problem_id, rollout.reward, rollout.error) == ("? lamp", 0.5, "? lamp")
+    assert rollout.tool_names == ("stock?",)
+    calls = [call for message in rollout.messages for call in message.tool_calls]
+    assert (calls[-1].name, calls[-1].arguments) == ("stock?", {"item?": "? lamp"})
+    assert not rollout.lineages  # what the agent sends back is recognised as the model's own
