@@ -6,7 +6,8 @@ import time
 import pytest
 
 from palestra.core import calls
-from palestra.core.calls import CallTimeout, OutOfThreads, call_with_limit, calls_with_limit, hung_calls
+from palestra.core.calls import OutOfThreads, call_with_limit, calls_with_limit, hung_calls
+from palestra.core.errors import CallTimeout
 
 
 @pytest.fixture
