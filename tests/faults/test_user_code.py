@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -389,6 +390,18 @@ def test_user_code_that_raises_anything_fails_no_more_than_its_attempts(hook, wo
 @pytest.mark.parametrize("hook", HOOKS)
 def test_no_misbehaviour_of_user_code_ends_or_stops_the_run(hook, workers, short_limits):
     assert len(attempts(hook, workers, KINDS)) >= len(KINDS) - 2
+
+
+@linux_only
+def test_a_problem_that_cannot_be_sent_to_a_worker_fails_that_call_alone(short_limits):
+    run = Run("tool", 1)
+    try:
+        run.problems[0] = replace(run.problems[0], row={"kind": "None", "function": lambda: 1})
+        with pytest.raises(RuntimeError, match="cannot be sent"):
+            run.collect(next(iter(KINDS)))
+        assert run.collect(WELL) == "no effect"
+    finally:
+        run.close()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("KeyboardInterrupt", "sleeps")])

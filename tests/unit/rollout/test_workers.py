@@ -261,19 +261,3 @@ def test_workers_are_chosen_with_a_gpu_for_environments_that_say_so(tiny, monkey
         monkeypatch.setattr(tasks, "processors", lambda processors=processors: processors)
         assert worker_count(RunningEnv(Calculator()), parts) == count
     assert worker_count(RunningEnv(Sums()), parts) == 0
-
-
-class Unsendable(Env):
-    """Problems that no other process can get."""
-
-    def problems(self, split: str) -> Any:
-        return [{"input": f"Hello {i}", "hook": lambda: 1} for i in range(4)]
-
-    def score(self, answer: str) -> Any:
-        return 1.0
-
-
-def test_a_value_that_cannot_be_pickled_fails_the_call_instead_of_hanging_it(start):
-    run = start(RunningEnv(Unsendable()))
-    with pytest.raises(RuntimeError, match=r"set rollout\.workers to 0"):
-        run.step(2)
