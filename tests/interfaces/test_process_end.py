@@ -56,3 +56,23 @@ def test_a_coverage_tool_gets_the_usual_end() -> None:
     process = ended("return 3", trace="sys.settrace(lambda *_: None)")
     assert process.returncode == 3
     assert process.stdout.splitlines()[-1] == "taken apart"
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 70), (5, 5)])
+def test_code_that_leaves_the_process_is_reported_and_is_no_success(status: int, expected: int) -> None:
+    process = ended(f"os._exit({status})")
+    assert process.returncode == expected
+    assert process.stderr.count("\n") == 1
+    assert f"os._exit({status})" in process.stderr
+
+
+def test_a_forked_child_may_leave_with_0() -> None:
+    process = ended("child = os.fork() or os._exit(0); return os.waitpid(child, 0)[1]")
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+def test_a_crash_names_the_code_that_crashed() -> None:
+    process = ended("import ctypes; ctypes.string_at(0)")
+    assert process.returncode < 0
+    assert "Segmentation fault" in process.stderr
+    assert "in run" in process.stderr

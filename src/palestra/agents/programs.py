@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 from palestra.agents.agent import Agent
 from palestra.agents.containers import ENGINE_VARIABLES, FOLDER, Containers
 from palestra.agents.process import ForkServer, ProgramLimits, run_process, supervised
-from palestra.core.calls import CallTimeout, call_with_limit
+from palestra.core.calls import call_with_limit
 from palestra.core.children import split_command
-from palestra.core.errors import InputError, RolloutError
+from palestra.core.errors import CallTimeout, InputError, RolloutError, text_of
 from palestra.core.files import scratch_root
 from palestra.core.secrets import clean_environment, passed_on
 from palestra.core.text import read_json
@@ -174,9 +174,8 @@ class FunctionAgent(ProgramAgent):
             result = await call_with_limit(self.function, *arguments, timeout_s=limits.timeout_s, **named)
         except CallTimeout:
             return ProgramResult(stopped="time", seconds=time.monotonic() - began)
-        except (Exception, SystemExit) as error:  # a function that gives up is scored, as a command is
-            text = f"{type(error).__name__}: {error}".removesuffix(": ")
-            return ProgramResult(1, stderr=text, seconds=time.monotonic() - began)
+        except Exception as error:  # a function that gives up is scored, as a command is
+            return ProgramResult(1, stderr=text_of(error), seconds=time.monotonic() - began)
         return ProgramResult(result=result, seconds=time.monotonic() - began)
 
 

@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from palestra.core.errors import InputError, SettingError, UserCodeError
+from palestra.core.errors import InputError, SettingError, UserCodeError, text_of
 from palestra.core.machine import in_one_order
 
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo", "gspo", "cross_entropy"]
@@ -203,7 +203,7 @@ def custom_loss(function: LossFunction, tokens: PolicyTokens) -> Tensor:
     try:
         loss = function(tokens)
     except Exception as error:
-        raise UserCodeError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{name} raised {text_of(error)}") from error
     if not isinstance(loss, Tensor) or loss.shape != (count,) or not loss.is_floating_point():
         got = f"a {loss.dtype} tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:80]
         raise UserCodeError(

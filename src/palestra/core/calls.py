@@ -10,31 +10,63 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import logging
 import os
+import signal
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
+
+from palestra.core.errors import CallTimeout, UserCodeExit, text_of
 
 MAX_HUNG_CALLS = 500
 MAX_IDLE_THREADS = 512
 SLOW_S = 0.01  # a call that takes longer keeps its thread to itself
 NO_BLOCK_AFTER_SLOW_S = 1.0  # how long the event loop does not block for quick calls after a slow one
 DELIVER_EVERY_S = 0.002
+BLOCKED_S = 5.0  # how long async user code may block the event loop before a warning names it
 
+_USER_CODE = "user code "  # begins the names of its tasks
 
-class CallTimeout(Exception):
-    """The called code took longer than its time limit."""
+log = logging.getLogger("palestra")
 
 
 class OutOfThreads(BaseException):
     """No thread is left for a call. That is our failure, not the called code's: `except Exception` around it must
     not take it for the answer of a tool or a measure."""
+
+
+@contextlib.contextmanager
+def user_code() -> Iterator[None]:
+    """Raise UserCodeExit for what is no Exception, so that user code can fail its attempt or its call and no more.
+
+    Ctrl-C, what a signal handler raises, and the cancellation of the task that runs this stay as they are.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception | OutOfThreads) or not _is_of_user(error):
+            raise
+        raise UserCodeExit(text_of(error)) from error
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Whether the code inside of `user_code` raised an error, and neither a signal nor the task around it."""
+    if isinstance(error, asyncio.CancelledError):
+        with contextlib.suppress(RuntimeError):  # no event loop
+            task = asyncio.current_task()
+            return task is None or not task.cancelling()
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in rollout workers
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return all(frame.f_code not in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +196,8 @@ class _Worker:
         woken = time.perf_counter()
         while (call := self._next(queue)) is not None:
             try:
-                call.value = call.context.run(call.run)
+                with user_code():
+                    call.value = call.context.run(call.run)
             except BaseException as caught:
                 call.error = caught
             call.ended = True
@@ -189,6 +222,7 @@ class _Worker:
 
 _idle_workers: list[_Worker] = []
 _queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _CallQueue] = WeakKeyDictionary()
+_watched: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 _hung_in_workers = 0
 _hung: set[_Call] = set()  # ran past their limit; a thread cannot be ended from outside
 os.register_at_fork(after_in_child=_idle_workers.clear)  # a forked child has no threads but its own
@@ -210,10 +244,11 @@ def note_hung_calls(change: int) -> None:
 async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any) -> Any:
     """The result of `fn`: async functions run on this event loop, all others in a thread.
 
-    What `fn` raises is raised; running past the limit raises CallTimeout, and too many that do so OutOfThreads.
+    What `fn` raises is raised; what is no Exception, as UserCodeExit. Running past the limit raises CallTimeout, and
+    too many calls that do so OutOfThreads.
     """
     if inspect.iscoroutinefunction(fn):
-        return await _within(timeout_s, fn(*args, **kwargs))
+        return await _within(timeout_s, _awaited(fn(*args, **kwargs)))
     call = _start(partial(fn, *args, **kwargs))
     if await _ended_immediately((call,)) and not inspect.isawaitable(call.value):
         return call.result()
@@ -243,7 +278,34 @@ async def _outcome(call: _Call) -> Any:
         call.waiter = asyncio.get_running_loop().create_future()
         await call.waiter
     result = call.result()
-    return await result if inspect.isawaitable(result) else result
+    return await _awaited(result) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    """The outcome of async user code: in a task of its own, so that it cannot cancel ours."""
+    loop, name = asyncio.get_running_loop(), getattr(result, "__qualname__", "")
+    if loop not in _watched:
+        _watched.add(loop)
+        threading.Thread(target=_warn_of_blocking, args=[loop], name="palestra-blocked", daemon=True).start()
+
+    async def run() -> Any:
+        with user_code():
+            return await result
+
+    with user_code():
+        return await loop.create_task(run(), name=f"{_USER_CODE}{name}")
+
+
+def _warn_of_blocking(loop: asyncio.AbstractEventLoop) -> None:
+    """Name async user code that does not return to the event loop."""
+    last, count = None, 0
+    while not loop.is_closed():
+        time.sleep(BLOCKED_S / 5)
+        task = asyncio.current_task(loop)
+        last, count = task, count + 1 if task is last else 0
+        if count == 5 and task is not None and (name := task.get_name()).startswith(_USER_CODE):
+            text = "%s blocks the event loop, for %g s so far; await what it waits for, or make it a plain function"
+            log.warning(text, name.removeprefix(_USER_CODE), BLOCKED_S)
 
 
 async def _within(timeout_s: float, outcome: Awaitable[Any], calls: Sequence[_Call] = ()) -> Any:

@@ -81,7 +81,7 @@ class Channel:
         """Reply to a call with one value, or with several as a tuple."""
         self.send("reply", number, values[0] if len(values) == 1 else values)
 
-    def fail(self, number: int, error: Exception) -> None:
+    def fail(self, number: int, error: BaseException) -> None:
         """Reply with an error. The other process gets other errors than ours as a RuntimeError with the same text."""
         if isinstance(error, PalestraError) or type(error) is RuntimeError:
             self.send("error", number, type(error), error.args, vars(error))
@@ -107,13 +107,30 @@ class Channel:
         batch, self._batch = self._batch, []
         if self._socket.fileno() < 0:
             return
-        pickled = _pickled(batch)
+        try:
+            pickled = _pickled(batch)
+        except Exception:
+            pickled = _pickled([message for message in batch if self._is_sendable(message)])
         is_waiting = bool(self._unsent)
         self._unsent += len(pickled).to_bytes(_SIZE_BYTES, "little") + pickled
         if not is_waiting:
             self._write()
             if self._unsent:
                 self._loop.add_writer(self._socket, self._write_rest)
+
+    def _is_sendable(self, message: tuple[Any, ...]) -> bool:
+        """Whether a message can be pickled; otherwise the call that it belongs to fails."""
+        try:
+            return bool(_pickled([message]))
+        except Exception as error:
+            kind, number, *_ = message
+            text = f"{kind} cannot be sent to another process, {text_of(error)}; set rollout.workers to 0"
+        log.error("%s", text)
+        if kind in ("reply", "error", "group"):
+            self.fail(number, RuntimeError(text))  # the other process waits
+        elif kind == "collect":
+            self._failed(number, RuntimeError, (text,), {})
+        return False
 
     def _write(self) -> None:
         try:

@@ -124,9 +124,30 @@ class RolloutError(PalestraError):
     code = "rollout_failed"
 
 
-def text_of(error: BaseException) -> str:
-    """An error in one line: our own explain themselves, others need their kind."""
-    return str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+class CallTimeout(Exception):
+    """The called code took longer than its time limit."""
+
+
+class UserCodeExit(Exception):
+    """Stands for its cause, which user code raised and is no Exception, such as SystemExit or that of pytest.fail."""
+
+
+def text_of(error: BaseException, where: str = "") -> str:
+    """An error as text, also if its own cannot be made: our own explain themselves, others need their class.
+
+    With `where` the text says what raised it, and has the class in any case.
+    """
+    if isinstance(error, UserCodeExit):
+        error = error.__cause__ or error
+    try:
+        text = str(error)
+    except BaseException as failure:
+        text = f"(it has no text: making it raised {type(failure).__name__})"
+    if isinstance(error, PalestraError) and not where:
+        return text
+    if isinstance(error, CallTimeout):
+        return f"{where} {text}".strip()
+    return f"{where and where + ' raised '}{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -28,13 +28,13 @@ from pydantic_core import to_json
 from palestra.core.errors import (
     InputError,
     NotFoundError,
-    PalestraError,
     SettingError,
     StateError,
     StorageError,
     UnreadableFileError,
     UserCodeError,
     did_you_mean,
+    text_of,
 )
 from palestra.core.text import encodable
 
@@ -445,7 +445,4 @@ def _line(error: Exception, path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The message of an error; with its type, unless it is one of ours."""
-    if isinstance(error, PalestraError):
-        return str(error)
-    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return f"{type(error).__name__}: {error.msg}" if isinstance(error, SyntaxError) else text_of(error)

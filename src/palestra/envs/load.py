@@ -19,6 +19,7 @@ from palestra.core.errors import (
     UnsupportedError,
     UserCodeError,
     did_you_mean,
+    text_of,
 )
 from palestra.core.files import import_file
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
@@ -89,7 +90,7 @@ def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:
     try:
         config = cls.config_init()
     except Exception as error:
-        raise UserCodeError(f"{cls.__name__}.config_init raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{cls.__name__}.config_init raised {text_of(error)}") from error
     if not isinstance(config, BaseModel):
         kind = type(config).__name__
         raise UserCodeError(f"{cls.__name__}.config_init returned a {kind}; expected a pydantic model")

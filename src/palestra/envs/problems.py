@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from palestra.core.errors import InputError, UserCodeError
+from palestra.core.calls import user_code
+from palestra.core.errors import InputError, UserCodeError, text_of
 from palestra.core.messages import as_messages
 from palestra.core.types import Problem
 from palestra.envs.base import Split
@@ -133,9 +134,10 @@ class ProblemList(Sequence[Problem]):
     def _make(self, index: int) -> Problem:
         problem_id = f"{self.split}-{index}"
         try:
-            return as_problem(self.items[index], problem_id)
-        except (Exception, SystemExit) as error:
-            reason = f"making problem {problem_id} raised {type(error).__name__}: {error}"
+            with user_code():
+                return as_problem(self.items[index], problem_id)
+        except Exception as error:
+            reason = text_of(error, f"making problem {problem_id}")
             return BrokenProblem(problem_id, "(this problem could not be made)", reason=reason)
 
 
@@ -145,11 +147,12 @@ def problem_list(items: Any, split: Split, limit: int) -> ProblemList:
         items = list(itertools.islice(items, limit))
     if isinstance(items, LazyProblems):
         try:
-            items[0]
+            with user_code():
+                items[0]
         except NoProblem:
             if split == "train":
                 raise
             items = []  # too few different problems to hold any out: the training ones are scored instead
-        except (Exception, SystemExit):  # fails its own attempts
+        except Exception:  # fails its own attempts
             pass
     return ProblemList(items, split)

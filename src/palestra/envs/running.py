@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from palestra.agents.tools.tool import Tool, as_tool, tools_by_name
-from palestra.core.calls import call_with_limit
-from palestra.core.errors import PalestraError, RolloutError, UserCodeError
+from palestra.core.calls import call_with_limit, user_code
+from palestra.core.errors import PalestraError, RolloutError, UserCodeError, text_of
 from palestra.core.messages import as_messages
 from palestra.core.text import shorten
 from palestra.core.types import Message, Problem, Score, ToolResult
@@ -61,11 +61,9 @@ class EnvEpisode:
         by_name = found if isinstance(found, Mapping) else {"turns": found}
         return {**scores, **{name: as_score(Measure(name, self.env.score_turns), v) for name, v in by_name.items()}}
 
-    def state_key(self) -> str | None:
-        if type(self.env).state_key is Env.state_key:
-            return None
-        key = self.env.state_key()
-        return None if key is None else str(key)
+    @property
+    def state_key(self) -> Callable[[], Any] | None:
+        return None if type(self.env).state_key is Env.state_key else self.env.state_key
 
     def as_scores(self, verdict: Any) -> Mapping[str, Score]:
         """Convert what `score` or `score_group` returned to scores by name."""
@@ -74,9 +72,10 @@ class EnvEpisode:
 
     def close(self) -> None:
         try:
-            self.env.close()
-        except (Exception, SystemExit) as error:
-            log.warning("%s.close raised %s: %s", type(self.env).__name__, type(error).__name__, error)
+            with user_code():
+                self.env.close()
+        except Exception as error:
+            log.warning("%s", text_of(error, f"{type(self.env).__name__}.close"))
 
     def _as_score(self, name: str, value: Any) -> Score:
         threshold = self.env.pass_threshold
@@ -92,10 +91,7 @@ class EnvEpisode:
             raise RolloutError(self.error)
         self.env.messages = tuple(messages)
         answer = next((m.text for m in reversed(messages) if m.role == "assistant"), "")
-        try:
-            return await call_with_limit(getattr(self.env, method), strip_reasoning(answer), timeout_s=STEP_TIMEOUT_S)
-        except SystemExit as error:  # what a user's method does must not end the run
-            raise RolloutError(f"{method} asked to exit with {error.code}") from None
+        return await call_with_limit(getattr(self.env, method), strip_reasoning(answer), timeout_s=STEP_TIMEOUT_S)
 
 
 def _with_text(prompt: list[Message], text: str | None, max_chars: int) -> list[Message]:
@@ -153,15 +149,16 @@ class RunningEnv:
         tools: Sequence[Tool] = ()
         error = problem.reason if isinstance(problem, BrokenProblem) else None
         try:
-            env = copy.copy(self.env)
-            env.problem, env.messages, env.tool_results = problem, (), ()
-            if error is None:
-                prompt = _with_text(prompt, env.start(), self.max_text_chars)
-                tools = tuple(tools_by_name(as_tool(tool) for tool in env.tools()).values())
-            if env.instructions:
-                prompt.insert(0, Message("system", env.instructions))
-        except (Exception, SystemExit) as failure:
-            error = f"beginning an attempt raised {type(failure).__name__}: {failure}"
+            with user_code():
+                env = copy.copy(self.env)
+                env.problem, env.messages, env.tool_results = problem, (), ()
+                if error is None:
+                    prompt = _with_text(prompt, env.start(), self.max_text_chars)
+                    tools = tuple(tools_by_name(as_tool(tool) for tool in env.tools()).values())
+                if env.instructions:
+                    prompt.insert(0, Message("system", env.instructions))
+        except Exception as failure:
+            error = text_of(failure, "beginning an attempt")
         return EnvEpisode(env, prompt, tools, error)
 
     async def score_group(self, episodes: Sequence[EnvEpisode]) -> list[Mapping[str, Score]] | None:
@@ -169,10 +166,7 @@ class RunningEnv:
         if type(self.env).score_group is Env.score_group:
             return None
         attempts = [episode.env for episode in episodes]
-        try:
-            found = await call_with_limit(self.env.score_group, attempts, timeout_s=STEP_TIMEOUT_S)
-        except SystemExit as error:
-            raise RolloutError(f"score_group asked to exit with {error.code}") from None
+        found = await call_with_limit(self.env.score_group, attempts, timeout_s=STEP_TIMEOUT_S)
         if found is None:
             return None
         if len(found) != len(episodes):
@@ -182,9 +176,9 @@ class RunningEnv:
     def _outside(self, method: str, call: Any) -> Any:
         """What is called once, before any attempt: without it there is nothing to run."""
         try:
-            return call()
+            with user_code():
+                return call()
         except PalestraError:
             raise
-        except (Exception, SystemExit) as error:
-            where = f"{type(self.env).__name__}.{method}"
-            raise UserCodeError(f"{where} raised {type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise UserCodeError(f"{type(self.env).__name__}.{method} raised {text_of(error)}") from error

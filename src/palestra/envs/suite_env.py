@@ -63,11 +63,10 @@ class SuiteEpisode:
         known = f"the agents are {', '.join(self.roles)}" if self.roles else "this agent has no roles (agent.roles)"
         return Score(0.0, False, f"measure {name} returned a verdict for {unknown!r}; {known}", error=True)
 
-    def state_key(self) -> str | None:
+    @property
+    def state_key(self) -> Any:
         """That of the attempt's context, if it has a method of this name."""
-        method = getattr(self.environment, "state_key", None)
-        key = method() if callable(method) else None
-        return None if key is None else str(key)
+        return getattr(self.environment, "state_key", None)
 
     def close(self) -> None:
         """End the MCP servers that are this attempt's own."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from palestra.core.calls import CallTimeout, call_with_limit
-from palestra.core.errors import InputError, NotFoundError, PalestraError, SettingError, did_you_mean
+from palestra.core.calls import call_with_limit
+from palestra.core.errors import InputError, NotFoundError, PalestraError, SettingError, did_you_mean, text_of
 from palestra.core.types import Message, Problem, ProgramResult, Score, ToolCall, ToolResult
 
 _EXAMPLE = """
@@ -183,10 +183,8 @@ async def _call(m: Measure, argument: Any, timeout_s: float) -> tuple[Any, str]:
     """What the measure returns, and why it returned nothing."""
     try:
         return await call_with_limit(m.fn, argument, timeout_s=m.timeout_s or timeout_s), ""
-    except CallTimeout as error:
-        return None, f"measure {m.name} {error}"
-    except (Exception, SystemExit) as error:  # Ctrl-C and cancellation still pass
-        return None, f"measure {m.name} raised {type(error).__name__}: {error}".removesuffix(": ")
+    except Exception as error:
+        return None, text_of(error, f"measure {m.name}")
 
 
 def as_score(m: Measure, value: Any) -> Score:

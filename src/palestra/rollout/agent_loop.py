@@ -11,11 +11,13 @@ from typing import Protocol, TypeVar
 
 from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import Tool
-from palestra.core.errors import PalestraError, RolloutError
+from palestra.core.calls import call_with_limit, user_code
+from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import number_calls
 from palestra.core.text import encodable, shorten
 from palestra.core.types import Finish, Lineage, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
+from palestra.envs.running import STEP_TIMEOUT_S
 from palestra.models.chat.grammars import GrammarText
 from palestra.models.chat.toolcalls import UnexpectedCalls
 
@@ -170,7 +172,7 @@ async def play(
         left = sampling.max_new_tokens - speaker.sampled_tokens
         if left <= 0:
             return "truncated"
-        if (state := state_key(episode)) is not None:
+        if (state := await state_key(episode)) is not None:
             attempt.states.append(state)
         this_turn = forced if turn < limits.forced_calls else sampling
         message, finish = await speaker.say(this_turn.for_turn(left, first_seed + turn))
@@ -228,7 +230,7 @@ async def hear_in_less(
     left = limits.sampling.max_new_tokens - speaker.sampled_tokens
     if left <= 0:
         return "truncated"
-    if (state := state_key(episode)) is not None:
+    if (state := await state_key(episode)) is not None:
         attempt.states.append(state)
     summary, finish = await speaker.say(limits.sampling.for_turn(left, seed))
     attempt.add(summary)
@@ -253,14 +255,12 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
     return [*messages[:-1], replace(messages[-1], text=f"{messages[-1].text}\n\n{text}".strip())]
 
 
-def state_key(episode: Episode) -> str | None:
+async def state_key(episode: Episode) -> str | None:
     """The state that an episode is in, where it names one; a long key is hashed."""
-    if (method := getattr(episode, "state_key", None)) is None:
+    if not callable(method := getattr(episode, "state_key", None)):
         return None
-    try:
-        key: str | None = encodable(method())
-    except Exception as error:
-        raise RolloutError(f"state_key raised {type(error).__name__}: {error}") from error
+    call = call_with_limit(lambda: None if (key := method()) is None else encodable(str(key)), timeout_s=STEP_TIMEOUT_S)
+    key: str | None = await from_outside("state_key", call)
     if key is None or len(key) <= MAX_STATE_CHARS:
         return key
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
@@ -281,9 +281,10 @@ async def replies_to(
 async def from_outside(boundary: str, call: Awaitable[T]) -> T:
     """Name an error by the boundary that it crossed."""
     try:
-        return await call
+        with user_code():
+            return await call
     except Exception as error:
-        raise RolloutError(f"{boundary} raised {type(error).__name__}: {error}") from error
+        raise RolloutError(text_of(error, boundary)) from error
 
 
 def tool_message(result: ToolResult) -> Message:

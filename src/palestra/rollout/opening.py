@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -11,14 +12,16 @@ from dataclasses import dataclass
 from statistics import median
 
 from palestra.agents.tools.tool import Tool
-from palestra.core.calls import CallTimeout, call_with_limit, calls_with_limit
-from palestra.core.errors import ServiceError
+from palestra.core.calls import call_with_limit, calls_with_limit, user_code
+from palestra.core.errors import CallTimeout, ServiceError, text_of
 from palestra.core.types import Problem
 from palestra.envs.base import Environment, Episode
 
 OPEN_LIMIT_S = 300.0  # an environment may start a container
 CLOSE_LIMIT_S = 60.0
 QUICK_S, SLOW_S = 0.001, 0.02
+
+log = logging.getLogger("palestra")
 
 
 class OpenTimeout(ServiceError):
@@ -50,15 +53,11 @@ class Opener:
             if self.is_quick:
                 await call_with_limit(opening.open_while_quick, count, timeout_s=limit_s)
             await calls_with_limit([opening.open] * (count - len(opening.episodes)), timeout_s=limit_s)
-        except CallTimeout as error:
+        except BaseException as error:  # also Ctrl-C: threads cannot be ended; what they open from now on is closed
             opening.abandon()
-            return NotOpened(f"opening an episode {error}")
-        except Exception as error:
-            opening.abandon()
-            return NotOpened(f"opening an episode raised {type(error).__name__}: {error}")
-        except BaseException:  # Ctrl-C: threads cannot be ended; what they open from now on is closed
-            opening.abandon()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            return NotOpened(text_of(error, "opening an episode"))
         self.is_quick = median(opening.seconds) < QUICK_S and max(opening.seconds) < SLOW_S
         return opening.episodes
 
@@ -106,8 +105,11 @@ def abandon(opening: Iterable[asyncio.Task[list[Episode] | NotOpened]]) -> None:
 
 
 async def close_episodes(episodes: Sequence[Episode]) -> None:
-    """In a thread: closing may end a program, or wait for a server."""
-    await call_with_limit(close_now, episodes, timeout_s=CLOSE_LIMIT_S)
+    """In a thread: closing may end a program, or wait for a server. One that takes long costs no attempt."""
+    try:
+        await call_with_limit(close_now, episodes, timeout_s=CLOSE_LIMIT_S)
+    except CallTimeout as error:
+        log.warning("closing the %d episodes of a group %s; it continues in the background", len(episodes), error)
 
 
 def close_now(episodes: Sequence[Episode]) -> None:
@@ -124,9 +126,10 @@ def tools_of(environment: Environment, problem: Problem) -> list[Tool]:
 
     def look() -> None:
         try:
-            episode = environment.open(problem)
-            tools = list(episode.tools)
-            episode.close()
+            with user_code():
+                episode = environment.open(problem)
+                tools = list(episode.tools)
+                episode.close()
             outcome.put(tools)
         except BaseException as error:
             outcome.put(error)

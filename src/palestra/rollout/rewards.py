@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from palestra.core.calls import call_with_limit
-from palestra.core.errors import UserCodeError
+from palestra.core.calls import call_with_limit, user_code
+from palestra.core.errors import UserCodeError, text_of
 from palestra.core.messages import prompt_length, to_dict
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.envs.base import Episode
@@ -130,10 +130,11 @@ class RewardFunctions:
             values = await call_with_limit(
                 self._locked, name, {**arguments, **log_functions}, problem, timeout_s=REWARD_TIMEOUT_S
             )
-            return _checked(values, count)
-        except (Exception, SystemExit) as error:  # Ctrl-C and cancellation still pass
+            with user_code():  # of a generator
+                return _checked(values, count)
+        except Exception as error:
             self._failures[name] += 1
-            reason = f"reward function {name} raised {type(error).__name__}: {error}".removesuffix(": ")
+            reason = text_of(error, f"reward function {name}")
             if self._failures[name] == 1:
                 log.warning("%s; it is left out for that group, and such groups are counted as measure_errors", reason)
             return [reason] * count
@@ -172,13 +173,13 @@ class _Logged:
 
     def __init__(self) -> None:
         self._metrics: dict[str, list[float]] = {}
-        self._extras: dict[str, dict[str, list[Any]]] = {}
+        self._extras: dict[str, dict[str, list[str]]] = {}
 
     def metric(self, name: str, value: float) -> None:
         self._metrics.setdefault(name, []).append(float(value))
 
     def extra(self, function: str, column: str, values: Sequence[Any]) -> None:
-        self._extras.setdefault(function, {})[column] = list(values)
+        self._extras.setdefault(function, {})[column] = [str(value) for value in values]
 
     def means(self) -> dict[str, float]:
         return {name: fmean(values) for name, values in self._metrics.items()}

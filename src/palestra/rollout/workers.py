@@ -280,13 +280,15 @@ class _Serving:
             if self._preparing is not None:
                 await self._preparing
             self._policy.begin_job(*job)
-            chosen = self._prepared if problems is None else problems
+            chosen, self._prepared = self._prepared if problems is None else problems, []
             await self._collectors[training].collect(chosen, group_size, keys, on_group=on_group)
             self._channel.reply(call, None)
-        except asyncio.CancelledError:
-            self._channel.reply(call, None)
-        except Exception as error:
-            self._channel.fail(call, error)
+        except BaseException as error:  # the process that samples waits for the answer
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                self._channel.reply(call, None)
+            else:
+                self._channel.fail(call, error)
         finally:
             del self._tasks[call]
 

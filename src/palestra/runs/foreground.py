@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import PalestraError, StateError
+from palestra.core.errors import PalestraError, StateError, text_of
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.runs.folder_lock import hold, refuse_held
@@ -42,7 +42,7 @@ def listed(folder: Path) -> Iterator[None]:
             _end(index, folder, "stopped")
             raise
         except BaseException as error:
-            _end(index, folder, "failed", f"{type(error).__name__}: {error}")
+            _end(index, folder, "failed", text_of(error))
             raise
         _end(index, folder, "completed")
 

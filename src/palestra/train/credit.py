@@ -12,7 +12,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.credit import gigpo_advantages, return_advantages
 from palestra.algo.losses import LossFunction
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import SettingError, UserCodeError
+from palestra.core.errors import SettingError, UserCodeError, text_of
 from palestra.core.files import import_function
 from palestra.core.types import Array, Group, Lineage, Rollout, Turn
 from palestra.rollout.rewards import role_score
@@ -247,7 +247,7 @@ def custom_advantages(function: AdvantageFunction, batch: Batch) -> Array:
         found = found.detach().cpu().numpy() if hasattr(found, "detach") else found
         values = np.array(found, dtype=np.float64)
     except Exception as error:
-        raise UserCodeError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{name} raised {text_of(error)}") from error
     rows, tokens = batch.rows, len(batch.token_ids)
     if values.shape not in ((rows,), (tokens,)):
         raise UserCodeError(

@@ -1,12 +1,14 @@
 import asyncio
 import os
+import signal
 import threading
 import time
 
 import pytest
 
 from palestra.core import calls
-from palestra.core.calls import CallTimeout, OutOfThreads, call_with_limit, calls_with_limit, hung_calls
+from palestra.core.calls import OutOfThreads, call_with_limit, calls_with_limit, hung_calls, user_code
+from palestra.core.errors import CallTimeout, UserCodeExit, text_of
 
 
 @pytest.fixture
@@ -171,3 +173,76 @@ def test_a_thread_that_ends_after_its_loop_closed_says_nothing(capsys):
     assert ended.wait(5)
     time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+class Panic(BaseException):
+    """As those of Rust extensions."""
+
+
+def raising(error):
+    def raises():
+        raise error
+
+    async def raises_slowly():
+        await asyncio.sleep(0)
+        raise error
+
+    return raises, raises_slowly
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("error", [Panic("a"), SystemExit(0), GeneratorExit(), asyncio.CancelledError()], ids=repr)
+def test_what_is_no_exception_is_raised_as_one_with_the_same_text(error, is_async):
+    with pytest.raises(UserCodeExit) as raised:
+        asyncio.run(call_with_limit(raising(error)[is_async], timeout_s=5))
+    assert raised.value.__cause__ is error
+    assert text_of(raised.value) == text_of(error)
+
+
+def test_async_code_cancels_only_its_own_task():
+    async def cancels():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(30)
+
+    async def main():
+        with pytest.raises(UserCodeExit):
+            await call_with_limit(cancels, timeout_s=30)
+        return asyncio.current_task().cancelling()
+
+    assert asyncio.run(main()) == 0
+
+
+@pytest.mark.parametrize("waits", [asyncio.Event().wait, lambda: threading.Event().wait(2)])
+def test_the_cancellation_of_the_caller_is_none_of_the_code(waits):
+    async def main():
+        task = asyncio.create_task(call_with_limit(waits, timeout_s=30))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(main())
+
+
+def test_what_a_signal_handler_raises_is_not_the_failure_of_the_code_that_it_interrupts():
+    def ring(number, frame):
+        raise Panic("time is up")
+
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        with pytest.raises(Panic), user_code():
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_async_code_that_blocks_the_event_loop_is_named(monkeypatch):
+    monkeypatch.setattr(calls, "BLOCKED_S", 0.05)
+    warned, seen = threading.Event(), []
+    monkeypatch.setattr(calls.log, "warning", lambda text, *values: (seen.append(values[0]), warned.set()))
+
+    async def look_up():
+        warned.wait(20)
+
+    asyncio.run(call_with_limit(look_up, timeout_s=30))
+    assert [name.rpartition(".")[2] for name in seen] == ["look_up"]

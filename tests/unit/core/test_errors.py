@@ -4,7 +4,9 @@ import ast
 import sys
 from pathlib import Path
 
-from palestra.core.errors import PalestraError
+import pytest
+
+from palestra.core.errors import PalestraError, text_of
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 import error_messages
@@ -24,3 +26,24 @@ def is_plain_error(node):
 
 def test_the_page_lists_every_message():
     assert error_messages.PAGE.read_text() == error_messages.page(), "python scripts/error_messages.py writes it"
+
+
+class NoText(Exception):
+    def __str__(self):
+        raise SystemExit("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("a"), "KeyError: 'a'"),
+        (ValueError(), "ValueError"),
+        (PalestraError("a setting"), "a setting"),
+        (NoText(), "NoText: (it has no text: making it raised SystemExit)"),
+        (SystemExit(NoText()), "SystemExit: (it has no text: making it raised SystemExit)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_error_has_a_text(error, text):
+    assert text_of(error) == text
+    assert text_of(error, "a tool") == f"a tool raised {'' if text[0] != 'a' else 'PalestraError: '}{text}"

@@ -191,3 +191,11 @@ def test_one_episode_that_a_busy_machine_delays_does_not_make_the_environment_a_
     monkeypatch.setattr(doors, "open", delayed)
     asyncio.run(opener.open(PROBLEM, 8))
     assert opener.is_quick
+
+
+def test_episodes_that_close_slowly_cost_no_attempt(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(opening, "CLOSE_LIMIT_S", 0.02)
+    release = threading.Event()
+    asyncio.run(close_episodes([SimpleNamespace(close=release.wait)]))
+    release.set()
+    assert "took longer than 0.02 s" in caplog.text

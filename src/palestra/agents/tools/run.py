@@ -13,8 +13,8 @@ from typing import Any
 from pydantic_core import ValidationError, to_jsonable_python
 
 from palestra.agents.tools.tool import Tool
-from palestra.core.calls import CallTimeout, call_with_limit
-from palestra.core.errors import did_you_mean
+from palestra.core.calls import call_with_limit, user_code
+from palestra.core.errors import did_you_mean, text_of
 from palestra.core.text import encodable, shorten
 from palestra.core.types import ToolCall, ToolResult
 
@@ -192,18 +192,16 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
         value = await _call(tool, arguments, timeout_s)
     except ArgumentError as problem:
         return failed(str(problem))
-    except CallTimeout as problem:
-        return failed(f"{call.name} {problem}", raised=True)
-    except (Exception, SystemExit) as error:  # a tool must not end the run; Ctrl-C and cancellation still do
-        return failed(f"{call.name} raised {type(error).__name__}: {error}".removesuffix(": "), raised=True)
+    except Exception as error:
+        return failed(text_of(error, call.name), raised=True)
     try:
-        text = (
-            value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
-        )
+        with user_code():  # of a generator or an object with a text of its own
+            plain = to_jsonable_python(value, fallback=str)
+        text = value if isinstance(value, str) else json.dumps(plain, ensure_ascii=False)
         content = encodable(text)
     except Exception as error:
         kind = f"{type(value).__name__}, which has no text form"
-        return failed(f"{call.name} returned {kind} ({type(error).__name__}: {error})", raised=True)
+        return failed(f"{call.name} returned {kind} ({text_of(error)})", raised=True)
     return ToolResult(call, shorten(content, max_chars), seconds=time.perf_counter() - started)
 
 
@@ -213,6 +211,7 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> A
         return await call_with_limit(tool.fn, timeout_s=timeout_s, **arguments)
     except ValueError as error:
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or "signal only works in main thread" not in str(error):
+        if not is_main or "signal only works in main thread" not in text_of(error):
             raise
-    return tool.fn(**arguments)
+    with user_code():
+        return tool.fn(**arguments)

@@ -1,0 +1,474 @@
+"""What user code can do wrong, in every place that runs it: its attempt fails, and the run goes on.
+
+`python tests/faults/test_user_code.py` writes all of it as a table.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from palestra import Env, EvalSuite, measure
+from palestra.agents.agent import Agent
+from palestra.agents.tools.tool import function_tool
+from palestra.core import calls
+from palestra.core.errors import UserCodeError
+from palestra.core.types import Message, SamplingParams, ToolCall
+from palestra.envs import running, suite_env
+from palestra.envs.running import RunningEnv
+from palestra.rollout import agent_loop, opening, rewards
+from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.collect import Collector
+from palestra.rollout.rewards import RewardFunctions
+from palestra.rollout.workers import RolloutWorkers, WorkerCollector
+
+LIMIT_S = 0.3
+HANG_S = 20.0
+SIZE = 2  # attempts in a group
+RELEASED = threading.Event()  # ends the calls that hang
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="rollout.workers forks processes")
+
+
+class OwnBase(BaseException):
+    """As the panics of Rust extensions."""
+
+
+class BadText(Exception):
+    def __str__(self):
+        raise OwnBase("no text")
+
+
+class BadRepr:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+def raising(error):
+    def act():
+        raise error
+
+    return act
+
+
+def exiting(code):
+    return lambda: sys.exit(code)
+
+
+async def cancelled():
+    task = asyncio.create_task(asyncio.sleep(30))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+def cancelled_in_a_loop():
+    coroutine = cancelled()
+    try:
+        asyncio.run(coroutine)
+    finally:
+        coroutine.close()
+
+
+def cancel_this_task():
+    asyncio.current_task().cancel()
+
+
+def alarmed():
+    def ring(number, frame):
+        raise OwnBase("time is up")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(0.1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def exit_a_fork():
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def cyclic():
+    values = []
+    values.append(values)
+    return values
+
+
+def deep(count=5000):
+    value = []
+    for _ in range(count):
+        value = [value]
+    return value
+
+
+def recursive():
+    return recursive()
+
+
+KINDS = {
+    "pytest.fail": lambda: pytest.fail("not in stock"),
+    "CancelledError": raising(asyncio.CancelledError()),
+    "GeneratorExit": raising(GeneratorExit("end")),
+    "SystemExit": exiting(0),
+    "SystemExit(bad text)": lambda: sys.exit(BadText()),
+    "KeyboardInterrupt": raising(KeyboardInterrupt("by hand")),
+    "own BaseException": raising(OwnBase("panic")),
+    "text that raises": raising(BadText()),
+    "ExceptionGroup": raising(ExceptionGroup("two", [ValueError("a"), BadText()])),
+    "BaseExceptionGroup": raising(BaseExceptionGroup("two", [OwnBase("a"), SystemExit(3)])),
+    "StopIteration": raising(StopIteration(1)),
+    "StopAsyncIteration": raising(StopAsyncIteration()),
+    "RecursionError": recursive,
+    "MemoryError": raising(MemoryError()),
+    "AssertionError": raising(AssertionError("no")),
+    "TimeoutError": raising(TimeoutError()),
+    "cancelled asyncio.run": cancelled_in_a_loop,
+    "cancels its task": cancel_this_task,
+    "signal.setitimer": alarmed,
+    "fork and os._exit": exit_a_fork,
+    "sleeps": lambda: RELEASED.wait(HANG_S * 2),
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "None": lambda: None,
+    "cyclic": cyclic,
+    "deep": deep,
+    "lambda": lambda: lambda: 1,
+    "generator": lambda: (KINDS["pytest.fail"]() for _ in range(2)),
+    "lock": threading.Lock,
+    "bytes": lambda: b"\xff",
+    "bad repr": BadRepr,
+    "10^400": lambda: 10**400,
+    "str": lambda: "\x00",
+}
+WELL = "well"  # of the problem at which nothing goes wrong
+QUICK = ("pytest.fail", "CancelledError", "SystemExit", "text that raises", "cancels its task", "BaseExceptionGroup")
+ENV_HOOKS = (
+    "tool", "async tool", "make_problem", "start", "step", "score", "async score", "score_group", "score_turns",
+    "close", "state_key",
+)  # fmt: skip
+SUITE_HOOKS = ("measure", "async measure", "group measure", "context_fn", "reward function")
+HOOKS = (*ENV_HOOKS, *SUITE_HOOKS)
+
+
+def do(here: str, hook: str, kind: str) -> Any:
+    """Misbehave if this place is the one that does."""
+    return KINDS[kind]() if here == hook and kind != WELL else None
+
+
+class Items:
+    """Problems, one of each kind."""
+
+    def __init__(self, hook):
+        self.hook = hook
+
+    def __len__(self):
+        return len(KINDS) + 1
+
+    def __getitem__(self, index):
+        kind = [*KINDS, WELL][index]
+        if self.hook == "make_problem" and kind not in ("sleeps", "KeyboardInterrupt", WELL):
+            made = KINDS[kind]()
+            if made is not None:
+                return made
+        return {"input": "Look it up.", "kind": kind}
+
+
+def environment_of(hook: str) -> Any:
+    if hook in SUITE_HOOKS:
+        return suite_of(hook)
+
+    class Hostile(Env):
+        @property
+        def kind(self):
+            return self.problem.row.get("kind", "None")
+
+        def problems(self, split):
+            return Items(hook)
+
+        def start(self):
+            return do("start", hook, self.kind)
+
+        def look(self) -> Any:
+            """Look it up."""
+            return do("tool", hook, self.kind)
+
+        async def look_slowly(self) -> Any:
+            """Look it up."""
+            return do("async tool", hook, self.kind)
+
+        def step(self, answer):
+            return do("step", hook, self.kind)
+
+        def score(self, answer):
+            return do("score", hook, self.kind) if hook == "score" else 1.0
+
+        def close(self):
+            do("close", hook, self.kind)
+
+    methods: dict[str, Any] = {}
+    if hook == "score_group":
+        methods["score_group"] = lambda self, attempts: do("score_group", hook, attempts[0].kind)
+    if hook == "score_turns":
+        methods["score_turns"] = lambda self: do("score_turns", hook, self.kind)
+    if hook == "state_key":
+        methods["state_key"] = lambda self: do("state_key", hook, self.kind)
+    if hook == "async score":
+
+        async def score(self, answer):
+            return do("async score", hook, self.kind)
+
+        methods["score"] = score
+    return RunningEnv(type("Hostile", (Hostile,), methods)())
+
+
+def suite_of(hook: str) -> Any:
+    @function_tool
+    def look() -> str:
+        """Look it up."""
+        return "1"
+
+    def judged(ctx):
+        return do("measure", hook, ctx.case.row["kind"]) if hook == "measure" else 1.0
+
+    async def judged_slowly(ctx):
+        return do("async measure", hook, ctx.case.row["kind"]) if hook == "async measure" else 1.0
+
+    measures = [measure(judged), measure(judged_slowly)]
+    if hook == "group measure":
+        measures.append(measure(group=True)(lambda contexts: do("group measure", hook, contexts[0].case.row["kind"])))
+    records = [{"input": "Look it up.", "kind": kind} for kind in (*KINDS, WELL)]
+    context_fn = (lambda row: do("context_fn", hook, row["kind"])) if hook == "context_fn" else None
+    suite = EvalSuite.from_records(records, measures=measures, context_fn=context_fn)
+    return suite_env.SuiteEnvironment(Agent("hostile", tools=[look]), suite)
+
+
+class Speaker:
+    """Calls all tools, then answers."""
+
+    turns: tuple[Any, ...] = ()
+    sampled_tokens = 0
+    shows_call_ids = True
+
+    def __init__(self, episode):
+        self._calls = tuple(ToolCall(f"call{i}", tool.name, {}) for i, tool in enumerate(episode.tools))
+
+    def length_with(self, replies):
+        return 0
+
+    async def say(self, sampling):
+        self.sampled_tokens += 1
+        asked, self._calls = self._calls, ()
+        return Message("assistant", "" if asked else "Done.", tool_calls=asked), "stop"
+
+    def hear(self, messages): ...
+
+    def restart(self, messages): ...
+
+    def close(self): ...
+
+
+class Run:
+    """Groups of an environment whose hook misbehaves, collected in this process or in a worker."""
+
+    def __init__(self, hook: str, workers: int) -> None:
+        self.environment = environment_of(hook)
+        self.problems = list(self.environment.problems("train"))
+        self.runner = asyncio.Runner()
+        self._hook, self._workers = hook, None
+        self.collector: Any = self._collector()
+        if workers:
+            barrier = SimpleNamespace(
+                allow_for_workers=lambda: None, expect=lambda count: None, begun=lambda count: None
+            )
+            policy: Any = SimpleNamespace(version=0, tool_barrier=barrier)
+            self._workers = RolloutWorkers(policy, lambda policy: dict.fromkeys((True, False), self._collector()), 1, 0)
+            self.collector = WorkerCollector(self._workers, True, lambda size: 8)
+        self.collect(WELL)
+
+    def _collector(self) -> Collector:
+        functions = [self._reward] if self._hook == "reward function" else []
+        limits = AttemptLimits(SamplingParams(max_new_tokens=8), max_tool_rounds=1, tool_timeout_s=LIMIT_S)
+        start: Any = lambda episodes: [Speaker(episode) for episode in episodes]  # noqa: E731
+        return Collector(self.environment, limits, start, RewardFunctions(functions))
+
+    def _reward(self, completions, kind, **columns):
+        return [1.0] * len(kind) if kind[0] == WELL else do("reward function", self._hook, kind[0])
+
+    def collect(self, kind: str) -> str:
+        """What came of the attempts at the problem of this kind."""
+        problem = self.problems[[*KINDS, WELL].index(kind)]
+
+        async def collected() -> Any:
+            async with asyncio.timeout(HANG_S):
+                return await self.collector.collect([problem], SIZE, ["seed"])
+
+        [group] = self.runner.run(collected())
+        assert len(group.rollouts) == SIZE
+        return outcome(group.rollouts[0])
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+        calls._hung_in_workers = 0  # they have ended
+        RELEASED.set()
+        RELEASED.clear()
+        self.runner.close()
+
+
+def outcome(rollout: Any) -> str:
+    """In a word or two, and the text."""
+    failed_call = next((result.content for result in rollout.tool_results if not result.ok), None)
+    failed_score = next((score.reason for score in rollout.scores.values() if score.error), None)
+    if failed_score is not None:
+        return f"no verdict: {failed_score}"
+    if rollout.error is not None:
+        return f"attempt failed: {rollout.error}"
+    return "no effect" if failed_call is None else f"call failed: {failed_call}"
+
+
+def shorten_limits(patch: Any) -> None:
+    for module, name in (
+        (running, "STEP_TIMEOUT_S"), (agent_loop, "STEP_TIMEOUT_S"), (suite_env, "MEASURE_TIMEOUT_S"),
+        (rewards, "REWARD_TIMEOUT_S"), (opening, "CLOSE_LIMIT_S"),
+    ):  # fmt: skip
+        patch(module, name, LIMIT_S)
+    patch(opening.Opener.open, "__defaults__", (LIMIT_S,))
+
+
+def ends_the_process(hook: str, kind: str, workers: int) -> bool:
+    """As Ctrl-C does; nothing ends a blocked event loop, or a problem that is not made."""
+    if hook == "make_problem":
+        return kind in ("KeyboardInterrupt", "sleeps")
+    return (kind == "KeyboardInterrupt" and not workers) or (kind == "sleeps" and hook.startswith("async"))
+
+
+@pytest.fixture
+def short_limits(monkeypatch):
+    shorten_limits(monkeypatch.setattr)
+
+
+def attempts(hook: str, workers: int, names: Any) -> dict[str, str]:
+    """What came of each kind of misbehaviour in a place; at the end the run still works."""
+    run = Run(hook, workers)
+    try:
+        found = {kind: run.collect(kind) for kind in names if not ends_the_process(hook, kind, workers)}
+        run.collect(WELL)
+        return found
+    finally:
+        run.close()
+
+
+RAISES = {"pytest.fail": "Failed: not in stock", "SystemExit": "SystemExit: 0", "CancelledError": "CancelledError"}
+
+
+@linux_only
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_user_code_that_raises_anything_fails_no_more_than_its_attempts(hook, workers, short_limits):
+    found = attempts(hook, workers, QUICK)
+    for kind, text in RAISES.items():
+        if hook == "close":
+            assert found[kind] == "no effect"
+        else:
+            assert text in found[kind], found
+
+
+@linux_only
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_no_misbehaviour_of_user_code_ends_or_stops_the_run(hook, workers, short_limits):
+    assert len(attempts(hook, workers, KINDS)) >= len(KINDS) - 2
+
+
+@linux_only
+def test_a_problem_that_cannot_be_sent_to_a_worker_fails_that_call_alone(short_limits):
+    run = Run("tool", 1)
+    try:
+        run.problems[0] = replace(run.problems[0], row={"kind": "None", "function": lambda: 1})
+        with pytest.raises(RuntimeError, match="cannot be sent"):
+            run.collect(next(iter(KINDS)))
+        assert run.collect(WELL) == "no effect"
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("KeyboardInterrupt", "sleeps")])
+def test_a_setup_that_misbehaves_is_reported_with_its_name(kind):
+    env = type("Hostile", (Env,), {"setup": lambda self: KINDS[kind]()})
+    error = None
+    try:
+        RunningEnv(env())
+    except UserCodeError as raised:
+        error = str(raised)
+    assert error is None or error.startswith("Hostile.setup raised")
+
+
+def table() -> str:
+    """The outcomes as Markdown."""
+    shorten_limits(setattr)
+    lines = [
+        "A: the attempt fails with the text. C: the call fails. V: no verdict. –: no effect. "
+        "E: the run ends, as by Ctrl-C. B: a blocked event loop, named after 5 s. Left of the slash without workers, "
+        "right of it with one.\n",
+        f"| | {' | '.join((*HOOKS, 'setup'))} |",
+        "| --- |" + " --- |" * (len(HOOKS) + 1),
+    ]
+    cells = {(hook, workers): cells_of(hook, workers) for hook in HOOKS for workers in (0, 1)}
+    for kind in KINDS:
+        row = [f"{cells[hook, 0][kind]}/{cells[hook, 1][kind]}" for hook in HOOKS]
+        lines.append(f"| {kind} | {' | '.join((*row, setup_cell(kind)))} |")
+    return "\n".join(lines) + "\n"
+
+
+def cells_of(hook: str, workers: int) -> dict[str, str]:
+    run, cells = Run(hook, workers), {}
+    for kind in KINDS:
+        if ends_the_process(hook, kind, workers):
+            cells[kind] = {"sleeps": "B", "KeyboardInterrupt": "E"}[kind]
+            continue
+        began = time.perf_counter()
+        try:
+            text = run.collect(kind)
+            cells[kind] = {"attempt": "A", "call": "C", "no verdict": "V", "no effect": "–"}[
+                next(w for w in ("attempt", "call", "no verdict", "no effect") if text.startswith(w))
+            ]
+        except BaseException as error:
+            text = f"{type(error).__name__}"
+            cells[kind] = "HANGS" if isinstance(error, TimeoutError) else "ENDS"
+            run.close()
+            run = Run(hook, workers)
+        print(
+            f"{hook} {workers} {kind}: {text[:150]!r} {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True
+        )
+    run.close()
+    return cells
+
+
+def setup_cell(kind: str) -> str:
+    if kind in ("sleeps", "KeyboardInterrupt"):
+        return "no limit" if kind == "sleeps" else "E"
+    try:
+        RunningEnv(type("Hostile", (Env,), {"setup": lambda self: KINDS[kind]()})())
+    except UserCodeError:
+        return "a sentence before the run"
+    except BaseException:
+        return "ENDS"
+    return "–"
+
+
+if __name__ == "__main__":
+    print(table())
+    sys.stdout.flush()
+    os._exit(0)
