@@ -40,9 +40,7 @@ def address_options(port: int) -> Any:
 
     def add(function: Any) -> Any:
         for option in (
-            click.option(
-                "--token", envvar="PALESTRA_TOKEN", show_envvar=True, callback=hide_token, help="Clients need it."
-            ),
+            click.option("--token", envvar="PALESTRA_TOKEN", show_envvar=True, callback=hide_token, help="For clients"),
             click.option("--port", default=port, show_default=True, type=click.IntRange(0, 65535), help="0: any free."),
             click.option("--host", default="127.0.0.1", show_default=True, help="Others than loopback need a token."),
         ):

@@ -79,10 +79,7 @@ class Access:
 
 
 def _is_own_page(request: Request) -> bool:
-    """Whether no other site asks: by the Origin, which must be this server, and the browser's Sec-Fetch-Site.
-
-    Browsers send Sec-Fetch-Site: none for an address that was typed, or clicked in a mail program. It may only read.
-    """
+    """Whether no other site asks. `Sec-Fetch-Site: none` is an address typed or clicked in a mail: it may only read."""
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return False
