@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "result": "core models evals agents policy rollout train",
     "trl_config": "core",
     "trl_arguments": "core models evals agents rollout trl_config",
-    "trainer": "core models evals agents envs rollout train sources result trl_arguments",
+    "trainer": "core models evals agents envs runs rollout train sources result trl_arguments",
     "trl": "core evals trainer trl_config",
     "api": "core evals policy envs rollout train result trainer",
     "env_api": "core models evals agents policy envs rollout train sources result trainer",

@@ -35,6 +35,7 @@ from palestra.envs.load import env_class, find_env, load_env
 from palestra.envs.running import RunningEnv
 from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
+from palestra.runs.foreground import listed_early
 from palestra.runs.index import Index, State, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, descendants, end_all, identify
 from palestra.runs.recovery import SUPERVISOR_DIED, recover_own
@@ -177,7 +178,7 @@ def _train_wire(request: RunRequest, run: RunFolder, watching: Watching, resumed
     assert request.env_url is not None
     # environments written for Atropos cannot send a token
     token = os.environ.get("PALESTRA_TOKEN") or None if request.dialect == "palestra" else None
-    with watching(run.config) as watcher:
+    with watching(run.config) as watcher, listed_early(run.path, resumed):
         watcher.run_dir = run.path  # it can be resumed from here, also if loading is interrupted
         return train_wire(
             run,
