@@ -251,7 +251,7 @@ def test_resuming_a_damaged_folder_ends_with_a_sentence(foreign, here, capsys, d
     assert (folder.path / "evil.py").read_text() == before
 
 
-@pytest.mark.parametrize("name", ["tokens", "checkpoints", "evals", "metrics.jsonl", "queue.sqlite", "model"])
+@pytest.mark.parametrize("name", ["tokens", "checkpoints", "evals", "metrics.jsonl", "queue.sqlite"])
 def test_a_training_refuses_a_folder_in_which_files_or_folders_are_links(foreign, tmp_path, name) -> None:
     folder, outside = foreign(), tmp_path / "outside"
     (folder.path / name).symlink_to(outside)
