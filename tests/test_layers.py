@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "train": "core algo plan models evals policy envs runs rollout learner",
     "sources": "core models agents policy envs rollout servers train",
     "result": "core models evals agents policy rollout train",
-    "trainer": "core models evals agents envs rollout train sources result",
+    "trainer": "core models evals agents envs runs rollout train sources result",
     "api": "core evals policy envs rollout train result trainer",
     "env_api": "core models evals agents policy envs rollout train result trainer",
     "agent_source": "core evals agents sources servers",  # servers: an address without a token is refused at once

@@ -29,6 +29,7 @@ from palestra.evals.suite import EvalSuite, hold_out
 from palestra.models.progress_bars import hidden_progress_bars, is_local
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, TrainerState, as_list
+from palestra.runs.foreground import listed_early
 from palestra.train.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ def train_task(
     def train() -> Outcome:
         from palestra.train.run import Run
 
-        with watching() as watcher, asyncio.Runner() as runner:
+        with watching() as watcher, asyncio.Runner() as runner, listed_early(run.path, resumed, watcher.ends_at_start):
             parts: dict[str, Any] = {"watcher": watcher, "loaded": loaded, "resume": resumed, "objective": objective}
             built = Run.build(chosen, task(chosen), run, runner=runner, **parts)
             with hidden_progress_bars():

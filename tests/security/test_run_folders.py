@@ -15,11 +15,13 @@ import torch
 from palestra.cli.main import run
 from palestra.cli.trust import code_for_tools, is_own
 from palestra.core.config import RunConfig
-from palestra.core.errors import UnreadableFileError
+from palestra.core.errors import StorageError, UnreadableFileError
+from palestra.core.files import replacing
 from palestra.core.run_folder import RunFolder
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.dashboard.token_view import token_texts
 from palestra.learner.sharding import load_sharded, read_metadata
+from palestra.runs.folder_lock import hold
 from palestra.runs.manager import RunManager
 
 HOSTILE = """
@@ -247,6 +249,24 @@ def test_resuming_a_damaged_folder_ends_with_a_sentence(foreign, here, capsys, d
     assert run(["train", "--resume", str(folder.path), "--trust"]) == 2  # an exception would fail the test
     assert "Error: " in capsys.readouterr().err
     assert (folder.path / "evil.py").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["tokens", "checkpoints", "evals", "metrics.jsonl", "queue.sqlite"])
+def test_a_training_refuses_a_folder_in_which_files_or_folders_are_links(foreign, tmp_path, name) -> None:
+    folder, outside = foreign(), tmp_path / "outside"
+    (folder.path / name).symlink_to(outside)
+    with pytest.raises(StorageError, match=name), hold(folder.path):
+        raise AssertionError("it may train there")
+
+
+def test_a_file_is_not_written_through_a_link_at_its_temporary_name(tmp_path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (tmp_path / ".step-000001.npy.partial").symlink_to(outside)
+    with replacing(tmp_path / "step-000001.npy") as partial:
+        partial.write_text("theirs")
+    assert outside.read_text() == "mine"
+    assert (tmp_path / "step-000001.npy").read_text() == "theirs"
 
 
 def test_a_manifest_of_other_values_is_a_damaged_checkpoint(foreign, here, capsys) -> None:

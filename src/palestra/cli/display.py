@@ -38,7 +38,7 @@ def training_display(console: Console, config: RunConfig, command: str, *, dry_r
     load_libraries(console, config.model.name, is_needed=config.backend != "tinker")
     display = make_display(console, config.track.log_every)
     if dry_run:
-        display.on_start = _end_dry_run
+        display.on_start, display.ends_at_start = _end_dry_run, True
     try:
         with sigterm_as_ctrl_c(), display:
             yield display

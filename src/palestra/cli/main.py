@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from importlib import import_module
@@ -113,11 +112,12 @@ def run(arguments: Sequence[str]) -> int:
             click.secho("Stopped.", fg="yellow", err=True)
         return 130
     except (PalestraError, OSError) as error:
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0") or not (is_full or isinstance(error, PalestraError)):
-            raise
+        from palestra.core.files import is_unwritable
         from palestra.core.show import visible
 
+        is_full = isinstance(error, OSError) and is_unwritable(error)
+        if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0") or not (is_full or isinstance(error, PalestraError)):
+            raise
         remedy = "; free some space, or choose another output_dir" if is_full else ""
         if is_first_rank() or not isinstance(error, RankFailed):
             who = "" if is_first_rank() else f"rank {os.environ['RANK']}: "

@@ -17,6 +17,7 @@ from palestra.core.errors import SettingError
 from palestra.core.secrets import clean_environment
 
 END_WITH_PARENT = "PALESTRA_END_WITH_PARENT"  # set it for an isolated child whose stdin is a pipe of its parent's
+ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 _PR_SET_PDEATHSIG = 1
 _ISOLATED_CHILD = Path(__file__).with_name("isolated_child.py")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import importlib.util
 import json
@@ -41,6 +42,7 @@ from palestra.core.text import encodable
 MANIFEST = "manifest.json"  # the last file of a folder to be written: without it the folder is not complete
 _TAIL_BYTES = 64 * 1024
 _MAX_SAME_NAME = 1000
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EPERM)
 MAX_TEXT_BYTES = 64 << 20  # of a file of settings, or of source code
 
 
@@ -57,6 +59,7 @@ def write_text(path: Path, text: str) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path next to `path` to write to; flushed to disk and renamed at the end, deleted after an error."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # a link that lay there would be written through
     try:
         yield partial
         with partial.open("rb+") as file:
@@ -188,6 +191,11 @@ def folder_size(folder: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(os.path.join(root, name)).st_size
     return total
+
+
+def is_unwritable(error: BaseException | None) -> bool:
+    """Whether an error says that the disk takes no more: it is full or read-only, a quota or a limit is reached."""
+    return isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _UNWRITABLE)
 
 
 def free_bytes(path: Path) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from palestra.core.children import end_group, ends_with_parent
+from palestra.core.children import ENDING_SIGNALS, end_group, ends_with_parent
 from palestra.core.errors import ServiceError, SettingError, UnsupportedError
 from palestra.core.files import scratch_root
 from palestra.core.secrets import own_environment
@@ -120,7 +120,7 @@ def launch_ranks(command: Sequence[str], count: int) -> int:
     """Run the command in `count` processes that are ranks of each other; gives the exit status of the first that
     failed, or 0.
 
-    Ctrl-C and SIGTERM become a SIGTERM for each of them: they save a checkpoint together.
+    Ctrl-C, SIGTERM and SIGHUP become a SIGTERM for each of them: they save a checkpoint together.
     """
     with tempfile.TemporaryDirectory(prefix="palestra-ranks-", dir=scratch_root()) as folder:
         environments, prepare = _environments(count, Path(folder, "rendezvous")), ends_with_parent()
@@ -167,7 +167,8 @@ def _forwarded(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [n for n in ENDING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, *numbers)}
     try:
         yield
     finally:

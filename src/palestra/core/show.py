@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 
@@ -69,8 +70,7 @@ def visible(text: str) -> str:
 
 def show_path(path: Path) -> str:
     """Relative to the working directory if the path is below it, so that it can be copied from the screen."""
-    absolute = path.resolve()
     try:
-        return visible(str(absolute.relative_to(Path.cwd())))
-    except ValueError:
-        return visible(str(absolute))
+        return visible(str(path.resolve().relative_to(Path.cwd())))
+    except (ValueError, FileNotFoundError):  # the second: the working directory was deleted
+        return visible(os.path.realpath(path) if path.is_absolute() else str(path))

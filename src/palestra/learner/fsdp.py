@@ -117,9 +117,8 @@ class FsdpLearner:
         states = self._ranks.gather(learner_state.random_states())  # and the folder is there for all
         save_sharded(folder, self._local.optimizer)
         self.weights(0)
-        if self._ranks.is_first:
-            learner_state.save(folder, self.model, {"random_of_ranks": states})
-        self._ranks.gather(None)
+        whole = {"random_of_ranks": states}
+        self._ranks.from_first(lambda: learner_state.save(folder, self.model, whole))  # a failure is known to all
 
     def load(self, folder: Path) -> None:
         """Read what any number of ranks saved, or one process."""

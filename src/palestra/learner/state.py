@@ -20,7 +20,8 @@ ADAPTER = "adapter_model.safetensors"
 def save(folder: Path, model: nn.Module, state: dict[str, Any]) -> None:
     """Write the model (only the adapter where it has one) and the state, with torch's random states."""
     save_model(folder, model)
-    torch.save({**state, "random": random_states()}, folder / STATE)
+    with (folder / STATE).open("wb") as file:  # given a path, torch does not say why it cannot be written
+        torch.save({**state, "random": random_states()}, file)
 
 
 def save_model(folder: Path, model: nn.Module) -> None:

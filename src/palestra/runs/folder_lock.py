@@ -22,7 +22,11 @@ _MAX_BYTES = 10_000
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel releases when the process ends; PalestraError if another holds it."""
+    """Hold the lock of a folder without links, until the process ends at most; PalestraError if another holds it."""
+    if link := next((path for path in folder.glob("*") if path.is_symlink()), None):
+        raise StorageError(
+            f"{link} is a symbolic link, and a training writes into its run folder alone; put what it points to there"
+        )
     path = RunFolder(folder).lock_file
     lock = FileLock(path, timeout=0, mode=0o644, thread_local=False)
     try:
@@ -31,7 +35,7 @@ def hold(folder: Path) -> Iterator[None]:
     except Timeout:
         raise _held(folder) from None
     except OSError as error:
-        reason = "it is a symbolic link" if path.is_symlink() else error.strerror or error
+        reason = error.strerror or error
         raise StorageError(
             f"the run folder cannot be locked: {path} ({reason}); make the folder writable, or delete the file"
         ) from None

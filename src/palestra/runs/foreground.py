@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import PalestraError, StateError, text_of
+from palestra.core.ranks import is_first_rank
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.runs.folder_lock import hold, refuse_held
+from palestra.runs.folder_lock import hold, holder, refuse_held
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, this_host, this_process
 from palestra.runs.recovery import reconcile
@@ -25,10 +26,14 @@ log = logging.getLogger("palestra")
 
 @contextlib.contextmanager
 def listed(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock and list the run while it trains, unless its supervisor lists it.
+    """Hold the folder's lock and list the run while it trains, unless its supervisor or the caller lists it.
 
     A folder in which another process trains is refused.
     """
+    me = this_process()
+    if holder(folder) == {"pid": me.pid, "born": me.born, "host": this_host()}:
+        yield
+        return
     with hold(folder):
         if has_supervisor():
             yield
@@ -45,6 +50,12 @@ def listed(folder: Path) -> Iterator[None]:
             _end(index, folder, "failed", text_of(error))
             raise
         _end(index, folder, "completed")
+
+
+def listed_early(folder: Path, resumed: object, ends_at_start: bool = False) -> contextlib.AbstractContextManager[None]:
+    """List a new run before its parts are built: if it is killed then, its folder is still one's own."""
+    is_early = resumed is None and not ends_at_start and is_first_rank()
+    return listed(folder) if is_early else contextlib.nullcontext()
 
 
 def refuse_busy(folder: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from palestra.core.errors import PalestraError, StateError, StorageError, UnreadableFileError
 from palestra.core.files import free_bytes, partial_folder, verify_folder, write_folder
+from palestra.core.ranks import ONE_PROCESS, RankFailed, Ranks
 from palestra.core.run_folder import MANIFEST, STATE, RunFolder, last_checkpoint, step_checkpoints, step_folder, step_of  # noqa: F401
 from palestra.train.safety_net import UNTOUCHED, SafetyState
 
@@ -53,20 +54,33 @@ class TrainState:
         return cls(**known | {"safety": safety})
 
 
-def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], None]) -> Path:
-    """Write a checkpoint into `folder` atomically; `write` puts the learner's files into the path it is given."""
+def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], None], ranks: Ranks = ONE_PROCESS) -> Path:
+    """Write a checkpoint atomically, with all ranks: each one's `write` puts its files into the path that it gets."""
 
     def write_all(aside: Path) -> None:
         write(aside)
         (aside / STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
 
-    try:
-        return write_folder(folder, write_all)
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of these, by who was writing
+    def make_folders() -> None:
+        folder.parent.mkdir(exist_ok=True)
+        aside.mkdir(exist_ok=True)
+
+    failure, reason, aside = None, None, partial_folder(folder)
+    try:  # the folders are made before ranks wait for each other; not a run folder that was deleted
+        ranks.from_first(make_folders)
+        if ranks.is_first:
+            write_folder(folder, write_all)
+        else:
+            write(aside)
+    except (OSError, RuntimeError, SafetensorError, RankFailed) as error:  # a full disk is each, by who was writing
+        system = error.__context__ if isinstance(error.__context__, OSError) else error  # torch raises its own then
+        failure, reason = error, getattr(system, "strerror", None) or str(error)
+    if reasons := [text for text in ranks.gather(reason) if text is not None]:
         raise StorageError(
-            f"the checkpoint {folder} could not be written ({getattr(error, 'strerror', None) or error}); earlier "
-            "checkpoints are whole. Free some space or choose another output_dir, then resume"
-        ) from error
+            f"the checkpoint {folder} could not be written ({reasons[0]}); earlier checkpoints are whole. Free some "
+            "space, or make the folder writable"
+        ) from failure
+    return folder
 
 
 def has_room(folder: Path, step: int, least: int, warn: Callable[[str], None]) -> bool:
@@ -78,12 +92,6 @@ def has_room(folder: Path, step: int, least: int, warn: Callable[[str], None]) -
             f"need {least / 2**20:,.0f} MiB; free some space"
         )
     return free >= least
-
-
-def join_checkpoint(folder: Path, write: Callable[[Path], None]) -> Path:
-    """A rank's part in a checkpoint that the first one saves."""
-    write(partial_folder(folder))
-    return folder
 
 
 def read_checkpoint(folder: Path) -> TrainState:

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when nothing is half done, and SIGTERM as another Ctrl-C."""
+"""Ctrl-C at a moment when nothing is half done, and SIGTERM and SIGHUP as another Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from palestra.core.children import ENDING_SIGNALS
 
 _SAME_SIGNAL_S = 0.5
 _last_sigterm = float("-inf")
@@ -52,8 +54,8 @@ def on_ctrl_c(handler: Any, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def sigterm_as_ctrl_c(*more: signal.Signals) -> Iterator[None]:
-    """SIGTERM (and `more`) does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling."""
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does at that moment: wait for the end of a step, or cancel sampling; SIGHUP, too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -70,7 +72,7 @@ def sigterm_as_ctrl_c(*more: signal.Signals) -> Iterator[None]:
             return
         on_ctrl_c(signal.getsignal(signal.SIGINT), frame)
 
-    numbers = [n for n in (signal.SIGTERM, *more) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
+    numbers = [n for n in ENDING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError, StateError, TrainingError, text_of
+from palestra.core.errors import NotFiniteError, PalestraError, StateError, StorageError, TrainingError, text_of
 from palestra.core.phases import phases
-from palestra.core.ranks import ONE_PROCESS, Ranks
-from palestra.core.run_folder import step_folder
+from palestra.core.ranks import ONE_PROCESS, RankFailed, Ranks
+from palestra.core.run_folder import step_folder, step_of
 from palestra.core.types import Group
 from palestra.evals.case_rates import CaseRates
 from palestra.evals.evidence import Example, RunFacts, find_examples
@@ -29,7 +29,7 @@ from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker
 from palestra.train.batch import trainable_batch
-from palestra.train.checkpoint import TrainState, has_room, join_checkpoint, last_checkpoint, prune, save_checkpoint
+from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
 from palestra.train.distill import DistillRows, choose_rows
@@ -96,12 +96,14 @@ class Training:
         `evaluate` gives the held-out reward of a step, at every `eval.every`; first, where the last one is missing.
         """
         total = self.total_steps or 0
+        doing = f"after step {self.state.step}"
         try:
             if evaluate and lacks_evaluation:
                 self.take_evaluation(evaluate(self.state.step))
             self._show_phase()
             by_evaluation = evaluate is not None and self.config.eval.every > 0
             while self.state.step < total and self.ended_early is None and not self.source.is_done:
+                doing = f"step {self.state.step + 1}"
                 try:
                     metrics = self.step()
                 except NotFiniteError as error:
@@ -109,6 +111,7 @@ class Training:
                         raise
                     self._roll_back(str(error))
                     continue
+                doing = f"after step {self.state.step}"
                 self.watcher.advance(self.state.step, metrics)
                 if self.demonstrations is None:
                     self._judge(metrics, total)
@@ -119,7 +122,8 @@ class Training:
                 if self.demonstrations is None:
                     self._check_health(metrics)
                 if self.state.step >= total or self.ended_early is not None:
-                    self.save_model()
+                    with self._warns_if_unwritable():
+                        self.save_model()
                 every = self.config.checkpoint.every
                 reward = NEVER_BEST if by_evaluation else metrics.get("reward_mean", NEVER_BEST)
                 self._save_if(every and self.state.step % every == 0, reward)
@@ -127,20 +131,14 @@ class Training:
                     self.take_evaluation(evaluate(self.state.step))
                     self._show_phase()
             self.tracker.flush()
+            self._save_if(self.config.checkpoint.every and not self.is_saved)
         except KeyboardInterrupt:
             if self.checkpoints is None:
                 raise
             with deferred_interrupts():
                 raise Interrupted(self.checkpoint()) from None
         except Exception as error:
-            raise self.failure(f"step {self.state.step + 1}", error) from error
-        last = last_checkpoint(self.checkpoints) if self.checkpoints else None
-        if self.checkpoints and self.config.checkpoint.every and last != step_folder(self.checkpoints, self.state.step):
-            try:
-                if self._has_room():
-                    self.checkpoint()
-            except Exception as error:
-                raise self.failure("saving the last checkpoint", error) from error
+            raise self.failure(doing, error) from error
 
     @property
     def demonstrations(self) -> DemonstrationSource | None:
@@ -401,10 +399,24 @@ class Training:
         self.policy.update(self.learner.weights(version))
         self.state = replace(self.state, policy_version=version)
 
-    def _save_if(self, is_due: object, reward: float) -> None:
+    def _save_if(self, is_due: object, reward: float = NEVER_BEST) -> None:
         if self.checkpoints is not None and is_due and self._has_room():
-            with deferred_interrupts():
+            with deferred_interrupts(), self._warns_if_unwritable():
                 self.checkpoint(reward)
+
+    @contextmanager
+    def _warns_if_unwritable(self) -> Iterator[None]:
+        """Warn of what cannot be written inside of this block: the run goes on, and tries again at the next chance."""
+        try:
+            yield
+        except (StorageError, RankFailed) as error:  # the second: the first rank has a StorageError
+            self.watcher.warn(f"after step {self.state.step}: {error}")
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint has the last step."""
+        last = last_checkpoint(self.checkpoints) if self.checkpoints else None
+        return last is not None and step_of(last) == self.state.step
 
     def _has_room(self) -> bool:
         """Whether a checkpoint and the final model fit on the disk; the same on all ranks."""
@@ -416,20 +428,19 @@ class Training:
         """Save where the run stands, and delete what need not be kept. The best is the one of the highest reward."""
         if self.checkpoints is None:
             raise StateError("this training has no folder to save a checkpoint in")
-        keep = self.config.checkpoint
-        if reward > self.state.best_reward:
-            self.state = replace(self.state, best_reward=reward, best_step=self.state.step)
-        path = step_folder(self.checkpoints, self.state.step)
+        keep, state = self.config.checkpoint, self.state
+        if reward > state.best_reward:
+            state = replace(state, best_reward=reward, best_step=state.step)
+        path = step_folder(self.checkpoints, state.step)
         try:
             self.tracker.flush()
         finally:  # a checkpoint is written also when a record could not be
+            write = self._write_checkpoint if self.ranks.is_first else self.learner.save
+            save_checkpoint(path, state, write, self.ranks)
+            self.state = state  # a checkpoint that could not be written is not the best one
             if self.ranks.is_first:
-                save_checkpoint(path, self.state, self._write_checkpoint)
-                best = step_folder(self.checkpoints, self.state.best_step) if keep.keep_best else None
+                best = step_folder(self.checkpoints, state.best_step) if keep.keep_best else None
                 prune(self.checkpoints, keep.keep_last, best)
-            else:
-                join_checkpoint(path, self.learner.save)
-            self.ranks.gather(None)  # it is whole for all
             self.source.commit()
         return path
 

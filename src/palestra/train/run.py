@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any, Literal
 import torch
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import NotFiniteError, PalestraError, StateError, UserCodeError
+from palestra.core.errors import NotFiniteError, PalestraError, StateError, TrainingError, UserCodeError, text_of
+from palestra.core.files import is_unwritable
 from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group
@@ -187,6 +189,7 @@ class Run:
             if ranks.is_first:
                 stack.enter_context(listed(self.folder.path))
             stack.enter_context(ranks.guarded(self._ended_by_another))
+            stack.enter_context(self._explained())
             if training.learner_thread is not None:
                 stack.callback(training.learner_thread.shutdown)
             stack.callback(training.source.close)
@@ -225,6 +228,29 @@ class Run:
             )
         model, tokenizer = self.backend.model, self.backend.tokenizer
         return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, findings, events)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Explain an error by the run folder: it is gone, or takes no more, so that its weights are saved elsewhere."""
+        training = self.training
+        try:
+            yield
+        except (PalestraError, OSError) as error:
+            if not self.folder.has_begun:
+                raise StateError(f"the run folder {self.folder.path} was deleted or moved; start a new run") from error
+            is_lost = training.state.step > 0 and not training.is_saved and self.model_path is None
+            if is_lost and training.ranks.is_first and (is_unwritable(error) or is_unwritable(error.__cause__)):
+                raise TrainingError(f"{text_of(error)}. {self._save_elsewhere()}") from error
+            raise
+
+    def _save_elsewhere(self) -> str:
+        """Save the weights where temporary files are, before the process ends; returns a sentence about it."""
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="palestra-model-"))  # only its owner can read it
+            path = self.backend.save_model(folder / "model", self.folder.record)
+        except (PalestraError, OSError) as error:
+            return f"The weights could not be saved elsewhere either ({text_of(error)}); set TMPDIR to a disk with room"
+        return f"The weights are in {path}: copy them, or train on with --model.name {path} --output_dir FOLDER"
 
     def _save_model(self) -> Path:
         """Save the final model, before its checkpoint and the last evaluation can fill the disk or fail."""

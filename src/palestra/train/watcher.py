@@ -12,6 +12,7 @@ class Watcher:
     """Silent but for warnings; displays override what they show."""
 
     run_dir: Path | None = None  # the run folder, once there is one
+    ends_at_start = False  # with --dry-run, which leaves no run behind
 
     def started(self, folder: Path) -> None:
         """The run has its folder; whatever happens now, it can be resumed from there."""

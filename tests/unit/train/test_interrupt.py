@@ -22,6 +22,17 @@ def send_soon() -> None:
     threading.Timer(0.02, signal.raise_signal, [signal.SIGTERM]).start()
 
 
+def test_sighup_is_another_sigterm_unless_it_is_ignored_as_by_nohup(sigint: Any) -> None:
+    with pytest.raises(KeyboardInterrupt), sigterm_as_ctrl_c():
+        signal.raise_signal(signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with sigterm_as_ctrl_c():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_sigterm_ends_the_wait_for_a_batch(sigint: Any) -> None:
     async def wait_for_ever() -> None:
         send_soon()

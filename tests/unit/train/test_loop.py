@@ -441,11 +441,25 @@ def full_at(limit: int, step_of: Callable[..., int]) -> Callable[..., None]:
     return full
 
 
-def test_a_full_disk_is_named_with_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = make_loop({"checkpoint.every": 3}, checkpoints=tmp_path / "saving")
-    monkeypatch.setattr(loop.learner, "save", full_at(4, lambda folder: loop.training.state.step))
-    with pytest.raises(TrainingError, match=r"saving the last checkpoint: .*No space left.*step-000003"):
-        loop.training.run()
+def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_not_the_best_one(tmp_path, monkeypatch) -> None:
+    loop = make_loop({"checkpoint.every": 1, "checkpoint.keep_last": 9}, checkpoints=tmp_path, play=only(3))
+    monkeypatch.setattr(loop.learner, "save", full_at(2, lambda folder: loop.training.state.step))
+    loop.training.run()
+    assert names(tmp_path) == [1, 3, 4]
+    assert ["after step 2" in text and "No space left" in text for text in loop.heard.warnings].count(True) == 1
+    assert loop.training.state.best_step != 2
+
+
+def test_an_error_between_two_steps_names_the_step_before_it(tmp_path: Path) -> None:
+    def fails(step: int) -> float:
+        raise OSError(28, "No space left on device")
+
+    loop = make_loop({"checkpoint.every": 1, "eval.every": 2}, checkpoints=tmp_path)
+    with pytest.raises(TrainingError, match=r"^after step 2: .*step-000002$"):
+        loop.training.run(fails)
+
+
+def test_records_that_a_full_disk_refuses_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = make_loop({"checkpoint.every": 2}, checkpoints=tmp_path / "records")
     monkeypatch.setattr(records.tracker, "rollouts", full_at(4, lambda step, groups: step))
     with pytest.raises(TrainingError, match=r"^step 4: .*No space left on device.*checkpoint is .*step-000002$"):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.core.errors import ResourceError
 from palestra.engine.session import Session
 from palestra.engine.supported import KVShape
 
@@ -23,7 +24,11 @@ from palestra.engine.supported import KVShape
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros that take memory only where they are written."""
     size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(tuple(shape))
+    try:
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(tuple(shape))
+    except MemoryError:
+        need = f"the KV cache needs {size / 2**30:.1f} GiB of address space"
+        raise ResourceError(f"{need}; raise `ulimit -v`, or set a lower model.kv_memory_gib") from None
 
 
 def empty_stores(shape: KVShape, rows: int, length: int) -> tuple[Tensor, Tensor]:

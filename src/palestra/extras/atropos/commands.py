@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -178,7 +177,7 @@ def _resumable(manager: RunManager, name: str, trust: bool) -> str:
 def _follow(manager: RunManager, run: Run, console: Console, log_size: int) -> None:
     """Print the trainer's log, from `log_size` bytes on, until the run has ended; Ctrl-C stops the run."""
     try:
-        with sigterm_as_ctrl_c(signal.SIGHUP):
+        with sigterm_as_ctrl_c():
             for line in manager.follow(run.run_id, start=log_size):
                 click.echo(visible(line), nl=False, err=console.stderr)
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from palestra.policy.openai import OpenAISettings
 from palestra.policy.remote import RemotePolicy
 from palestra.rollout.collect import Collector
 from palestra.run import Finished, Watching, open_env
+from palestra.runs.foreground import listed_early
 from palestra.runs.request import RunRequest, absolute_name
 from palestra.train.watcher import Watcher
 
@@ -87,7 +88,7 @@ def _train_request(request: RunRequest, run: RunFolder, watching: Watching, resu
     assert request.env_url is not None
     # environments written for Atropos cannot send a token
     token = os.environ.get("PALESTRA_TOKEN") or None if request.dialect == "palestra" else None
-    with watching(run.config) as watcher:
+    with watching(run.config) as watcher, listed_early(run.path, resumed):
         watcher.run_dir = run.path  # it can be resumed from here, also if loading is interrupted
         return train_wire(
             run,

@@ -69,7 +69,7 @@ def dashboard_app(
     return Access(app, token)
 
 
-def app_of_runs(manager: Any, token: str | None, launcher: Any) -> Access:
+def app_of_runs(manager: Any, token: str, launcher: Any) -> Access:
     """The dashboard of all runs, for an application that mounts it."""
     return dashboard_app(Catalog(manager), token, launcher=launcher)
 
