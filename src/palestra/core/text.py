@@ -13,7 +13,7 @@ def encodable(value: Any, depth: int = MAX_JSON_DEPTH) -> Any:
 
     Values of other types, and those that are nested deeper than `depth`, are returned as they are.
 
-    >>> encodable("half of an emoji: \ud83d"), encodable({"a\ud83d": ["\ude00"]})
+    >>> encodable("half of an emoji: \\ud83d"), encodable({"a\\ud83d": ["\\ude00"]})
     ('half of an emoji: ?', {'a?': ['?']})
     """
     if isinstance(value, str):
