@@ -17,11 +17,7 @@ def encodable(value: Any, depth: int = MAX_JSON_DEPTH) -> Any:
     ('half of an emoji: ?', {'a?': ['?']})
     """
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return value.encode("utf-8", "replace").decode("utf-8")
-        return value
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, dict) and depth:
         return {encodable(key): encodable(item, depth - 1) for key, item in value.items()}
     if type(value) in (list, tuple) and depth:
