@@ -13,15 +13,11 @@ def encodable(value: Any, depth: int = MAX_JSON_DEPTH) -> Any:
 
     Values of other types, and those that are nested deeper than `depth`, are returned as they are.
 
-    >>> encodable("half of an emoji: \ud83d"), encodable({"a\ud83d": ["\ude00"]})
+    >>> encodable("half of an emoji: \\ud83d"), encodable({"a\\ud83d": ["\\ude00"]})
     ('half of an emoji: ?', {'a?': ['?']})
     """
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return value.encode("utf-8", "replace").decode("utf-8")
-        return value
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, dict) and depth:
         return {encodable(key): encodable(item, depth - 1) for key, item in value.items()}
     if type(value) in (list, tuple) and depth:

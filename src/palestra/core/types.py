@@ -1,8 +1,7 @@
 """The data that flows through Palestra: Turn -> Rollout -> Group -> Sample.
 
 Tokens are the truth: what the model sampled is trained as exactly those ids, and text is
-derived from tokens, never the reverse. Texts come from models, agents, user code and files,
-so each is made `encodable` by the dataclass that holds it.
+derived from tokens, never the reverse. All texts are made `encodable` when they enter.
 
     >>> prompt = Turn("template", (1, 2, 3))
     >>> call = Turn("model", (7, 8), logprobs=(-0.1, -0.7), versions=4)

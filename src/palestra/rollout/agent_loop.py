@@ -274,8 +274,7 @@ async def replies_to(
         results = await run_calls(tools, calls, limits.tool_timeout_s, limits.max_tool_result_chars)
         return [tool_message(result) for result in results], results
     replies = await from_outside("the environment's reply", episode.reply(messages))
-    most = limits.max_tool_result_chars
-    return [m if len(m.text) <= most else replace(m, text=shorten(m.text, most)) for m in replies], []
+    return [replace(m, text=shorten(m.text, limits.max_tool_result_chars)) for m in replies], []
 
 
 async def from_outside(boundary: str, call: Awaitable[T]) -> T:
