@@ -26,11 +26,11 @@ from palestra.core.errors import (
     UnreadableFileError,
     UnsupportedError,
 )
-from palestra.models.export.gguf import to_gguf
+from palestra.models.export.gguf import find_llama_quantize, to_gguf
 from palestra.models.export.ollama import modelfile
 from palestra.models.export.source import open_source
 from palestra.models.gguf.config import ARCHITECTURES, config_to_gguf
-from palestra.models.gguf.write import find_llama_quantize, write_gguf
+from palestra.models.gguf.write import write_gguf
 
 
 def write(model: Any, tokenizer: Any, path: Path, **options: Any) -> Path:
