@@ -70,10 +70,11 @@ def rope_to_gguf(config: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"]), "rope.dimension_count": _rotary_dim(config)}
     if local := config.rope_parameters.get("sliding_attention", {}):
         fields["rope.freq_base_swa"] = float(local["rope_theta"])
-    if rope["rope_type"] not in _KEYS or local.get("rope_type", "default") != "default":
+    kind, local_kind = rope["rope_type"], local.get("rope_type", "default")
+    if kind not in _KEYS or local_kind != "default":
         raise UnsupportedError(
-            f"rope type {rope['rope_type']!r} cannot be written as GGUF; supported are {', '.join(_KEYS)}, and for "
-            "sliding layers default"
+            f"rope type {local_kind if kind in _KEYS else kind!r} cannot be written as GGUF; supported are "
+            f"{', '.join(_KEYS)}, and for sliding layers default"
         )
     for name, key in _KEYS[rope["rope_type"]].items():
         if rope.get(name) is not None:

@@ -66,8 +66,7 @@ def write_gguf(
         **{f"{prefix}.{key}": value for key, value in config_to_gguf(config).items()},
         **tokenizer_to_gguf(tokenizer, config.vocab_size),
     }
-    # Layer 10 after layer 9: the same model gives the same file, whatever the order of its weights.
-    tensors = sorted(_plan(config, weights, type), key=lambda t: [(p.isdigit() and int(p), p) for p in t[0].split(".")])
+    tensors = sorted(_plan(config, weights, type), key=_by_name_and_layer)
     total = sum(prod(shape) for _, _, shape, _ in tensors)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +96,11 @@ def write_gguf(
             f"{path} could not be written ({error.strerror or error}); free some space or choose another path"
         ) from error
     return path
+
+
+def _by_name_and_layer(tensor: tuple[str, Any, Any, Any]) -> list[tuple[int, str]]:
+    """Layer 10 after layer 9: the same model gives the same file, whatever the order of its weights."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in tensor[0].split(".")]
 
 
 def _plan(
