@@ -44,13 +44,6 @@ class GgufFile:
             raise self.corrupt(f"{self.architecture}.{key} is {str(value)[:40]}, expected a number of at least {least}")
         return kind(value)
 
-    def list_of(self, kind: Any, key: str) -> list[Any]:
-        """A list of strings (`str`) or numbers (`int | float`), empty if the file has none."""
-        value = self.metadata.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise self.corrupt(f"{key} is not a list of {'strings' if kind is str else 'numbers'}")
-        return value
-
     def corrupt(self, reason: str) -> PalestraError:
         return UnreadableFileError(f"{self.path} is corrupt: {reason}; {COPY_AGAIN}")
 

@@ -82,7 +82,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokens = file.list_of(str, "tokenizer.ggml.tokens")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise UnreadableFileError(f"{file.path} has no tokenizer.ggml.tokens; give a file with its tokenizer in it")
     if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARS:
@@ -126,7 +126,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
             f"{', '.join(names)}. Give the model's Hugging Face folder instead."
         )
     index = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in file.list_of(str, "tokenizer.ggml.merges")]
+    merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
     backend = Tokenizer(models.BPE(index, merges, ignore_merges=pre.ignore_merges))
     steps: list[Any] = [pre_tokenizers.Split(Regex(pre.regex), behavior="isolated")] if pre.regex else []
     steps += [pre_tokenizers.Digits(individual_digits=True)] if pre.single_digits else []
@@ -141,7 +141,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
 def _sentencepiece(file: GgufFile, tokens: list[str], special: Mapping[str, str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = file.list_of(int | float, "tokenizer.ggml.scores")
+    scores = file.metadata.get("tokenizer.ggml.scores", [])
     if len(scores) != len(tokens):
         raise file.corrupt(f"it has {len(tokens)} tokens and {len(scores)} scores")
     index = {token: token_id for token_id, token in enumerate(tokens)}
@@ -170,7 +170,7 @@ def _add_special_tokens(backend: Any, file: GgufFile, tokens: list[str], special
 
     strips = bool(_PHI3.search(str(file.metadata.get("general.name"))))
     for kind, add in ((TokenType.CONTROL, backend.add_special_tokens), (TokenType.USER_DEFINED, backend.add_tokens)):
-        types = file.list_of(int | float, "tokenizer.ggml.token_type")
+        types = file.metadata.get("tokenizer.ggml.token_type", [])
         added = [token for token, token_type in zip(tokens, types, strict=False) if token_type == kind]
         rstrip = {token: strips and token not in _PHI3_KEEPS_SPACE for token in added}
         add([AddedToken(t, normalized=False, special=kind == TokenType.CONTROL, rstrip=rstrip[t]) for t in added])
