@@ -174,10 +174,11 @@ def config_to_gguf(config: Any) -> dict[str, str | int | float]:
         raise UnsupportedError(
             f"query_pre_attn_scalar={scale} cannot be written as GGUF: llama.cpp uses {derived} for this shape"
         )
-    values = {name: getattr(config, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
-    fields: dict[str, Any] = {
-        key: kind(values[name]) for name, (key, kind) in (_REQUIRED | _OPTIONAL).items() if values[name] is not None
-    }
+    fields: dict[str, Any] = {}
+    for name, (key, kind) in (_REQUIRED | _OPTIONAL).items():
+        value: Any = getattr(config, name, None)
+        if value is not None:
+            fields[key] = kind(value)
     head_dim = head_dim_of(config)
     fields |= {
         "attention.key_length": head_dim,
