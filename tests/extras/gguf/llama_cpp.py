@@ -14,7 +14,7 @@ from palestra.extras.gguf.write import write_gguf
 
 
 class LlamaCpp:
-    """llama.cpp with one GGUF file, through the server that xllamacpp brings."""
+    """llama.cpp with one GGUF file, through the server in xllamacpp."""
 
     def __init__(self, path: Path, context: int = 512) -> None:
         import xllamacpp
@@ -27,8 +27,8 @@ class LlamaCpp:
         params.verbosity = -1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         self.server = xllamacpp.Server(params)
-        # The server shows no probabilities beside half a character or an end: it is made to say a letter. They are
-        # those of the model, from before this wish.
+        # The server shows no probabilities for half a character or an end token: it is made to answer a letter. The
+        # probabilities are those of the model, before this bias.
         self.letter = self.tokenize("a")[-1]
 
     def post(self, route: str, body: Any) -> Any:
@@ -45,23 +45,23 @@ class LlamaCpp:
         return list(self.post("/tokenize", {"content": text})["tokens"])
 
     def next_logprobs(self, token_ids: Sequence[int], top: int) -> dict[int, float]:
-        """The log-probabilities of the `top` most likely next tokens, by id, the likeliest first."""
+        """The log-probabilities of the `top` most likely next tokens, by id, the most likely first."""
         body = {"prompt": list(token_ids), "n_predict": 1, "n_probs": top, "logit_bias": [[self.letter, 1e4]]}
-        said = self.post("/completion", body)["completion_probabilities"][0]["top_logprobs"]
-        return {entry["id"]: entry["logprob"] for entry in said}
+        top_logprobs = self.post("/completion", body)["completion_probabilities"][0]["top_logprobs"]
+        return {entry["id"]: entry["logprob"] for entry in top_logprobs}
 
     def worst_difference(self, model: Any, prompts: Sequence[Sequence[int]]) -> float:
         """The largest difference, in nats, of any next-token log-probability from transformers'."""
         worst = 0.0
         for prompt in prompts:
             expected = transformers_logprobs(model, prompt)[-1]
-            said = self.next_logprobs(prompt, len(expected))
-            assert len(said) == len(expected)
-            worst = max(worst, *(abs(expected[i].item() - value) for i, value in said.items()))
+            actual = self.next_logprobs(prompt, len(expected))
+            assert len(actual) == len(expected)
+            worst = max(worst, *(abs(expected[i].item() - value) for i, value in actual.items()))
         return worst
 
     def top_agreement(self, model: Any, prompts: Sequence[Sequence[int]]) -> float:
-        """The share of positions at which the likeliest next token is the one of transformers."""
+        """The share of positions at which the most likely next token is the one of transformers."""
         agree = total = 0
         for prompt in prompts:
             expected = transformers_logprobs(model, prompt).argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""GGUF files as models: the cache of converted files, the SmolLM2 package, and files that cannot be read."""
+"""GGUF files as models: the cache of converted files, the SmolLM2 package, and invalid files."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ def test_a_file_is_converted_once(model_file: Path) -> None:
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert cached_conversion(model_file) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
-    assert [p.name for p in folder.parent.iterdir()] == [folder.name], "nothing else is left behind"
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name], "other files remain"
 
 
 @pytest.mark.parametrize(("limit", "dtype"), [(10**9, "float32"), (1000, "bfloat16")])
@@ -88,7 +88,7 @@ def test_a_truncated_file_is_rejected_and_leaves_nothing(model_file: Path, tmp_p
         ({"llama.block_count": 7}, r"llama\.block_count"),
     ],
 )
-def test_a_file_that_is_no_whole_model_is_rejected(model_file, tmp_path, change, words):
+def test_an_incomplete_or_unknown_model_is_rejected(model_file, tmp_path, change, words):
     with pytest.raises(PalestraError, match=words):
         load_model(str(rewritten(model_file, tmp_path / "changed.gguf", **change)))
 

@@ -1,4 +1,4 @@
-"""What a GGUF file says, and that it is whole or not there."""
+"""The contents of a written GGUF file; a failed export leaves no file."""
 
 import json
 import shutil
@@ -27,9 +27,9 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.extras.gguf.config import ARCHITECTURES, config_to_gguf
-from palestra.extras.gguf.export import to_gguf
+from palestra.extras.gguf.export import find_llama_quantize, to_gguf
 from palestra.extras.gguf.ollama import modelfile
-from palestra.extras.gguf.write import find_llama_quantize, write_gguf
+from palestra.extras.gguf.write import write_gguf
 from palestra.models.export.source import open_source
 
 
@@ -73,17 +73,17 @@ def test_a_window_that_llama_cpp_lacks_ends_the_context() -> None:
     assert config_to_gguf(gemma.config)["context_length"] == 256
 
 
-def test_other_steps_between_full_layers_are_told() -> None:
+def test_another_period_of_full_layers_is_written() -> None:
     every_second = Gemma3TextConfig(
         num_hidden_layers=4,
         head_dim=32,
         query_pre_attn_scalar=32,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
-    said = config_to_gguf(every_second)
-    assert said["attention.sliding_window_pattern"] == 2
-    assert said["rope.freq_base_swa"] == 10_000.0
-    assert said["rope.freq_base"] == 1_000_000.0
+    fields = config_to_gguf(every_second)
+    assert fields["attention.sliding_window_pattern"] == 2
+    assert fields["rope.freq_base_swa"] == 10_000.0
+    assert fields["rope.freq_base"] == 1_000_000.0
     irregular = Gemma3TextConfig(
         num_hidden_layers=3, head_dim=256, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
     )
@@ -91,11 +91,11 @@ def test_other_steps_between_full_layers_are_told() -> None:
         config_to_gguf(irregular)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny: Any, tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_rejected_with_the_known_ones(tiny: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=1024))
-    with pytest.raises(UnsupportedError, match="'gpt2' cannot be written as GGUF") as refused:
+    with pytest.raises(UnsupportedError, match="'gpt2' cannot be written as GGUF") as rejected:
         write(model, tiny.tokenizer, tmp_path / "gpt2.gguf")
-    assert all(row.model_type in str(refused.value) for row in ARCHITECTURES)
+    assert all(row.model_type in str(rejected.value) for row in ARCHITECTURES)
     assert left_in(tmp_path) == []
 
 
@@ -131,7 +131,7 @@ def test_other_architectures_are_written_by_llama_cpps_converter(tiny, tmp_path,
     assert not (tmp_path / "other.gguf").exists()
 
 
-def test_a_scale_or_rope_that_gguf_cannot_say_is_refused() -> None:
+def test_a_scale_or_rope_that_gguf_cannot_hold_is_rejected() -> None:
     with pytest.raises(UnsupportedError, match="query_pre_attn_scalar=144"):
         config_to_gguf(Gemma2Config(query_pre_attn_scalar=144))
     config = Qwen3Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
@@ -159,7 +159,7 @@ def full_disk(tiny: Any, patch: pytest.MonkeyPatch) -> None:
         (full_disk, r"has 1 MiB free, and the export needs about \d+ MiB"),
     ],
 )
-def test_what_cannot_be_written_is_refused_and_leaves_nothing(tiny, tmp_path, monkeypatch, change, words):
+def test_a_failed_export_leaves_nothing(tiny, tmp_path, monkeypatch, change, words):
     change(tiny, monkeypatch)
     with pytest.raises(PalestraError, match=words):
         write(tiny.model, tiny.tokenizer, tmp_path / "tiny.gguf", type="f16")
@@ -178,7 +178,7 @@ def test_a_model_folder_is_read_tensor_by_tensor(tiny: Any, tmp_path: Path) -> N
     assert from_folder.read_bytes() == from_memory.read_bytes()
 
 
-def test_broken_weights_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
+def test_broken_weights_are_rejected_by_name(tiny: Any, tmp_path: Path) -> None:
     tiny.model.save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
@@ -186,7 +186,7 @@ def test_broken_weights_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
         open_source(str(tmp_path))
 
 
-def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_types_and_a_missing_llama_cpp_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source("palestra/tiny")
     with pytest.raises(SettingError, match="no GGUF type 'q4_m'"):
         to_gguf(source, tmp_path / "a.gguf", type="q4_m")
@@ -199,7 +199,7 @@ def test_unknown_types_and_a_missing_llama_cpp_are_refused(tmp_path: Path, monke
     assert left_in(tmp_path) == []
 
 
-def test_llama_cpp_is_found_in_a_usual_folder_and_a_checkout_without_a_build_is_told(tmp_path, monkeypatch):
+def test_llama_cpp_in_a_usual_folder_is_used_and_a_checkout_without_a_build_is_named(tmp_path, monkeypatch):
     for name, value in (("PATH", ""), ("HOME", str(tmp_path)), ("LLAMA_CPP_PATH", "")):
         monkeypatch.setenv(name, value)
     checkout = tmp_path / "code" / "llama.cpp"

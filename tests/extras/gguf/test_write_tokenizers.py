@@ -23,8 +23,8 @@ from palestra import demo
 from palestra.core.errors import UnsupportedError
 from palestra.extras.gguf.tokenizer import tokenizer_to_gguf
 
-# The one place where they part: a piece of a tool call's JSON straight after other punctuation. Nothing in llama.cpp
-# splits text as this tokenizer does; its pieces of JSON are found first there, wherever they stand.
+# The one difference: a piece of a tool call's JSON right after other punctuation. No pre-tokenizer of llama.cpp splits
+# text as this tokenizer does; there, the pieces of JSON are matched first, wherever they stand.
 AFTER_PUNCTUATION = re.compile(r"""([^\w\s]|_)(": |, "|"?\}\}\n|\n?\{"name": ")""")
 
 
@@ -82,7 +82,7 @@ def unigram() -> Any:
         (unigram, "a Unigram tokenizer cannot be written as GGUF"),
     ],
 )
-def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(make: Callable[[], Any], words: str) -> None:
+def test_a_tokenizer_that_llama_cpp_does_not_know_is_rejected(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         tokenizer_to_gguf(make(), 480)
 

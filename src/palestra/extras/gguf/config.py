@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,121 +15,84 @@ from palestra.extras.gguf.rope import head_dim_of, rope_from_gguf, rope_to_gguf
 
 log = logging.getLogger("palestra")
 
-
-class ConfigKey(NamedTuple):
-    """A number in transformers' config and the GGUF key that holds it."""
-
-    name: str
-    key: str  # without the architecture's name in front
-    type: type[int] | type[float]
-    default: float | None = None  # llama.cpp's, for files without the key
-
-    @property
-    def least(self) -> int:
-        return 1 if self.type is int else 0
-
-
-REQUIRED_FIELDS = (
-    ConfigKey("num_hidden_layers", "block_count", int),
-    ConfigKey("hidden_size", "embedding_length", int),
-    ConfigKey("intermediate_size", "feed_forward_length", int),
-    ConfigKey("num_attention_heads", "attention.head_count", int),
-    ConfigKey("max_position_embeddings", "context_length", int),
-    ConfigKey("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
-)
-OPTIONAL_FIELDS = (
-    ConfigKey("num_key_value_heads", "attention.head_count_kv", int),
-    ConfigKey("head_dim", "attention.key_length", int),
-)
+# A number in transformers' config -> the GGUF key that holds it, without the architecture's name in front
+_REQUIRED: dict[str, tuple[str, type[int] | type[float]]] = {
+    "num_hidden_layers": ("block_count", int),
+    "hidden_size": ("embedding_length", int),
+    "intermediate_size": ("feed_forward_length", int),
+    "num_attention_heads": ("attention.head_count", int),
+    "max_position_embeddings": ("context_length", int),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
+}
+_OPTIONAL: dict[str, tuple[str, type[int] | type[float]]] = {
+    "num_key_value_heads": ("attention.head_count_kv", int),
+    "head_dim": ("attention.key_length", int),
+    "attn_logit_softcapping": ("attn_logit_softcapping", float),
+    "final_logit_softcapping": ("final_logit_softcapping", float),
+}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of llama.cpp, and what differs there from transformers."""
+    """One architecture of llama.cpp, and how it differs from transformers."""
 
     name: str  # GGUF's general.architecture
     model_type: str  # transformers' config.model_type
     permutes_qk: bool = False  # llama.cpp rotates neighbouring pairs of a head, transformers its two halves
-    norm_offset: int = 0  # GGUF stores norm weights with this added: Gemma's norms scale by 1 + weight
+    norms_from_one: bool = False  # norms scale by 1 + weight, and GGUF stores the sum
     always_tied: bool = False  # GGUF has no separate output layer for it
     optional_bias: bool = False  # config.attention_bias says whether q, k and v have biases
-    fields: tuple[ConfigKey, ...] = ()  # in addition to those that all have
     # Sliding windows, where llama.cpp supports them: the defaults for files that do not say.
     window: int = 0
-    full_attention_period: int = 0  # every n-th layer has full attention
-    local_rope_theta: float = 0.0  # RoPE base of the layers with a window, where they have their own
+    period: int = 0  # every n-th layer has full attention
+    local_theta: float = 0.0  # RoPE base of the layers with a window, if they have their own
     # With this many layers (the 27B model), attention scores are scaled by hidden_size / heads, not by head_dim.
-    layers_scaled_by_width: int = 0
+    wide_layers: int = 0
 
 
-def _softcaps(attention: float | None, final: float | None) -> tuple[ConfigKey, ...]:
-    return (
-        ConfigKey("attn_logit_softcapping", "attn_logit_softcapping", float, attention),
-        ConfigKey("final_logit_softcapping", "final_logit_softcapping", float, final),
-    )
-
-
-# Where two rows share a GGUF name, a file is read as the first of them.
+# If two rows share a GGUF name, a file is read as the first of them.
 ARCHITECTURES = (
     Architecture("llama", "llama", permutes_qk=True, optional_bias=True),
     Architecture("llama", "mistral", permutes_qk=True),
     Architecture("qwen2", "qwen2"),
     Architecture("qwen3", "qwen3", optional_bias=True),
-    Architecture("gemma", "gemma", norm_offset=1, always_tied=True),
-    Architecture(
-        "gemma2",
-        "gemma2",
-        norm_offset=1,
-        always_tied=True,
-        fields=_softcaps(50.0, 30.0),
-        window=4096,
-        full_attention_period=2,
-        layers_scaled_by_width=46,
-    ),
-    Architecture(
-        "gemma3",
-        "gemma3_text",
-        norm_offset=1,
-        fields=_softcaps(None, None),
-        window=1024,
-        full_attention_period=6,
-        local_rope_theta=10_000.0,
-        layers_scaled_by_width=62,
-    ),
+    Architecture("gemma", "gemma", norms_from_one=True, always_tied=True),
+    Architecture("gemma2", "gemma2", norms_from_one=True, always_tied=True, window=4096, period=2, wide_layers=46),
+    Architecture("gemma3", "gemma3_text", norms_from_one=True, window=1024, period=6, local_theta=1e4, wide_layers=62),
     Architecture("phi3", "phi3"),
 )
 
 
 def is_written_here(config: Any) -> bool:
-    """Whether the architecture is one that we write as GGUF ourselves."""
+    """Whether we write this architecture as GGUF ourselves."""
     return any(row.model_type == config.model_type for row in ARCHITECTURES)
 
 
 def architecture_of(config: Any) -> Architecture:
     """The row of a transformers config; raises for one that cannot be written as GGUF."""
-    for row in ARCHITECTURES:
-        if row.model_type == config.model_type:
-            if row.always_tied and not config.tie_word_embeddings:
-                raise UnsupportedError(f"{config.model_type} with an output layer of its own cannot be written as GGUF")
-            return row
-    raise UnsupportedError(
-        f"the architecture {config.model_type!r} cannot be written as GGUF; supported are "
-        f"{', '.join(row.model_type for row in ARCHITECTURES)}. For others, give the folder of llama.cpp (--llama-cpp, "
-        "llama_cpp_path or LLAMA_CPP_PATH), whose convert_hf_to_gguf.py is then used"
-    )
+    row = next((row for row in ARCHITECTURES if row.model_type == config.model_type), None)
+    if row is None:
+        raise UnsupportedError(
+            f"the architecture {config.model_type!r} cannot be written as GGUF; supported are "
+            f"{', '.join(row.model_type for row in ARCHITECTURES)}. For others, give the folder of llama.cpp "
+            "(--llama-cpp, llama_cpp_path or LLAMA_CPP_PATH), whose convert_hf_to_gguf.py is then used"
+        )
+    if row.always_tied and not config.tie_word_embeddings:
+        raise UnsupportedError(f"{config.model_type} with an output layer of its own cannot be written as GGUF")
+    return row
 
 
 def architecture_of_file(file: GgufFile) -> Architecture:
     """The row of a GGUF file; raises for one that cannot be loaded."""
     experts = " with experts" if file.field("expert_count") else ""
-    for row in ARCHITECTURES:
-        if row.name == file.architecture and not experts:
-            return row
-    names = dict.fromkeys(row.name for row in ARCHITECTURES)
-    raise UnsupportedError(
-        f"{file.path} has the architecture {file.architecture or '(none)'}{experts}, which cannot be loaded from GGUF; "
-        f"supported are {', '.join(names)}. Give the model's Hugging Face folder instead."
-    )
+    row = next((row for row in ARCHITECTURES if row.name == file.architecture), None)
+    if row is None or experts:
+        raise UnsupportedError(
+            f"{file.path} has the architecture {file.architecture or '(none)'}{experts}, which cannot be loaded from "
+            f"GGUF; supported are {', '.join(dict.fromkeys(row.name for row in ARCHITECTURES))}. Give the model's "
+            "Hugging Face folder instead."
+        )
+    return row
 
 
 def tensor_names(architecture: Architecture, layers: int) -> Callable[[str], str | None]:
@@ -141,31 +104,18 @@ def tensor_names(architecture: Architecture, layers: int) -> Callable[[str], str
     return lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
-def weight_to_gguf(architecture: Architecture, config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """The weight of that (transformers) name as GGUF stores it."""
-    if heads := _permuted_heads(architecture, config, name):
-        # from transformers' order of a head's rows (half, pair) to llama.cpp's (pair, half)
-        return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-    return weight.float() + architecture.norm_offset if _has_offset(architecture, name) else weight
-
-
-def weight_from_gguf(architecture: Architecture, config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """The inverse of `weight_to_gguf`."""
-    if heads := _permuted_heads(architecture, config, name):
-        return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-    return weight - architecture.norm_offset if _has_offset(architecture, name) else weight
-
-
-def _permuted_heads(architecture: Architecture, config: Any, name: str) -> int:
-    """The number of heads of a query or key projection that has to be permuted; 0 for other weights."""
-    if not architecture.permutes_qk:
-        return 0
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    return int(heads.get(name.split(".")[-2], 0))
-
-
-def _has_offset(architecture: Architecture, name: str) -> bool:
-    return bool(architecture.norm_offset) and name.endswith("norm.weight")
+def convert_weight(
+    architecture: Architecture, config: Any, name: str, weight: torch.Tensor, *, to_gguf: bool
+) -> torch.Tensor:
+    """The weight of that (transformers) name as GGUF stores it, or back."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if architecture.permutes_qk and heads:
+        # the order of a head's rows: (half, pair) in transformers, (pair, half) in llama.cpp
+        order = (2, -1) if to_gguf else (-1, 2)
+        return weight.reshape(heads, *order, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    if architecture.norms_from_one and name.endswith("norm.weight"):
+        return weight.float() + (1 if to_gguf else -1)
+    return weight
 
 
 def config_from_gguf(file: GgufFile) -> Any:
@@ -174,43 +124,46 @@ def config_from_gguf(file: GgufFile) -> Any:
 
     architecture = architecture_of_file(file)
     settings: dict[str, Any] = {
-        field.name: file.required_number(field.key, field.type, field.least) for field in REQUIRED_FIELDS
+        name: file.number(key, kind, least=int(kind is int)) for name, (key, kind) in _REQUIRED.items()
     }
-    _check_sizes(file, settings)
-    heads = settings["num_attention_heads"]
-    settings |= {"num_key_value_heads": heads, "head_dim": settings["hidden_size"] // heads}
-    for field in (*OPTIONAL_FIELDS, *architecture.fields):
-        if (value := file.number(field.key, field.type, field.default, field.least)) is not None:
-            settings[field.name] = value
+    heads, width, layers = (settings[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    # Reject sizes that do not fit the tensors before a model of that size is allocated.
+    blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    vocabulary, row_size = file.shape("token_embd.weight")
+    for key, value, actual in (("block_count", layers, len(blocks)), ("embedding_length", width, row_size)):
+        if value != actual:
+            raise file.corrupt(f"{file.architecture}.{key} is {value}, but its tensors have {actual}")
+    if heads > width:
+        raise file.corrupt(f"it has {heads} heads in {width} dimensions")
+    settings |= {"num_key_value_heads": heads, "head_dim": width // heads}
+    for name, (key, kind) in _OPTIONAL.items():
+        if file.field(key) is not None:
+            settings[name] = file.number(key, kind, least=int(kind is int))
     if architecture.optional_bias:
         settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if architecture.name == "phi3":
+        original = file.number("rope.scaling.original_context_length", int, settings["max_position_embeddings"], 1)
+        window = file.number("attention.sliding_window", int, 0) or None
+        settings |= {"sliding_window": window, "original_max_position_embeddings": original}
+    elif architecture.window:
+        period = file.number("attention.sliding_window_pattern", int, architecture.period, least=1)
+        settings["sliding_window"] = file.number("attention.sliding_window", int, architecture.window)
+        settings["layer_types"] = [
+            "sliding_attention" if layer % period else "full_attention" for layer in range(1, layers + 1)
+        ]
     config = AutoConfig.for_model(
         architecture.model_type,
         **settings,
-        **_window_from_gguf(architecture, file),
-        vocab_size=file.shape("token_embd.weight")[0],
+        vocab_size=vocabulary,
         tie_word_embeddings="output.weight" not in file.tensors,
-        rope_parameters=rope_from_gguf(file, settings["head_dim"], architecture.local_rope_theta),
+        rope_parameters=rope_from_gguf(file, settings["head_dim"], architecture.local_theta),
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
         pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
     )
-    if architecture.layers_scaled_by_width:
+    if architecture.wide_layers:
         config.query_pre_attn_scalar = _attention_scale(architecture, config)
     return config
-
-
-def _check_sizes(file: GgufFile, settings: dict[str, Any]) -> None:
-    """Refuse sizes that do not fit the tensors before a model of that size is allocated."""
-    blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
-    for key, value, found in (
-        ("block_count", settings["num_hidden_layers"], len(blocks)),
-        ("embedding_length", settings["hidden_size"], file.shape("token_embd.weight")[-1]),
-    ):
-        if value != found:
-            raise file.corrupt(f"{file.architecture}.{key} is {value}, but its tensors have {found}")
-    if settings["num_attention_heads"] > settings["hidden_size"]:
-        raise file.corrupt(f"it has {settings['num_attention_heads']} heads in {settings['hidden_size']} dimensions")
 
 
 def config_to_gguf(config: Any) -> dict[str, str | int | float]:
@@ -222,12 +175,12 @@ def config_to_gguf(config: Any) -> dict[str, str | int | float]:
             f"query_pre_attn_scalar={scale} cannot be written as GGUF: llama.cpp uses {derived} for this shape"
         )
     fields: dict[str, Any] = {}
-    for field in (*REQUIRED_FIELDS, *OPTIONAL_FIELDS, *architecture.fields):
-        if (value := getattr(config, field.name, None)) is not None:
-            fields[field.key] = field.type(value)
+    for name, (key, kind) in (_REQUIRED | _OPTIONAL).items():
+        value: Any = getattr(config, name, None)
+        if value is not None:
+            fields[key] = kind(value)
     head_dim = head_dim_of(config)
     fields |= {
-        "context_length": _context_length(architecture, config),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "vocab_size": config.vocab_size,
@@ -237,32 +190,29 @@ def config_to_gguf(config: Any) -> dict[str, str | int | float]:
 
 def _attention_scale(architecture: Architecture, config: Any) -> int:
     """Gemma's query_pre_attn_scalar, which GGUF does not store and llama.cpp derives from the shape."""
-    by_width = config.num_hidden_layers == architecture.layers_scaled_by_width
+    by_width = config.num_hidden_layers == architecture.wide_layers
     return int(config.hidden_size // config.num_attention_heads if by_width else head_dim_of(config))
 
 
-def _window_from_gguf(architecture: Architecture, file: GgufFile) -> dict[str, Any]:
-    """The sliding window and which layers have it."""
-    window = file.number("attention.sliding_window", int, architecture.window)
-    if architecture.name == "phi3":
-        context = file.required_number("context_length", int)
-        original = file.number("rope.scaling.original_context_length", int, context, least=1)
-        return {"sliding_window": window or None, "original_max_position_embeddings": original}
-    if not architecture.window:
-        return {}
-    period = file.number("attention.sliding_window_pattern", int, architecture.full_attention_period, least=1) or 1
-    layers = range(1, file.required_number("block_count", int) + 1)
-    return {
-        "sliding_window": window,
-        "layer_types": ["sliding_attention" if layer % period else "full_attention" for layer in layers],
-    }
-
-
 def _window_to_gguf(architecture: Architecture, config: Any) -> dict[str, int]:
-    window = _window_of(config)
+    """The sliding window; if llama.cpp has none for the architecture, a context cut to it: the results are the same."""
+    layers = getattr(config, "layer_types", None)
+    has_window = layers is None or "sliding_attention" in layers
+    has_window = has_window and getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if has_window else None
     if not architecture.window or window is None:
-        return {"attention.sliding_window": 0} if architecture.name == "phi3" else {}
-    default = architecture.full_attention_period
+        fields = {"attention.sliding_window": 0} if architecture.name == "phi3" else {}
+        if window is not None and window < config.max_position_embeddings:
+            fields["context_length"] = window
+            log.warning(
+                "llama.cpp has no sliding window for %s: the context length is written as %d (the window) instead of "
+                "%d",
+                config.model_type,
+                window,
+                config.max_position_embeddings,
+            )
+        return fields
+    default = architecture.period
     full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
     period = full[0] + 1 if full else max(default, config.num_hidden_layers + 1)
     if full != list(range(period - 1, config.num_hidden_layers, period)):
@@ -271,28 +221,3 @@ def _window_to_gguf(architecture: Architecture, config: Any) -> dict[str, int]:
         )
     pattern = {} if period == default else {"attention.sliding_window_pattern": period}
     return {"attention.sliding_window": window, **pattern}
-
-
-def _window_of(config: Any) -> int | None:
-    """The sliding window, where any layer has one."""
-    layers = getattr(config, "layer_types", None)
-    if layers is not None and "sliding_attention" not in layers:
-        return None
-    if not getattr(config, "use_sliding_window", True):
-        return None
-    return getattr(config, "sliding_window", None)
-
-
-def _context_length(architecture: Architecture, config: Any) -> int:
-    """The context, cut to the sliding window where llama.cpp has none: up to there both give the same."""
-    longest = int(config.max_position_embeddings)
-    window = _window_of(config)
-    if window is None or architecture.window or window >= longest:
-        return longest
-    log.warning(
-        "llama.cpp has no sliding window for %s: the context length is written as %d (the window) instead of %d",
-        config.model_type,
-        window,
-        longest,
-    )
-    return window

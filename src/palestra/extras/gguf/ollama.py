@@ -11,9 +11,9 @@ from typing import Any
 from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.files import write_text
 from palestra.extras.gguf.config import config_to_gguf, is_written_here
-from palestra.extras.gguf.export import to_gguf
+from palestra.extras.gguf.export import run_program, to_gguf
 from palestra.extras.gguf.tokenizer import chat_template
-from palestra.extras.gguf.write import Progress, run_program
+from palestra.extras.gguf.write import Progress
 from palestra.models.export.source import ModelSource
 from palestra.models.loading import TINY
 
@@ -85,15 +85,23 @@ def to_ollama(
 
 def modelfile(source: ModelSource, gguf: str) -> str:
     """The text of the Modelfile: weights, template, stop strings, sampling and the agent's instructions."""
-    family = family_of(source.tokenizer)
-    parameters: dict[str, Any] = {"num_ctx": _context(source)}
+    family, system = family_of(source.tokenizer), source.instructions
+    context = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    if is_written_here(source.config):
+        context = config_to_gguf(source.config)["context_length"]
+    parameters: dict[str, Any] = {"num_ctx": min(int(context or _MAX_CONTEXT), _MAX_CONTEXT)}
     for key, parameter in _SAMPLING.items():
         value = getattr(source.generation, key, None)
         if value is not None:
             parameters[parameter] = value
-    lines = [f"FROM ./{gguf}", f"TEMPLATE {_quoted(template_of(family))}"]
-    system = source.instructions or _default_system(source.tokenizer)
-    lines += [f"SYSTEM {_quoted(system)}"] if system else []
+    if not system:  # Qwen 2.5 and SmolLM2: the template inserts one by default
+        text = source.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        default = re.search(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", text, re.DOTALL)
+        system = default[1] if default else ""
+    template = template_of(family)
+    if '"""' in system + template:
+        raise InputError('a Modelfile cannot hold three quotation marks in a row (""") in the instructions')
+    lines = [f"FROM ./{gguf}", f'TEMPLATE """{template}"""', *([f'SYSTEM """{system}"""'] if system else [])]
     lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
     lines += [f'PARAMETER stop "{stop}"' for stop in STOPS[family]]
     return "\n".join(lines) + "\n"
@@ -128,23 +136,3 @@ def family_of(tokenizer: Any) -> str:
         f"there is no Ollama template for this model's conversation format; supported are {', '.join(STOPS)}. "
         "Use --to gguf and write a Modelfile for it"
     )
-
-
-def _default_system(tokenizer: Any) -> str:
-    """The system message that the template inserts by default (Qwen 2.5, SmolLM2)."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    match = re.search(r"<\|im_start\|>system\n(.*?)<\|im_end\|>", text, re.DOTALL)
-    return match[1] if match else ""
-
-
-def _context(source: ModelSource) -> int:
-    if is_written_here(source.config):
-        return min(int(config_to_gguf(source.config)["context_length"]), _MAX_CONTEXT)
-    stated = getattr(source.config.get_text_config(), "max_position_embeddings", None)
-    return min(int(stated or _MAX_CONTEXT), _MAX_CONTEXT)
-
-
-def _quoted(text: str) -> str:
-    if '"""' in text:
-        raise InputError('a Modelfile cannot hold three quotation marks in a row (""") in the instructions')
-    return f'"""{text}"""'

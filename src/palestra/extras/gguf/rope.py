@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,33 +32,32 @@ _OPTIONAL_KEYS = {"yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor"}
 _DIVISORS = "rope_freqs.weight"
 _FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 ROPE_TENSORS = {_DIVISORS, *_FACTORS.values()}
-
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # the same for every Llama 3
-_MAX_HEAD_DIM = 1 << 16
+_LOW, _HIGH = 1.0, 4.0  # low_freq_factor and high_freq_factor, the same for every Llama 3
 _LLAMA3_CONTEXT = 8192  # the usual original context
+_MAX_HEAD_DIM = 1 << 16
 
 
 def rope_from_gguf(file: GgufFile, head_dim: int, local_theta: float = 0.0) -> dict[str, Any]:
     """`config.rope_parameters`; two sets of them where layers with a sliding window have a RoPE base of their own."""
-    size = file.number("rope.dimension_count", int, head_dim, least=2) or head_dim
+    size = file.number("rope.dimension_count", int, head_dim, least=2)
     if size > head_dim or head_dim > _MAX_HEAD_DIM:
         raise file.corrupt(f"it rotates {size} dimensions of heads with {head_dim}")
-    theta = file.number("rope.freq_base", float, 10_000.0, least=1)
-    rope: dict[str, Any] = {"rope_type": _rope_type(file), "rope_theta": theta}
+    kind = {"none": "default"}.get(scaling := str(file.field("rope.scaling.type", "none")), scaling)
+    rope: dict[str, Any] = {"rope_theta": file.number("rope.freq_base", float, 10_000.0, least=1)}
+    if _DIVISORS in file.tensors:
+        kind, rope = "llama3", rope | _fit_llama3(file, rope["rope_theta"], size)
+    elif _FACTORS["long_factor"] in file.tensors:
+        kind, rope = "longrope", rope | {name: file.tensor(tensor).tolist() for name, tensor in _FACTORS.items()}
+    elif kind not in ("default", "linear", "yarn"):
+        raise UnsupportedError(
+            f"{file.path} has the RoPE scaling {kind!r}, which is not supported; give the model's Hugging Face folder"
+        )
+    rope["rope_type"] = kind
     if size != head_dim:
         rope["partial_rotary_factor"] = size / head_dim
-    for name, key in _KEYS[rope["rope_type"]].items():
-        key_in_file = f"rope.scaling.{key}"
-        if key not in _OPTIONAL_KEYS:
-            file.required(key_in_file)
-        value = file.number(key_in_file, float)
-        if value is not None:
-            rope[name] = _number(name, value)
-    match rope["rope_type"]:
-        case "llama3":
-            rope |= _fit_llama3(file, rope["rope_theta"], size)
-        case "longrope":
-            rope |= {name: file.tensor(tensor).tolist() for name, tensor in _FACTORS.items()}
+    for name, key in _KEYS[kind].items():
+        if key not in _OPTIONAL_KEYS or file.field(f"rope.scaling.{key}") is not None:
+            rope[name] = _number(name, file.number(f"rope.scaling.{key}", float))
     if not local_theta:
         return rope
     local = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", float, local_theta, least=1)}
@@ -70,13 +68,13 @@ def rope_to_gguf(config: Any) -> dict[str, Any]:
     """The metadata for `config.rope_parameters`, by key without the architecture's name in front."""
     rope = _rope_of(config)
     fields: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"]), "rope.dimension_count": _rotary_dim(config)}
-    if local := config.rope_parameters.get("sliding_attention"):
+    if local := config.rope_parameters.get("sliding_attention", {}):
         fields["rope.freq_base_swa"] = float(local["rope_theta"])
-        if local["rope_type"] != "default":
-            raise UnsupportedError(f"rope type {local['rope_type']!r} in sliding layers cannot be written as GGUF")
-    if rope["rope_type"] not in _KEYS:
+    kind, local_kind = rope["rope_type"], local.get("rope_type", "default")
+    if kind not in _KEYS or local_kind != "default":
         raise UnsupportedError(
-            f"rope type {rope['rope_type']!r} cannot be written as GGUF; supported are {', '.join(_KEYS)}"
+            f"rope type {local_kind if kind in _KEYS else kind!r} cannot be written as GGUF; supported are "
+            f"{', '.join(_KEYS)}, and for sliding layers default"
         )
     for name, key in _KEYS[rope["rope_type"]].items():
         if rope.get(name) is not None:
@@ -87,14 +85,12 @@ def rope_to_gguf(config: Any) -> dict[str, Any]:
 
 def rope_tensors(config: Any) -> dict[str, torch.Tensor]:
     """The tensors that GGUF stores: Llama 3's divisors of the frequencies, Phi-3's long and short factors."""
-    rope = _rope_of(config)
-    match rope["rope_type"]:
-        case "llama3":
-            divisors = _llama3_divisors(rope, _wavelengths(rope["rope_theta"], _rotary_dim(config)))
-            return {_DIVISORS: torch.tensor(divisors, dtype=torch.float32)}
-        case "longrope":
-            return {tensor: torch.tensor(rope[name], dtype=torch.float32) for name, tensor in _FACTORS.items()}
-    return {}
+    rope, tensors = _rope_of(config), dict[str, Any]()
+    if rope["rope_type"] == "llama3":
+        tensors[_DIVISORS] = _llama3_divisors(rope, _wavelengths(rope["rope_theta"], _rotary_dim(config)))
+    elif rope["rope_type"] == "longrope":
+        tensors = {tensor: rope[name] for name, tensor in _FACTORS.items()}
+    return {name: torch.tensor(values, dtype=torch.float32) for name, values in tensors.items()}
 
 
 def head_dim_of(config: Any) -> int:
@@ -102,21 +98,8 @@ def head_dim_of(config: Any) -> int:
 
 
 def _rotary_dim(config: Any) -> int:
-    """How many dimensions of a head are rotated."""
+    """The number of dimensions of a head that are rotated."""
     return int(head_dim_of(config) * _rope_of(config).get("partial_rotary_factor", 1.0))
-
-
-def _rope_type(file: GgufFile) -> str:
-    if _DIVISORS in file.tensors:
-        return "llama3"
-    if _FACTORS["long_factor"] in file.tensors:
-        return "longrope"
-    name = str(file.field("rope.scaling.type", "none"))
-    if name not in ("none", "linear", "yarn"):
-        raise UnsupportedError(
-            f"{file.path} has the RoPE scaling {name!r}, which is not supported; give the model's Hugging Face folder"
-        )
-    return "default" if name == "none" else name
 
 
 def _rope_of(config: Any) -> dict[str, Any]:
@@ -140,7 +123,7 @@ def _wavelengths(theta: float, size: int) -> np.ndarray:
     return 2 * math.pi * theta ** (np.arange(0, size, 2, dtype=np.float64) / size)
 
 
-def _llama3_divisors(rope: Mapping[str, Any], wavelengths: np.ndarray) -> np.ndarray:
+def _llama3_divisors(rope: dict[str, Any], wavelengths: np.ndarray) -> np.ndarray:
     """By how much each frequency is divided: low ones by `factor`, high ones not at all, interpolated between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     rotations = rope["original_max_position_embeddings"] / wavelengths
@@ -149,26 +132,17 @@ def _llama3_divisors(rope: Mapping[str, Any], wavelengths: np.ndarray) -> np.nda
 
 
 def _fit_llama3(file: GgufFile, theta: float, size: int) -> dict[str, Any]:
-    """Llama 3's parameters, of which the file has only the divisors that they give."""
+    """Llama 3's parameters, of which the file has only the resulting divisors."""
     divisors = file.tensor(_DIVISORS).astype(np.float64)  # [size / 2]
-    wavelengths = _wavelengths(theta, size)
-    for original in _original_contexts(divisors, wavelengths):
-        rope = {"factor": float(divisors.max()), "original_max_position_embeddings": original, **_LLAMA3}
+    wavelengths, factor = _wavelengths(theta, size), float(divisors.max())
+    unscaled = (1 / divisors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.ones_like(divisors)
+    # The original context: the usual one, that of an interpolated frequency, or the shortest for the unscaled ones
+    contexts = wavelengths * (_LOW + unscaled * (_HIGH - _LOW))
+    for context in (_LLAMA3_CONTEXT, *np.round(contexts), *np.ceil(contexts)):
+        rope = {"factor": factor, "original_max_position_embeddings": int(context)}
+        rope |= {"low_freq_factor": _LOW, "high_freq_factor": _HIGH}
         if np.allclose(_llama3_divisors(rope, wavelengths), divisors, rtol=1e-4):
             return rope
     raise UnsupportedError(
-        f"{file.path} scales RoPE frequencies otherwise than Llama 3 does; give the model's Hugging Face folder"
+        f"{file.path} scales RoPE frequencies in another way than Llama 3; give the model's Hugging Face folder"
     )
-
-
-def _original_contexts(divisors: np.ndarray, wavelengths: np.ndarray) -> Iterator[int]:
-    """Candidates: the usual one, those that explain an interpolated frequency, the shortest for the unscaled ones."""
-    yield _LLAMA3_CONTEXT
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    factor = divisors.max()
-    unscaled = divisors <= 1 + 1e-6
-    interpolated = ~unscaled & (divisors < factor * (1 - 1e-6))
-    share = (1 / divisors[interpolated] - 1 / factor) / (1 - 1 / factor)
-    yield from (round(rotations) for rotations in wavelengths[interpolated] * (low + share * (high - low)))
-    if unscaled.any():
-        yield math.ceil(high * wavelengths[unscaled].max())

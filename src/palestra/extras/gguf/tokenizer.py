@@ -1,18 +1,18 @@
-"""A fast Hugging Face tokenizer <-> the metadata of a GGUF file: the same ids for the same text in both."""
+"""A fast Hugging Face tokenizer <-> the metadata of a GGUF file: the same ids for the same text in both.
+
+transformers' own reader (`from_pretrained(gguf_file=…)`) splits `<tool_call>` of Qwen2.5 into several tokens, computes
+other tokens for Gemma and Llama 3, and takes 5 to 20 times as long.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from palestra.core.errors import InputError, UnreadableFileError, UnsupportedError
 from palestra.extras.gguf.file import GgufFile
-
-if TYPE_CHECKING:
-    from gguf import TokenType
 
 # transformers' name of a special token -> the GGUF key of its id
 _SPECIAL_IDS = {
@@ -22,7 +22,7 @@ _SPECIAL_IDS = {
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
 _MAX_TOKEN_CHARS = 2048
-_TOKENIZER_JSON = "tokenizer.huggingface.json"  # written where the other keys do not give the same tokenizer back
+_TOKENIZER_JSON = "tokenizer.huggingface.json"  # written if the other keys do not give the same tokenizer back
 _SPACE = "▁"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # Tokens that are text of an answer: programs must show them even if the tokenizer calls them special.
@@ -56,22 +56,14 @@ _TINY_REGEX = (
 _TINY_APPROXIMATION = "default"
 
 
-@dataclass(frozen=True)
-class PreTokenizer:
+class PreTokenizer(NamedTuple):
     """One rule to split text. Without a regex it is that of GPT-2, which tokenizers has built in."""
 
     names: tuple[str, ...]  # values of tokenizer.ggml.pre that mean the same; the first one is written
     regex: str | None = None
     single_digits: bool = False
-    ignore_merges: bool = False  # a word that is in the vocabulary is taken whole, whatever the merges say
+    ignore_merges: bool = False  # a word in the vocabulary is one token, whatever the merges say
     nfc: bool = False  # text is composed first; llama.cpp does not do this
-
-    def steps(self) -> list[Any]:
-        from tokenizers import Regex, pre_tokenizers
-
-        split = [pre_tokenizers.Split(Regex(self.regex), behavior="isolated")] if self.regex else []
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.single_digits else []
-        return [*split, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.regex is None)]
 
 
 PRE_TOKENIZERS = (
@@ -87,30 +79,112 @@ PRE_TOKENIZERS = (
 
 def tokenizer_from_gguf(file: GgufFile) -> Any:
     """The file's tokenizer, with its special tokens and chat template."""
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokens = file.list_of(str, "tokenizer.ggml.tokens")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise UnreadableFileError(f"{file.path} has no tokenizer.ggml.tokens; give a file with its tokenizer in it")
     if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARS:
         raise file.corrupt(f"a token has {longest} characters, expected at most {_MAX_TOKEN_CHARS}")
-    special = _special_tokens(file, tokens)
-    backend = _exact_backend(file)
-    if backend is None:
-        backend = _backend(file, tokens)
-        _add_tokens(backend, file, tokens)
-        _add_bos_and_eos(backend, file, special)
+    ids = {name: file.metadata.get(key) for name, key in _SPECIAL_IDS.items()}
+    special = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+    kind, tokenizer_json = file.metadata.get("tokenizer.ggml.model"), file.metadata.get(_TOKENIZER_JSON)
+    if tokenizer_json is not None:
+        try:
+            backend = Tokenizer.from_str(tokenizer_json)
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise file.corrupt(f"its {_TOKENIZER_JSON} cannot be read ({error})") from error
+    elif kind in ("gpt2", "llama"):
+        backend = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens, special)
+        _add_special_tokens(backend, file, tokens, special)
+    else:
+        raise UnsupportedError(
+            f"{file.path} has a tokenizer of the type {kind!r}; supported are gpt2 (byte-level BPE) "
+            "and llama (SentencePiece)"
+        )
+    context = file.number("context_length", int, 1 << 30)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_max_length=file.number("context_length", int, 1 << 30),
-        clean_up_tokenization_spaces=False,
-        **special,
+        tokenizer_object=backend, model_max_length=context, clean_up_tokenization_spaces=False, **special
     )
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise file.corrupt("tokenizer.chat_template is not a string")
     tokenizer.chat_template = template
     return tokenizer
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    pre = next((row for row in PRE_TOKENIZERS if name in row.names), None)
+    if pre is None:
+        names = [name for row in PRE_TOKENIZERS for name in row.names]
+        raise UnsupportedError(
+            f"{file.path} has the pre-tokenizer {name!r}, which is not supported; supported are "
+            f"{', '.join(names)}. Give the model's Hugging Face folder instead."
+        )
+    index = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
+    backend = Tokenizer(models.BPE(index, merges, ignore_merges=pre.ignore_merges))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pre.regex), behavior="isolated")] if pre.regex else []
+    steps += [pre_tokenizers.Digits(individual_digits=True)] if pre.single_digits else []
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.regex is None)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str], special: Mapping[str, str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.metadata.get("tokenizer.ggml.scores", [])
+    if len(scores) != len(tokens):
+        raise file.corrupt(f"it has {len(tokens)} tokens and {len(scores)} scores")
+    index = {token: token_id for token_id, token in enumerate(tokens)}
+    ranked = []  # scores instead of merges: the higher the score of a token, the earlier its parts merge
+    for token, score in zip(tokens, scores, strict=True):
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        ids = sorted((index[a], index[b]) for a, b in pairs if a in index and b in index)
+        ranked += [(-score, (tokens[a], tokens[b])) for a, b in ids]
+    merges = [pair for _, pair in sorted(ranked, key=lambda row: row[0])]
+    unknown = special.get("unk_token", tokens[0])
+    backend = Tokenizer(models.BPE(index, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    has_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _add_special_tokens(backend: Any, file: GgufFile, tokens: list[str], special: Mapping[str, str]) -> None:
+    """Control and user-defined tokens, which are matched before text is split; those added before and after text."""
+    from gguf import TokenType
+    from tokenizers import AddedToken, processors
+
+    strips = bool(_PHI3.search(str(file.metadata.get("general.name"))))
+    for kind, add in ((TokenType.CONTROL, backend.add_special_tokens), (TokenType.USER_DEFINED, backend.add_tokens)):
+        types = file.metadata.get("tokenizer.ggml.token_type", [])
+        added = [token for token, token_type in zip(tokens, types, strict=False) if token_type == kind]
+        rstrip = {token: strips and token not in _PHI3_KEEPS_SPACE for token in added}
+        add([AddedToken(t, normalized=False, special=kind == TokenType.CONTROL, rstrip=rstrip[t]) for t in added])
+    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
+    has_bos = file.metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece)
+    has_eos = file.metadata.get("tokenizer.ggml.add_eos_token", False)
+    bos = [special["bos_token"]] if has_bos and "bos_token" in special else []
+    eos = [special["eos_token"]] if has_eos and "eos_token" in special else []
+    if bos or eos:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*bos, "$A", *eos],
+            pair=[*bos, "$A", *eos, *bos, "$B", *eos],
+            special_tokens=[(token, backend.token_to_id(token)) for token in {*bos, *eos}],
+        )
 
 
 def tokenizer_to_gguf(tokenizer: Any, rows: int) -> dict[str, Any]:
@@ -122,22 +196,34 @@ def tokenizer_to_gguf(tokenizer: Any, rows: int) -> dict[str, Any]:
             "load it with AutoTokenizer and save it again as a fast tokenizer"
         )
     parts = json.loads(backend.to_str())
-    model = parts["model"]
-    if model["type"] != "BPE":
-        raise UnsupportedError(f"a {model['type']} tokenizer cannot be written as GGUF; BPE tokenizers can")
+    model, steps = parts["model"], _steps(parts["pre_tokenizer"])
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    if model["type"] != "BPE" or not (is_byte_level or model.get("byte_fallback")):
+        raise UnsupportedError(
+            f"a {model['type']} tokenizer cannot be written as GGUF; BPE tokenizers that are byte-level or have byte "
+            "fallback can"
+        )
     tokens, types = _tokens_and_types(tokenizer, parts, rows)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     more: dict[str, Any] = {}
-    if _is_byte_level(parts):
-        kind, pre = "gpt2", _pre_tokenizer(parts)
-        more["tokenizer.ggml.merges"] = merges
+    if is_byte_level:
+        kind, pre = "gpt2", _pre_tokenizer(steps, model.get("ignore_merges", False))
+        if merges:  # GGUF has no empty arrays
+            more["tokenizer.ggml.merges"] = merges
         if pre == _TINY_APPROXIMATION:
             more[_TOKENIZER_JSON] = backend.to_str()
             _match_mixed_tokens_first(tokenizer, model["vocab"], tokens, types)
     else:
         kind, pre = "llama", "default"
         more["tokenizer.ggml.scores"] = _scores(tokens, types, merges)
-        more["tokenizer.ggml.add_space_prefix"] = _has_space_prefix(parts)
+        more["tokenizer.ggml.add_space_prefix"] = any(
+            step["type"] == "Prepend" or step.get("prepend_scheme") in ("always", "first")
+            for step in (*_steps(parts["normalizer"]), *steps)
+        )
+    ids = {key: getattr(tokenizer, f"{name}_id") for name, key in _SPECIAL_IDS.items()}
+    vocab = tokenizer.get_vocab()
+    end = next((vocab[text] for text in _TURN_ENDS if text in vocab), None)
+    ids["tokenizer.ggml.eot_token_id"] = None if end == tokenizer.eos_token_id else end
     sample = tokenizer("a").input_ids
     return {
         "tokenizer.ggml.model": kind,  # "gpt2": byte-level BPE by merges; "llama": SentencePiece by scores
@@ -147,8 +233,8 @@ def tokenizer_to_gguf(tokenizer: Any, rows: int) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": bool(sample) and sample[0] == tokenizer.bos_token_id,
         "tokenizer.ggml.add_eos_token": bool(sample) and sample[-1] == tokenizer.eos_token_id,
         "tokenizer.chat_template": chat_template(tokenizer),
-        **_special_ids(tokenizer),
-        **{key: value for key, value in more.items() if value != []},  # GGUF has no empty arrays
+        **{key: token_id for key, token_id in ids.items() if token_id is not None},
+        **more,
     }
 
 
@@ -173,138 +259,7 @@ def model_name(name: str, tokenizer: Any) -> str:
     return _PHI3.sub("phi 3", name)
 
 
-def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
-    ids = {name: file.metadata.get(key) for name, key in _SPECIAL_IDS.items()}
-    return {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
-
-
-def _special_ids(tokenizer: Any) -> dict[str, int]:
-    ids = {key: getattr(tokenizer, f"{name}_id") for name, key in _SPECIAL_IDS.items()}
-    vocab = tokenizer.get_vocab()
-    end = next((vocab[text] for text in _TURN_ENDS if text in vocab), None)
-    if end != tokenizer.eos_token_id:
-        ids["tokenizer.ggml.eot_token_id"] = end
-    return {key: token_id for key, token_id in ids.items() if token_id is not None}
-
-
-# From GGUF
-
-
-def _exact_backend(file: GgufFile) -> Any | None:
-    from tokenizers import Tokenizer
-
-    tokenizer_json = file.metadata.get(_TOKENIZER_JSON)
-    try:
-        return None if tokenizer_json is None else Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise file.corrupt(f"its {_TOKENIZER_JSON} cannot be read ({error})") from error
-
-
-def _backend(file: GgufFile, tokens: list[str]) -> Any:
-    match file.metadata.get("tokenizer.ggml.model"):
-        case "gpt2":
-            return _byte_level(file, tokens)
-        case "llama":
-            return _sentencepiece(file, tokens)
-        case other:
-            raise UnsupportedError(
-                f"{file.path} has a tokenizer of the type {other!r}; supported are gpt2 (byte-level BPE) "
-                "and llama (SentencePiece)"
-            )
-
-
-def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    name = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
-    pre = next((row for row in PRE_TOKENIZERS if name in row.names), None)
-    if pre is None:
-        names = [name for row in PRE_TOKENIZERS for name in row.names]
-        raise UnsupportedError(
-            f"{file.path} has the pre-tokenizer {name!r}, which is not supported; supported are "
-            f"{', '.join(names)}. Give the model's Hugging Face folder instead."
-        )
-    index = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in file.list_of(str, "tokenizer.ggml.merges")]
-    backend = Tokenizer(models.BPE(index, merges, ignore_merges=pre.ignore_merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(pre.steps())
-    if pre.nfc:
-        backend.normalizer = normalizers.NFC()
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _sentencepiece(file: GgufFile, tokens: list[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    scores = file.list_of(int | float, "tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise file.corrupt(f"it has {len(tokens)} tokens and {len(scores)} scores")
-    unknown = _special_tokens(file, tokens).get("unk_token", tokens[0])
-    index = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = _merges(tokens, scores, index)
-    backend = Tokenizer(models.BPE(index, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    has_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
-    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
-    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return backend
-
-
-def _merges(tokens: list[str], scores: list[float], index: dict[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece has scores instead of merges: the higher the score of a token, the earlier its parts merge."""
-    ranked = []
-    for token, score in zip(tokens, scores, strict=True):
-        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        pairs = [(a, b) for a, b in pairs if a in index and b in index]
-        pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
-        ranked += [(-score, pair) for pair in pairs]
-    ranked.sort(key=lambda row: row[0])
-    return [pair for _, pair in ranked]
-
-
-def _add_tokens(backend: Any, file: GgufFile, tokens: list[str]) -> None:
-    """Control and user-defined tokens, which are matched before text is split."""
-    from gguf import TokenType
-    from tokenizers import AddedToken
-
-    types = file.list_of(int | float, "tokenizer.ggml.token_type")
-    strips = bool(_PHI3.search(str(file.metadata.get("general.name"))))
-    control, user_defined = list[Any](), list[Any]()
-    for token, kind in zip(tokens, types, strict=False):
-        rstrip = strips and token not in _PHI3_KEEPS_SPACE
-        if kind == TokenType.CONTROL:
-            control.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
-        elif kind == TokenType.USER_DEFINED:
-            user_defined.append(AddedToken(token, normalized=False, rstrip=rstrip))
-    backend.add_special_tokens(control)
-    backend.add_tokens(user_defined)
-
-
-def _add_bos_and_eos(backend: Any, file: GgufFile, special: Mapping[str, str]) -> None:
-    """The tokens that llama.cpp adds before and after plain text."""
-    from tokenizers import processors
-
-    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
-    has_bos = file.metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece)
-    has_eos = file.metadata.get("tokenizer.ggml.add_eos_token", False)
-    bos = [special["bos_token"]] if has_bos and "bos_token" in special else []
-    eos = [special["eos_token"]] if has_eos and "eos_token" in special else []
-    if bos or eos:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[*bos, "$A", *eos],
-            pair=[*bos, "$A", *eos, *bos, "$B", *eos],
-            special_tokens=[(token, backend.token_to_id(token)) for token in {*bos, *eos}],
-        )
-
-
-# To GGUF
-
-
-def _tokens_and_types(tokenizer: Any, parts: Mapping[str, Any], rows: int) -> tuple[list[str], list[TokenType]]:
+def _tokens_and_types(tokenizer: Any, parts: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
     """One token for each row of the embedding: rows without one get a placeholder, tokens without a row are dropped."""
     from gguf import TokenType
 
@@ -330,36 +285,29 @@ def _tokens_and_types(tokenizer: Any, parts: Mapping[str, Any], rows: int) -> tu
     return tokens, types
 
 
-def _is_byte_level(parts: Mapping[str, Any]) -> bool:
-    if any(step["type"] == "ByteLevel" for step in _steps(parts["pre_tokenizer"])):
-        return True
-    if parts["model"].get("byte_fallback"):
-        return False
-    raise UnsupportedError("this BPE tokenizer is neither byte-level nor has byte fallback; GGUF supports these two")
-
-
 def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """The steps of a normalizer or a pre-tokenizer, whether it is a single one or a sequence."""
-    if part is None:
-        return []
-    return list(part.get("pretokenizers") or part.get("normalizers") or [part])
+    return list(part.get("pretokenizers") or part.get("normalizers") or [part]) if part else []
 
 
-def _pre_tokenizer(parts: Mapping[str, Any]) -> str:
-    steps = _steps(parts["pre_tokenizer"])
-    name = _name_of_steps(steps, parts["model"].get("ignore_merges", False))
-    if name is None:
-        splits = [step.get("pattern", step["type"]) for step in steps]
-        raise UnsupportedError(
-            f"llama.cpp has no pre-tokenizer that splits like this one: {splits}; supported are those of GPT-2, "
-            "SmolLM, Llama 3, Qwen 2/3, Mistral (tekken), GPT-4o/Phi-4 and palestra/tiny"
-        )
-    return name
+def _pre_tokenizer(steps: list[Mapping[str, Any]], ignore_merges: bool) -> str:
+    """llama.cpp's name for the steps of a pre-tokenizer, as tokenizer.json has them."""
+    regexes = [step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split"]
+    regexes += [None for step in steps if step["type"] == "ByteLevel" and step.get("use_regex", True)]
+    digits = [step["individual_digits"] for step in steps if step["type"] == "Digits"]
+    if regexes == [_TINY_REGEX] and digits in ([], [True]):
+        return _TINY_APPROXIMATION
+    for row in PRE_TOKENIZERS:
+        if (regexes, digits, ignore_merges) == ([row.regex], [True] * row.single_digits, row.ignore_merges):
+            return row.names[0]
+    splits = [step.get("pattern", step["type"]) for step in steps]
+    raise UnsupportedError(
+        f"llama.cpp has no pre-tokenizer that splits like this one: {splits}; supported are those of GPT-2, "
+        "SmolLM2, Llama 3, Qwen 2/3, Mistral (tekken), GPT-4o/Phi-4 and palestra/tiny"
+    )
 
 
-def _match_mixed_tokens_first(
-    tokenizer: Any, vocab: Mapping[str, int], tokens: list[str], types: list[TokenType]
-) -> None:
+def _match_mixed_tokens_first(tokenizer: Any, vocab: Mapping[str, int], tokens: list[str], types: list[int]) -> None:
     """Make the tokens of palestra/tiny that mix punctuation with white space user-defined.
 
     llama.cpp's `default` would split them; user-defined tokens are matched before it splits.
@@ -373,7 +321,7 @@ def _match_mixed_tokens_first(
             tokens[token_id], types[token_id] = text, TokenType.USER_DEFINED
 
 
-def _scores(tokens: list[str], types: list[TokenType], merges: list[str]) -> list[float]:
+def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[float]:
     """SentencePiece merges the neighbours whose joint token scores highest: the rank of each merge, negated."""
     from gguf import TokenType
 
@@ -385,22 +333,3 @@ def _scores(tokens: list[str], types: list[TokenType], merges: list[str]) -> lis
         -float(rank_of[token]) if kind == TokenType.NORMAL and token in rank_of else unmerged
         for token, kind in zip(tokens, types, strict=True)
     ]
-
-
-def _has_space_prefix(parts: Mapping[str, Any]) -> bool:
-    prepends = any(step["type"] == "Prepend" for step in _steps(parts["normalizer"]))
-    schemes = [s.get("prepend_scheme") for s in _steps(parts["pre_tokenizer"]) if s["type"] == "Metaspace"]
-    return prepends or any(scheme in ("always", "first") for scheme in schemes)
-
-
-def _name_of_steps(steps: list[Mapping[str, Any]], ignore_merges: bool) -> str | None:
-    """llama.cpp's name for the steps of a pre-tokenizer, as tokenizer.json has them; None where it has none."""
-    regexes = [step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split"]
-    digits = [step["individual_digits"] for step in steps if step["type"] == "Digits"]
-    gpt2_regex = any(step["type"] == "ByteLevel" and step.get("use_regex", True) for step in steps)
-    if len(regexes) + gpt2_regex != 1 or digits not in ([], [True]):
-        return None
-    if regexes == [_TINY_REGEX]:
-        return _TINY_APPROXIMATION
-    shape = (regexes[0] if regexes else None, bool(digits), ignore_merges)
-    return next((r.names[0] for r in PRE_TOKENIZERS if (r.regex, r.single_digits, r.ignore_merges) == shape), None)

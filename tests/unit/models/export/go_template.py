@@ -66,19 +66,19 @@ def _run(nodes: Sequence[Any], dot: Any, names: dict[str, Any], out: list[str]) 
             case ("text", text):
                 out.append(text)
             case ("do", text):
-                if found := re.match(r"(\$\w+)\s*:?=\s*(.*)", text, re.DOTALL):
-                    names[found[1]] = _value(found[2], dot, names)
+                if match := re.match(r"(\$\w+)\s*:?=\s*(.*)", text, re.DOTALL):
+                    names[match[1]] = _value(match[2], dot, names)
                 else:
                     out.append(_shown(_value(text, dot, names)))
             case ("if", text, body, other):
                 _run(body if _value(text, dot, names) else other, dot, names, out)
             case ("range", text, body, _):
-                found = re.match(r"(\$\w+),\s*(\$\w+)\s*:=\s*(.*)", text, re.DOTALL)
-                items = _value(found[3] if found else text, dot, names) or []
+                match = re.match(r"(\$\w+),\s*(\$\w+)\s*:=\s*(.*)", text, re.DOTALL)
+                items = _value(match[3] if match else text, dot, names) or []
                 pairs = sorted(items.items()) if isinstance(items, Mapping) else list(enumerate(items))
                 for key, item in pairs:
-                    if found:
-                        names[found[1]], names[found[2]] = key, item
+                    if match:
+                        names[match[1]], names[match[2]] = key, item
                     _run(body, item, names, out)
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp with our files: conversations as transformers writes them, and tool calls that it understands."""
+"""llama.cpp with our files: conversations as transformers renders them, and parsed tool calls."""
 
 import sys
 from pathlib import Path

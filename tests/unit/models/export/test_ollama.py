@@ -39,7 +39,7 @@ QWEN_TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n' }}
 
 
 def as_ollama_gives_them(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """What Ollama hands to a template."""
+    """The values that Ollama passes to a template."""
 
     def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
         function = tool["function"]
@@ -109,7 +109,7 @@ def test_the_template_writes_what_the_models_own_writes(family: str, tiny_tokeni
             assert written == expected if exact else without_blanks(written) == without_blanks(expected)
 
 
-def test_llama_31_has_its_own_way_with_tools() -> None:
+def test_llama_31_has_its_own_template_for_tools() -> None:
     tokenizer = make_for_family("llama3")
     tokenizer.chat_template += "{# Given the following functions #}"
     assert family_of(tokenizer) == "llama3.1"
@@ -121,7 +121,7 @@ def test_llama_31_has_its_own_way_with_tools() -> None:
     )
 
 
-def test_qwen3_is_told_not_to_think_when_that_is_asked() -> None:
+def test_qwen3_gets_an_empty_reasoning_block_when_thinking_is_off() -> None:
     values = as_ollama_gives_them(CONVERSATION[:2], None)
     assert render(template_of("qwen3"), {**values, "IsThinkSet": True, "Think": False}).endswith(
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -156,7 +156,7 @@ def test_a_system_message_that_the_template_brings_is_kept(source: ModelSource) 
     assert 'SYSTEM """You are Smol."""' in modelfile(replace(source, tokenizer=tokenizer, instructions=""), "a.gguf")
 
 
-def test_without_ollama_the_files_are_complete_and_the_command_is_told(source, tmp_path, monkeypatch):
+def test_without_ollama_the_files_are_complete_and_the_command_is_returned(source, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     made = to_ollama(source, "my-agent", tmp_path / "out")
     assert not made.created
@@ -167,7 +167,7 @@ def test_without_ollama_the_files_are_complete_and_the_command_is_told(source, t
 
 
 def stand_in(folder: Path, exit_code: int = 0) -> Path:
-    """An `ollama` that writes down how it was called."""
+    """An `ollama` that records its calls."""
     folder.mkdir()
     program = folder / "ollama"
     program.write_text(
@@ -198,7 +198,7 @@ def test_an_ollama_that_fails_is_quoted_and_the_files_stay(source, tmp_path, mon
     assert (tmp_path / "out" / "my-agent-q8_0.gguf").exists()
 
 
-def test_bad_names_instructions_and_templates_are_refused_before_anything_is_written(source, tmp_path):
+def test_bad_names_instructions_and_templates_are_rejected_before_anything_is_written(source, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(SettingError, match="'my agent' is not a valid name in Ollama"):
         to_ollama(source, "my agent", out)
