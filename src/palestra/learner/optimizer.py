@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
-from weakref import WeakSet
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -241,31 +241,12 @@ class UserOptimizer(Optimizer):
 
     _user: Any = None
     _scheduler: Any = None
-    _has_warned = False
-
-    def __init__(self, model: nn.Module, train: TrainSection, *, master_weights: bool = False) -> None:
-        super().__init__(model, train, master_weights=master_weights)
-        _watch_optimizers()
-        _in_use.add(self)
-
-    def warn_if_unused(self, optimizer: Any) -> None:
-        """Warn if another optimizer of these weights steps without gradients: the training made the step itself."""
-        if not self._has_warned and self._is_unused(optimizer):
-            self._has_warned = True
-            log.warning(
-                "optimizer.step() has no effect: train_step has already made a step, with AdamW by the config. "
-                "Pass your optimizer to it: train_step(prompt, answer, optimizer)"
-            )
-
-    def _is_unused(self, optimizer: Any) -> bool:
-        if optimizer is self.adamw or optimizer is self._user:
-            return False
-        ours = {id(weight) for weight in self.weights}
-        shared = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ours]
-        return bool(shared) and all(p.grad is None for p in shared)
+    _watches = False
 
     def use(self, optimizer: Any | None, scheduler: Any | None) -> None:
-        """From now on step this optimizer (or the scheduler's own), and the scheduler once a training step."""
+        """Use this optimizer (or the scheduler's own) from now on, and step the scheduler after each training step."""
+        if optimizer is None and scheduler is None:
+            return
         if self._pairs:
             raise SettingError(
                 "model.master_weights keeps its own copies of the weights, which another optimizer does not update; "
@@ -274,10 +255,36 @@ class UserOptimizer(Optimizer):
         chosen = optimizer if optimizer is not None else getattr(scheduler, "optimizer", None)
         if chosen is None:
             raise SettingError("a scheduler without its optimizer cannot be used; give the optimizer too")
-        held = {id(p) for group in chosen.param_groups for p in group["params"]}
-        if not any(id(weight) in held for weight in self.weights):
+        if not self._shared_weights(chosen):
             raise SettingError("the optimizer holds no trainable weight of this model; build it from this model's")
         self._user, self._scheduler = chosen, scheduler
+
+    def warn_of_other_optimizers(self) -> None:
+        """Warn once if another optimizer of these weights steps without gradients, because this one has used them."""
+        if self._watches:
+            return
+        self._watches = True
+        this, warned = ref(self), False
+
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            nonlocal warned
+            own = this()
+            if warned or own is None or optimizer is own.adamw or optimizer is own._user:
+                return
+            shared = own._shared_weights(optimizer)
+            if shared and all(weight.grad is None for weight in shared):
+                warned = True
+                log.warning(
+                    "optimizer.step() has no effect: train_step has already made a step, with %s. "
+                    "Pass your optimizer to it: train_step(prompt, answer, optimizer)",
+                    "AdamW by the config" if own._user is None else "the optimizer passed to it last",
+                )
+
+        finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def _shared_weights(self, optimizer: Any) -> list[Tensor]:
+        own = {id(weight) for weight in self.weights}
+        return [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
 
     @property
     def supports_conditional_step(self) -> bool:
@@ -291,24 +298,10 @@ class UserOptimizer(Optimizer):
         self.clear()
 
     def after_step(self) -> dict[str, float]:
-        """Move the scheduler on; gives the learning rate that the step had, where it is not the config's."""
+        """Step the scheduler; returns the learning rate of the step if it is not the config's."""
         if self._user is None:
             return {}
         learning_rate = float(self._user.param_groups[0]["lr"])
         if self._scheduler is not None:
             self._scheduler.step()
         return {"learning_rate": learning_rate}
-
-
-_in_use: WeakSet[UserOptimizer] = WeakSet()
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Look at every step of any optimizer in this process, once."""
-
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for own in list(_in_use):
-            own.warn_if_unused(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)

@@ -1,4 +1,4 @@
-"""GRPO by hand: any Hugging Face model and tokenizer, a reward, and one method for each part of a step."""
+"""GRPO step by step over a `Training`: any Hugging Face model and tokenizer, and a reward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,17 +22,16 @@ from palestra.core.files import write_json
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.ranks import refuse_ranks
 from palestra.core.run_folder import RunFolder
-from palestra.core.types import Group, Problem, Rollout, Turn
+from palestra.core.types import Group, Problem, Turn
 from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import UserOptimizer
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, use_softcaps
 from palestra.policy.build import policy_of
-from palestra.rollout.collect import Collector, require_one_good
+from palestra.rollout.collect import require_one_good
 from palestra.runs.tracking.base import Trackers
-from palestra.train.checkpoint import TrainState
 from palestra.train.credit import CustomObjective, assign_credit
-from palestra.train.group_source import ProblemSource, StepRollouts
+from palestra.train.group_source import NoMoreGroups, StepRollouts
 from palestra.train.loop import Training
 from palestra.train.progress import console_progress
 from palestra.train.prompts import (
@@ -64,19 +64,28 @@ _ATTRIBUTES = {
 }
 
 
+# Settings that have no effect in a StepTrainer, by the reason.
+_WITHOUT_EFFECT = {
+    "trains the model that it is given": ["backend", "tinker", "ray"],
+    "samples without tools": ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"],
+    "samples one turn": OWN_LOOP,
+    "has no teacher": ["distill"],
+    "trains on all prompts and holds none out": ["eval.every"],
+    "samples with our own engine": ["rollout.policy_url", "rollout.weights_folder", "vllm"],
+    "samples and learns in turns": ["rollout.max_staleness"],
+    "keeps every checkpoint": ["checkpoint.keep_last", "checkpoint.keep_best"],
+    "has every prompt once in a pass": [
+        "train.refill_limit", "train.signal_share", "train.sampling", "train.sampling_half_life",
+    ],
+}  # fmt: skip
+
+
 class Output(str):
-    """One sampled answer, with the tokens that it is trained as; and its reward, where a reference was given."""
+    """One sampled answer with its tokens; `reward` is None without a reference."""
 
     prompt_ids: tuple[int, ...]
     sampled: Turn
     reward: float | None
-
-    @classmethod
-    def of(cls, rollout: Rollout, *, scored: bool) -> Output:
-        output = cls(rollout.messages[-1].text)
-        output.prompt_ids, output.sampled = tuple(rollout.turns[0].token_ids.tolist()), rollout.turns[1]
-        output.reward = rollout.reward if scored else None
-        return output
 
     @property
     def text(self) -> str:
@@ -84,7 +93,7 @@ class Output(str):
 
 
 class History(TypedDict):
-    """What `StepTrainer.train` gives: one entry a step."""
+    """The result of `StepTrainer.train`, with one entry for each step."""
 
     loss: list[float]
     reward: list[float]
@@ -93,14 +102,14 @@ class History(TypedDict):
 
 
 class StepTrainer:
-    """Trains `model` in place, whole or by its PEFT adapter, one optimizer step at a time.
+    """Trains `model` in place, all weights or a PEFT adapter, one optimizer step at a time.
 
     >>> trainer = StepTrainer(model, tokenizer, lambda output, expected: float(expected in output))  # doctest: +SKIP
     >>> trainer.train_step("2 + 2 = ", "4")["rewards"]
     [0.0, 1.0, 0.0, 0.0]
     >>> history = trainer.train([{"prompt": "2 + 2 = ", "expected_answer": "4"}, ...])
 
-    A prompt is text, taken as it is, or chat messages, put through the tokenizer's chat template.
+    A prompt is a text, used unchanged, or chat messages, rendered with the tokenizer's chat template.
     """
 
     def __init__(
@@ -115,9 +124,9 @@ class StepTrainer:
         advantages: Any = None,
         loss: Any = None,
     ) -> None:
-        """`config` is an object, or the path of a YAML file like `config_path`; without one config/config.yaml, if
-        there is one. `output_dir` becomes the run folder. `advantages` and `loss` are functions in the place of the
-        built-in ones (docs/objectives.md).
+        """`config` is an object, or the path of a YAML file like `config_path`; the default is config/config.yaml, if
+        it exists. `output_dir` becomes the run folder. `advantages` and `loss` replace the built-in functions
+        (docs/objectives.md).
         """
         refuse_ranks("StepTrainer", "use train_grpo, or start it without torchrun")
         if config is not None and config_path is not None:
@@ -125,27 +134,35 @@ class StepTrainer:
         settings = _resolve(config if config_path is None else config_path)
         self.config = suited_to(settings, model, max_problems=STEP_PROBLEMS)  # a dataset may have few rows
         run_name = self.config.track.run_name or f"step-trainer-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.objective = CustomObjective.of(self.config.train, advantages, loss)
         self.folder = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / run_name
         use_softcaps(model)
-        self.model = with_adapter(model, self.config).eval()  # dropout is for the learner alone, which switches it on
+        self.model = with_adapter(model, self.config).eval()  # the learner alone switches dropout on
         self.tokenizer = tokenizer
         self.epoch = 0.0  # passes over the dataset of `train`
         self.reward_model = reward_model
         self._reward = reward_function(reward_model)
+        self._stops = stop_token_ids(self.model, tokenizer)
+        self._run_folder: RunFolder | None = None  # made by the first `train`
         options = self.config.model
         self._optimizer = UserOptimizer(self.model, self.config.train, master_weights=options.master_weights)
         self._learner = LocalLearner(self.model, config=self.config, optimizer=self._optimizer)
-        records = self.config.train.expert_routing != "own"
-        self._policy = policy_of(self.model, tokenizer, options, record_routing=records)
-        self._state = TrainState()
-        self._run_folder: RunFolder | None = None  # made by the first `train`
+        routed = self.config.train.expert_routing != "own"
+        self._source = NoMoreGroups()
+        self._training = Training(
+            self.config,
+            self._source,
+            policy_of(self.model, tokenizer, options, record_routing=routed),
+            self._learner,
+            Trackers(()),
+            total_steps=None,
+            objective=CustomObjective.of(self.config.train, advantages, loss),
+        )
 
     @classmethod
     def from_yaml(
         cls, path: Path | str, reward_model: Reward, output_dir: Path | str | None = None, **functions: Any
     ) -> StepTrainer:
-        """The model and the settings of one YAML file."""
+        """Load the model and the settings of one YAML file."""
         config = _resolve(path)
         loaded = load_for_run(config)
         return cls(loaded.model, loaded.tokenizer, reward_model, config, output_dir, **functions)
@@ -166,121 +183,122 @@ class StepTrainer:
 
     @property
     def step(self) -> int:
-        return self._state.step
+        return self._training.state.step
+
+    @property
+    def objective(self) -> CustomObjective:
+        return self._training.objective
 
     def generate_group_outputs(self, prompt: Prompt, reference_output: Any = None) -> list[Output]:
-        """`rollout.group_size` answers to one prompt, scored where there is a reference to compare them with."""
+        """`rollout.group_size` answers to one prompt, scored if there is a reference to compare them with."""
         scored = reference_output is not None
-        problem = Problem(str(self.step), as_input(prompt), reference_output)
-        [group] = self._sample(self._collector([problem], self._reward if scored else None), [problem])
-        if failed := next((r.error for r in group.rollouts if r.error is not None), None):
-            raise ServiceError(failed)
-        return [Output.of(rollout, scored=scored) for rollout in group.rollouts]
+        [group] = self._sample([Problem(str(self.step), as_input(prompt), reference_output)], scored=scored)
+        outputs = []
+        for rollout in group.rollouts:
+            if rollout.error is not None:
+                raise ServiceError(rollout.error)
+            output = Output(rollout.messages[-1].text)
+            output.prompt_ids, output.sampled = tuple(rollout.turns[0].token_ids.tolist()), rollout.turns[1]
+            output.reward = rollout.reward if scored else None
+            outputs.append(output)
+        return outputs
 
     def calculate_advantages(self, rewards: Sequence[float], group: Sequence[int] | None = None) -> list[float]:
-        """How much better than its siblings each answer was: (r − mean) / std unless the config says otherwise.
+        """How much better than its siblings each answer is: (r − mean) / std, or by `train.advantage_scale`.
 
-        All rewards are of one group, unless `group` says which group each belongs to.
+        All rewards belong to one group, unless `group` has the group of each.
         """
         train = self.config.train
         members = list(group) if group is not None else [0] * len(rewards)
-        return normalise(
-            list(rewards), members, scale=train.advantage_scale, leave_one_out=train.leave_one_out
-        ).tolist()
+        scaled = normalise(list(rewards), members, scale=train.advantage_scale, leave_one_out=train.leave_one_out)
+        return scaled.tolist()
 
     def train_step(
         self, prompt: Prompt, expected_answer: Any = None, optimizer: Any | None = None, scheduler: Any | None = None
     ) -> dict[str, Any]:
         """One optimizer step on one prompt: sample a group, reward it, learn.
 
-        The step is that of `optimizer` from the first call with one; without, AdamW by the config. It is made here:
-        an `optimizer.step()` after it finds no gradients. Gives the step's metrics, the `rewards` and `advantages` of
-        the answers, and their `weighted_loss`.
+        The step is made here, by `optimizer` from the first call with one, by AdamW before: a later `optimizer.step()`
+        has no gradients. Returns the step's metrics with the `rewards` and `advantages` of the answers and their
+        `weighted_loss`.
         """
-        if optimizer is not None or scheduler is not None:
-            self._optimizer.use(optimizer, scheduler)
+        self._optimizer.use(optimizer, scheduler)
+        self._optimizer.warn_of_other_optimizers()
         return self.train_batch([Problem(str(self.step), as_input(prompt), expected_answer)])
 
     def train_batch(self, problems: Sequence[Problem]) -> dict[str, Any]:
         """One optimizer step on several prompts."""
         began = time.perf_counter()
-        collector = self._collector(problems, self._reward)
-        groups = self._sample(collector, problems)
+        groups = self._sample(problems)
         require_one_good(groups)
-        drawn = int(self._state.source.get("cursor", 0)) + len(problems)
-        source = ProblemSource(collector, problems, {}, self.config.rollout.group_size, self.config.seed, drawn)
-        training = Training(
-            self.config,
-            source,
-            self._policy,
-            self._learner,
-            Trackers(()),
-            total_steps=None,
-            state=self._state,
-            objective=self.objective,
-        )
+        self._source.position = {"cursor": self._drawn + len(problems)}
         credit = assign_credit(groups, self.config.train, {}, self.objective.advantages)
-        advantages = credit.advantages
-        metrics = training.learn(StepRollouts(credit.groups, advantages, 0, time.perf_counter() - began))
-        self._state = training.state
+        rollouts = StepRollouts(credit.groups, credit.advantages, 0, time.perf_counter() - began)
+        metrics = self._training.learn(rollouts)
         return self._report(metrics) | {
             "rewards": [reward for group in groups for reward in group.rewards],
-            "advantages": [advantage for row in advantages for advantage in row],
+            "advantages": [advantage for row in credit.advantages for advantage in row],
             "weighted_loss": metrics.get("policy_loss", 0.0),
         }
 
     def train(self, dataset: Iterable[Any], optimizer: Any | None = None, scheduler: Any | None = None) -> History:
-        """Train to `train.max_steps`, or for `train.epochs` passes; gives every step's loss, reward and metrics.
+        """Train to `train.max_steps`, or for `train.epochs` passes.
 
         A row has `prompt` and `expected_answer` (or `answer`), or is a pair of the two. The run's files, checkpoints
-        and the `final` model are written to `folder`. Without an optimizer, AdamW by the config; a scheduler moves on
-        with every step, also one that has nothing to learn.
+        and the `final` model are written to `folder`. The default optimizer is AdamW by the config; a scheduler is
+        stepped after every step, also one that has nothing to learn.
         """
         problems = [as_problem(i, row) for i, row in enumerate(dataset)]
         if not problems:
             raise InputError("the dataset is empty; give it at least one row with a prompt")
-        if optimizer is not None or scheduler is not None:
-            self._optimizer.use(optimizer, scheduler)
-        first = self.step
-        last = first + total_steps(self.config, len(problems))
-        rows: list[dict[str, float]] = []
-
-        def work() -> None:
-            def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
-                self._state = run.training.state
-                self.epoch = (step - first) * self.config.train.problems_per_step / len(problems)
-                rows.append(self._report(metrics))
-                if (every := self.config.checkpoint.every) and step % every == 0:
-                    self.save_checkpoint(f"checkpoint-{step}")
-                return rows[-1]
-
-            with asyncio.Runner() as runner, console_progress(on_step=on_step) as progress:
-                run = Run.build(
-                    self.config,
-                    PromptTask(problems, self._reward, self.tokenizer, self._stops),
-                    self._open_folder(),
-                    runner=runner,
-                    watcher=progress,
-                    loaded=LoadedModel(self.model, self.tokenizer, type(self.model).__name__, ""),
-                    policy=self._policy,
-                    learner=self._learner,
-                    state=self._at_first_of(problems),
-                    steps=last,
-                    keeps_checkpoints=False,
-                    objective=self.objective,
-                )
-                try:
-                    run.train()
-                finally:
-                    self._state = run.training.state
-
-        outside_event_loop(work)
+        self._optimizer.use(optimizer, scheduler)
+        if self._run_folder is None:
+            record = {"agent": "step trainer", "tools": []}
+            self._run_folder = RunFolder.create(
+                self.folder.parent, self.folder.name, self.config, record, at=self.folder
+            )
+        rows = outside_event_loop(partial(self._run, problems, self._run_folder))
         self.save_checkpoint("final")
         rewards = [row.get("reward_mean", math.nan) for row in rows]
         return {"loss": [row["loss"] for row in rows], "reward": rewards, "steps": len(rows), "rows": rows}
 
+    def _run(self, problems: Sequence[Problem], folder: RunFolder) -> list[dict[str, float]]:
+        """Train on all problems as a run of its own; returns the metrics of its steps."""
+        rows: list[dict[str, float]] = []
+        first, training = self.step, self._training
+
+        def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
+            training.state = run.training.state
+            self.epoch = (step - first) * self.config.train.problems_per_step / len(problems)
+            rows.append(self._report(metrics))
+            if (every := self.config.checkpoint.every) and step % every == 0:
+                self.save_checkpoint(f"checkpoint-{step}")
+            return rows[-1]
+
+        next_pass = -(-self._drawn // len(problems)) * len(problems)  # a pass has every problem once
+        with asyncio.Runner() as runner, console_progress(on_step=on_step) as progress:
+            run = Run.build(
+                self.config,
+                PromptTask(problems, self._reward, self.tokenizer, self._stops),
+                folder,
+                runner=runner,
+                watcher=progress,
+                loaded=LoadedModel(self.model, self.tokenizer, type(self.model).__name__, ""),
+                policy=training.policy,
+                learner=self._learner,
+                state=replace(training.state, source={"cursor": next_pass}),
+                steps=first + total_steps(self.config, len(problems)),
+                keeps_checkpoints=False,
+                objective=self.objective,
+            )
+            try:
+                run.train()
+            finally:
+                training.state = run.training.state
+        return rows
+
     def save_checkpoint(self, name: str) -> Path:
-        """The model (its adapter, where it has one), the tokenizer and training_config.json."""
+        """Save the model (its adapter, if it has one), the tokenizer and training_config.json."""
         folder = save_hf(self.model, self.tokenizer, self.folder / name)
         names = ("learning_rate", "batch_size", "num_epochs", "max_steps", "num_generations", "step")
         settings = {name: getattr(self, name) for name in names}
@@ -288,33 +306,19 @@ class StepTrainer:
         return folder
 
     @property
-    def _stops(self) -> tuple[int, ...]:
-        return stop_token_ids(self.model, self.tokenizer)
+    def _drawn(self) -> int:
+        """Number of problems sampled so far; with the seed it decides the next samples."""
+        return int(self._training.state.source.get("cursor", 0))
 
-    def _collector(self, problems: Sequence[Problem], reward: Any) -> Collector:
-        environment = PromptEnvironment(tuple(problems), reward)
-        return prompt_collector(environment, self._policy, self.tokenizer, self.config, self._stops)
-
-    def _open_folder(self) -> RunFolder:
-        if self._run_folder is None:
-            record = {"agent": "step trainer", "tools": []}
-            name = self.folder.name
-            self._run_folder = RunFolder.create(self.folder.parent, name, self.config, record, at=self.folder)
-        return self._run_folder
-
-    def _at_first_of(self, problems: Sequence[Problem]) -> TrainState:
-        """Where the trainer stands, with the next draw at the first problem of a pass over them."""
-        drawn = int(self._state.source.get("cursor", 0))
-        return replace(self._state, source={"cursor": -(-drawn // len(problems)) * len(problems)})
-
-    def _sample(self, collector: Collector, problems: Sequence[Problem]) -> list[Group]:
-        drawn = int(self._state.source.get("cursor", 0))
-        keys = [f"{self.config.seed}/{drawn + i}" for i in range(len(problems))]
-        size = self.config.rollout.group_size
-        return outside_event_loop(lambda: asyncio.run(collector.collect(problems, size, keys)))
+    def _sample(self, problems: Sequence[Problem], *, scored: bool = True) -> list[Group]:
+        environment = PromptEnvironment(tuple(problems), self._reward if scored else None)
+        collector = prompt_collector(environment, self._training.policy, self.tokenizer, self.config, self._stops)
+        keys = [f"{self.config.seed}/{self._drawn + i}" for i in range(len(problems))]
+        collecting = collector.collect(problems, self.config.rollout.group_size, keys)
+        return outside_event_loop(lambda: asyncio.run(collecting))
 
     def _report(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step, with the user's scheduler's values; warns of a step without tokens to train."""
+        """The metrics of a step with the learning rate of the user's scheduler."""
         if metrics.get("truncation_rate") == 1.0 and self.config.train.mask_truncated:
             log.warning(
                 "step %d: every answer was cut off at max_new_tokens=%d, so nothing was learned; "
@@ -326,30 +330,21 @@ class StepTrainer:
 
 
 def _resolve(config: RunConfig | GRPOTrainingConfig | Path | str | None) -> RunConfig:
-    """The settings, without those that would have no effect here."""
+    """The settings as a config; rejects those that have no effect here."""
+    if config is None and DEFAULT_CONFIG.is_file():
+        log.warning("the settings are those of %s; pass config=RunConfig() for the defaults", DEFAULT_CONFIG)
+        config = DEFAULT_CONFIG
     match config:
         case GRPOTrainingConfig():
             config = config.to_run_config()
         case Path() | str():
-            config = RunConfig().with_settings(read_yaml_config(Path(config)))
-        case None if DEFAULT_CONFIG.is_file():
-            log.warning("the settings are those of %s; pass config=RunConfig() for the defaults", DEFAULT_CONFIG)
-            config = RunConfig().with_settings(read_yaml_config(DEFAULT_CONFIG))
+            config = RunConfig.build(read_yaml_config(Path(config)))
         case None:
             config = RunConfig()
     if config.train.epochs is None:
         config = config.with_settings({"train.epochs": 1})
-    config.refuse(["backend", "tinker", "ray"], "StepTrainer trains the model that it is given")
-    of_tools = ["echo", "rollout.constrain_tool_calls", "rollout.unexpected_call_format"]
-    config.refuse(of_tools, "StepTrainer samples without tools")
-    config.refuse(OWN_LOOP, "StepTrainer samples one turn")
-    config.refuse(["distill"], "StepTrainer has no teacher")
-    config.refuse(["eval.every"], "StepTrainer trains on all prompts and holds none out")
-    config.refuse(["rollout.policy_url", "rollout.weights_folder", "vllm"], "StepTrainer samples with our own engine")
-    config.refuse(["rollout.max_staleness"], "StepTrainer samples and learns in turns")
-    config.refuse(["checkpoint.keep_last", "checkpoint.keep_best"], "StepTrainer keeps every checkpoint")
-    once = ["train.refill_limit", "train.signal_share", "train.sampling", "train.sampling_half_life"]
-    config.refuse(once, "StepTrainer has every prompt once in a pass")
+    for reason, keys in _WITHOUT_EFFECT.items():
+        config.refuse(keys, f"StepTrainer {reason}")
     if "wandb" in config.track.report_to and find_spec("wandb") is None:
         log.warning("wandb is not installed, so nothing is reported to it; pip install 'palestra[wandb]'")
         others = [name for name in config.track.report_to if name != "wandb"]
