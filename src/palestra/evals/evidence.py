@@ -1,11 +1,12 @@
-"""What findings are derived from: the metrics of a run, its settings, and example rollouts."""
+"""The evidence for findings: the metrics of a run, its settings, and example rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
@@ -34,7 +35,7 @@ _FIELD_TYPES = {"source": str, "step": int, "index": int, "problem_id": str, "te
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One rollout that shows what a finding says.
+    """A rollout that shows a finding.
 
     `source` is "train" (rollouts.jsonl), "before" or "after" (evals/), or "" for one that is not on disk. `index`
     counts from 0, in its file or, for training, among the rollouts of its step.
@@ -69,32 +70,33 @@ class Example:
 
 
 def find_examples(rollouts: Sequence[Rollout], source: str = "", step: int = 0) -> dict[str, Example]:
-    """One example of each trait that a rollout has, by the name of the trait."""
-    found: dict[str, Example] = {}
+    """The first rollout with each trait, by the name of the trait."""
+    examples: dict[str, Example] = {}
     for trait, text_of in _TRAITS.items():
         for index, rollout in enumerate(rollouts):
-            text = text_of(rollout)
-            if text is not None:
-                found[trait] = Example(source, step, index, rollout.problem_id, _shorten(text))
+            if (text := text_of(rollout)) is not None:
+                line = " ".join(text[: 4 * _MAX_CHARS].split())
+                line = line if len(line) <= _MAX_CHARS else line[: _MAX_CHARS - 1] + "…"
+                examples[trait] = Example(source, step, index, rollout.problem_id, line)
                 break
-    return found
+    return examples
 
 
 def recorded_examples(folder: RunFolder) -> dict[str, Example]:
-    """Examples from the newest rollouts on disk; of each trait the newest."""
+    """Examples from the newest rollouts on disk, by trait."""
     path = folder.rollouts_file
     lines = last_lines(path, _TAIL_BYTES, _TAIL_BYTES)
     rows = [row for line in lines if (row := parse_row(line.encode())) is not None]
     steps = [(step, list(members)) for step, members in groupby(rows, lambda row: row.get("step"))]
     if path.is_file() and path.stat().st_size > _TAIL_BYTES:
         steps = steps[1:]  # its first rollouts may be missing, so that their numbers are not known
-    found: dict[str, Example] = {}
+    examples: dict[str, Example] = {}
     for step, members in steps:
         try:
-            found |= find_examples([rollout_from_dict(row) for row in members], "train", int(step))
+            examples |= find_examples([rollout_from_dict(row) for row in members], "train", int(step))
         except (KeyError, TypeError, ValueError):  # a damaged line
             continue
-    return found
+    return examples
 
 
 TextOf = Callable[[Rollout], str | None]  # the text of a rollout with the trait; None for others
@@ -148,15 +150,9 @@ def _last_text(rollout: Rollout) -> str:
     return ""
 
 
-def _shorten(text: str) -> str:
-    line = " ".join(text[: 4 * _MAX_CHARS].split())
-    return line if len(line) <= _MAX_CHARS else line[: _MAX_CHARS - 1] + "…"
-
-
 Row = Mapping[str, float]
-MIN_STEPS = 3  # before a run in progress is judged; also how many steps are its first and its last ones
-SOLVED = 0.9  # pass rate above which a run needs no explanation
-FAILED_CALLS = 0.9  # share of failed tool calls from which tools count as broken for the model
+MIN_STEPS = 3  # before a run in progress is judged; also the number of its first and of its last steps
+_GAIN = 0.05  # of a pass rate, or of the range of the rewards
 
 _SAMPLED_HERE = frozenset({"agent", "program", "prompts", "endpoint"})
 # settings that take effect in some kinds of runs only; all others do in every kind
@@ -185,20 +181,9 @@ _CONDITIONS: dict[str, Callable[[RunConfig], bool]] = {
 }
 
 
-class Remedy(NamedTuple):
-    """Something to do about a finding; `setting` is the key that it changes, empty where it is none."""
-
-    text: str
-    setting: str = ""
-
-
-WORKED_EXAMPLE = Remedy("show one call with its result in the instructions, and say when to call which tool")
-LOWER_RATE = Remedy("lower train.learning_rate", "train.learning_rate")
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that keeps a run from learning. `settings` are the keys that its remedies change."""
+    """A reason why a run learns little. `settings` are the keys that its remedies change."""
 
     kind: str
     sentence: str
@@ -250,12 +235,16 @@ class RunFacts:
         holds = _CONDITIONS.get(setting, lambda config: True)
         return self.kind in _KINDS.get(setting, {self.kind}) and holds(self.config)
 
-    def value(self, setting: str) -> Any:
-        """The value of a setting; None where it is not known."""
-        return self.config.value(setting) if self.config is not None and setting in RunConfig.settings() else None
+    def __getitem__(self, setting: str) -> Any:
+        """The value of a setting; None if the config is unknown."""
+        return None if self.config is None else self.config.value(setting)
+
+    def limit(self, setting: str, otherwise: str) -> str:
+        """A limit as "setting=value" if the run has this setting, else in words."""
+        return f"{setting}={self[setting]}" if self[setting] is not None and self.allows(setting) else otherwise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evidence:
     """The metrics of a run or an evaluation, with everything that rules look at.
 
@@ -269,19 +258,97 @@ class Evidence:
     examples: Mapping[str, Example] = field(default_factory=dict)
     ended: bool = False
 
-    def mean(self, metric: str) -> float:
-        """The mean of a metric over the recent steps; 0 where none has it."""
+    def __getitem__(self, metric: str) -> float:
+        """The mean of a metric over the recent steps; 0 if none has it."""
         return mean(self.recent, metric)
 
     def total(self, metric: str) -> float:
         return sum(row.get(metric, 0.0) for row in self.recent)
 
-    def finding(self, kind: str, what: str, *remedies: Remedy | None, example: str = "") -> Finding:
-        """A finding with those of the remedies that take effect in this run. `example` is the name of a trait."""
-        chosen = [r for r in remedies if r is not None and (not r.setting or self.facts.allows(r.setting))]
-        advice = f" To fix it: {'; or '.join(remedy.text for remedy in chosen)}." if chosen else ""
-        settings = tuple(dict.fromkeys(remedy.setting for remedy in chosen if remedy.setting))
-        return Finding(kind, f"{what}.{advice}", settings, self.examples.get(example))
+    @cached_property
+    def learning(self) -> Sequence[Row]:
+        """Steps that learn from rewards alone: without a teacher, groups with equal rewards teach nothing."""
+        return [row for row in (self.steps if self.ended else self.recent) if not row.get("tokens_distilled")]
+
+    @cached_property
+    def equal(self) -> Sequence[Row]:
+        """Steps in which all rollouts of each problem earned the same reward; none unless most steps are like that."""
+        equal = [row for row in self.learning if row.get("equal_reward_groups") == 1.0]
+        return equal if len(equal) >= max(1.0, len(self.learning) / (2 if self.ended else 1)) else []
+
+    @property
+    def equal_count(self) -> str:
+        total = len(self.equal)
+        return f"{total} of {len(self.learning)} steps" if self.ended else f"the last {total} steps"
+
+    @property
+    def equal_rewards(self) -> str:
+        lowest, highest = min(row["reward_min"] for row in self.equal), max(row["reward_max"] for row in self.equal)
+        return f"{lowest:.3g}" if lowest == highest else f"{lowest:.3g} to {highest:.3g}"
+
+    @property
+    def equal_errors(self) -> float:
+        return mean(self.equal, "tool_error_rate")
+
+    def rewards_failed_calls(self, rate: float) -> bool:
+        """Whether rewards are equal and above 0 although this share of the tool calls failed."""
+        is_rewarded = self.equal and min(row["reward_min"] for row in self.equal) > 0
+        return bool(is_rewarded and mean(self.equal, "tool_calls_mean") and self.equal_errors >= rate)
+
+    def is_cut_off_by(self, cause: str, rate: float) -> bool:
+        """Whether more than this share of the rollouts is cut off, most of them by this cause."""
+        return self["truncation_rate"] > rate and self[cause] > self["truncation_rate"] / 2
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest conversation."""
+        return max(row.get("conversation_length_max", 0.0) for row in self.recent)
+
+    @property
+    def teacher(self) -> str | None:
+        """The other model of a distillation."""
+        return self.facts["distill.teacher"] or self.facts["distill.teacher_url"]
+
+    # How the last steps differ from the first ones.
+
+    @property
+    def first(self) -> Sequence[Row]:
+        return self.steps[:MIN_STEPS]
+
+    @property
+    def last(self) -> Sequence[Row]:
+        return self.steps[-MIN_STEPS:]
+
+    @property
+    def has_trend(self) -> bool:
+        return len(self.steps) >= 2 * MIN_STEPS
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a measure decides that rollouts pass."""
+        return any("pass_rate" in row for row in self.last)
+
+    def passes_more(self, solved: float) -> bool:
+        """Whether the pass rate rose or is high; without one, whether the reward rose."""
+        if not self.is_judged:
+            return self.earns_more
+        before, after = mean(self.first, "pass_rate"), mean(self.last, "pass_rate")
+        return after >= before + _GAIN or after > solved
+
+    @property
+    def earns_more(self) -> bool:
+        rows = [row for row in (*self.first, *self.last) if "reward_max" in row]
+        if not rows:
+            return False
+        span = max(row["reward_max"] for row in rows) - min(row["reward_min"] for row in rows)
+        return span > 0 and mean(self.last, "reward_mean") >= mean(self.first, "reward_mean") + _GAIN * span
+
+    @property
+    def change(self) -> str:
+        """How pass rate or reward changed, in words."""
+        name, style = ("pass_rate", ".1%") if self.is_judged else ("reward_mean", ".3g")
+        before, after = mean(self.first, name), mean(self.last, name)
+        return f"{'pass rate' if self.is_judged else 'mean reward'} went from {before:{style}} to {after:{style}}"
 
 
 def mean(rows: Sequence[Row], metric: str) -> float:

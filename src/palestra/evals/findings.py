@@ -1,13 +1,14 @@
-"""Findings: why a run does not learn, each derived from its metrics, with an example rollout and remedies.
+"""Findings: why a run learns little, each derived from its metrics, with an example rollout and settings to change.
 
-A rule is a function from `Evidence` to findings. It claims only what the metrics show. Remedies that change a setting
-are left out in runs in which the setting has no effect.
+`finding_rules.py` has the table of findings. A remedy whose setting has no effect in this kind of run is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
+from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
 from palestra.evals.evidence import (
@@ -20,9 +21,8 @@ from palestra.evals.evidence import (
     find_examples,
     recorded_examples,
 )
-from palestra.evals.rollout_rules import ROLLOUT_RULES
+from palestra.evals.finding_rules import HELPS, ROLLOUT_RULES, TRAINING_RULES, Case, Rule
 from palestra.evals.rollout_stats import rollout_stats
-from palestra.evals.training_rules import SIGNAL_RULES, TREND_RULES
 
 WINDOW = 5  # newest steps, by which a run in progress is judged
 ENVIRONMENT_PROBLEMS = ("measure_errors", "rollout_failures", "context_full")  # worth a warning before training, too
@@ -44,7 +44,7 @@ def run_findings(
     recent = steps[-WINDOW:]
     when = f"in the last {len(recent)} steps" if len(recent) > 1 else "in the only step"
     evidence = Evidence(steps, recent, when, facts, examples or {}, ended)
-    return [finding for rule in (*SIGNAL_RULES, *ROLLOUT_RULES, *TREND_RULES) for finding in rule(evidence)]
+    return list(_findings(evidence, TRAINING_RULES))
 
 
 def evaluation_findings(rollouts: Sequence[Rollout], facts: RunFacts = NO_FACTS, source: str = "") -> list[Finding]:
@@ -53,7 +53,27 @@ def evaluation_findings(rollouts: Sequence[Rollout], facts: RunFacts = NO_FACTS,
         return []
     rows = [rollout_stats(rollouts)]
     evidence = Evidence(rows, rows, "in the evaluation", facts, find_examples(rollouts, source))
-    return [finding for rule in ROLLOUT_RULES for finding in rule(evidence)]
+    return list(_findings(evidence, ROLLOUT_RULES))
+
+
+def _findings(e: Evidence, rules: Sequence[Sequence[Rule]]) -> Iterator[Finding]:
+    """The findings of the first rule that holds in each row of the table."""
+    for row in rules:
+        for rule in row:
+            if cases := list(rule.cases(e)):
+                yield from (_finding(e, rule, case) for case in cases)
+                break
+
+
+def _finding(e: Evidence, rule: Rule, case: Case) -> Finding:
+    remedies = {}
+    for text in rule.remedies:
+        setting = next((name for name in re.findall(r"[a-z_]+\.[a-z_]+", text) if name in RunConfig.settings()), "")
+        if (not setting or e.facts.allows(setting)) and HELPS.get(text, lambda e: True)(e):
+            remedies[text.format(e=e, **case)] = setting
+    advice = f" To fix it: {'; or '.join(remedies)}." if remedies else ""
+    settings = tuple(dict.fromkeys(filter(None, remedies.values())))
+    return Finding(rule.kind, f"{rule.text.format(e=e, **case)}.{advice}", settings, e.examples.get(rule.example))
 
 
 def outcome_findings(
@@ -83,9 +103,9 @@ def recorded_findings(folder: RunFolder, *, ended: bool) -> list[Finding]:
 
 
 def broken_tool(rollouts: Sequence[Rollout]) -> str | None:
-    """Why no rollout can use a tool: all call it, and it raises each time with the same message, or hangs.
+    """The reason why no rollout can use a tool: all call it, and it raises the same message each time, or hangs.
 
-    None if there is none. A call that the model got wrong fails differently each time, and is what a training is for.
+    None if there is no such tool. Calls that the model gets wrong fail in different ways; training can correct these.
     """
     if len(rollouts) < MIN_STEPS:
         return None

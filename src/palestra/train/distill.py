@@ -21,7 +21,7 @@ from palestra.core.types import Array, Group
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.train.batch import conversations_of, to_batch
-from palestra.train.distill_teachers import Teacher, no_top_tokens
+from palestra.train.distill_teachers import ServerTeacher, Teacher, no_top_tokens
 
 DistillPart = tuple[Batch, DistillLoss]  # of one optimizer step
 
@@ -46,7 +46,7 @@ class DistillRows:
         if not self.batch.rows:
             return []
         batch, options = self.batch, self.config.distill
-        if self.teacher.sampled_only:
+        if isinstance(self.teacher, ServerTeacher):  # it scores the sampled tokens only
             at = np.flatnonzero(batch.predicted(batch.policy_mask))
             ids, ours = batch.token_ids[at][:, None].astype(np.int64), batch.logprobs[at][:, None]
         else:

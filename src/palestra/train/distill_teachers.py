@@ -34,7 +34,6 @@ class Teacher:
     """Gives the log-probabilities that the student learns from."""
 
     context_tokens: int | None = None  # a longer row is not distilled; None: any
-    sampled_only: bool = False  # whether it scores the sampled tokens, and no other candidates
 
     def prompt(self, group: Group, conversation: Conversation) -> Array | None:
         """The tokens that the teacher reads in place of the student's prompt; None where it has nothing to teach."""
@@ -137,7 +136,6 @@ class ServerTeacher(Teacher):
 
     url: str
     name: str
-    sampled_only: bool = True
 
     @classmethod
     def connect(cls, url: str) -> ServerTeacher:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from dataclasses import replace
@@ -15,8 +14,8 @@ from palestra.core.config import RunConfig
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Message, Rollout, Score, StopReason, ToolCall, ToolResult, Turn
-from palestra.evals import rollout_rules, training_rules
 from palestra.evals.evidence import Example, Finding, RunFacts, find_examples, recorded_examples
+from palestra.evals.finding_rules import HELPS, TRAINING_RULES
 from palestra.evals.findings import broken_tool, evaluation_findings, outcome_findings, recorded_findings, run_findings
 from palestra.evals.rollout_stats import leaks_hint, loops, rollout_stats
 
@@ -165,7 +164,6 @@ LATER: dict[str, tuple[Changes, list[Changes]]] = {  # of the last five steps of
     "hint_leak": ({"hint_leak_rate": 0.3}, [{"hint_leak_rate": 0.05}, {"hint_leak_rate": 0.0}]),
     "entropy_collapse": ({"entropy": 0.05}, [{"entropy": 0.05, "pass_rate": 0.8}, {"entropy": 0.2}]),
 }
-ELSEWHERE = {"ended_early"}  # by the loop
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -195,12 +193,9 @@ def test_a_change_that_paid_off_or_is_small_is_no_finding(kind: str, last: Chang
 
 
 def test_every_kind_of_finding_has_a_case_in_which_it_appears_and_one_in_which_it_does_not() -> None:
-    sources = [Path(str(module.__file__)).read_text() for module in (rollout_rules, training_rules)]
-    calls = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    made = [call.args[0] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "finding"]
-    named = {node.value for arg in made for node in ast.walk(arg) if isinstance(node, ast.Constant)}
-    named |= {kind for kind, _ in rollout_rules._PROBLEMS.values()}
-    assert {name for name in named if name} == set(CASES) | set(LATER) | ELSEWHERE - {"ended_early"}
+    rules = [rule for row in TRAINING_RULES for rule in row]
+    assert {rule.kind for rule in rules} == set(CASES) | set(LATER)
+    assert set(HELPS) <= {remedy for rule in rules for remedy in rule.remedies}, "of a remedy that some finding has"
     assert all(no for _, no in (*CASES.values(), *LATER.values()))
 
 
