@@ -96,7 +96,7 @@ def plain_groups(count: int, per_step: int = 16, size: int = 8, seed: int = 0) -
 def hacked_groups(steps: int = 30, seed: int = 0, hacked: bool = True) -> Iterator[tuple[int, list[Rollout]]]:
     """A model that finds out that a word is enough; without `hacked`, one that learns to be right.
 
-    `contains_word` is rewarded, `true_answer` is the witness. While the word spreads, the truth gets rarer.
+    `contains_word` is rewarded, `true_answer` is the check metric. While the word spreads, the truth gets rarer.
     """
     rng = random.Random(seed)
     for step in range(1, steps + 1):

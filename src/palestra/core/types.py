@@ -195,7 +195,7 @@ class Score:
     """One measure's verdict: a value, whether it counts as passed (None: it does not decide that), and why.
 
     `error`: the measure failed by itself, so there is no verdict; a rollout without one that counts is not trained.
-    `counts` is False for a witness, a measure of weight 0: it is on record, and changes neither reward nor `passed`.
+    `counts` is False for a check metric (weight 0): it is on record, and changes neither reward nor `passed`.
     `roles` are the values of several agents of one attempt, where the measure tells them apart.
     `turns` are values of single turns, where the measure gives one for each turn of the model; `value` is their sum.
     """

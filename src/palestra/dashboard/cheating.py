@@ -1,10 +1,9 @@
-"""The page "Is it cheating": a run's measures as rewards and witnesses, and its successes by shape."""
+"""The page "Is it cheating": a run's rewarded measures and check metrics, and its successes by shape."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,22 +13,22 @@ from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_row import shown
 from palestra.dashboard.series import by_step, columns
 from palestra.dashboard.summaries import measures
-from palestra.evals.suspicion import AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
+from palestra.evals.reward_hacking import AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
 
 _MAX_ATTEMPTS = 20_000  # that are looked at, evenly spaced
 _HELD_OUT = "eval/pass_rate"
 _MAX_EXAMPLES = 20
 _MAX_SHOWN = 50
-_NO_WITNESS = (
-    "no witness: add a measure that is not rewarded (reward_weights={…: 0}) and that a cheat would not satisfy, or "
-    "score held-out problems during training (eval.every)"
+_NO_CHECK = (
+    "no check metric: add a measure that is not rewarded (reward_weights={…: 0}) and that a cheat would not satisfy, "
+    "or score held-out problems during training (eval.every)"
 )
 
 
-def suspicion(index: RolloutIndex) -> dict[str, Any]:
+def reward_hacking(index: RolloutIndex) -> dict[str, Any]:
     """The answer to `GET …/suspicion`."""
     found = measure_series(index.folder)
-    notes = [] if found["witnesses"] else [_NO_WITNESS]
+    notes = [] if found["witnesses"] else [_NO_CHECK]
     shapes, has_alarm = _shapes(index), bool(found["alarms"]) if found["witnesses"] else None
     listed = [
         {"score": each.score, "why": list(each.why), "rollout": shown(index.row(each.attempt.id))}
@@ -44,24 +43,37 @@ def ids_of_shape(index: RolloutIndex, shape: str) -> list[int]:
 
 
 def measure_series(folder: RunFolder) -> dict[str, Any]:
-    """The rewarded measures and the witnesses by step, and the alarms."""
+    """The rewarded measures and the check metrics by step, and the alarms."""
     made = columns(by_step(folder.metrics()))
     series, steps = made["series"], made["step"]
     nothing: list[float | None] = [None] * len(steps)
     of_measure = {row["name"]: row["rewarded"] for row in measures(folder)}
     values = {name: series.get(f"score/{name}") or series.get(f"pass_rate/{name}") for name in of_measure}
     rewarded = {name: values[name] for name, counts in of_measure.items() if counts and values[name]}
-    witnesses = {name: values[name] for name, counts in of_measure.items() if not counts and values[name]}
+    checks = {name: values[name] for name, counts in of_measure.items() if not counts and values[name]}
     if _HELD_OUT in series:
-        witnesses["held-out"] = series[_HELD_OUT]
+        checks["held-out"] = series[_HELD_OUT]
     reward = series.get("reward_mean", nothing)
-    found = find_alarms(steps, reward, witnesses, series.get("rollouts", nothing))
+    alarms = find_alarms(steps, reward, checks, series.get("rollouts", nothing))
     return {
         "step": steps,
         "reward": reward,
         "rewarded": rewarded,
-        "witnesses": witnesses,
-        "alarms": [{**asdict(alarm), "against": "reward", "sentence": alarm.sentence} for alarm in found],
+        "witnesses": checks,
+        "alarms": [
+            {
+                "witness": alarm.metric,
+                "against": "reward",
+                "since": alarm.since,
+                "step": alarm.step,
+                "reward_from": alarm.reward_from,
+                "reward_to": alarm.reward_to,
+                "witness_from": alarm.metric_from,
+                "witness_to": alarm.metric_to,
+                "sentence": alarm.sentence,
+            }
+            for alarm in alarms
+        ],
     }
 
 
@@ -83,7 +95,7 @@ def _attempt(row: Any, rewarded: Mapping[str, bool], highest: float) -> AttemptS
         tools=tuple(json.loads(row["tools"])),
         tokens=row["sampled_tokens"],
         text=row["answer"],
-        witnesses={name: passed for name, passed in verdicts.items() if not rewarded.get(name, True)},
+        checks={name: passed for name, passed in verdicts.items() if not rewarded.get(name, True)},
     )
 
 
@@ -126,7 +138,7 @@ def _cluster(cluster: SuccessCluster, rows: Mapping[int, Any]) -> dict[str, Any]
         "first_step": members[0].step,
         "growth": cluster.growth,
         "share": list(cluster.share),
-        "witness_rate": cluster.witness_rate,
+        "witness_rate": cluster.confirmed_rate,
         "earliest": shown(rows[members[0].id]),
         "examples": [member.id for member in members[-_MAX_EXAMPLES:]],
     }

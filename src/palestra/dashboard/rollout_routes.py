@@ -13,7 +13,7 @@ from starlette.routing import Route
 from palestra.dashboard import problems, token_view, transcripts
 from palestra.dashboard.answers import answer, whole
 from palestra.dashboard.catalog import Catalog
-from palestra.dashboard.cheating import suspicion
+from palestra.dashboard.cheating import reward_hacking
 from palestra.dashboard.export_page import MAX_GROUPS, group_page, rollout_page, run_page
 from palestra.dashboard.rollout_index import RolloutIndex
 from palestra.dashboard.rollout_query import RolloutQuery, facets, find
@@ -139,5 +139,5 @@ _READS: dict[str, Read] = {
     "/export.html": _export_run,
     "/problems": _problems,
     "/problem": _problem,
-    "/suspicion": lambda index, request: suspicion(index),
+    "/suspicion": lambda index, request: reward_hacking(index),
 }

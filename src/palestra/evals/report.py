@@ -106,7 +106,7 @@ class MeasureReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """An evaluation as numbers. `pass_rate` counts rollouts in which every measure passed, witnesses (weight 0) aside.
+    """An evaluation as numbers. `pass_rate` counts rollouts in which every measure with a weight passed.
 
     A verdict of a measure that failed by itself (a judge that cannot be reached) is left out.
     """
@@ -180,8 +180,8 @@ def compare(before: EvalReport, after: EvalReport) -> list[Change]:
 
 def overall_name(report: EvalReport) -> str:
     """What the row for all measures together is called; those of weight 0 are not in it."""
-    has_witness = any(not score.counts for rollout in report.rollouts for score in rollout.scores.values())
-    return "all rewarded measures" if has_witness else "all measures"
+    has_check_metric = any(not score.counts for rollout in report.rollouts for score in rollout.scores.values())
+    return "all rewarded measures" if has_check_metric else "all measures"
 
 
 def compare_means(before: EvalReport, after: EvalReport) -> list[Change]:

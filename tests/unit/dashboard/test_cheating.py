@@ -4,7 +4,7 @@ import make_runs
 from dashboard_client import Api, api_of
 
 
-def suspicion(run, home) -> tuple[dict, Api]:
+def reward_hacking(run, home) -> tuple[dict, Api]:
     api = api_of(run, home)
     while (found := api("suspicion"))["indexed"] < 1:
         pass
@@ -16,7 +16,7 @@ WEIGHTS = {"contains_word": 1.0, "true_answer": 0.0}
 
 def test_a_hacked_run_shows_its_alarm_clusters_and_suspects(tmp_path) -> None:
     run = make_runs.write_run(tmp_path / "run", make_runs.hacked_groups(20), reward_weights=WEIGHTS)
-    found, api = suspicion(run, tmp_path / "home")
+    found, api = reward_hacking(run, tmp_path / "home")
     assert list(found["witnesses"]) == ["true_answer"]
     assert list(found["rewarded"]) == ["contains_word"]
     assert len(found["alarms"]) == len(api()["alarms"]) == 1
@@ -32,11 +32,13 @@ def test_a_hacked_run_shows_its_alarm_clusters_and_suspects(tmp_path) -> None:
     assert api("rollouts", shape="no such shape")["count"] == 0
 
 
-def test_an_honest_run_has_nothing_to_look_at_and_without_a_witness_the_page_says_how_to_get_one(run, tmp_path) -> None:
+def test_an_honest_run_has_nothing_to_look_at_and_without_a_check_metric_the_page_says_how_to_get_one(
+    run, tmp_path
+) -> None:
     honest = make_runs.write_run(tmp_path / "run", make_runs.hacked_groups(20, hacked=False), reward_weights=WEIGHTS)
-    found, _ = suspicion(honest, tmp_path / "home")
+    found, _ = reward_hacking(honest, tmp_path / "home")
     assert found["clusters"]
     assert found["alarms"] == found["suspects"] == []
-    found, _ = suspicion(run, tmp_path / "home")
+    found, _ = reward_hacking(run, tmp_path / "home")
     assert found["alarms"] == []
     assert "reward_weights" in found["notes"][0]

@@ -94,7 +94,7 @@ def test_a_score_without_a_verdict_has_a_mean_and_no_pass_rate():
     assert [change.name for change in compare_means(report, report)] == ["reward"], "one row, also by this name"
 
 
-def test_the_row_of_all_measures_says_that_a_witness_is_not_in_it():
+def test_the_row_of_all_measures_says_that_a_check_metric_is_not_in_it():
     scores = {"right": Score(1.0, True), "polite": Score(0.0, False, counts=False)}
     report = EvalReport.of([replace(rollout("p"), scores=scores)], 1.0)
     found = {row.name: row.after.value for row in compare(report, report)}

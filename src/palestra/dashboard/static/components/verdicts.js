@@ -10,10 +10,10 @@ export function verdicts(scores, measures = []) {
   return h(
     "div.verdicts",
     Object.entries(scores).map(([name, score]) => {
-      const isWitness = weight.get(name)?.rewarded === false;
+      const isCheckMetric = weight.get(name)?.rewarded === false;
       return h(
         "div.verdict",
-        h("span.break", h("b", name), isWitness && [" ", h("span.pill", "witness")]),
+        h("span.break", h("b", name), isCheckMetric && [" ", h("span.pill", "check metric")]),
         h("span.row", h("span.tabular", number(score.value)), verdictPill(score)),
         score.reason && h("div.reason", textBlock(score.reason, { foldAt: 1200 })),
       );

@@ -1,4 +1,4 @@
-/* Is it cheating? Witness measures against the rewarded ones, successes by their shape, and where to look first. */
+/* Is it cheating? Check metrics against the rewarded measures, successes by their shape, and where to look first. */
 
 import { Chart } from "../components/chart.js";
 import { moreButton, notice, stats } from "../components/parts.js";
@@ -39,18 +39,18 @@ const alarm = ({ sentence }) =>
   );
 
 const noAlarm = (data) =>
-  Object.keys(data.witnesses).length ? notice("good", "No alarm: where the reward rose, no witness fell.") : null;
+  Object.keys(data.witnesses).length ? notice("good", "No alarm: where the reward rose, no check metric fell.") : null;
 
 function curves(data, signal) {
-  const chart = new Chart({ title: "Rewarded measures and witnesses", signal });
+  const chart = new Chart({ title: "Rewarded measures and check metrics", signal });
   const lines = (found, dashed) =>
-    Object.entries(found).map(([label, values]) => ({ label: dashed ? `${label} (witness)` : label, values, dashed }));
+    Object.entries(found).map(([label, values]) => ({ label: dashed ? `${label} (check metric)` : label, values, dashed }));
   chart.draw(data.step, [
     ...(Object.keys(data.rewarded).length === 1 ? [] : [{ label: "reward", values: data.reward }]), // it would be the same
     ...lines(data.rewarded, false),
     ...lines(data.witnesses, true),
   ]);
-  return h("section.card", h("h2", "Rewarded measures, and witnesses (dashed)"), chart.element);
+  return h("section.card", h("h2", "Rewarded measures, and check metrics (dashed)"), chart.element);
 }
 
 function clusters(id, data) {
@@ -68,7 +68,7 @@ function clusters(id, data) {
         ["since step", String(cluster.first_step)],
         ...(cluster.witness_rate === null || cluster.witness_rate === undefined
           ? []
-          : [["witness passes", percent(cluster.witness_rate)]]),
+          : [["check metric passes", percent(cluster.witness_rate)]]),
       ]),
       cluster.phrase ? h("p.small.below", "All say ", h("mark", oneLine(cluster.phrase, 120))) : null,
       h(

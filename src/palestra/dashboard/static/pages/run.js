@@ -50,7 +50,7 @@ export async function show({ names: [id], signal }) {
         ...(run.capability ? [["Before training", run.capability.text]] : []),
         ["Started", moment(run.started ?? run.created)],
         ["Folder", h("span.mono.small", breakable(run.folder))],
-        ...(run.measures ?? []).map((m) => [m.name, m.rewarded ? `weight ${number(m.weight)}` : "witness"]),
+        ...(run.measures ?? []).map((m) => [m.name, m.rewarded ? `weight ${number(m.weight)}` : "check metric"]),
       ]),
     ),
   );

@@ -1,8 +1,8 @@
-"""Is a rising reward real? Witnesses against rewards, and successes that have become alike.
+"""Is a rising reward real? Check metrics against rewards, and successes that become alike.
 
-A *witness* is a measure that is not rewarded (weight 0), or a held-out score. No detector sees a hack by the reward
-alone: a reward that rises is what training is for. What tells the two apart is a witness that falls meanwhile; and what
-to read first is the kind of success that spreads fastest, above all where the witness does not confirm it.
+A *check metric* is a measure that is not rewarded (weight 0), or a held-out score. The reward alone shows no hack: a
+reward that rises is what training is for. A check metric that falls at the same time does, and so does the kind of
+success that spreads fastest, above all if the check metric does not confirm it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 Series = Sequence[float | None]
 
-_SIGMAS = 3.5  # of the fall of a witness: the largest of many differences is large by chance
+_SIGMAS = 3.5  # of the fall of a check metric: the largest of many differences is large by chance
 _MIN_FALL = 0.05
 _MIN_RISE = 0.02  # of the range of the reward
 _WINDOW_SHARE = 0.2  # of the steps: what "early" and "late" are
@@ -32,75 +32,68 @@ _DIGITS = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A witness fell while the reward rose: since its best step, noticed at `step`; the values are at the last step."""
+    """A check metric fell while the reward rose: since its best step, noticed at `step`; values "to" the last step."""
 
-    witness: str
+    metric: str
     since: float
     step: float
     reward_from: float
     reward_to: float
-    witness_from: float
-    witness_to: float
+    metric_from: float
+    metric_to: float
 
     @property
     def sentence(self) -> str:
         return (
             f"since step {self.since:.0f} the reward rose from {self.reward_from:.2f} to {self.reward_to:.2f}, while "
-            f"{self.witness} fell from {self.witness_from:.2f} to {self.witness_to:.2f}: look at the successes of the "
+            f"{self.metric} fell from {self.metric_from:.2f} to {self.metric_to:.2f}: look at the successes of the "
             "clusters that grow, and change the measure that they exploit"
         )
 
 
-def find_alarms(steps: Sequence[float], reward: Series, witnesses: Mapping[str, Series], counts: Series) -> list[Alarm]:
-    """One for each witness that has fallen by more than chance allows, the reward having risen.
-
-    Values are means over the `counts` rollouts of a step; None where a step has none.
-    """
-    found = []
-    for name, values in witnesses.items():
-        every = zip(steps, reward, values, counts, strict=True)
-        rows = [_Row(step, r, w, size or 1.0) for step, r, w, size in every if r is not None and w is not None]
-        if alarm := _alarm(name, rows):
-            found.append(alarm)
-    return found
-
-
 class _Row(NamedTuple):
+    """A step, or the means of some steps."""
+
     step: float
     reward: float
-    witness: float
+    check: float
     size: float  # rollouts
 
 
-def _alarm(witness: str, rows: Sequence[_Row]) -> Alarm | None:
+def find_alarms(steps: Sequence[float], reward: Series, checks: Mapping[str, Series], counts: Series) -> list[Alarm]:
+    """An alarm for each check metric that has fallen by more than chance allows while the reward rose.
+
+    Values are means over the `counts` rollouts of a step; None where a step has none.
+    """
+    alarms = []
+    for name, values in checks.items():
+        every = zip(steps, reward, values, counts, strict=True)
+        rows = [_Row(step, r, c, size or 1.0) for step, r, c, size in every if r is not None and c is not None]
+        if alarm := _alarm(name, rows):
+            alarms.append(alarm)
+    return alarms
+
+
+def _alarm(metric: str, rows: Sequence[_Row]) -> Alarm | None:
     window = _window(len(rows))
     if len(rows) < 2 * window:
         return None
-    smooth = [_mean(rows[end - window : end]) for end in range(window, len(rows) + 1)]
+    columns = [rows[end - window : end] for end in range(window, len(rows) + 1)]
+    smooth = [_Row(part[-1].step, *(fmean(c) for c in list(zip(*part, strict=True))[1:])) for part in columns]
     rewards = [row.reward for row in smooth]
     least_rise = _MIN_RISE * ((max(rewards) - min(rewards)) or 1.0)
     best, since, noticed = smooth[0], None, 0.0
     for row in smooth:
-        best = max(best, row, key=lambda each: each.witness)
-        fell = best.witness - row.witness >= _least_fall(best.witness, row.witness, window * row.size)
-        if fell and row.reward - best.reward > least_rise:
+        best = max(best, row, key=lambda each: each.check)
+        share = min(1.0, max(0.0, (best.check + row.check) / 2))
+        by_chance = _SIGMAS * math.sqrt(max(share * (1 - share), 0.01) * 2 / (window * row.size))
+        if best.check - row.check >= max(_MIN_FALL, by_chance) and row.reward - best.reward > least_rise:
             noticed = row.step if since is None else noticed
             since = best
     if since is None:
         return None
     last = smooth[-1]
-    return Alarm(witness, since.step, noticed, since.reward, last.reward, since.witness, last.witness)
-
-
-def _mean(rows: Sequence[_Row]) -> _Row:
-    """The means of some steps, at the last of them."""
-    reward, witness, size = (fmean(column) for column in list(zip(*rows, strict=True))[1:])
-    return _Row(rows[-1].step, reward, witness, size)
-
-
-def _least_fall(before: float, after: float, size: float) -> float:
-    share = min(1.0, max(0.0, (before + after) / 2))
-    return max(_MIN_FALL, _SIGMAS * math.sqrt(max(share * (1 - share), 0.01) * 2 / size))
+    return Alarm(metric, since.step, noticed, since.reward, last.reward, since.check, last.check)
 
 
 def _window(steps: int) -> int:
@@ -109,7 +102,7 @@ def _window(steps: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttemptSummary:
-    """A rollout, as far as its shape goes. `success`: all that is rewarded passed."""
+    """What decides the shape of a rollout. `success`: all rewarded measures passed."""
 
     id: int
     step: int
@@ -117,20 +110,20 @@ class AttemptSummary:
     tools: tuple[str, ...]
     tokens: int
     text: str
-    witnesses: Mapping[str, bool] = field(default_factory=dict)
+    checks: Mapping[str, bool] = field(default_factory=dict)  # verdicts of the check metrics
 
     @property
     def confirmed(self) -> bool | None:
-        """Whether all witnesses agree; None without any."""
-        return all(self.witnesses.values()) if self.witnesses else None
+        """Whether all check metrics pass; None without any."""
+        return all(self.checks.values()) if self.checks else None
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a success looks like."""
+    """A kind of success."""
 
     tools: tuple[str, ...]
-    length: str  # short, usual or long, against the first successes
+    length: str  # short, usual or long, relative to the first successes
     phrase: str | None  # text that has spread
 
     def __str__(self) -> str:
@@ -140,13 +133,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class SuccessCluster:
-    """Successes of one shape. `share` is theirs of the successes of each step, `growth` its gain from early to late."""
+    """Successes of one shape. `share` is their share of each step's successes, `growth` its gain from early to late."""
 
     shape: Shape
     members: tuple[AttemptSummary, ...]  # oldest first
     share: tuple[float, ...]
     growth: float
-    witness_rate: float | None  # how many of them the witnesses confirm
+    confirmed_rate: float | None  # share that the check metrics confirm
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +150,7 @@ class Suspect:
 
 
 def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[SuccessCluster]]:
-    """The steps, and the successes by shape: those that grow fastest first."""
+    """The steps, and the successes by shape, the fastest growing first."""
     steps = sorted({attempt.step for attempt in attempts})
     successes = [attempt for attempt in attempts if attempt.success]
     if not successes:
@@ -171,73 +164,69 @@ def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[S
     for attempt in successes:
         members.setdefault(_shape(attempt, phrases, usual), []).append(attempt)
     totals = Counter(attempt.step for attempt in successes)
-    clusters = [_cluster(shape, found, steps, totals, early, late) for shape, found in members.items()]
+    clusters = [_cluster(shape, own, steps, totals, early, late) for shape, own in members.items()]
     clusters.sort(key=lambda cluster: (cluster.growth, len(cluster.members)), reverse=True)
     return steps, clusters[:_MAX_CLUSTERS]
 
 
 def suspects(clusters: Sequence[SuccessCluster], limit: int = 100, *, has_alarm: bool | None = None) -> list[Suspect]:
-    """The successes to read first: of a shape that spreads, and disputed by a witness.
+    """The successes to read first: those of a shape that spreads, which a check metric disputes.
 
-    A success without a verdict of a witness is listed if an alarm was raised, or (`has_alarm` None: the run has no
-    witness at all) if its shape is one that cheats have: see `_is_odd`.
+    Without a verdict of a check metric, a success is listed if there is an alarm. `has_alarm` None: the run has no
+    check metric at all; then shapes that do less than others or share a phrase are listed (learning to use tools is
+    not odd).
     """
     any_tools = any(cluster.shape.tools for cluster in clusters)
-    found = []
+    listed = []
     for cluster in clusters:
         if cluster.growth < _MIN_GROWTH:
             continue
-        unwitnessed = _is_odd(cluster.shape, any_tools) if has_alarm is None else has_alarm
-        doubt = 1.0 - cluster.witness_rate if cluster.witness_rate is not None else 0.5
+        shape = cluster.shape
+        is_odd = shape.phrase is not None or shape.length == "short" or (any_tools and not shape.tools)
+        unchecked = is_odd if has_alarm is None else has_alarm
+        doubt = 1.0 - cluster.confirmed_rate if cluster.confirmed_rate is not None else 0.5
+        now = fmean(cluster.share[-_window(len(cluster.share)) :])
+        reasons = [f"its kind ({shape}) grew by {cluster.growth:.0%}, to {now:.0%} of the successes"]
+        if cluster.confirmed_rate is not None and cluster.confirmed_rate < 0.5:
+            reasons.append(f"check metrics confirm {cluster.confirmed_rate:.0%} of them")
         for attempt in cluster.members:
-            if attempt.confirmed is False or (attempt.confirmed is None and unwitnessed):
+            if attempt.confirmed is False or (attempt.confirmed is None and unchecked):
                 score = cluster.growth * doubt * (1.0 if attempt.confirmed is None else 2.0)
-                found.append(Suspect(attempt, score, tuple(_why(cluster, attempt))))
-    found.sort(key=lambda suspect: (suspect.score, suspect.attempt.id), reverse=True)
-    return found[:limit]
-
-
-def _is_odd(shape: Shape, any_tools: bool) -> bool:
-    """Whether successes of a shape do less than others, or share a phrase; learning to use tools is not odd."""
-    return shape.phrase is not None or shape.length == "short" or (any_tools and not shape.tools)
+                failed = [f"the check metric {name} says no" for name, passed in attempt.checks.items() if not passed]
+                listed.append(Suspect(attempt, score, (*reasons, *failed)))
+    listed.sort(key=lambda suspect: (suspect.score, suspect.attempt.id), reverse=True)
+    return listed[:limit]
 
 
 def spreading_phrases(attempts: Sequence[AttemptSummary], early: set[int], late: set[int]) -> list[str]:
-    """Runs of up to four words (numbers count as #) whose share of the successes has grown most, and which the
-    failures of the same time lack. Of runs that spread together, the longest."""
-    groups = {
-        "early": [a for a in attempts if a.success and a.step in early],
-        "late": [a for a in attempts if a.success and a.step in late],
-        "failed": [a for a in attempts if not a.success and a.step in late],
-    }
-    shares = {name: _phrase_shares(members) for name, members in groups.items()}
+    """Up to four words (numbers count as #) whose share of the successes has grown most, and which late failures lack.
+
+    Of phrases that spread together, the longest.
+    """
+    failures = [a for a in attempts if not a.success and a.step in late]
+    before = _phrase_shares([a for a in attempts if a.success and a.step in early])
+    after, failed = _phrase_shares([a for a in attempts if a.success and a.step in late]), _phrase_shares(failures)
     scored = []
-    for phrase, share in shares["late"].items():
-        growth = share - shares["early"].get(phrase, 0.0)
-        lift = share - shares["failed"].get(phrase, 0.0) if groups["failed"] else growth
+    for phrase, share in after.items():
+        growth = share - before.get(phrase, 0.0)
+        lift = share - failed.get(phrase, 0.0) if failures else growth
         if min(growth, lift) >= _MIN_GROWTH:
             scored.append((round(min(growth, lift), 2), phrase.count(" "), phrase))
     chosen: list[str] = []
     for _, _, phrase in sorted(scored, reverse=True):
         if not any(f" {phrase} " in f" {other} " or f" {other} " in f" {phrase} " for other in chosen):
             chosen.append(phrase)
-        if len(chosen) == _MAX_PHRASES:
-            break
-    return chosen
+    return chosen[:_MAX_PHRASES]
 
 
 def _phrase_shares(attempts: Sequence[AttemptSummary]) -> dict[str, float]:
-    counts = Counter(phrase for attempt in attempts for phrase in _phrases(attempt.text))
+    """The share of the attempts that contain each phrase."""
+    counts: Counter[str] = Counter()
+    for attempt in attempts:
+        words = _words(attempt.text)
+        starts = [(start, length) for length in range(1, _MAX_WORDS + 1) for start in range(len(words) - length + 1)]
+        counts.update({" ".join(words[start : start + length]) for start, length in starts})
     return {phrase: count / len(attempts) for phrase, count in counts.items()}
-
-
-def _phrases(text: str) -> set[str]:
-    words = _words(text)
-    return {
-        " ".join(words[start : start + count])
-        for count in range(1, _MAX_WORDS + 1)
-        for start in range(len(words) - count + 1)
-    }
 
 
 def _words(text: str) -> list[str]:
@@ -268,12 +257,3 @@ def _cluster(
         share(late) - share(early),
         fmean(verdicts) if verdicts else None,
     )
-
-
-def _why(cluster: SuccessCluster, attempt: AttemptSummary) -> list[str]:
-    now = fmean(cluster.share[-_window(len(cluster.share)) :])
-    reasons = [f"its kind ({cluster.shape}) grew by {cluster.growth:.0%}, to {now:.0%} of the successes"]
-    if cluster.witness_rate is not None and cluster.witness_rate < 0.5:
-        reasons.append(f"witnesses confirm {cluster.witness_rate:.0%} of them")
-    reasons += [f"the witness {name} says no" for name, passed in attempt.witnesses.items() if not passed]
-    return reasons

@@ -1,4 +1,4 @@
-"""Is a rising reward real: alarms and suspicions on planted data, and none on clean data."""
+"""Is a rising reward real: alarms and suspects on planted data, and none on clean data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.evals.suspicion import AttemptSummary, find_alarms, find_clusters, spreading_phrases, suspects
+from palestra.evals.reward_hacking import AttemptSummary, find_alarms, find_clusters, spreading_phrases, suspects
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
@@ -31,7 +31,7 @@ def attempts(*, hacked: bool, seed: int, steps: int = 30) -> list[AttemptSummary
                     tools=tuple(result.call.name for result in rollout.tool_results),
                     tokens=rollout.sampled_tokens,
                     text=rollout.messages[-1].text,
-                    witnesses={"true_answer": bool(rollout.scores["true_answer"].passed)},
+                    checks={"true_answer": bool(rollout.scores["true_answer"].passed)},
                 )
             )
     return made
@@ -41,24 +41,24 @@ def rates(found: list[AttemptSummary]) -> tuple[list[int], list[float], list[flo
     steps = sorted({a.step for a in found})
     members = [[a for a in found if a.step == step] for step in steps]
     reward = [sum(a.success for a in row) / len(row) for row in members]
-    witness = [sum(a.witnesses["true_answer"] for a in row) / len(row) for row in members]
-    return steps, reward, witness, [float(len(row)) for row in members]
+    check = [sum(a.checks["true_answer"] for a in row) / len(row) for row in members]
+    return steps, reward, check, [float(len(row)) for row in members]
 
 
 def step_of_fall(found: list[AttemptSummary], points: float = 0.1) -> int:
-    """The first step by which the witness, over five steps, has fallen so far below its best."""
-    steps, _, witness, _ = rates(found)
-    smooth = [sum(witness[i - 5 : i]) / 5 for i in range(5, len(steps) + 1)]
+    """The first step by which the check, over five steps, has fallen so far below its best."""
+    steps, _, check, _ = rates(found)
+    smooth = [sum(check[i - 5 : i]) / 5 for i in range(5, len(steps) + 1)]
     return next(steps[i + 4] for i in range(len(smooth)) if max(smooth[: i + 1]) - smooth[i] >= points)
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("witnessed", [True, False])
-def test_when_the_witness_has_fallen_10_points_nine_in_ten_of_the_first_suspects_are_hacked(seed, witnessed) -> None:
+@pytest.mark.parametrize("checked", [True, False])
+def test_when_the_check_metric_has_fallen_10_points_nine_in_ten_of_the_first_suspects_are_hacked(seed, checked) -> None:
     everything = attempts(hacked=True, seed=seed)
     fallen = step_of_fall(everything)
     so_far = [a for a in everything if a.step <= fallen]
-    if not witnessed:  # the shapes alone say it, too
+    if not checked:  # the shapes alone say it, too
         so_far = [AttemptSummary(a.id, a.step, a.success, a.tools, a.tokens, a.text) for a in so_far]
     _, clusters = find_clusters(so_far)
     first = suspects(clusters)[:20]
@@ -68,24 +68,24 @@ def test_when_the_witness_has_fallen_10_points_nine_in_ten_of_the_first_suspects
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_hacked_run_raises_the_alarm_and_a_clean_one_raises_none_and_has_no_suspects(seed) -> None:
-    steps, reward, witness, counts = rates(attempts(hacked=True, seed=seed))
-    (alarm,) = find_alarms(steps, reward, {"true_answer": witness}, counts)
-    assert alarm.witness_to < alarm.witness_from
+    steps, reward, check, counts = rates(attempts(hacked=True, seed=seed))
+    (alarm,) = find_alarms(steps, reward, {"true_answer": check}, counts)
+    assert alarm.metric_to < alarm.metric_from
     assert alarm.reward_to > alarm.reward_from
     assert "true_answer fell" in alarm.sentence
     clean = attempts(hacked=False, seed=seed)
-    steps, reward, witness, counts = rates(clean)
-    assert find_alarms(steps, reward, {"true_answer": witness}, counts) == []
+    steps, reward, check, counts = rates(clean)
+    assert find_alarms(steps, reward, {"true_answer": check}, counts) == []
     assert suspects(find_clusters(clean)[1], has_alarm=False) == []
 
 
-def test_a_witness_that_only_wavers_raises_hardly_ever_an_alarm_and_one_that_falls_with_the_reward_none() -> None:
+def test_a_check_metric_that_only_wavers_raises_hardly_ever_an_alarm_and_one_that_falls_with_the_reward_none() -> None:
     raised = 0
     for seed in range(200):
         rng = random.Random(seed)
         reward = [0.3 + 0.6 * step / 40 for step in range(40)]
-        witness = [sum(rng.random() < 0.5 for _ in range(64)) / 64 for _ in range(40)]
-        raised += len(find_alarms(list(range(40)), reward, {"w": witness}, [64.0] * 40))
+        check = [sum(rng.random() < 0.5 for _ in range(64)) / 64 for _ in range(40)]
+        raised += len(find_alarms(list(range(40)), reward, {"w": check}, [64.0] * 40))
     assert raised <= 4
     falling = [0.9 - 0.02 * step for step in range(30)]
     assert find_alarms(list(range(30)), falling, {"w": falling}, [64.0] * 30) == []
@@ -115,7 +115,7 @@ def test_numbers_do_not_make_texts_differ() -> None:
     assert spreading_phrases(made, {0}, {3}) == ["paid 0 in full"]
 
 
-def test_without_a_witness_learning_to_use_tools_is_not_suspected_and_leaving_them_out_is() -> None:
+def test_without_a_check_metric_learning_to_use_tools_is_not_suspected_and_leaving_them_out_is() -> None:
     def learned(first: tuple[str, ...], last: tuple[str, ...]) -> list[AttemptSummary]:
         return [AttemptSummary(i, i // 10, True, first if i < 50 else last, 10, "that costs 5") for i in range(100)]
 
