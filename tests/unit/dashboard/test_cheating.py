@@ -32,9 +32,7 @@ def test_a_hacked_run_shows_its_alarm_clusters_and_suspects(tmp_path) -> None:
     assert api("rollouts", shape="no such shape")["count"] == 0
 
 
-def test_an_honest_run_has_nothing_to_look_at_and_the_page_says_how_to_add_a_check_metric(
-    run, tmp_path
-) -> None:
+def test_an_honest_run_has_nothing_to_look_at_and_the_page_says_how_to_add_a_check_metric(run, tmp_path) -> None:
     honest = make_runs.write_run(tmp_path / "run", make_runs.hacked_groups(20, hacked=False), reward_weights=WEIGHTS)
     found, _ = reward_hacking(honest, tmp_path / "home")
     assert found["clusters"]
