@@ -43,7 +43,9 @@ def without_removed(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in removed.items():
         default, instead, version = REMOVED_SETTINGS[key]
         if value != default:
-            raise SettingError(f"{where} has {key} = {value!r}; the last version that had it is {version}. {instead}")
+            raise SettingError(
+                f"{where} has {key} = {value!r}; the last version that had it is {version}. In this version, {instead}"
+            )
     if removed:
         _warn_once(where, ", ".join(removed))
     elsewhere = [name for name in extras.SETTINGS if not extras.has_settings(name)]  # sections of missing extras

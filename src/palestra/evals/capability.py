@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from palestra.core.types import Rollout
-from palestra.evals.rollout_stats import call_problem, has_unread_call, is_judged
+from palestra.evals.rollout_stats import is_judged, rollout_stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,21 @@ class Capability:
     def of(cls, rollouts: Sequence[Rollout], samples: Iterable[Sequence[Rollout]] = ()) -> Capability:
         """Count the calls of `rollouts`; estimate pass@k from `samples`, several rollouts of each problem."""
         good = [r for r in rollouts if r.error is None]
-        results = [(result, r.tool_names) for r in good for result in r.tool_results]
-        problems = Counter(call_problem(result, names) for result, names in results)
-        formats = Counter(result.call.format for result, _ in results if result.call.format)
-        attempts, calls = max(1, len(good)), max(1, len(results))
+        formats = Counter(result.call.format for r in good for result in r.tool_results if result.call.format)
+        rates = defaultdict(float, rollout_stats(good))
         return cls(
             attempts=len(good),
             has_tools=any(r.tool_names for r in good),
-            calls_per_attempt=len(results) / attempts,
-            parsed=1.0 - problems["malformed"] / calls,
-            other_format=sum(formats.values()) / calls,
+            calls_per_attempt=rates["tool_calls_mean"],
+            parsed=1.0 - rates["malformed_call_rate"],
+            other_format=rates["other_format_rate"],
             formats=tuple(name for name, _ in formats.most_common()),
-            malformed=problems["malformed"] / calls,
-            unknown_tools=problems["unknown_tool"] / calls,
-            invalid_arguments=problems["invalid_arguments"] / calls,
-            tool_errors=problems["raised"] / calls,
-            unread=sum(map(has_unread_call, good)) / attempts,
-            truncated=sum(r.cut_off for r in good) / attempts,
+            malformed=rates["malformed_call_rate"],
+            unknown_tools=rates["unknown_tool_rate"],
+            invalid_arguments=rates["invalid_argument_rate"],
+            tool_errors=rates["raised_call_rate"],
+            unread=rates["unread_call_rate"],
+            truncated=rates["truncation_rate"],
             pass_at=pass_at_k(samples),
         )
 

@@ -1,4 +1,4 @@
-"""Prompts and a reward as something to train on, in the forms that people have them."""
+"""Prompts and a reward as a task."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Reward = RewardModel | Callable[[str, Any], float]
 
 
 def reward_function(reward: Reward) -> Callable[[str, Any], float]:
-    """A function, or an object's calculate_combined_reward, as a function that gives floats."""
+    """A function, or an object's calculate_combined_reward, as a function that returns floats."""
     combined = getattr(reward, "calculate_combined_reward", reward)
     if not callable(combined):
         raise UserCodeError(
@@ -74,19 +74,8 @@ def as_input(prompt: Prompt) -> Input:
     return prompt if isinstance(prompt, str) else as_messages(prompt)
 
 
-def encode_prompt(tokenizer: Any, prompt: Input) -> tuple[int, ...]:
-    """Text as the tokenizer takes it; messages through its chat template."""
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt).input_ids
-    else:
-        ids = ChatFormat(tokenizer).prompt(prompt).token_ids.tolist()
-    if not ids:
-        raise InputError("a prompt has no tokens; give it some text")
-    return tuple(ids)
-
-
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Whatever model, tokenizer and chat template take for the end of an answer."""
+    """The tokens that end an answer for the model, the tokenizer or the chat template."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     found = {end for end in ends if end is not None}
@@ -119,26 +108,8 @@ class PromptEpisode:
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEnvironment:
-    """Problems that are answered in one turn."""
-
-    problems_to_train: tuple[Problem, ...]
-    reward: Callable[[str, Any], float] | None = None
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]:
-        return {}
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        return self.problems_to_train if split == "train" else ()
-
-    def open(self, problem: Problem) -> PromptEpisode:
-        return PromptEpisode(problem, self.reward)
-
-
 class _Texts:
-    """What a TokenSpeaker reads answers with: all text, no tool calls."""
+    """Reads answers for a TokenSpeaker: all text, no tool calls."""
 
     shows_call_ids = False
 
@@ -155,28 +126,12 @@ class _Texts:
         raise RuntimeError("prompts are answered in one turn")
 
 
-def prompt_collector(
-    environment: PromptEnvironment, policy: Policy[Any], tokenizer: Any, config: RunConfig, stops: tuple[int, ...]
-) -> Collector:
-    """The agent loop over prompts that are text as it is, or messages in the tokenizer's chat template."""
-
-    def start(episodes: Sequence[Episode]) -> list[Speaker]:
-        first: Any = episodes[0]
-        ids = encode_prompt(tokenizer, first.problem.input)
-        prompt, texts = Turn("template", ids), _Texts(tokenizer)  # type: ignore[arg-type]
-        sessions = policy.fork(policy.open(ids), len(episodes))
-        return [TokenSpeaker(policy, session, texts, prompt) for session in sessions]
-
-    limits = attempt_limits(config, stops, training=True)
-    return Collector(environment, limits, start, max_open_episodes=config.rollout.max_open_episodes)
-
-
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A dataset of prompts as a run's task."""
+    """A dataset of prompts as a run's task, and as the environment in which they are answered in one turn."""
 
-    problems: Sequence[Problem]
-    reward: Callable[[str, Any], float]
+    dataset: Sequence[Problem]
+    reward: Callable[[str, Any], float] | None
     tokenizer: Any
     stops: tuple[int, ...]
 
@@ -186,13 +141,38 @@ class PromptTask:
 
     @property
     def problem_count(self) -> int:
-        return len(self.problems)
+        return len(self.dataset)
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return {}
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return self.dataset if split == "train" else ()
+
+    def open(self, problem: Problem) -> PromptEpisode:
+        return PromptEpisode(problem, self.reward)
+
+    def collector(self, policy: Policy[Any], config: RunConfig) -> Collector:
+        """Sample text prompts unchanged, and messages in the tokenizer's chat template."""
+
+        def start(episodes: Sequence[Episode]) -> list[Speaker]:
+            first: Any = episodes[0]
+            if isinstance(text := first.problem.input, str):
+                ids = tuple(self.tokenizer(text).input_ids)
+            else:
+                ids = tuple(ChatFormat(self.tokenizer).prompt(text).token_ids.tolist())
+            if not ids:
+                raise InputError("a prompt has no tokens; give it some text")
+            prompt, texts = Turn("template", ids), _Texts(self.tokenizer)  # type: ignore[arg-type]
+            return [TokenSpeaker(policy, s, texts, prompt) for s in policy.fork(policy.open(ids), len(episodes))]
+
+        limits = attempt_limits(config, self.stops, training=True)
+        return Collector(self, limits, start, max_open_episodes=config.rollout.max_open_episodes)
 
     def source(self, parts: Parts) -> ProblemSource:
-        environment = PromptEnvironment(tuple(self.problems), self.reward)
-        collector = prompt_collector(environment, parts.policy, self.tokenizer, parts.config, self.stops)
-        size = parts.config.rollout.group_size
-        return ProblemSource(collector, self.problems, {}, size, parts.config.seed, refills=False)
+        collector, config = self.collector(parts.policy, parts.config), parts.config
+        return ProblemSource(collector, self.dataset, {}, config.rollout.group_size, config.seed, refills=False)
 
     def evaluator(self, parts: Parts) -> None:
-        """All prompts are trained on, so none are left to score."""
+        """No evaluator: all prompts are trained on."""

@@ -34,17 +34,7 @@ from palestra.train.credit import CustomObjective, assign_credit
 from palestra.train.group_source import NoMoreGroups, StepRollouts
 from palestra.train.loop import Training
 from palestra.train.progress import console_progress
-from palestra.train.prompts import (
-    Prompt,
-    PromptEnvironment,
-    PromptTask,
-    Reward,
-    as_input,
-    as_problem,
-    prompt_collector,
-    reward_function,
-    stop_token_ids,
-)
+from palestra.train.prompts import Prompt, PromptTask, Reward, as_input, as_problem, reward_function, stop_token_ids
 from palestra.train.run import Run
 from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, suited_to, with_adapter
@@ -311,10 +301,11 @@ class StepTrainer:
         return int(self._training.state.source.get("cursor", 0))
 
     def _sample(self, problems: Sequence[Problem], *, scored: bool = True) -> list[Group]:
-        environment = PromptEnvironment(tuple(problems), self._reward if scored else None)
-        collector = prompt_collector(environment, self._training.policy, self.tokenizer, self.config, self._stops)
+        task = PromptTask(problems, self._reward if scored else None, self.tokenizer, self._stops)
         keys = [f"{self.config.seed}/{self._drawn + i}" for i in range(len(problems))]
-        collecting = collector.collect(problems, self.config.rollout.group_size, keys)
+        collecting = task.collector(self._training.policy, self.config).collect(
+            problems, self.config.rollout.group_size, keys
+        )
         return outside_event_loop(lambda: asyncio.run(collecting))
 
     def _report(self, metrics: dict[str, float]) -> dict[str, float]:

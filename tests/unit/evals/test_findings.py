@@ -192,6 +192,10 @@ def test_a_change_that_paid_off_or_is_small_is_no_finding(kind: str, last: Chang
     assert kind not in kinds([*steps(5), *steps(5, **last)], facts=AGENT)
 
 
+def test_a_sampler_that_agreed_exactly_at_first_and_differs_later_is_a_finding() -> None:
+    assert kinds([*steps(1, sampler_gap_mean=0.0), *steps(5, sampler_gap_mean=0.03)], facts=AGENT) == ["sampler_gap"]
+
+
 def test_every_kind_of_finding_has_a_case_in_which_it_appears_and_one_in_which_it_does_not() -> None:
     rules = [rule for row in TRAINING_RULES for rule in row]
     assert {rule.kind for rule in rules} == set(CASES) | set(LATER)

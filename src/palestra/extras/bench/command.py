@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
@@ -13,21 +12,18 @@ from rich.table import Table
 
 from palestra.cli.common import debug_option, load_libraries, plot_option
 from palestra.evals.run_report.charts import bar_panels_svg
-from palestra.extras.bench.workload import SIDES, Measurement, Results, Side, Workload, check_least
+from palestra.extras.bench.workload import SIDES, Results, Workload, check_least
 from palestra.train.progress import task
 
-if TYPE_CHECKING:
-    from palestra.extras.bench.measure import Bench
-
 _DEFAULT = Workload()
-_COLUMNS = {  # heading -> attribute of Measured and its format
-    "tokens/s": ("tokens_per_s", ",.0f"),
-    "CPU s": ("cpu_s", ".2f"),
-    "prefilled": ("prefilled_tokens", ","),
-    "sampled": ("sampled_tokens", ","),
-    "computed": ("computed_tokens", ","),
+_COLUMNS = {  # of Measurement -> heading and format of the table, digits in JSON
+    "tokens_per_s": ("tokens/s", ",.0f", 1),
+    "wall_s": (None, "", 4),
+    "cpu_s": ("CPU s", ".2f", 4),
+    "prefilled_tokens": ("prefilled", ",", 0),
+    "sampled_tokens": ("sampled", ",", 0),
+    "computed_tokens": ("computed", ",", 0),
 }
-_DIGITS = {"tokens_per_s": 1, "wall_s": 4, "cpu_s": 4, "prefilled_tokens": 0, "sampled_tokens": 0, "computed_tokens": 0}
 _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "computed_tokens": "fewer tokens computed"}
 
 
@@ -58,99 +54,77 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
     if threads is not None:
         check_least("threads", threads, 1)
     console = Console(stderr=as_json)
-    bench = _load(console, model, work, threads)
-    results = _measure(console, bench, work)
-    if console.is_terminal:
-        console.print(_table(results))
-    _print_ratios(console, results)
-    if plot is not None:
-        plot.write_text(_chart(results, f"{model}: {_describe(work)}, on {bench.device}"), encoding="utf-8")
-        console.print(f"chart {plot}", highlight=False, soft_wrap=True)
-    if as_json:
-        where = {"model": model, "device": bench.device, "threads": bench.threads, "workload": sizes}
-        scenarios = {name: _summary(sides) for name, sides in results.items()}
-        click.echo(json.dumps(where | {"scenarios": scenarios}))
-
-
-def _load(console: Console, model: str, work: Workload, threads: int | None) -> Bench:
     load_libraries(console, model)
     from palestra.extras.bench.measure import Bench
 
+    def line(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
     with task(console, f"loading {model}"):
         bench = Bench(model, work, threads)
-    threads_used = f"{bench.threads} thread{'s' * (bench.threads > 1)}"
-    console.print(f"{model} on {bench.device}, {threads_used}: {_describe(work)}", highlight=False, soft_wrap=True)
-    return bench
-
-
-def _describe(work: Workload) -> str:
     size = f"{work.prompts} prompts of {work.prompt_tokens} tokens × {work.group_size} rollouts"
-    return f"{size}, {work.new_tokens} new tokens a turn"
-
-
-def _measure(console: Console, bench: Bench, work: Workload) -> Results:
-    """Measure every side of every scenario; without a terminal, which has a table at the end, print a line for each."""
+    size += f", {work.new_tokens} new tokens a turn"
+    line(f"{model} on {bench.device}, {bench.threads} thread{'s' * (bench.threads > 1)}: {size}")
     results: Results = {name: {} for name in work.scenarios}
     pairs = [(name, side) for name in work.scenarios for side in SIDES]
     with task(console, "measuring", len(pairs)) as phase:
         for done, (name, side) in enumerate(pairs, 1):
             phase.name = f"{name}: {side}"
-            measured = results[name][side] = bench.measure(side, work.scenarios[name])
+            m = results[name][side] = bench.measure(side, work.scenarios[name])
             phase.advance(done)
-            if not console.is_terminal:
-                console.print(f"{name}: " + "  ".join([side, *_cells(measured)]), highlight=False, soft_wrap=True)
-    return results
-
-
-def _cells(measured: Measurement) -> list[str]:
-    return [
-        f"{measured.tokens_per_s:,.0f} tokens/s",
-        f"{measured.cpu_s:.2f} CPU s",
-        f"{measured.computed_tokens:,} tokens computed "
-        f"({measured.prefilled_tokens:,} prefilled + {measured.sampled_tokens:,} sampled)",
-    ]
+            if not console.is_terminal:  # which has a table at the end
+                line(
+                    f"{name}: {side}  {m.tokens_per_s:,.0f} tokens/s  {m.cpu_s:.2f} CPU s  "
+                    f"{m.computed_tokens:,} tokens computed ({m.prefilled_tokens:,} prefilled + "
+                    f"{m.sampled_tokens:,} sampled)"
+                )
+    if console.is_terminal:
+        console.print(_table(results))
+    for name, sides in results.items():
+        for other in SIDES[1:]:
+            ratios = sides["engine"].ratios_to(sides[other])
+            shown = ", ".join(f"{ratios[key]:.2f} × {label}" for key, label in _RATIO_NAMES.items())
+            line(f"{name}: engine against {other}: {shown}")
+    if plot is not None:
+        bars = {
+            name: {
+                "tokens/s (longer is better)": {side: m.tokens_per_s for side, m in sides.items()},
+                "tokens computed (shorter is better)": {side: float(m.computed_tokens) for side, m in sides.items()},
+            }
+            for name, sides in results.items()
+        }
+        chart = bar_panels_svg(bars, f"{model}: {size}, on {bench.device}", highlight="engine")
+        plot.write_text(chart, encoding="utf-8")
+        line(f"chart {plot}")
+    if as_json:
+        where = {"model": model, "device": bench.device, "threads": bench.threads, "workload": sizes}
+        click.echo(json.dumps(where | {"scenarios": _scenarios(results)}))
 
 
 def _table(results: Results) -> Table:
     table = Table("scenario", "side")
-    for heading in _COLUMNS:
+    columns = {key: (heading, form) for key, (heading, form, _) in _COLUMNS.items() if heading}
+    for heading, _ in columns.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for name, sides in results.items():
         for side, measured in sides.items():
             table.add_row(
                 name if side == SIDES[0] else "",
                 side,
-                *[f"{getattr(measured, key):{form}}" for key, form in _COLUMNS.values()],
+                *[f"{getattr(measured, key):{form}}" for key, (_, form) in columns.items()],
                 style="bold" if side == "engine" else None,
                 end_section=side == SIDES[-1],
             )
     return table
 
 
-def _chart(results: Results, title: str) -> str:
-    groups = {
-        name: {
-            "tokens/s (longer is better)": {side: m.tokens_per_s for side, m in sides.items()},
-            "tokens computed (shorter is better)": {side: float(m.computed_tokens) for side, m in sides.items()},
-        }
-        for name, sides in results.items()
-    }
-    return bar_panels_svg(groups, title, highlight="engine")
-
-
-def _print_ratios(console: Console, results: Results) -> None:
+def _scenarios(results: Results) -> dict[str, dict[str, Any]]:
+    """The numbers for JSON, with the ratios of the engine to the other sides."""
+    scenarios: dict[str, dict[str, Any]] = {name: {} for name in results}
     for name, sides in results.items():
+        for side, measured in sides.items():
+            scenarios[name][side] = {key: round(getattr(measured, key), n) for key, (*_, n) in _COLUMNS.items()}
         for other in SIDES[1:]:
             ratios = sides["engine"].ratios_to(sides[other])
-            shown = ", ".join(f"{ratios[key]:.2f} × {label}" for key, label in _RATIO_NAMES.items())
-            console.print(f"{name}: engine against {other}: {shown}", highlight=False, soft_wrap=True)
-
-
-def _summary(sides: Mapping[Side, Measurement]) -> dict[str, Any]:
-    rows: dict[str, Any] = {
-        side: {key: round(getattr(m, key), digits) for key, digits in _DIGITS.items()} for side, m in sides.items()
-    }
-    for other in SIDES[1:]:
-        ratios = sides["engine"].ratios_to(sides[other])
-        rows[f"engine_to_{other}"] = {key: round(ratio, 3) for key, ratio in ratios.items()}
-    return rows
+            scenarios[name][f"engine_to_{other}"] = {key: round(ratio, 3) for key, ratio in ratios.items()}
+    return scenarios

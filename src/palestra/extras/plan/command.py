@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from palestra.plan.device import GIB, Device, cpu, efficiency_of, find_device
 from palestra.plan.estimate import RunEstimate, duration_text, estimate
 from palestra.plan.memory import PLANNED
 from palestra.plan.of_config import with_suited_step, work_of
-from palestra.plan.shape import ModelShape, find_shape, known_shapes
+from palestra.plan.shape import find_shape, known_shapes
 from palestra.runs.request import RunRequest
 
 _DEFAULT_CONTEXT = 2048
@@ -95,33 +96,29 @@ def command(
         for name, shape in known_shapes().items():
             click.echo(f"{name:16} {shape.parameters / 1e9:7.3f} B weights")
         return
-    config = _config(model, parameters, config_file, new_tokens, context)
-    device = _device(gpu, parameters)
+    config, device = _config(model, parameters, config_file, new_tokens, context), _device(gpu, parameters)
     shape = find_shape(config.model.name)
     config = with_suited_step(config, shape, device, gpus=gpus)
-    prompt, tools = _lengths(config.rollout.max_new_tokens, context, turns, tool_tokens)
-    work = work_of(
-        config,
-        shape,
-        device,
-        prompt_tokens=prompt,
-        tool_tokens=tools,
-        turns=turns,
-        gpus=gpus,
-        signal=parameters["signal"],
-        tool_s=parameters["tool_seconds"],
-    )
+    new, tools = config.rollout.max_new_tokens, 128 * (turns - 1) if tool_tokens is None else tool_tokens
+    whole = context or max(_DEFAULT_CONTEXT, 2 * (new + tools))
+    if whole <= new + tools:
+        raise SettingError(
+            f"--context {whole} leaves no room for a prompt next to {new} sampled tokens and {tools} tool tokens; "
+            "raise it, or lower --new-tokens or --tool-tokens"
+        )
+    rollouts = {"prompt_tokens": whole - new - tools, "tool_tokens": tools, "turns": turns, "gpus": gpus}
+    extra = {"signal": parameters["signal"], "tool_s": parameters["tool_seconds"]}
+    work = work_of(config, shape, device, **rollouts, **extra)
     if shape.context and work.context > shape.context:
         raise SettingError(
             f"a rollout of {work.context} tokens; the context of {config.model.name} holds {shape.context}; lower "
             "--context"
         )
-    planned = estimate(shape, device, work)
-    steps = steps or config.train.max_steps or 100
+    planned, steps = estimate(shape, device, work), steps or config.train.max_steps or 100
     if as_json:
         click.echo(json.dumps(summary(planned, steps, price)))
-        return
-    _print(Console(), config.model.name, planned, steps, price)
+    else:
+        _print(Console(), config.model.name, planned, steps, price)
 
 
 def _config(
@@ -148,61 +145,44 @@ def _config(
 
 
 def _device(name: str, parameters: dict[str, Any]) -> Device:
-    figures = {
-        "memory_gib": parameters["memory_gib"],
-        "bandwidth": parameters["bandwidth"] and parameters["bandwidth"] * 1e12,
-        "flops": parameters["tflops"] and parameters["tflops"] * 1e12,
+    units = {"memory_gib": 1.0, "bandwidth": 1e12, "tflops": 1e12}
+    known = {
+        name.replace("tflops", "flops"): parameters[name] * unit for name, unit in units.items() if parameters[name]
     }
-    known = {key: value for key, value in figures.items() if value}
     if name.startswith("cpu"):
         return replace(cpu(processors(), memory_gib()), **known)
-    if len(known) == len(figures):
-        return Device(name, **known)
-    return replace(find_device(name), **known)
-
-
-def _lengths(new: int, context: int | None, turns: int, tool_tokens: int | None) -> tuple[int, int]:
-    """Tokens of the prompt and of all tool results."""
-    tools = 128 * (turns - 1) if tool_tokens is None else tool_tokens
-    whole = context or max(_DEFAULT_CONTEXT, 2 * (new + tools))
-    if whole <= new + tools:
-        raise SettingError(
-            f"--context {whole} leaves no room for a prompt next to {new} sampled tokens and {tools} tool tokens; "
-            "raise it, or lower --new-tokens or --tool-tokens"
-        )
-    return whole - new - tools, tools
+    return Device(name, **known) if len(known) == len(units) else replace(find_device(name), **known)
 
 
 def summary(planned: RunEstimate, steps: int, price: float | None) -> dict[str, Any]:
     """All numbers of an estimate, for programs."""
-    name, share = planned.bottleneck
+    (name, share), time, memory = planned.bottleneck, planned.time, planned.memory
     change = None if planned.fits else planned.changes_that_fit()
-    memory = {part: round(value / GIB, 3) for part, value in planned.memory.parts.items()}
     return {
         "device": planned.device.name,
         "gpus": planned.work.gpus,
         "parameters": planned.shape.parameters,
-        "step_s": round(planned.time.total_s, 4),
-        "sampling_s": round(planned.time.sampling_s, 4),
-        "learning_s": round(planned.time.learning_s, 4),
-        "decode_parts_s": {part: round(seconds, 4) for part, seconds in planned.time.decode.parts.items()},
-        "parts_s": {part: round(seconds, 4) for part, seconds in planned.time.parts.items()},
-        "rows_at_once": planned.time.decode.rows,
+        "step_s": round(time.total_s, 4),
+        "sampling_s": round(time.sampling_s, 4),
+        "learning_s": round(time.learning_s, 4),
+        "decode_parts_s": {part: round(seconds, 4) for part, seconds in time.decode.parts.items()},
+        "parts_s": {part: round(seconds, 4) for part, seconds in time.parts.items()},
+        "rows_at_once": time.decode.rows,
         "tokens_per_micro_batch": planned.work.tokens_per_micro_batch,
         "micro_batches": planned.work.packed.micro_batches,
         "sampled_tokens_per_s": round(planned.tokens_per_s),
         "bottleneck": name,
         "bottleneck_share": round(share, 3),
         "hint": planned.hint,
-        "memory_gib": round(planned.memory.total / GIB, 2),
-        "memory_needed_gib": round(planned.memory.needed / GIB, 2),
-        "memory_parts_gib": memory,
+        "memory_gib": round(memory.total / GIB, 2),
+        "memory_needed_gib": round(memory.needed / GIB, 2),
+        "memory_parts_gib": {part: round(value / GIB, 3) for part, value in memory.parts.items()},
         "memory_usable_gib": round(planned.room / GIB, 2),
         "fits": planned.fits,
         "fits_with": change.settings if change else None,
         "fits_on_gpus": planned.gpus_that_fit(),
         "steps": steps,
-        "hours": round(planned.time.total_s * steps / 3600, 3),
+        "hours": round(time.total_s * steps / 3600, 3),
         "cost": None if price is None else round(planned.cost(price, steps), 2),
         "calibration": efficiency_of(planned.device).origin,
     }
@@ -212,52 +192,43 @@ def _print(console: Console, name: str, planned: RunEstimate, steps: int, price:
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, soft_wrap=True)
 
-    work, time = planned.work, planned.time
+    work, time, need, whole = planned.work, planned.time, planned.memory, planned.device.memory_gib
     trained = "all weights" if work.method == "full" else f"{work.method} of rank {work.lora_rank}"
+    size = planned.shape.parameters
     line(
-        f"{name}: {_billions(planned.shape)} weights, {trained}, on {work.gpus} × {planned.device.name}; "
+        f"{name}: {f'{size / 1e9:.2f} B' if size >= 1e9 else f'{size / 1e6:.0f} M'} weights, {trained}, "
+        f"on {work.gpus} × {planned.device.name}; "
         f"{work.problems} × {work.group_size} rollouts of {work.prompt_tokens} + {work.completion} tokens"
     )
-    table = Table("time of a step", "", "memory of a GPU at its peak", "", box=None, header_style="bold")
-    for column in (1, 3):
-        table.columns[column].justify = "right"
     times = [(part, duration_text(seconds)) for part, seconds in time.parts.items() if seconds]
-    times.append(("total", duration_text(time.total_s)))
-    whole, need = planned.device.memory_gib, planned.memory
     memory = [(part.replace("_", " "), f"{value / GIB:.2f} GiB") for part, value in need.parts.items() if value]
     if not need.gradients:  # of a single micro-batch
         memory.insert(1, ("gradients", "where activations were"))
+    times.append(("total", duration_text(time.total_s)))
     memory.append(("total", f"{need.total / GIB:.1f} of {whole:.1f} GiB"))
-    for i in range(max(len(times), len(memory))):
-        table.add_row(*(times[i] if i < len(times) else ("", "")), *(memory[i] if i < len(memory) else ("", "")))
+    table = Table("time of a step", "", "memory of a GPU at its peak", "", box=None, header_style="bold")
+    table.columns[1].justify = table.columns[3].justify = "right"
+    for left, right in zip_longest(times, memory, fillvalue=("", "")):
+        table.add_row(*left, *right)
     console.print(table)
+    cost = "" if price is None else f" and cost {planned.cost(price, steps):,.2f}"
     line(
         f"{planned.tokens_per_s:,.0f} sampled tokens/s, {time.decode.rows} rows at once on a GPU, "
         f"micro-batches of up to {work.tokens_per_micro_batch:,} tokens; {steps:,} steps take "
-        f"{duration_text(time.total_s * steps)}"
-        + ("" if price is None else f" and cost {planned.cost(price, steps):,.2f}")
+        f"{duration_text(time.total_s * steps)}{cost}"
     )
-    line(f"bottleneck: {_bottleneck(planned)}; what helps: {planned.hint}")
+    (part, share), total = planned.bottleneck, sum(time.parts.values())
+    inside = sorted(time.decode.parts.items(), key=lambda item: -item[1]) if part == "decode" else []
+    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in inside if seconds / total >= 0.005)
+    line(f"bottleneck: {part}, {share:.0%} of a step{f' ({shares})' if shares else ''}; what helps: {planned.hint}")
     needed = f"{need.needed / GIB:.1f} GiB are needed, {need.needed / GIB / whole:.0%} of the memory"
     if planned.fits:
         rest = "; the KV cache takes some of the rest" if need.kv > need.kv_least else ""
         line(f"it fits: {needed}{rest}", "green")
     else:
         change = planned.changes_that_fit()
-        step_s = planned.with_work(change.work).time.total_s if change else 0.0
-        then = f"; with these a step takes {duration_text(step_s)}" if change else ""
+        then = (
+            f"; with these a step takes {duration_text(planned.with_work(change.work).time.total_s)}" if change else ""
+        )
         line(f"it does not fit: {needed}, and {PLANNED:.0%} can be planned with; {planned.remedy()}{then}", "yellow")
     line(f"by efficiencies {efficiency_of(planned.device).origin}", "dim")
-
-
-def _bottleneck(planned: RunEstimate) -> str:
-    """The largest part of a step and its share; of decode, also the shares of its own parts."""
-    name, share = planned.bottleneck
-    whole = sum(planned.time.parts.values())
-    inside = sorted(planned.time.decode.parts.items(), key=lambda part: -part[1]) if name == "decode" else []
-    shares = [f"{part} {seconds / whole:.0%}" for part, seconds in inside if seconds / whole >= 0.005]
-    return f"{name}, {share:.0%} of a step" + (f" ({', '.join(shares)})" if shares else "")
-
-
-def _billions(shape: ModelShape) -> str:
-    return f"{shape.parameters / 1e9:.2f} B" if shape.parameters >= 1e9 else f"{shape.parameters / 1e6:.0f} M"
