@@ -9,8 +9,8 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 from starlette.testclient import TestClient
 
-from palestra.cli import agent_tools as tools_command
-from palestra.cli import dashboard as dashboard_command
+import palestra.extras.agent_tools.commands as tools_command
+import palestra.extras.dashboard.command as dashboard_command
 from palestra.cli import main
 from palestra.extras.agent_tools.http_api import http_app
 from palestra.extras.agent_tools.launcher import FormLauncher
