@@ -10,6 +10,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
 
     failure, reason, aside = None, None, partial_folder(folder)
     try:  # the folders are made before ranks wait for each other; not a run folder that was deleted
-        ranks.from_first(lambda: [path.mkdir(exist_ok=True) for path in (folder.parent, aside)])
+        for path in (folder.parent, aside):
+            ranks.from_first(partial(path.mkdir, exist_ok=True))
         if ranks.is_first:
             write_folder(folder, write_all)
         else:
