@@ -194,7 +194,7 @@ def folder_size(folder: Path) -> int:
 
 
 def is_unwritable(error: BaseException | None) -> bool:
-    """Whether an error says that the disk takes no more: it is full or read-only, a quota or a limit is reached."""
+    """Whether a file could not be written: the disk is full or read-only, a quota or a limit is reached."""
     return isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _UNWRITABLE)
 
 

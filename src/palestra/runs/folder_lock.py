@@ -24,9 +24,7 @@ _MAX_BYTES = 10_000
 def hold(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder without links, until the process ends at most; PalestraError if another holds it."""
     if link := next((path for path in folder.glob("*") if path.is_symlink()), None):
-        raise StorageError(
-            f"{link} is a symbolic link, and a training writes into its run folder alone; put what it points to there"
-        )
+        raise StorageError(f"{link} is a symbolic link, and a run writes into its own folder only; replace the link")
     path = RunFolder(folder).lock_file
     lock = FileLock(path, timeout=0, mode=0o644, thread_local=False)
     try:

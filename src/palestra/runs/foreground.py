@@ -54,8 +54,7 @@ def listed(folder: Path) -> Iterator[None]:
 
 def listed_early(folder: Path, resumed: object, ends_at_start: bool = False) -> contextlib.AbstractContextManager[None]:
     """List a new run before its parts are built: if it is killed then, its folder is still one's own."""
-    is_early = resumed is None and not ends_at_start and is_first_rank()
-    return listed(folder) if is_early else contextlib.nullcontext()
+    return contextlib.nullcontext() if resumed or ends_at_start or not is_first_rank() else listed(folder)
 
 
 def refuse_busy(folder: Path) -> None:

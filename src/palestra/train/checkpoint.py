@@ -9,7 +9,8 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,10 @@ def save_checkpoint(folder: Path, state: TrainState, write: Callable[[Path], Non
         write(aside)
         (aside / STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
 
-    def make_folders() -> None:
-        folder.parent.mkdir(exist_ok=True)
-        aside.mkdir(exist_ok=True)
-
     failure, reason, aside = None, None, partial_folder(folder)
     try:  # the folders are made before ranks wait for each other; not a run folder that was deleted
-        ranks.from_first(make_folders)
+        for path in (folder.parent, aside):
+            ranks.from_first(partial(path.mkdir, exist_ok=True))
         if ranks.is_first:
             write_folder(folder, write_all)
         else:

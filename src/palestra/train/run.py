@@ -239,18 +239,15 @@ class Run:
             if not self.folder.has_begun:
                 raise StateError(f"the run folder {self.folder.path} was deleted or moved; start a new run") from error
             is_lost = training.state.step > 0 and not training.is_saved and self.model_path is None
-            if is_lost and training.ranks.is_first and (is_unwritable(error) or is_unwritable(error.__cause__)):
-                raise TrainingError(f"{text_of(error)}. {self._save_elsewhere()}") from error
-            raise
-
-    def _save_elsewhere(self) -> str:
-        """Save the weights where temporary files are, before the process ends; returns a sentence about it."""
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="palestra-model-"))  # only its owner can read it
-            path = self.backend.save_model(folder / "model", self.folder.record)
-        except (PalestraError, OSError) as error:
-            return f"The weights could not be saved elsewhere either ({text_of(error)}); set TMPDIR to a disk with room"
-        return f"The weights are in {path}: copy them, or train on with --model.name {path} --output_dir FOLDER"
+            if not (is_lost and training.ranks.is_first and (is_unwritable(error) or is_unwritable(error.__cause__))):
+                raise
+            try:
+                folder = Path(tempfile.mkdtemp(prefix="palestra-model-"))  # only its owner can read it
+                path = self.backend.save_model(folder / "model", self.folder.record)
+                where = f"The weights are in {path}; to continue: --model.name {path} --output_dir FOLDER"
+            except (PalestraError, OSError) as other:
+                where = f"The weights could not be saved elsewhere either ({text_of(other)}); set TMPDIR"
+            raise TrainingError(f"{text_of(error)}. {where}") from error
 
     def _save_model(self) -> Path:
         """Save the final model, before its checkpoint and the last evaluation can fill the disk or fail."""
