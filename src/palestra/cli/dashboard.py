@@ -11,6 +11,7 @@ from palestra.cli.common import PATH, debug_option
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.trust import trust_option
 from palestra.core.errors import NotFoundError
+from palestra.runs.index import run_folders
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
@@ -33,7 +34,7 @@ def command(path: Path | None, host: str, port: int, token: str | None, trust: b
     """
     socket = server_port(host, port, token)
     from palestra.dashboard.app import dashboard_app
-    from palestra.dashboard.catalog import Catalog, run_folders
+    from palestra.dashboard.catalog import Catalog
     from palestra.dashboard.foreign import open_foreign
 
     folders = None if path is None else list(run_folders(path))

@@ -6,8 +6,9 @@ from starlette.testclient import TestClient
 
 from palestra.core.run_folder import RunFolder
 from palestra.dashboard.app import dashboard_app
-from palestra.dashboard.catalog import Catalog, run_folders
+from palestra.dashboard.catalog import Catalog
 from palestra.dashboard.foreign import open_foreign
+from palestra.runs.index import run_folders
 from palestra.runs.manager import RunManager
 
 ADDRESS = "http://127.0.0.1:8004"
