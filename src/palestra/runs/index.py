@@ -153,7 +153,7 @@ class Index:
         rows: dict[str, Row] = {}
         lines = _lines(self._output_folders)
         for root in (*map(Path, lines), self.path.parent / "runs", Path("runs")):
-            for run in run_folders(root):
+            for run in run_folders(root, depth=1):
                 with contextlib.suppress(*_UNREADABLE):
                     # 0.2.0 listed its run folders, and wrote no seals
                     row = self.record_of(run.path) or (row_from_folder(run) if str(run.path) in lines else None)

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import NotFoundError, StateError
+from palestra.core.errors import StateError
 from palestra.core.files import new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
 from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, new_id, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
-from palestra.runs.reader import Part, Run, RunReader, Runs
+from palestra.runs.reader import Part, Run, RunReader, Runs, read_run
 from palestra.runs.request import RunRequest
 
 __all__ = ["ACTIVE", "Part", "Run", "RunManager", "RunRequest", "State", "palestra_home"]
@@ -80,7 +80,7 @@ class RunManager(RunReader):
         while self._index.row(run_id).state not in ENDED and (waited_s := time.monotonic() - began) < wait_s:
             on_wait(waited_s)
             time.sleep(_POLL_S)
-        return self.get(run_id)
+        return read_run(self._reconciled(run_id))
 
     def resume(self, run_id: str, *, max_steps: int | None = None) -> Run:
         """Continue a stopped or failed run from its last checkpoint; with more steps, also a completed one."""
@@ -91,20 +91,19 @@ class RunManager(RunReader):
         if row.state not in resumable:
             raise StateError(f"the run {run_id} is {row.state}; only a stopped or failed run can be resumed")
         folder = RunFolder(Path(row.folder))
-        if not folder.path.is_dir():
-            raise NotFoundError(f"the folder of run {run_id} is gone: {folder.path}; start a new run")
         if not folder.request_file.is_file():
             RunRequest.of_run(folder).save(folder)
-        if folder.has_begun:
-            limits.require_gpus(folder.config.model.gpus, limits.count_gpus())
+        request = RunRequest.load(folder.request_file)
+        config = folder.config if folder.has_begun else request.config()
+        gpus = limits.gpus_needed(config.model, limits.count_gpus(), request.nproc)
         if max_steps is not None:
             if not folder.has_begun:
                 raise StateError(f"the run {run_id} had not begun; resume it without --max-steps")
             done = folder.last_checkpoint()
             resume = Resume(folder.path, max_steps=max_steps)
-            resume.config(folder.config, 0 if done is None else step_of(done)).save(folder.config_file)
+            resume.config(config, 0 if done is None else step_of(done)).save(folder.config_file)
         changes: dict[str, Any] = dict.fromkeys(("reason", "ended", "pid", "born")) | {"parts": {}, "ports": {}}
-        changes |= {"kind": "managed", "host": this_host(), "launched": time.time()}
+        changes |= {"kind": "managed", "host": this_host(), "launched": time.time(), "gpus": gpus}
         if not self._index.move(run_id, resumable, "pending", **changes):
             raise StateError(f"the run {run_id} was just resumed by another process")
         self._launch(run_id, folder)

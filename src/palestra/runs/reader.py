@@ -145,7 +145,7 @@ class RunReader:
                 time.sleep(_FOLLOW_S)
 
     def metrics(self, run_id: str) -> Rows:
-        """One row a step."""
+        """One row per step."""
         return self.folder(run_id).metrics()
 
     def results(self, run_id: str) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _time_left(folder: RunFolder, rows: Rows) -> dict[str, float]:
 
 
 def results(run: Run) -> dict[str, Any]:
-    """What a run has produced so far."""
+    """The results of a run so far."""
     folder = RunFolder(run.folder)
     rows, report, checkpoint = folder.metrics(), folder.report(), folder.last_checkpoint()
     return {
@@ -277,8 +277,9 @@ def why_it_ended(part: str, exit_code: int, log: Path, *, packages: bool = False
     """
     name = _PART_NAMES.get(part, part)
     if exit_code < 0:
-        sentence = f"{name} was killed by {_signal_name(-exit_code)}"
-        return sentence + ("; perhaps out of memory" if -exit_code == signal.SIGKILL else "")
+        signals = {each.value: each.name for each in signal.Signals}
+        memory = "; perhaps out of memory" if -exit_code == signal.SIGKILL else ""
+        return f"{name} was killed by {signals.get(-exit_code, f'signal {-exit_code}')}{memory}"
     sentence = f"{name} ended with exit code {exit_code}"
     text = "\n".join(error_lines(tail(log, 200))) if exit_code > 0 else ""
     if packages and (package := missing_package(text)):
@@ -293,10 +294,3 @@ def error_lines(lines: Lines) -> Lines:
         if _ERROR_LINE.match(lines[i]):
             return lines[i : i + _MAX_LOG_LINES]
     return lines[-3:]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
