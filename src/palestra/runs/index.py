@@ -124,11 +124,11 @@ class Index:
         self._lock = FileLock(home / "runs.lock", timeout=_LOCK_S)
         self._writes = create
         self._folder_of: dict[str, Path] = {}
-        if create and not self._key_file.exists():
+        if create and not _lines(self._key_file):
             try:
                 home.mkdir(parents=True, exist_ok=True)
                 with self._lock:
-                    if not self._key_file.exists():
+                    if not _lines(self._key_file):
                         write_text(self._key_file, secrets.token_hex(32))
                         self._key_file.chmod(0o600)
             except OSError as error:
@@ -151,11 +151,10 @@ class Index:
     def find_runs(self) -> list[Path]:
         """Search the output folders for the runs that this home has started; oldest first."""
         rows: dict[str, Row] = {}
-        lines = _lines(self._output_folders)
+        lines = _lines(self._output_folders)  # written with a slash at the end; 0.2.0 wrote each run folder, without
         for root in (*map(Path, lines), self.path.parent / "runs", Path("runs")):
             for run in run_folders(root, depth=1):
                 with contextlib.suppress(*_UNREADABLE):
-                    # 0.2.0 listed its run folders, and wrote no seals
                     row = self.record_of(run.path) or (row_from_folder(run) if str(run.path) in lines else None)
                     if row is not None:
                         rows.setdefault(row.run_id, row)
@@ -173,7 +172,7 @@ class Index:
 
     def _seal(self, folder: Path) -> str:
         """A digest of the folder's path that only a process with this home's key can compute."""
-        key = self._key_file.read_bytes()[:64]
+        key = self._key_file.read_bytes()[:64] or secrets.token_bytes(64)  # an empty key would be no secret
         return hashlib.blake2b(str(folder.resolve()).encode(), key=key, digest_size=16).hexdigest()
 
     def row_in(self, folder: Path) -> Row:
@@ -327,13 +326,12 @@ def row_from_folder(folder: RunFolder) -> Row:
         "launched": created, "host": this_host(), "ended": changed,
         "state": "completed" if folder.model.is_dir() else "stopped",
     }  # fmt: skip
-    names = _IDENTITY
     if process is not None:
-        names, values = _IDENTITY[:-1], values | process | {"state": "running", "ended": None}
+        values |= process | {"state": "running", "ended": None}
     row = Row(**values)
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # the file may come from somebody else
         known = dict(json.loads(read_regular(folder.index_file)))
-        for name in names:
+        for name in _IDENTITY if process is None else _IDENTITY[:-1]:  # the kind of process is known
             with contextlib.suppress(ValueError):
                 row = Row(**{**row.model_dump(), "folder": row.folder, name: known.get(name)})
     return row
@@ -357,5 +355,5 @@ def _lines(path: Path) -> list[str]:
     """The lines of a text file; none if it is missing or damaged."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return []
