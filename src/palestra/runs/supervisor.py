@@ -65,7 +65,7 @@ class Supervisor:
 
     def __init__(self, index: Index, run_id: str) -> None:
         self._index, self._run_id = index, run_id
-        self._row = row = index.row(run_id)  # written again if the record is lost
+        self._row = row = index.row(run_id)  # as last written; written again if the record is lost
         self._folder, self._launched = RunFolder(Path(row.folder)), row.launched
         self._places = Places(index.path.parent, run_id, row.launched, row.gpus)
         self._request = RunRequest.load(self._folder.request_file)
@@ -102,7 +102,12 @@ class Supervisor:
         self._move(ACTIVE, end, reason=reason, ended=time.time())
 
     def _move(self, come_from: Sequence[State], to: State, **values: Any) -> None:
-        self._retry(lambda: self._index.move(self._run_id, come_from, to, of_launch=self._launched, **values))
+        if self._retry(lambda: self._index.move(self._run_id, come_from, to, of_launch=self._launched, **values)):
+            self._row = self._row.model_copy(update={"state": to, **values})
+
+    def _update(self, **values: Any) -> None:
+        self._row = self._row.model_copy(update=values)
+        self._retry(lambda: self._index.update(self._run_id, **values))
 
     def _retry(self, call: Callable[[], T]) -> T | None:
         """Read or write the run's record, again and again while its lock is held or the disk full: a run must not end
@@ -145,7 +150,7 @@ class Supervisor:
         for port in random.sample(_PORTS, len(_PORTS)):
             if port_error(port) is None and self._places.lock(f"port-{port}"):
                 self._ports[part] = port
-                self._retry(lambda: self._index.update(self._run_id, ports=self._ports))
+                self._update(ports=self._ports)
                 return port
         raise ResourceError(f"no loopback port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
@@ -164,7 +169,7 @@ class Supervisor:
 
     def _write_parts(self) -> None:
         parts = {name: PartRow(part.process, self._exit_codes.get(name)) for name, part in self._parts.items()}
-        self._retry(lambda: self._index.update(self._run_id, parts=parts))
+        self._update(parts=parts)
 
     def _tick(self) -> None:
         """Collect ended processes, and raise if the run must end."""
