@@ -55,9 +55,10 @@ class Victims:
     def process(self, name: str) -> Process | None:
         if name == "supervisor":
             # it lives before it has anything to leave behind: take it when its first child is there
-            return self.index.row(self.run_id).supervisor if self.index.parts(self.run_id) else None
-        alive = {part.part: part.process for part in self.index.parts(self.run_id) if part.exit_code is None}
-        return alive.get(name)
+            row = self.index.row(self.run_id)
+            return row.supervisor if row.parts else None
+        part = self.index.row(self.run_id).parts.get(name)
+        return part.process if part is not None and part.exit_code is None else None
 
     def kill_at(self, victim: str, moment: str) -> None:
         """Wait for the moment, then kill -9."""

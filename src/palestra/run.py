@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +31,7 @@ from palestra.core.show import visible
 from palestra.env_api import train_env
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
-from palestra.runs.index import Index, State, palestra_home
-from palestra.runs.processes import RUN_VARIABLE, descendants, end_all, identify
-from palestra.runs.recovery import SUPERVISOR_DIED, recover_own
+from palestra.runs.processes import RUN_VARIABLE, descendants, end_all, identify, processes_of_run
 from palestra.runs.request import RunRequest, absolute_name
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.watcher import Watcher
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
 Finished = tuple[RunFolder, "Outcome"]
 Watching = Callable[[RunConfig], AbstractContextManager[Watcher]]  # a display for a run with this config
 _TERMINATE_S = 0.5
+_TERMINATE_REST_S = 6.0  # the other processes got SIGTERM from the kernel, too
 _DYING_MS = 200
 
 
@@ -160,31 +158,24 @@ def _background_display(config: RunConfig) -> Iterator[Watcher]:
 
 @contextmanager
 def _outliving_supervisor(part: str) -> Iterator[None]:
-    """If the supervisor dies, end the run in its place.
-
-    The kernel sends SIGTERM, upon which the trainer saves its step. Then it ends what is left and marks the run in the
-    index; the API does so if there is no trainer.
-    """
-    run_id, supervisor, home = os.environ.get(RUN_VARIABLE), os.getppid(), palestra_home()
+    """If the supervisor dies, end what is left of the run: the kernel sends SIGTERM, and the trainer saves its step."""
+    run_id, supervisor = os.environ.get(RUN_VARIABLE), os.getppid()
     if run_id is None:
         yield
         return
-    is_rank = RankVariables.of_environment() is not None
-    marks = part != "env" and not is_rank
-    note = partial(_note_death, home, run_id, supervisor) if marks else None
     output = os.dup(1)  # the pipe that the supervisor reads
-    threading.Thread(target=_watch_output, args=(output, note), daemon=True).start()
+    threading.Thread(target=_discard_output, args=(output,), daemon=True).start()
     try:
         yield
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # a second one must not interrupt this
             signal.signal(number, signal.SIG_IGN)
         # SIGTERM comes with the end of each of the supervisor's threads, so perhaps before that of the process
-        if marks and (_is_closed(output, _DYING_MS) or identify(supervisor) is None):
+        is_rank = RankVariables.of_environment() is not None
+        if part != "env" and not is_rank and (_is_closed(output, _DYING_MS) or identify(supervisor) is None):
             end_all(descendants(os.getpid()), _TERMINATE_S)
-            trainer = [one for one in Index(home).parts(run_id) if one.part == "trainer" and one.process.is_alive]
-            if part == "trainer" or not trainer:
-                recover_own(home, run_id, supervisor)
+            if part == "trainer":
+                end_all(processes_of_run(run_id), _TERMINATE_REST_S)
 
 
 def _is_closed(pipe: int, wait_ms: int | None) -> bool:
@@ -194,25 +185,14 @@ def _is_closed(pipe: int, wait_ms: int | None) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(wait_ms))
 
 
-def _watch_output(output: int, on_close: Callable[[], None] | None) -> None:
-    """Wait until the supervisor, which reads our output, has gone; from then on output is discarded.
+def _discard_output(output: int) -> None:
+    """Wait until the supervisor, which reads our output, has gone; discard what is printed from then on.
 
     Otherwise the next line that is printed would fail, perhaps while a checkpoint is being written.
     """
     _is_closed(output, None)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    if on_close is not None:
-        on_close()
-
-
-def _note_death(home: Path, run_id: str, supervisor: int) -> None:
-    """Write the reason while the step is being saved."""
-    index = Index(home)
-    row = index.row(run_id)
-    if row.pid == supervisor:
-        states: tuple[State, ...] = ("pending", "starting", "running")
-        index.move(run_id, states, "stopping", of_launch=row.launched, reason=SUPERVISOR_DIED)
 
 
 def main(words: list[str]) -> int:

@@ -11,12 +11,13 @@ from palestra.runs.processes import this_host
 
 
 def list_run(index: Index | Path, run_id: str, folder: RunFolder | Path | None = None, **values: Any) -> None:
-    """Add a row to the index (or to that of a home); by default of a managed run that waits, without a folder."""
+    """Add a run to the index (or to that of a home); by default a managed run that waits, in an empty folder."""
     index = index if isinstance(index, Index) else Index(index)
-    path = folder.path if isinstance(folder, RunFolder) else folder
+    path = folder.path if isinstance(folder, RunFolder) else folder or index.path.parent / "runs" / run_id
+    path.mkdir(parents=True, exist_ok=True)
     now = time.time()
     row = {
-        "run_id": run_id, "name": f"name of {run_id}", "environment": "e", "folder": str(path or f"/runs/{run_id}"),
+        "run_id": run_id, "name": f"name of {run_id}", "environment": "e", "folder": str(path),
         "kind": "managed", "state": "pending", "created": now, "launched": now, "host": this_host(),
     }  # fmt: skip
     index.add(**{**row, **values})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,5 +182,5 @@ def _index_rows() -> list[Row]:
         from palestra.runs.index import Index, palestra_home
 
         return Index(palestra_home(), create=False).rows()
-    except (sqlite3.Error, OSError):
+    except OSError:
         return []

@@ -6,7 +6,6 @@ API list every run that they start. Any other folder is foreign: a copy, a downl
 
 from __future__ import annotations
 
-import sqlite3
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,8 +45,8 @@ def is_own(folder: RunFolder) -> bool:
     from palestra.runs.reader import RunReader
 
     try:
-        return RunReader().listed_row(RunFolder(folder.path.absolute())) is not None
-    except (sqlite3.Error, OSError):
+        return RunReader().lists(RunFolder(folder.path.absolute()))
+    except OSError:
         return False
 
 

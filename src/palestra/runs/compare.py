@@ -9,7 +9,7 @@ from typing import Any
 from palestra.core.config import flatten, load_yaml
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_path
-from palestra.runs.database import id_of
+from palestra.runs.index import id_of
 from palestra.runs.reader import Run
 
 Point = tuple[float, float]

@@ -63,9 +63,12 @@ def holder(folder: Path) -> dict[str, Any] | None:
                 pass
     except Timeout:
         try:
-            return dict(json.loads(read_regular(path, _MAX_BYTES) or b"{}"))
-        except (OSError, ValueError, TypeError, RecursionError):
-            return {}
+            match json.loads(read_regular(path, _MAX_BYTES)):
+                case {"pid": int(pid), "born": str(born), "host": str(host)}:
+                    return {"pid": pid, "born": born, "host": host}
+        except (OSError, ValueError, RecursionError):
+            pass
+        return {}
     except OSError:
         pass
     return None

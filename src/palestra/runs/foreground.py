@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -17,9 +16,8 @@ from palestra.core.ranks import is_first_rank
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.runs.folder_lock import hold, holder, refuse_held
-from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, palestra_home
+from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, new_id, palestra_home, subject_of
 from palestra.runs.processes import RUN_VARIABLE, this_host, this_process
-from palestra.runs.recovery import reconcile
 
 log = logging.getLogger("palestra")
 
@@ -39,7 +37,7 @@ def listed(folder: Path) -> Iterator[None]:
             yield
             return
         index = _open_index()
-        with contextlib.suppress(sqlite3.Error, OSError):  # the run goes on without the index
+        with contextlib.suppress(OSError):  # the run goes on without the index
             _list(index, folder.resolve())
         try:
             yield
@@ -61,29 +59,29 @@ def refuse_busy(folder: Path) -> None:
     """Refuse a folder in which another process trains, before anything is loaded."""
     if not has_supervisor() and (index := _open_index()) is not None:
         row = None
-        with contextlib.suppress(sqlite3.Error, OSError):
-            row = index.row_of(str(folder.resolve()))
+        with contextlib.suppress(OSError):
+            row = index.record_of(folder.resolve())
         if row is not None and row.state in ACTIVE:
             raise _busy(row)
     refuse_held(folder)
 
 
 def has_supervisor() -> bool:
-    """Whether a supervisor keeps the run's row. On Windows runs are not listed at all."""
+    """Whether a supervisor writes the run's record. On Windows runs are not listed at all."""
     return RUN_VARIABLE in os.environ or sys.platform == "win32"
 
 
 def mark_failed(folder: Path, reason: str) -> None:
     """Mark the run as failed, for a process that exits without leaving `listed`."""
-    with contextlib.suppress(PalestraError, sqlite3.Error, OSError):
+    with contextlib.suppress(PalestraError, OSError):
         _end(None if has_supervisor() else Index(palestra_home()), folder, "failed", reason)
 
 
 def _open_index() -> Index | None:
     try:
         index = Index(palestra_home())
-        reconcile(index)
-    except (PalestraError, sqlite3.Error, OSError) as error:
+        index.end_dead_runs()
+    except (PalestraError, OSError) as error:
         log.warning("this run will be missing in `palestra runs list`: %s", error)
         return None
     return index
@@ -95,24 +93,24 @@ def _list(index: Index | None, folder: Path) -> None:
         return
     now, me = time.time(), this_process()
     process: dict[str, Any] = {"pid": me.pid, "born": me.born, "host": this_host(), "launched": now, "started": now}
-    row = index.row_of(str(folder))
-    if row is None:
+    if not index.lists(folder):
         record = RunFolder.open(folder).record
         index.add(
-            run_id=index.new_id(), name=str(record["name"]), environment=_subject(record), folder=str(folder),
+            run_id=new_id(), name=str(record["name"]), environment=subject_of(record), folder=str(folder),
             kind="foreground", state="running", created=now, **process,
         )  # fmt: skip
         return
-    changes: dict[str, Any] = {"kind": "foreground", "reason": None, "ended": None, "heartbeat": None, **process}
-    is_mine = row.supervisor == me  # read from our folder, when the index was lost
+    row = index.row_in(folder)
+    changes: dict[str, Any] = {"kind": "foreground", "reason": None, "ended": None, "parts": {}, **process}
+    is_mine = row.supervisor == me  # by the lock of a folder whose record was lost
     if not index.move(row.run_id, (*ENDED, *ACTIVE) if is_mine else ENDED, "running", **changes):
         raise _busy(row)
 
 
 def _end(index: Index | None, folder: Path, state: State, reason: str | None = None) -> None:
     text = None if reason is None else redact(reason)
-    with contextlib.suppress(sqlite3.Error, OSError):
-        if index is not None and (row := index.row_of(str(folder.resolve()))) is not None:
+    with contextlib.suppress(OSError):
+        if index is not None and (row := index.record_of(folder.resolve())) is not None:
             index.move(row.run_id, ACTIVE, state, reason=text, ended=time.time())
 
 
@@ -121,10 +119,3 @@ def _busy(row: Row) -> PalestraError:
         f"{row.folder} is run {row.run_id}, which is {row.state}; watch it with: palestra runs watch {row.run_id}, "
         f"or stop it first: palestra runs stop {row.run_id}"
     )
-
-
-def _subject(record: dict[str, object]) -> str:
-    environment = record.get("environment")
-    if isinstance(environment, dict):
-        return str(environment.get("name"))
-    return Path(str(record.get("source") or record["name"])).stem

@@ -1,32 +1,45 @@
-"""The index of all runs: one SQLite file that many processes read and change concurrently."""
+"""The runs of this machine: each folder holds its run's record, index.json, and runs.txt in PALESTRA_HOME lists them.
+
+The list is a cache: if it is lost, `Index.find_runs` reads the run folders below all output folders.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
-import random
 import secrets
-import sqlite3
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.core.errors import NotFoundError, ResourceError, did_you_mean
-from palestra.core.machine import port_error
-from palestra.runs.database import REBUILT, Database, insert, remember
-from palestra.runs.limits import Demand, fits
-from palestra.runs.processes import Process
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field
+
+from palestra.core.errors import NotFoundError, PalestraError, ResourceError, StorageError, did_you_mean
+from palestra.core.files import read_regular, write_json, write_text
+from palestra.core.run_folder import RunFolder
+from palestra.runs.folder_lock import holder
+from palestra.runs.processes import Process, descendants, end_all, processes_of_run, this_host
 
 State = Literal["pending", "starting", "running", "stopping", "stopped", "completed", "failed"]
 ACTIVE: tuple[State, ...] = ("pending", "starting", "running", "stopping")
 ENDED: tuple[State, ...] = ("stopped", "completed", "failed")
 PARTS = ("api", "trainer", "env")  # the processes of a run over the wire, in the order in which they are started
 
-# Below the range from which systems choose the ports of outgoing connections.
-_PORTS = range(20_000, 30_000)
+_HEADER = "palestra runs 1"  # the first line of runs.txt; the run folders follow, one per line, oldest first
+_LOCK_S = 30.0
+_DEPTH = 3  # levels below an output folder in which runs are searched
 _ID_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # without those that look alike
-
-_GPU_SCHEMA = "CREATE TABLE IF NOT EXISTS gpus (device TEXT PRIMARY KEY, run_id TEXT NOT NULL)"  # 0.1 has none
+_IDENTITY = ("run_id", "name", "environment", "kind", "created")  # of an index.json without our seal
+_UNREADABLE = (OSError, ValueError, PalestraError, KeyError, TypeError)  # files of a damaged or foreign folder
+_LAUNCH_S = 20.0  # a supervisor has registered itself by then
+_OTHER_HOST_S = 300.0  # supervisors touch index.json more often
+_TERMINATE_S = 6.0  # for a checkpoint of the last step; together with SIGKILL, all processes are gone within 10 s
 
 
 class UnknownRun(NotFoundError):
@@ -38,252 +51,309 @@ class TooManyRuns(ResourceError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A run in the index. `pid` and `born` identify its supervisor or, for a run in a terminal, the command itself."""
+class PartRow:
+    """One process of a run, running or ended."""
 
-    number: int
-    run_id: str
+    process: Process
+    exit_code: int | None = None
+
+
+class Row(BaseModel):
+    """A run's record. `pid` and `born` identify its supervisor or, for a run in a terminal, the command itself."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    run_id: str = Field(pattern="^[a-z0-9]{1,64}$")
     name: str
     environment: str
-    folder: str
+    folder: str = Field(exclude=True)
     kind: Literal["managed", "foreground"]
     state: State
-    reason: str | None
+    reason: str | None = None
     created: float
-    started: float | None
-    ended: float | None
+    started: float | None = None
+    ended: float | None = None
     launched: float  # when its supervisor was started
     host: str
-    pid: int | None
-    born: str | None
-    heartbeat: float | None
-    gpus: int
-    memory_gib: float
-    max_runs: int | None
-
-    @classmethod
-    def unlisted(cls, values: Mapping[str, Any]) -> Row:
-        """Of a run that only its folder knows; its reason would be that the index was lost."""
-        missing = {"number": 0, "gpus": 0, "memory_gib": 0.0}
-        return cls(**(dict.fromkeys(_COLUMNS) | missing | dict(values) | {"reason": None}))  # type: ignore[arg-type]
+    pid: int | None = None
+    born: str | None = None
+    gpus: int = 0
+    parts: dict[str, PartRow] = Field(default_factory=dict)
+    ports: dict[str, int] = Field(default_factory=dict)
 
     @property
     def supervisor(self) -> Process | None:
         return Process(self.pid, self.born) if self.pid is not None and self.born is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class PartRow:
-    """One process of a run, running or ended."""
-
-    part: str
-    process: Process
-    exit_code: int | None
-
-
-_COLUMNS = [f.name for f in fields(Row)]
-
-
 def palestra_home() -> Path:
-    """Where the index of runs is kept: PALESTRA_HOME, or ~/.palestra."""
+    """The folder of the index of runs: PALESTRA_HOME, or ~/.palestra."""
     return Path(os.environ.get("PALESTRA_HOME") or Path.home() / ".palestra").expanduser().absolute()
 
 
-class Index:
-    """`runs.db` in PALESTRA_HOME. Every change is one transaction; a change of state names the states it may come from.
+def new_id() -> str:
+    """Eight random letters and digits."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(8))
 
-    One that was lost or damaged is made again from the run folders. With `create=False` nothing is written.
+
+def id_of(folder: Path) -> str:
+    """An id from the folder's path, always the same: for folders without an id, or with one of another folder."""
+    return hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()
+
+
+def run_folders(path: Path, depth: int = _DEPTH) -> Iterator[RunFolder]:
+    """The run folders at a path: itself, or those below it."""
+    folder = RunFolder(path.absolute())
+    if folder.has_begun or folder.request_file.is_file():
+        yield folder
+    elif depth and path.is_dir():
+        for below in sorted(path.iterdir()):
+            if below.is_dir() and not below.is_symlink() and not below.name.startswith("."):
+                yield from run_folders(below, depth - 1)
+
+
+class Index:
+    """The list of run folders, and their records. A change of state names the states that it may come from.
+
+    A record counts only with the seal of this home and this folder: copies and downloads have another one.
+    With `create=False` nothing is written.
     """
 
     def __init__(self, home: Path, *, create: bool = True) -> None:
-        self.path = home / "runs.db"
-        self._database = Database(self.path, writes=create)
+        self.path, self._key_file, self._output_folders = home / "runs.txt", home / "key", home / "folders.txt"
+        self._lock = FileLock(home / "runs.lock", timeout=_LOCK_S)
+        self._writes = create
+        self._folder_of: dict[str, Path] = {}
+        if create and not _lines(self._key_file):
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+                with self._lock:
+                    if not _lines(self._key_file):
+                        write_text(self._key_file, secrets.token_hex(32))
+                        self._key_file.chmod(0o600)
+            except OSError as error:
+                raise StorageError(
+                    f"the index of runs in {home} cannot be written ({error}); "
+                    "set PALESTRA_HOME to a folder that you may write to"
+                ) from None
 
-    def new_id(self) -> str:
-        """Eight letters and digits that no run has."""
-        with self._database.open() as db:
-            taken = {run_id for (run_id,) in db.execute("SELECT run_id FROM runs")}
-        while (run_id := "".join(secrets.choice(_ID_LETTERS) for _ in range(8))) in taken:
+    def folders(self) -> list[Path]:
+        """The folders of all listed runs, oldest first."""
+        header, *lines = _lines(self.path) or [""]
+        if header == _HEADER:
+            return list(map(Path, lines))
+        if not self._writes:
+            return self.find_runs()
+        with self._lock:
+            self._write_list(paths := self.find_runs())
+        return paths
+
+    def find_runs(self) -> list[Path]:
+        """Search the output folders for the runs that this home has started; oldest first."""
+        rows: dict[str, Row] = {}
+        lines = _lines(self._output_folders)  # written with a slash at the end; 0.2.0 wrote each run folder, without
+        for root in (*map(Path, lines), self.path.parent / "runs", Path("runs")):
+            for run in run_folders(root, depth=1):
+                with contextlib.suppress(*_UNREADABLE):
+                    row = self.record_of(run.path) or (row_from_folder(run) if str(run.path) in lines else None)
+                    if row is not None:
+                        rows.setdefault(row.run_id, row)
+        return [Path(row.folder) for row in sorted(rows.values(), key=lambda row: row.created)]
+
+    def record_of(self, folder: Path) -> Row | None:
+        """The record in a folder; None if there is none, or it was written by another home or for another folder."""
+        try:
+            values = json.loads(read_regular(RunFolder(folder).index_file))
+            if secrets.compare_digest(values["seal"], self._seal(folder)):
+                return Row(**{**values, "folder": str(folder)})
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             pass
-        return run_id
+        return None
 
-    def add(self, *, max_active: int | None = None, **values: Any) -> None:
-        """Add a run, unless `max_active` runs are running or queued already: then PalestraError."""
-        with self._database.change() as db:
-            if max_active is not None and (active := len(_active_ids(db))) >= max_active:
-                raise TooManyRuns(
-                    f"{active} runs are running or queued, of at most {max_active}; stop one, or wait for one to end"
-                )
-            insert(db, values)
-        remember(self.path.parent, values)
+    def _seal(self, folder: Path) -> str:
+        """A digest of the folder's path that only a process with this home's key can compute."""
+        key = self._key_file.read_bytes()[:64] or secrets.token_bytes(64)  # an empty key would be no secret
+        return hashlib.blake2b(str(folder.resolve()).encode(), key=key, digest_size=16).hexdigest()
 
-    def keep(self, row: Row, devices: Sequence[str] = ()) -> None:
-        """Write a supervisor's heartbeat; list its run again, with its GPUs, if the index was lost."""
-        with self._database.change() as db:
-            found = db.execute("SELECT reason FROM runs WHERE run_id = ?", (row.run_id,)).fetchone()
-            if found is None or found[0] == REBUILT:
-                db.execute("DELETE FROM runs WHERE run_id = ? OR folder = ?", (row.run_id, row.folder))
-                insert(db, {name: getattr(row, name) for name in _COLUMNS if name != "number"})
-                _hold_gpus(db, row.run_id, devices)
-            else:
-                mine = (row.heartbeat, row.run_id, row.launched)
-                db.execute("UPDATE runs SET heartbeat = ? WHERE run_id = ? AND launched = ?", mine)
+    def row_in(self, folder: Path) -> Row:
+        """The run in a folder: its record, or what its other files say."""
+        return with_death(self.record_of(folder) or row_from_folder(RunFolder(folder)))
 
     def rows(self, limit: int | None = None, offset: int = 0) -> list[Row]:
         """The newest runs first; all without a limit."""
-        with self._database.open() as db:
-            return _rows(db, "ORDER BY number DESC LIMIT ? OFFSET ?", -1 if limit is None else limit, offset)
+        return list(islice(self._rows(), offset, None if limit is None else offset + limit))
 
-    def active_rows(self) -> list[Row]:
-        with self._database.open() as db:
-            return _rows(db, f"WHERE state IN {ACTIVE}")
-
-    def row_of(self, folder: str) -> Row | None:
-        """The run in this folder."""
-        with self._database.open() as db:
-            return next(iter(_rows(db, "WHERE folder = ?", folder)), None)
+    def _rows(self) -> Iterator[Row]:
+        for folder in reversed(self.folders()):
+            with contextlib.suppress(*_UNREADABLE):
+                yield self.row_in(folder)
 
     def count(self) -> int:
-        with self._database.open() as db:
-            return int(db.execute("SELECT count(*) FROM runs").fetchone()[0])
+        return sum(folder.is_dir() for folder in self.folders())
 
-    def active_ids(self) -> list[str]:
-        """The runs that are running or queued, newest first."""
-        with self._database.open() as db:
-            return _active_ids(db)
-
-    def has(self, run_id: str) -> bool:
-        with self._database.open() as db:
-            return bool(_rows(db, "WHERE run_id = ?", run_id))
+    def lists(self, folder: Path) -> bool:
+        """Whether exactly this folder is listed. The id in a folder is no proof: a copy has that of its original."""
+        return bool({folder, folder.resolve()} & set(self.folders()))
 
     def row(self, run_id: str) -> Row:
-        with self._database.open() as db:
-            found = _rows(db, "WHERE run_id = ?", run_id)
-            if not found:
-                ids = [each for (each,) in db.execute("SELECT run_id FROM runs ORDER BY number DESC LIMIT 100")]
-                raise UnknownRun(
-                    f"there is no run {run_id[:80]!r}.{did_you_mean(run_id[:80], ids)} See `palestra runs list`"
+        """The run with this id; UnknownRun if none is listed."""
+        if (folder := self._folder_of.get(run_id)) and (row := self.record_of(folder)) and row.run_id == run_id:
+            return with_death(row)
+        ids = []
+        for row in self._rows():
+            self._folder_of[row.run_id] = Path(row.folder)
+            if row.run_id == run_id:
+                return row
+            ids.append(row.run_id)
+        raise UnknownRun(f"there is no run {run_id[:80]!r}.{did_you_mean(run_id[:80], ids)} See `palestra runs list`")
+
+    def _recorded(self, run_id: str) -> Row:
+        """The run with this id, in the state of its record."""
+        row = self.row(run_id)
+        return self.record_of(Path(row.folder)) or row
+
+    def add(self, *, max_active: int | None = None, **values: Any) -> None:
+        """Add a run, unless `max_active` runs are running or queued already: then TooManyRuns."""
+        with self._lock:
+            active = 0 if max_active is None else sum(row.state in ACTIVE for row in self.rows())
+            if max_active is not None and active >= max_active:
+                raise TooManyRuns(
+                    f"{active} runs are running or queued, of at most {max_active}; stop one, or wait for one to end"
                 )
-        return found[0]
+            self.write(Row(**values))
+
+    def write(self, row: Row) -> None:
+        """Write a run's record, and list its folder."""
+        folder, values = Path(row.folder), row.model_dump(mode="json")
+        with self._lock:
+            write_json(RunFolder(folder).index_file, {**values, "seal": self._seal(folder)})
+            self._folder_of[row.run_id] = folder
+            if folder not in (folders := self.folders()):
+                self._write_list([*folders, folder])
+            if (line := f"{folder.parent}/") not in _lines(self._output_folders):
+                with self._output_folders.open("a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
+
+    def _write_list(self, folders: Sequence[Path]) -> None:
+        write_text(self.path, "".join(f"{line}\n" for line in (_HEADER, *folders)))
+
+    def update(self, run_id: str, **values: Any) -> None:
+        with self._lock:
+            self.write(self._recorded(run_id).model_copy(update=values))
 
     def move(
         self, run_id: str, come_from: Sequence[State], to: State, *, of_launch: float | None = None, **values: Any
     ) -> bool:
-        """Change a run's state and other columns, if its state is one of `come_from`. Returns whether it was.
+        """Change a run's state and other values, if its state is one of `come_from`. Returns whether it was.
 
         With `of_launch`, only if the run was not launched again since then: the supervisor of an earlier launch
         must not change the run after it was resumed.
         """
-        changes = {"state": to, **values}
-        assignments = ", ".join(f"{name} = ?" for name in changes)
-        states = ", ".join("?" * len(come_from))
-        with self._database.change() as db:
-            done = db.execute(
-                f"UPDATE runs SET {assignments} "
-                f"WHERE run_id = ? AND state IN ({states}) AND launched = ifnull(?, launched)",
-                [*changes.values(), run_id, *come_from, of_launch],
-            )
-            if to in ENDED and done.rowcount:
-                db.execute("DELETE FROM ports WHERE run_id = ?", (run_id,))
-            return done.rowcount == 1
-
-    def update(self, run_id: str, **values: Any) -> None:
-        assignments = ", ".join(f"{name} = ?" for name in values)
-        with self._database.change() as db:
-            db.execute(f"UPDATE runs SET {assignments} WHERE run_id = ?", [*values.values(), run_id])
+        with self._lock:
+            row = self._recorded(run_id)
+            if row.state not in come_from or of_launch not in (None, row.launched):
+                return False
+            self.write(row.model_copy(update={"state": to, **values}))
+        return True
 
     def remove(self, run_id: str) -> bool:
-        """Remove a run that has ended from the index."""
-        with self._database.change() as db:
-            done = db.execute(f"DELETE FROM runs WHERE run_id = ? AND state IN {ENDED}", (run_id,)).rowcount == 1
-            if done:
-                db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
-            return done
+        """Remove a run that has ended from the list."""
+        with self._lock:
+            row = self.row(run_id)
+            if row.state in ENDED:
+                self._write_list([folder for folder in self.folders() if folder != Path(row.folder)])
+            return row.state in ENDED
 
-    def admit(
-        self, run_id: str, free_memory_gib: float, machine_gpus: int, default_runs: int, devices: Sequence[str] = ()
-    ) -> str | None:
-        """Let a pending run start if it is next and there is room; else return what it waits for.
-
-        A run that needs GPUs gets its own of `devices`; `gpus` says which.
-        """
-        with self._database.change() as db:
-            (me,) = _rows(db, "WHERE run_id = ?", run_id)
-            if me.state != "pending":
-                return None
-            others = _rows(db, f"WHERE run_id != ? AND host = ? AND state IN {ACTIVE}", run_id, me.host)
-            running = [r.gpus for r in others if r.state != "pending"]
-            # runs that need no GPU may pass one that waits for GPUs, other runs may not: many small runs would
-            # keep a large one waiting for ever
-            waiting = [r for r in others if r.state == "pending" and r.number < me.number]
-            before = [r for r in waiting if me.gpus or not r.gpus]
-            wait = fits(
-                Demand(me.gpus, me.memory_gib), running, me.max_runs or default_runs, machine_gpus, free_memory_gib
-            ) or (f"run {before[0].run_id} is before it" if before else None)
-            if wait is None:
-                db.execute("UPDATE runs SET state = 'starting', reason = NULL WHERE run_id = ?", (run_id,))
-                _assign_gpus(db, run_id, devices, me.gpus)
-            elif wait != me.reason:
-                db.execute("UPDATE runs SET reason = ? WHERE run_id = ?", (wait, run_id))
-            return wait
-
-    def claim_port(self, run_id: str, part: str) -> int:
-        """A free loopback port that no other run has claimed."""
-        with self._database.change() as db:
-            taken = {port for (port,) in db.execute("SELECT port FROM ports")}
-            for port in random.sample(_PORTS, len(_PORTS)):
-                if port not in taken and port_error(port) is None:
-                    db.execute("DELETE FROM ports WHERE run_id = ? AND part = ?", (run_id, part))
-                    db.execute("INSERT INTO ports VALUES (?, ?, ?)", (port, run_id, part))
-                    return port
-        raise ResourceError(f"no loopback port from {_PORTS[0]} to {_PORTS[-1]} is free")
-
-    def gpus(self, run_id: str) -> list[str]:
-        """The devices that a run was given, by the names that CUDA_VISIBLE_DEVICES takes."""
-        with self._database.change() as db:
-            db.execute(_GPU_SCHEMA)
-            return [device for (device,) in db.execute("SELECT device FROM gpus WHERE run_id = ?", (run_id,))]
-
-    def ports(self, run_id: str) -> dict[str, int]:
-        with self._database.open() as db:
-            return dict(db.execute("SELECT part, port FROM ports WHERE run_id = ? ORDER BY part", (run_id,)).fetchall())
-
-    def parts(self, run_id: str) -> list[PartRow]:
-        with self._database.open() as db:
-            rows = db.execute("SELECT part, pid, born, exit_code FROM processes WHERE run_id = ?", (run_id,)).fetchall()
-        return [PartRow(part, Process(pid, born), code) for part, pid, born, code in rows]
-
-    def part_started(self, run_id: str, part: str, process: Process) -> None:
-        with self._database.change() as db:
-            row = (run_id, part, process.pid, process.born)
-            db.execute("INSERT OR REPLACE INTO processes VALUES (?, ?, ?, ?, NULL)", row)
-
-    def part_ended(self, run_id: str, part: str, exit_code: int | None) -> None:
-        with self._database.change() as db:
-            db.execute("UPDATE processes SET exit_code = ? WHERE run_id = ? AND part = ?", (exit_code, run_id, part))
-
-    def forget_parts(self, run_id: str) -> None:
-        with self._database.change() as db:
-            db.execute("DELETE FROM processes WHERE run_id = ?", (run_id,))
+    def end_dead_runs(self) -> list[str]:
+        """End the processes that dead runs have left behind, and record how the runs ended. Returns their ids."""
+        dead: list[str] = []
+        for row in filter(None, map(self.record_of, self.folders())):
+            if death_of(row) is None:
+                continue
+            if row.host == this_host():
+                # first of all: once their parents are gone, descendants are not found any more
+                left = {part.process for part in row.parts.values() if part.exit_code is None}
+                left |= {below for process in left for below in descendants(process.pid)}
+                end_all(left | set(processes_of_run(row.run_id)), _TERMINATE_S)
+            end = with_death(row)
+            changes = {"reason": end.reason, "ended": end.ended}
+            if self.move(row.run_id, [row.state], end.state, of_launch=row.launched, **changes):
+                dead.append(row.run_id)
+        return dead
 
 
-def _rows(db: sqlite3.Connection, which: str, *values: Any) -> list[Row]:
-    return [Row(*row) for row in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs {which}", values)]
+def death_of(row: Row) -> str | None:
+    """Why a run that is recorded as active is dead; None if it is alive. Only reads, and does not block."""
+    if row.state not in ACTIVE:
+        return None
+    if row.host != this_host():
+        silent_s = time.time() - _changed(RunFolder(Path(row.folder)))
+        is_dead = row.kind == "managed" and silent_s > _OTHER_HOST_S
+        return f"nothing was heard of it on {row.host.split()[0]} for {silent_s:.0f} s" if is_dead else None
+    if row.supervisor is None:
+        return "its supervisor did not start" if time.time() - row.launched > _LAUNCH_S else None
+    if not row.supervisor.is_alive:
+        return "its process has died" if row.kind == "foreground" else "its supervisor has died"
+    return None
 
 
-def _active_ids(db: sqlite3.Connection) -> list[str]:
-    return [run_id for (run_id,) in db.execute(f"SELECT run_id FROM runs WHERE state IN {ACTIVE} ORDER BY number DESC")]
+def with_death(row: Row) -> Row:
+    """The row; of a dead run, as it will be once its processes have ended, which may still be saving a checkpoint."""
+    if (reason := death_of(row)) is None:
+        return row
+    if row.state == "stopping" and row.reason:
+        reason = f"{row.reason}; then {reason}"
+    if row.host == this_host() and any(part.exit_code is None and part.process.is_alive for part in row.parts.values()):
+        return row.model_copy(update={"state": "stopping", "reason": reason})
+    if row.state == "stopping" and row.reason is None:  # it was asked for, and nothing had gone wrong before
+        state, reason = "stopped", f"{reason}; it was being stopped"
+    else:
+        state, reason = "failed", f"{reason}; continue it with: palestra runs resume {row.run_id}"
+    return row.model_copy(update={"state": state, "reason": reason, "ended": _changed(RunFolder(Path(row.folder)))})
 
 
-def _assign_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str], count: int) -> None:
-    """The first that no active run has; where a run is alone on the machine, and asks for more than there are, all."""
-    db.execute(_GPU_SCHEMA)
-    db.execute(f"DELETE FROM gpus WHERE run_id NOT IN (SELECT run_id FROM runs WHERE state IN {ACTIVE})")
-    db.execute("DELETE FROM gpus WHERE run_id = ?", (run_id,))
-    taken = {device for (device,) in db.execute("SELECT device FROM gpus")}
-    _hold_gpus(db, run_id, [device for device in devices if device not in taken][:count])
+def row_from_folder(folder: RunFolder) -> Row:
+    """A run without a record of this home, by run.json, its lock and its other files."""
+    record = folder.record if folder.has_begun else dict(json.loads(read_regular(folder.request_file)))
+    changed, process = _changed(folder), holder(folder.path)
+    try:
+        created = time.mktime(time.strptime(str(record.get("created")), "%Y%m%d-%H%M%S"))
+    except (ValueError, OverflowError):
+        created = changed
+    values: dict[str, Any] = {
+        "run_id": id_of(folder.path), "name": str(record.get("name") or folder.path.name), "folder": str(folder.path),
+        "environment": subject_of(record), "kind": "foreground", "created": created, "started": created,
+        "launched": created, "host": this_host(), "ended": changed,
+        "state": "completed" if folder.model.is_dir() else "stopped",
+    }  # fmt: skip
+    if process is not None:
+        values |= process | {"state": "running", "ended": None}
+    row = Row(**values)
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # the file may come from somebody else
+        known = dict(json.loads(read_regular(folder.index_file)))
+        for name in _IDENTITY if process is None else _IDENTITY[:-1]:  # the kind of process is known
+            with contextlib.suppress(ValueError):
+                row = Row(**{**row.model_dump(), "folder": row.folder, name: known.get(name)})
+    return row
 
 
-def _hold_gpus(db: sqlite3.Connection, run_id: str, devices: Sequence[str]) -> None:
-    db.execute(_GPU_SCHEMA)
-    db.executemany("INSERT OR REPLACE INTO gpus VALUES (?, ?)", [(device, run_id) for device in devices])
+def subject_of(record: Mapping[str, Any]) -> str:
+    """What a run trains on, by its run.json: its environment, or the name of its agent file."""
+    match record.get("environment"):
+        case {"name": str(name)}:
+            return name
+    return Path(str(record.get("source") or record.get("name") or "")).stem
+
+
+def _changed(folder: RunFolder) -> float:
+    """Time of a run's last sign of life, in seconds since the epoch."""
+    files = (folder.metrics_file, folder.index_file, folder.config_file, folder.request_file)
+    return max((path.stat().st_mtime for path in files if path.is_file()), default=0.0)
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text file; none if it is missing or damaged."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return []

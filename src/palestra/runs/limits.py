@@ -1,65 +1,103 @@
-"""Limit concurrent runs by number, GPUs and memory; further runs are queued."""
+"""Limit concurrent runs by number and by GPUs; further runs are queued.
+
+Places are locks of files in PALESTRA_HOME, which the kernel releases when a run's supervisor and trainer have ended.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+from filelock import FileLock
 
 from palestra.core.config_sections import ModelSection
 from palestra.core.errors import ResourceError, SettingError
 from palestra.core.machine import processors
 
 MAX_RUNS_VARIABLE = "PALESTRA_MAX_RUNS"
-GPUS_VARIABLE = "PALESTRA_GPUS"  # the GPUs that runs may be given, as CUDA_VISIBLE_DEVICES names them
-_PROCESS_GIB = 1.0  # Python with torch and a small model
-_COPIES = 5  # weights, gradients, two moments of the optimizer, activations
+GPUS_VARIABLE = "PALESTRA_GPUS"  # the GPUs that runs may use, as CUDA_VISIBLE_DEVICES names them
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a run needs."""
+class Places:
+    """The places of one run on this machine: in the queue, then among the running runs, with GPUs of its own."""
 
-    gpus: int
-    memory_gib: float
+    def __init__(self, home: Path, run_id: str, launched: float, gpus: int) -> None:
+        self._folder = home / "locks" / os.uname().nodename
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._run_id, self._gpus = run_id, gpus
+        self._ticket = f"waiting-{launched:017.6f}-{gpus}-{run_id}"  # sorts in the order of the queue
+        self.locks: list[int] = []  # open files: of the ticket, then of the places
+        self.devices: list[str] = []
 
-
-def fits(
-    demand: Demand, running: Sequence[int], max_runs: int, machine_gpus: int, free_memory_gib: float
-) -> str | None:
-    """None if a run may start now, else what it waits for. A run that is alone on the machine always may.
-
-    `running` has the GPUs that each running run has taken.
-
-    >>> fits(Demand(0, 1.0), [0], max_runs=1, machine_gpus=0, free_memory_gib=8.0)
-    '1 of at most 1 runs are running'
-    """
-    if not running:
+    def take(self) -> str | None:
+        """Take the run's places, or return what it waits for. A run that is alone always gets them."""
+        devices, max_runs = gpu_names(), default_max_runs()
+        with FileLock(self._folder / "queue.lock"):
+            if not self.locks:
+                self.lock(self._ticket)
+            held = list(self._held())
+            running = sum(name.startswith("run-") for name in held)
+            if running >= max(1, max_runs):
+                return f"{running} of at most {max_runs} runs are running"
+            free = [device for device in devices if _file_name(f"gpu-{device}") not in held]
+            if running and self._gpus > len(free):
+                return f"{len(devices) - len(free)} of {len(devices)} GPUs are in use"
+            for _, _, gpus, run_id in (name.split("-") for name in held if "waiting-" <= name < self._ticket):
+                # Runs that need no GPU may pass those that wait for GPUs. Other runs may not: many small runs would
+                # keep a large one waiting for ever.
+                if self._gpus or gpus == "0":
+                    return f"run {run_id} is before it"
+            self.devices = free[: self._gpus]
+            for name in (f"run-{self._run_id}", *(f"gpu-{device}" for device in self.devices)):
+                self.lock(name)
+            os.close(self.locks.pop(0))
         return None
-    if len(running) >= max_runs:
-        return f"{len(running)} of at most {max_runs} runs are running"
-    if demand.gpus and sum(running) + demand.gpus > machine_gpus:
-        return f"{sum(running)} of {machine_gpus} GPUs are in use"
-    if demand.memory_gib > free_memory_gib:
-        return f"it needs about {demand.memory_gib:.1f} GiB of memory, and {free_memory_gib:.1f} are free"
-    return None
+
+    def lock(self, name: str) -> bool:
+        """Lock a name on this machine until the run ends; False if another run has it."""
+        number = _lock(self._folder / _file_name(name))
+        self.locks += [] if number is None else [number]
+        return number is not None
+
+    def _held(self) -> Iterator[str]:
+        """The names that other runs have locked, sorted; the files of all others are removed."""
+        for path in sorted(self._folder.glob("*-*")):
+            if path.name != self._ticket:
+                if (lock := _lock(path)) is None:
+                    yield path.name
+                else:
+                    path.unlink()
+                    os.close(lock)
 
 
-def demand_of(model: ModelSection, machine_gpus: int, processes: int, ranks: int = 1) -> Demand:
-    """An estimate, from the settings alone, of what a run needs. More GPUs than the machine has are refused."""
-    gpus = model.gpus or (ranks if model.device.startswith("cuda") or (model.device == "auto" and machine_gpus) else 0)
+def _file_name(name: str) -> str:
+    return name.replace("/", "_")  # of parts of GPUs: MIG-GPU-7f/1/0
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file until the number that is returned is closed; None if another process holds the lock."""
+    import fcntl  # not on Windows, where no runs are started in the background
+
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+def gpus_needed(model: ModelSection, machine_gpus: int, ranks: int = 1) -> int:
+    """How many GPUs a run needs, by its settings. More than the machine has are refused."""
     require_gpus(model.gpus, machine_gpus)
+    gpus = model.gpus or (ranks if model.device.startswith("cuda") or (model.device == "auto" and machine_gpus) else 0)
     if ranks > 1 and gpus > machine_gpus:
         raise ResourceError(
             f"--nproc {ranks} needs a GPU for each process, and there are {machine_gpus}; "
             f"use --nproc {machine_gpus or 1}, or --model.device cpu"
         )
-    folder = Path(model.name).expanduser()
-    weights = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 2**30 if folder.is_dir() else 0.0
-    return Demand(gpus, (processes + ranks - 1) * _PROCESS_GIB + (0.0 if gpus else (_COPIES + ranks - 1) * weights))
+    return gpus
 
 
 def require_gpus(asked: int | None, available: int) -> None:
@@ -94,8 +132,3 @@ def _names(variable: str) -> list[str] | None:
 
 def count_gpus() -> int:
     return len(gpu_names())
-
-
-def free_memory_gib() -> float:
-    """What can be allocated without swapping."""
-    return psutil.virtual_memory().available / 2**30

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import NotFoundError, StateError
+from palestra.core.errors import StateError
 from palestra.core.files import new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
-from palestra.runs.database import id_of, row_from_folder
-from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, palestra_home
+from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, new_id, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
-from palestra.runs.reader import Part, Run, RunReader, Runs
-from palestra.runs.recovery import reconcile
+from palestra.runs.reader import Part, Run, RunReader, Runs, read_run
 from palestra.runs.request import RunRequest
 
 __all__ = ["ACTIVE", "Part", "Run", "RunManager", "RunRequest", "State", "palestra_home"]
@@ -41,22 +39,23 @@ class RunManager(RunReader):
         self.max_runs = max_runs
 
     def start(self, request: RunRequest, *, max_active: int | None = None) -> Run:
-        """Start a run in the background, or queue it; returns at once. Bad settings raise PalestraError, and so do more
-        than `max_active` runs that are running or queued."""
+        """Start a run in the background, or queue it, without waiting for it.
+
+        Bad settings raise PalestraError, and so do more than `max_active` runs that are running or queued.
+        """
         config, needs_wire = request.check(), request.needs_wire()
-        demand = limits.demand_of(config.model, limits.count_gpus(), 3 if needs_wire else 1, request.nproc)
-        reconcile(self._index)
+        gpus = limits.gpus_needed(config.model, limits.count_gpus(), request.nproc)
+        self._index.end_dead_runs()
         output_dir = Path(str(request.settings.get("output_dir") or self.home / "runs")).expanduser().absolute()
         name = request.name or request.subject
         folder = RunFolder(new_folder(output_dir, name))
         request.save(folder)
         if needs_wire:
             folder.wire.mkdir()
-        now, run_id = time.time(), self._index.new_id()
+        now, run_id = time.time(), new_id()
         row: dict[str, Any] = {
             "run_id": run_id, "name": name, "environment": request.subject, "folder": str(folder.path),
-            "kind": "managed", "state": "pending", "created": now, "launched": now, "host": this_host(),
-            "gpus": demand.gpus, "memory_gib": demand.memory_gib, "max_runs": self.max_runs,
+            "kind": "managed", "state": "pending", "created": now, "launched": now, "host": this_host(), "gpus": gpus,
         }  # fmt: skip
         try:
             self._index.add(max_active=max_active, **row)
@@ -69,7 +68,7 @@ class RunManager(RunReader):
     def stop(self, run_id: str, wait_s: float = 60.0, on_wait: Callable[[float], None] = lambda waited_s: None) -> Run:
         """Stop a run with a checkpoint, and wait until it has ended (at most `wait_s`): it finishes its step first.
 
-        `on_wait` is called again and again meanwhile.
+        `on_wait` is called again and again while it waits.
         """
         row = self._reconciled(run_id)
         if row.state in ENDED:
@@ -78,10 +77,10 @@ class RunManager(RunReader):
         if row.kind == "foreground" and row.supervisor is not None and row.host == this_host():
             send(row.supervisor, signal.SIGTERM)
         began = time.monotonic()
-        while self._reconciled(run_id).state not in ENDED and (waited_s := time.monotonic() - began) < wait_s:
+        while self._index.row(run_id).state not in ENDED and (waited_s := time.monotonic() - began) < wait_s:
             on_wait(waited_s)
             time.sleep(_POLL_S)
-        return self.get(run_id)
+        return read_run(self._reconciled(run_id))
 
     def resume(self, run_id: str, *, max_steps: int | None = None) -> Run:
         """Continue a stopped or failed run from its last checkpoint; with more steps, also a completed one."""
@@ -92,21 +91,19 @@ class RunManager(RunReader):
         if row.state not in resumable:
             raise StateError(f"the run {run_id} is {row.state}; only a stopped or failed run can be resumed")
         folder = RunFolder(Path(row.folder))
-        if not folder.path.is_dir():
-            raise NotFoundError(f"the folder of run {run_id} is gone: {folder.path}; start a new run")
         if not folder.request_file.is_file():
             RunRequest.of_run(folder).save(folder)
-        if folder.has_begun:
-            limits.require_gpus(folder.config.model.gpus, limits.count_gpus())
+        request = RunRequest.load(folder.request_file)
+        config = folder.config if folder.has_begun else request.config()
+        gpus = limits.gpus_needed(config.model, limits.count_gpus(), request.nproc)
         if max_steps is not None:
             if not folder.has_begun:
                 raise StateError(f"the run {run_id} had not begun; resume it without --max-steps")
             done = folder.last_checkpoint()
             resume = Resume(folder.path, max_steps=max_steps)
-            resume.config(folder.config, 0 if done is None else step_of(done)).save(folder.config_file)
-        self._index.forget_parts(run_id)
-        changes: dict[str, Any] = dict.fromkeys(("reason", "ended", "pid", "born", "heartbeat"))
-        changes |= {"kind": "managed", "host": this_host(), "max_runs": self.max_runs, "launched": time.time()}
+            resume.config(config, 0 if done is None else step_of(done)).save(folder.config_file)
+        changes: dict[str, Any] = dict.fromkeys(("reason", "ended", "pid", "born")) | {"parts": {}, "ports": {}}
+        changes |= {"kind": "managed", "host": this_host(), "launched": time.time(), "gpus": gpus}
         if not self._index.move(run_id, resumable, "pending", **changes):
             raise StateError(f"the run {run_id} was just resumed by another process")
         self._launch(run_id, folder)
@@ -114,13 +111,10 @@ class RunManager(RunReader):
 
     def adopt(self, folder: RunFolder) -> str:
         """The id of the run in a folder, which is added to the index if it is not listed."""
-        row = self.listed_row(folder)
-        if row is None:
-            folder = RunFolder(folder.path.absolute())
-            values = row_from_folder(folder)
-            values |= {"run_id": id_of(folder.path)} if self._index.has(values["run_id"]) else {}
-            self._index.add(**values)
-        return values["run_id"] if row is None else row.run_id
+        row = self.row_of(RunFolder(folder.path.absolute()))
+        if not self._index.lists(Path(row.folder)):
+            self._index.write(row)
+        return row.run_id
 
     def remove(self, run_id: str, *, keep_folder: bool = False) -> None:
         """Remove a run that has ended from the index, and delete its folder."""
@@ -132,19 +126,20 @@ class RunManager(RunReader):
             shutil.rmtree(folder.path, ignore_errors=True)
 
     def gc(self) -> Runs:
-        """End the processes that dead runs have left behind, remove their temporary folders, and mark those runs in the
-        index. Returns them."""
+        """End the processes that dead runs have left behind, remove their temporary folders, and record how those runs
+        ended. Returns them."""
         remove_stale()
-        return [self.get(run_id) for run_id in reconcile(self._index)]
+        return [self.get(run_id) for run_id in self._index.end_dead_runs()]
 
     def _reconciled(self, run_id: str) -> Row:
         self._index.row(run_id)  # an unknown id raises before anything is changed
-        reconcile(self._index)
+        self._index.end_dead_runs()
         return self._index.row(run_id)
 
     def _launch(self, run_id: str, folder: RunFolder) -> None:
         """Start the supervisor, which detaches itself from this process."""
         environ = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
+        environ |= {limits.MAX_RUNS_VARIABLE: str(self.max_runs)} if self.max_runs else {}
         with open_private(folder.log_file("supervisor")) as log:
             command = [sys.executable, "-P", "-m", "palestra.runs.supervisor", str(self.home), run_id]
             done = subprocess.run(

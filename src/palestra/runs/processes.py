@@ -77,8 +77,8 @@ class Part:
     log_writer: threading.Thread
 
 
-def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> Part:
-    """Start a command in its own session; on Linux it gets SIGTERM when this process dies.
+def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path, locks: Sequence[int] = ()) -> Part:
+    """Start a command in its own session, with `locks` (open files); on Linux it gets SIGTERM when this process dies.
 
     Its output goes to `log`, which only its owner may read, without the secrets in our environment and in `env`.
     """
@@ -91,6 +91,7 @@ def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) 
         stdout=output,
         stderr=output,
         start_new_session=True,
+        pass_fds=locks,
         preexec_fn=ends_with_parent(),
     )
     os.close(output)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,9 +16,7 @@ from palestra.core.files import last_lines, last_rows
 from palestra.core.run_folder import RunFolder, numbered_rows
 from palestra.core.secrets import redact
 from palestra.core.show import visible
-from palestra.runs.database import id_of, row_from_folder
-from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, palestra_home
-from palestra.runs.recovery import death_of, outcome_of, seconds_without_heartbeat
+from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, Row, State, UnknownRun, id_of, palestra_home
 
 Part = Literal["trainer", "env", "api", "supervisor"]
 Runs = list["Run"]
@@ -87,20 +86,23 @@ class RunReader:
 
     def get(self, run_id: str) -> Run:
         """The run with this id; PalestraError if there is none."""
-        return read_run(self._index, self._index.row(run_id))
+        return read_run(self._index.row(run_id))
 
     def of_folder(self, folder: RunFolder) -> Run:
         """The run in a folder, also one that the index does not list."""
-        row = self.listed_row(folder)
-        if row is None:
-            row = Row.unlisted(row_from_folder(folder))
-            if self._index.has(row.run_id):  # a copy: the id in its index.json is that of the original
-                row = replace(row, run_id=id_of(folder.path))
-        return read_run(self._index, row)
+        return read_run(self.row_of(folder))
 
-    def listed_row(self, folder: RunFolder) -> Row | None:
-        """The index's row of exactly this folder. The id in a folder is no proof: a copy has that of its original."""
-        return self._index.row_of(str(folder.path)) or self._index.row_of(str(folder.path.resolve()))
+    def row_of(self, folder: RunFolder) -> Row:
+        """The row of the run in a folder; of a copy, with an id of its own."""
+        row = self._index.row_in(folder.path)
+        with contextlib.suppress(UnknownRun):
+            if Path(self._index.row(row.run_id).folder).resolve() != folder.path.resolve():
+                return row.model_copy(update={"run_id": id_of(folder.path)})
+        return row
+
+    def lists(self, folder: RunFolder) -> bool:
+        """Whether the index lists exactly this folder."""
+        return self._index.lists(folder.path)
 
     def list(self) -> Runs:
         """All runs, newest first."""
@@ -108,12 +110,11 @@ class RunReader:
 
     def page(self, limit: int | None, offset: int = 0) -> tuple[Runs, int]:
         """`limit` runs from the `offset`-th on, newest first, and how many there are."""
-        rows = self._index.rows(limit, offset)
-        return [read_run(self._index, row) for row in rows], self._index.count()
+        return [read_run(row) for row in self._index.rows(limit, offset)], self._index.count()
 
     def active_ids(self) -> Lines:
         """The runs that are running or queued, newest first."""
-        return self._index.active_ids()
+        return [row.run_id for row in self._index.rows() if row.state in ACTIVE]
 
     def logs(self, run_id: str, part: Part = "trainer", lines: int = 50) -> Lines:
         """The last lines of a process's log, with secrets redacted; empty if it has written nothing."""
@@ -144,7 +145,7 @@ class RunReader:
                 time.sleep(_FOLLOW_S)
 
     def metrics(self, run_id: str) -> Rows:
-        """One row a step."""
+        """One row per step."""
         return self.folder(run_id).metrics()
 
     def results(self, run_id: str) -> dict[str, Any]:
@@ -168,11 +169,10 @@ class RunReader:
         return RunFolder(Path(self._index.row(run_id).folder))
 
 
-def read_run(index: Index, row: Row) -> Run:
+def read_run(row: Row) -> Run:
     """A run from its row and its folder."""
-    row, folder = _with_death(row), RunFolder(Path(row.folder))
+    folder = RunFolder(Path(row.folder))
     parts = PARTS if folder.wire.is_dir() else ("trainer",)
-    started = {part.part: part for part in index.parts(row.run_id)}
     return Run(
         run_id=row.run_id,
         name=visible(row.name),  # a folder from elsewhere may hold any characters
@@ -183,22 +183,11 @@ def read_run(index: Index, row: Row) -> Run:
         created=row.created,
         started=row.started,
         ended=row.ended,
-        processes={part: _process_state(started.get(part), row) for part in parts},
+        processes={part: _process_state(row.parts.get(part), row) for part in parts},
         logs={part: folder.log_file(part) for part in (*parts, "supervisor")} if row.kind == "managed" else {},
-        ports=index.ports(row.run_id),
+        ports=row.ports if row.state in ACTIVE else {},
         progress=progress(folder),
     )
-
-
-def _with_death(row: Row) -> Row:
-    """The row as `reconcile` would leave it if the run has died; a run that may hang is only noted."""
-    if reason := death_of(row):
-        state, text = outcome_of(row, reason)
-        return replace(row, state=state, reason=text, ended=row.heartbeat)
-    if row.reason is None and (silent_s := seconds_without_heartbeat(row)):
-        note = f"its supervisor sent no heartbeat for {silent_s:.0f} s; if it hangs, `palestra runs gc` ends the run"
-        return replace(row, reason=note)
-    return row
 
 
 def _process_state(part: PartRow | None, row: Row) -> str:
@@ -244,7 +233,7 @@ def _time_left(folder: RunFolder, rows: Rows) -> dict[str, float]:
 
 
 def results(run: Run) -> dict[str, Any]:
-    """What a run has produced so far."""
+    """The results of a run so far."""
     folder = RunFolder(run.folder)
     rows, report, checkpoint = folder.metrics(), folder.report(), folder.last_checkpoint()
     return {
@@ -288,8 +277,9 @@ def why_it_ended(part: str, exit_code: int, log: Path, *, packages: bool = False
     """
     name = _PART_NAMES.get(part, part)
     if exit_code < 0:
-        sentence = f"{name} was killed by {_signal_name(-exit_code)}"
-        return sentence + ("; perhaps out of memory" if -exit_code == signal.SIGKILL else "")
+        signals = {each.value: each.name for each in signal.Signals}
+        memory = "; perhaps out of memory" if -exit_code == signal.SIGKILL else ""
+        return f"{name} was killed by {signals.get(-exit_code, f'signal {-exit_code}')}{memory}"
     sentence = f"{name} ended with exit code {exit_code}"
     text = "\n".join(error_lines(tail(log, 200))) if exit_code > 0 else ""
     if packages and (package := missing_package(text)):
@@ -304,10 +294,3 @@ def error_lines(lines: Lines) -> Lines:
         if _ERROR_LINE.match(lines[i]):
             return lines[i : i + _MAX_LOG_LINES]
     return lines[-3:]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -2,35 +2,31 @@
 
 It detaches from its starter, waits in the queue, starts the run's processes one after the other as each becomes
 ready, writes their logs, watches them, and ends them in order. If it dies, the kernel sends SIGTERM to its processes,
-and the trainer marks the run in the index (`palestra.run`).
+and every reader of the run's record sees that it has died.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import random
 import signal
-import sqlite3
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from palestra.core.errors import PalestraError, ServiceError
+from palestra.core.errors import PalestraError, ResourceError, ServiceError
 from palestra.core.files import last_rows
+from palestra.core.machine import port_error
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import hide_environment, redact
-from palestra.runs import limits
-from palestra.runs.database import REBUILT
-from palestra.runs.index import ACTIVE, PARTS, Index, Row, State
+from palestra.runs.index import ACTIVE, PARTS, Index, PartRow, State, UnknownRun
+from palestra.runs.limits import Places
 from palestra.runs.processes import Part, Process, descendants, end_all, processes_of_run, send, spawn, this_process
 from palestra.runs.reader import why_it_ended
-from palestra.runs.recovery import reconcile
 from palestra.runs.request import (
     LaunchStep,
     RunRequest,
@@ -41,19 +37,19 @@ from palestra.runs.request import (
 )
 
 _TICK_S = 0.1
-_HEARTBEAT_S = 1.0
-_RECONCILE_S = 3.0
+_LOOK_S = 1.0  # between two searches for new processes
+_TOUCH_S = 60.0  # between two signs of life for readers on other machines
 _LAST_POSTS_S = 10.0  # what an environment posted before it ended may still be on its way to the trainer
 _TERMINATE_S = {"env": 10.0, "trainer": 30.0, "api": 10.0}
-_STEPS = 3  # the trainer finishes its step and saves a checkpoint: it may also take as long as so many steps took
+_STEPS = 3  # the trainer finishes its step and saves a checkpoint: it may also take as long as that many steps took
 _FIRST_STEP_S = 120.0  # … while no step says how long one takes
 _MAX_TERMINATE_S = 600.0
 _TERMINATE_ORPHANS_S = 0.5
-_INDEX_S = 3600.0
-_INDEX_RETRY_S = 1.0
+_RETRY_S = 1.0
+_LOG_S = 2.0
+_PORTS = range(20_000, 30_000)  # below the range from which systems choose the ports of outgoing connections
 
 T = TypeVar("T")
-_LOG_S = 2.0
 
 
 class Stopped(Exception):
@@ -69,16 +65,16 @@ class Supervisor:
 
     def __init__(self, index: Index, run_id: str) -> None:
         self._index, self._run_id = index, run_id
-        self._row = row = index.row(run_id)  # as it was last, should the index be lost
+        self._row = row = index.row(run_id)  # as last written; written again if the record is lost
         self._folder, self._launched = RunFolder(Path(row.folder)), row.launched
-        self._api_port = 0
-        self._gpus: list[str] = []
+        self._places = Places(index.path.parent, run_id, row.launched, row.gpus)
         self._request = RunRequest.load(self._folder.request_file)
         self._token: str | None = None
         self._parts: dict[str, Part] = {}
+        self._ports: dict[str, int] = {}
         self._descendants: set[Process] = set()  # seen so far: they are ended also if their parent was killed
         self._exit_codes: dict[str, int] = {}
-        self._last_heartbeat = self._env_ended = 0.0
+        self._last_look = self._last_touch = self._env_ended = 0.0
         self._stop_requested = False
 
     def run(self) -> None:
@@ -106,37 +102,36 @@ class Supervisor:
         self._move(ACTIVE, end, reason=reason, ended=time.time())
 
     def _move(self, come_from: Sequence[State], to: State, **values: Any) -> None:
-        self._listed()
-        patiently(lambda: self._index.move(self._run_id, come_from, to, of_launch=self._launched, **values))
-        self._row = replace(self._row, state=to, reason=values.get("reason"))
+        if self._retry(lambda: self._index.move(self._run_id, come_from, to, of_launch=self._launched, **values)):
+            self._row = self._row.model_copy(update={"state": to, **values})
 
-    def _listed(self) -> Row:
-        """Read the run's row again; rewrite it if the index was lost."""
-        with contextlib.suppress(PalestraError):
-            if (row := patiently(lambda: self._index.row(self._run_id))).reason != REBUILT:
-                return row
-        patiently(self._keep)
-        return patiently(lambda: self._index.row(self._run_id))
+    def _update(self, **values: Any) -> None:
+        self._row = self._row.model_copy(update=values)
+        self._retry(lambda: self._index.update(self._run_id, **values))
 
-    def _keep(self) -> None:
-        self._index.keep(replace(self._row, heartbeat=time.time()), self._gpus)
+    def _retry(self, call: Callable[[], T]) -> T | None:
+        """Read or write the run's record, again and again while its lock is held or the disk full: a run must not end
+        by that. None if the run's folder is gone."""
+        while self._folder.path.is_dir():
+            try:
+                try:
+                    return call()
+                except UnknownRun:  # the record is lost or damaged
+                    self._index.write(self._row)
+            except OSError as error:
+                print(f"the run's record cannot be written: {error}", flush=True)
+                time.sleep(_RETRY_S)
+        return None
 
     def request_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
 
     def _wait_in_queue(self) -> None:
-        gpus, runs = limits.gpu_names(), limits.default_max_runs()
-        last_reconcile = time.monotonic()
-        while True:
+        while (wait := self._places.take()) is not None:
+            if wait != self._row.reason:
+                self._move(["pending"], "pending", reason=wait)
             self._tick()
-            free_gib = limits.free_memory_gib()
-            if patiently(partial(self._index.admit, self._run_id, free_gib, len(gpus), runs, gpus)) is None:
-                self._gpus = patiently(lambda: self._index.gpus(self._run_id))
-                self._row = replace(self._row, state="starting", reason=None)
-                return
-            if time.monotonic() - last_reconcile > _RECONCILE_S:  # a dead run must not block the queue
-                patiently(lambda: reconcile(self._index))
-                last_reconcile = time.monotonic()
+        self._move(["pending"], "starting", reason=None)
 
     def _start(self) -> None:
         self._token = launch_token(self._request, self._folder)
@@ -151,34 +146,45 @@ class Supervisor:
         self._move(["starting"], "running", started=time.time())
 
     def _claim_port(self, part: str) -> int:
-        port = patiently(lambda: self._index.claim_port(self._run_id, part))
-        self._api_port = port if part == "api" else self._api_port
-        return port
+        """A free loopback port that no other run has claimed."""
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if port_error(port) is None and self._places.lock(f"port-{port}"):
+                self._ports[part] = port
+                self._update(ports=self._ports)
+                return port
+        raise ResourceError(f"no loopback port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
     def _spawn(self, step: LaunchStep) -> None:
         command, log = step.command(), self._folder.log_file(step.part)
         print(f"{step.part}: {' '.join(command)}", flush=True)
         environ = process_environment(step.part, self._run_id, self._request, self._token)
         environ["PALESTRA_HOME"] = str(self._index.path.parent)
-        if self._gpus and ":" not in str(self._request.settings.get("model.device")):  # not one chosen by its number
-            environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
-        cwd = Path(self._request.cwd)
-        part = spawn(command, log, environ, cwd if self._request.cwd and cwd.is_dir() else self._folder.path)
-        self._parts[step.part] = part
-        patiently(lambda: self._index.part_started(self._run_id, step.part, part.process))
+        devices = self._places.devices
+        if devices and ":" not in str(self._request.settings.get("model.device")):  # not one chosen by its number
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        cwd = Path(self._request.cwd) if self._request.cwd else self._folder.path
+        locks = self._places.locks if step.part == "trainer" else ()  # a GPU is free when the trainer has ended, too
+        self._parts[step.part] = spawn(command, log, environ, cwd if cwd.is_dir() else self._folder.path, locks)
+        self._write_parts()
+
+    def _write_parts(self) -> None:
+        parts = {name: PartRow(part.process, self._exit_codes.get(name)) for name, part in self._parts.items()}
+        self._update(parts=parts)
 
     def _tick(self) -> None:
-        """Write the heartbeat, collect ended processes, and raise if the run must end."""
-        now = time.time()
-        if now - self._last_heartbeat > _HEARTBEAT_S or now < self._last_heartbeat:
-            patiently(self._keep)
+        """Collect ended processes, and raise if the run must end."""
+        now = time.monotonic()
+        if now - self._last_look > _LOOK_S:
             self._descendants.update(descendants(os.getpid()))
-            self._last_heartbeat = now
-        row = self._listed()
+            self._last_look = now
+        if now - self._last_touch > _TOUCH_S:
+            self._retry(lambda: os.utime(self._folder.index_file))
+            self._last_touch = now
+        self._row = self._retry(lambda: self._index.row(self._run_id)) or self._row
         self._reap()
         if self._stop_requested:
             raise Stopped("its supervisor got SIGTERM")
-        if row.state not in ("pending", "starting", "running"):
+        if self._row.state not in ("pending", "starting", "running") or not self._folder.path.is_dir():
             raise Stopped
         for part, code in self._exit_codes.items():
             self._on_exit(part, code)
@@ -188,7 +194,7 @@ class Supervisor:
         for name, part in self._parts.items():
             if name not in self._exit_codes and (code := part.popen.poll()) is not None:
                 self._exit_codes[name] = code
-                patiently(lambda: self._index.part_ended(self._run_id, name, code))  # noqa: B023 (called at once)
+                self._write_parts()
                 print(f"{name}: ended with {code}", flush=True)
                 self._end_orphans()
                 part.log_writer.join(_LOG_S)  # the log may say why it ended
@@ -197,7 +203,7 @@ class Supervisor:
         """What the end of a process means for the run."""
         if part == "trainer" and code == 0:
             raise TrainingCompleted
-        if part == "env" and has_all_batches(self._folder, self._api_port, self._token):
+        if part == "env" and has_all_batches(self._folder, self._ports["api"], self._token):
             return
         if part == "env" and code == 0:
             self._env_ended = self._env_ended or time.monotonic()
@@ -215,7 +221,6 @@ class Supervisor:
             process, began = self._parts[part].process, time.monotonic()
             send(process, signal.SIGTERM)
             while part not in self._exit_codes:
-                patiently(self._keep)
                 self._reap()
                 waited_s = time.monotonic() - began
                 if waited_s > self._patience_s(part) and not (self._is_saving() and waited_s < _MAX_TERMINATE_S):
@@ -249,19 +254,6 @@ class Supervisor:
         end_all([process for process in started if process.pid not in known], _TERMINATE_ORPHANS_S)
 
 
-def patiently(call: Callable[[], T], patience_s: float = _INDEX_S) -> T:
-    """Call the index; while it is locked, or its disk full, again and again: that must not end a run."""
-    until = time.monotonic() + patience_s
-    while True:
-        try:
-            return call()
-        except (sqlite3.Error, OSError) as error:
-            if time.monotonic() > until:
-                raise
-            print(f"the index of runs cannot be used: {error}", flush=True)
-            time.sleep(_INDEX_RETRY_S)
-
-
 def main(home: str, run_id: str) -> None:
     """Detach from the starter, then supervise the run to its end."""
     if os.fork():
@@ -269,7 +261,7 @@ def main(home: str, run_id: str) -> None:
     hide_environment()
     os.setsid()
     index, me = Index(Path(home)), this_process()
-    patiently(lambda: index.update(run_id, pid=me.pid, born=me.born, heartbeat=time.time()))
+    index.update(run_id, pid=me.pid, born=me.born)
     supervisor = Supervisor(index, run_id)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.request_stop)

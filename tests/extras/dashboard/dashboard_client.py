@@ -6,7 +6,8 @@ from starlette.testclient import TestClient
 
 from palestra.core.run_folder import RunFolder
 from palestra.extras.dashboard.app import dashboard_app
-from palestra.extras.dashboard.catalog import Catalog, run_folders
+from palestra.extras.dashboard.catalog import Catalog
+from palestra.runs.index import run_folders
 from palestra.runs.manager import RunManager
 
 ADDRESS = "http://127.0.0.1:8004"

@@ -1,6 +1,7 @@
 """A run's numbers and reasons come from its files, however they were left."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.limits import Demand, count_gpus, default_max_runs, demand_of, free_memory_gib, gpu_names
+from palestra.runs.limits import Places, count_gpus, default_max_runs, gpu_names, gpus_needed
 from palestra.runs.reader import Run, merge_last_step, progress, results, sample, tail, why_it_ended
 
 
@@ -16,8 +17,8 @@ def write_metrics(folder: Path, rows: list[dict[str, float]], rest: str = "") ->
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + rest)
 
 
-def demand(settings: dict[str, object], machine_gpus: int, ranks: int = 1) -> Demand:
-    return demand_of(RunConfig.build(settings).model, machine_gpus, 1, ranks)
+def demand(settings: dict[str, object], machine_gpus: int, ranks: int = 1) -> int:
+    return gpus_needed(RunConfig.build(settings).model, machine_gpus, ranks)
 
 
 def test_progress_is_the_newest_of_each_number_and_skips_a_half_written_line(tmp_path):
@@ -77,15 +78,60 @@ def test_logs_are_shown_without_secrets(tmp_path, monkeypatch):
     assert tail(tmp_path / "none", 5) == []
 
 
-def test_demand_knows_gpus_and_the_size_of_local_models(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"0" * 2**20)
-    on_cpu = demand({"model.name": str(tmp_path)}, 0)
-    assert (on_cpu.gpus, round(on_cpu.memory_gib, 3)) == (0, 1.005)
-    assert demand({}, 2).gpus == 1
-    assert demand({"model.device": "cpu"}, 2).gpus == 0
-    assert demand({"model.gpus": 2}, 2).gpus == 2
-    assert demand({}, 4, ranks=3).gpus == 3
-    assert demand({}, 0, ranks=3).memory_gib == 3
+def test_a_run_needs_the_gpus_of_its_settings_or_one_per_rank():
+    assert demand({}, 0) == demand({"model.device": "cpu"}, 2) == 0
+    assert demand({}, 2) == 1
+    assert demand({"model.gpus": 2}, 2) == 2
+    assert demand({}, 4, ranks=3) == 3
+
+
+class Queue:
+    """Runs that wait for places, in the order of their names."""
+
+    def __init__(self, home: Path, gpus: dict[str, int]) -> None:
+        launches = enumerate(gpus.items())
+        self.places = {name: Places(home, name, float(number), count) for number, (name, count) in launches}
+
+    def take(self, name: str) -> str | None:
+        return self.places[name].take()
+
+    def end(self, name: str) -> None:
+        for lock in self.places[name].locks:
+            os.close(lock)
+
+
+def test_runs_wait_for_places_in_the_order_of_their_coming(tmp_path, monkeypatch):
+    monkeypatch.setenv("PALESTRA_MAX_RUNS", "1")
+    queue = Queue(tmp_path, dict.fromkeys("abc", 0))
+    assert queue.take("a") is None
+    assert [queue.take(name) for name in "bc"] == ["1 of at most 1 runs are running"] * 2
+    queue.end("a")
+    assert queue.take("c") == "run b is before it"
+    assert queue.take("b") is None
+
+
+def test_a_run_gets_as_many_gpus_as_it_asks_for_and_waits_until_they_are_free(tmp_path, monkeypatch):
+    monkeypatch.setenv("PALESTRA_MAX_RUNS", "9")
+    monkeypatch.setenv("PALESTRA_GPUS", "0,GPU-7f,MIG-GPU-7f/1/0,3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    queue = Queue(tmp_path, {"a": 1, "b": 2, "c": 2, "cpu": 0, "d": 1})
+    assert [queue.take(name) for name in "ab"] == [None, None]
+    assert queue.take("c") == "3 of 4 GPUs are in use"
+    assert queue.take("d") == "run c is before it"  # it would fit: but then c might wait for ever
+    assert queue.take("cpu") is None
+    queue.end("a")
+    assert queue.take("c") is None
+    assert {name: queue.places[name].devices for name in ("a", "b", "c", "cpu")} == {
+        "a": ["0"], "b": ["GPU-7f", "MIG-GPU-7f/1/0"], "c": ["0", "3"], "cpu": [],
+    }  # fmt: skip
+    assert queue.take("d") == "4 of 4 GPUs are in use"
+
+
+def test_no_two_runs_have_the_same_port(tmp_path):
+    queue = Queue(tmp_path, dict.fromkeys("ab", 0))
+    assert [queue.places[name].lock("port-20000") for name in "ab"] == [True, False]
+    queue.end("a")
+    assert queue.places["b"].lock("port-20000")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +164,5 @@ def test_the_gpus_that_runs_may_be_given_and_the_number_of_runs_can_be_set(monke
     assert default_max_runs() == 7
     monkeypatch.setenv("PALESTRA_MAX_RUNS", "many")
     assert default_max_runs() >= 1
-    assert free_memory_gib() > 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert count_gpus() == 0

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.database import id_of
-from palestra.runs.index import UnknownRun
+from palestra.runs.index import UnknownRun, id_of, run_folders
 from palestra.runs.manager import Run, RunManager
-
-_DEPTH = 3  # folders below PATH that are looked into
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,8 @@ class Catalog:
         if self._folders is None:
             runs = [CatalogRun(run, RunFolder(run.folder)) for run in self.manager.list()]
             known = {run.folder.path for run in runs}
-            runs += [self._unlisted(folder) for folder in run_folders(Path("runs")) if folder.path not in known]
+            below = (folder for folder in run_folders(Path("runs")) if folder.has_begun)
+            runs += [self._unlisted(folder) for folder in below if folder.path not in known]
         else:
             runs = [self._unlisted(folder) for folder in self._folders if folder.has_begun]
         runs = list(_with_own_ids(runs))
@@ -64,11 +61,7 @@ class Catalog:
 
     def _unlisted(self, folder: RunFolder) -> CatalogRun:
         run = self.manager.of_folder(folder)
-        try:
-            listed = self.manager.listed_row(folder) is not None
-        except (PalestraError, sqlite3.Error):
-            listed = False
-        return CatalogRun(run, folder, listed)
+        return CatalogRun(run, folder, self.manager.lists(folder))
 
 
 def _with_own_ids(runs: Sequence[CatalogRun]) -> Iterator[CatalogRun]:
@@ -79,18 +72,3 @@ def _with_own_ids(runs: Sequence[CatalogRun]) -> Iterator[CatalogRun]:
             found = replace(found, run=replace(found.run, run_id=id_of(found.folder.path)))
         seen.add(found.id)
         yield found
-
-
-def run_folders(path: Path) -> Iterator[RunFolder]:
-    """The run folders at a path: itself, or those below it."""
-    yield from _run_folders(path.absolute(), _DEPTH)
-
-
-def _run_folders(path: Path, depth: int) -> Iterator[RunFolder]:
-    folder = RunFolder(path)
-    if folder.has_begun:
-        yield folder
-    elif depth and path.is_dir():
-        for below in sorted(path.iterdir()):
-            if below.is_dir() and not below.is_symlink() and not below.name.startswith("."):
-                yield from _run_folders(below, depth - 1)

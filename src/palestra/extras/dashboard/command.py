@@ -13,6 +13,7 @@ from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.trust import trust_option
 from palestra.core.errors import NotFoundError
 from palestra.core.extras import is_installed, provided
+from palestra.runs.index import run_folders
 from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
@@ -38,7 +39,7 @@ def command(
     socket = server_port(host, port, token)
     token = token or secrets.token_urlsafe()
     from palestra.extras.dashboard.app import dashboard_app
-    from palestra.extras.dashboard.catalog import Catalog, run_folders
+    from palestra.extras.dashboard.catalog import Catalog
 
     folders = None if path is None else list(run_folders(path))
     if folders == []:
