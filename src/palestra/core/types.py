@@ -37,7 +37,7 @@ for _empty in (_NO_LOGPROBS, _NO_VERSIONS):
 def _make_encodable(self: Any, *names: str) -> None:
     for name in names:
         value = getattr(self, name)
-        if type(value) is not str or not value.isascii():
+        if value and not (type(value) is str and value.isascii()):
             object.__setattr__(self, name, encodable(value))  # the dataclass is frozen
 
 
