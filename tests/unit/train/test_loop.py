@@ -411,7 +411,7 @@ MEMORY = ". To need less memory, in this order: a lower train.tokens_per_micro_b
         (PalestraError("group 3: the loss is nan"), "group 3: the loss is nan. The"),
         (KeyError("sampled_tokens"), "KeyError: 'sampled_tokens'. The"),
         (RuntimeError("CUDA out of memory. Tried 2 GiB."), f"RuntimeError: CUDA out of memory. Tried 2 GiB{MEMORY}"),
-        (MemoryError(), f"MemoryError: {MEMORY}, model.gradient_checkpointing=true, a lower model.kv"),
+        (MemoryError(), f"MemoryError{MEMORY}, model.gradient_checkpointing=true, a lower model.kv"),
     ],
 )
 def test_an_error_names_the_step_the_last_good_checkpoint_and_settings_that_take_less_memory(error, begins, tmp_path):
