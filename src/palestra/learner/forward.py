@@ -20,7 +20,6 @@ from palestra.algo.batching import MicroBatch, take_rows
 from palestra.algo.step_loss import LossGradient
 from palestra.core.errors import UnsupportedModel
 from palestra.engine.recurrent import RecurrentLayers
-from palestra.engine.routing import Routers
 from palestra.engine.supported import NO_EXACT, base_model
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import LogitRule, ScoringHead, kept_logits, logit_rule, top_of
@@ -54,7 +53,6 @@ class Scorer(nn.Module):
         exact: bool = False,
         mode: Mode | None = None,
         routing: RoutingMode = "own",
-        routers: Routers | None = None,
     ) -> None:
         """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait.
 
@@ -63,7 +61,6 @@ class Scorer(nn.Module):
         `in_shards`: hooks around each layer will gather its weights, and must stay outside of what is compiled.
         `mode`: what was chosen for the same model before.
         `routing`: compare the choice of experts with the sampler's, or use the sampler's; layers are not compiled then.
-        `routers`: those that were found for the same model before.
         """
         super().__init__()
         self.model = base_model(model)
@@ -79,7 +76,7 @@ class Scorer(nn.Module):
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
         self.graphs: Graphs | None = None
         self.exact: ExactForward | None = None
-        self.routing = RoutingReplay(self.model, routing, routers) if routing != "own" else None
+        self.routing = RoutingReplay(self.model, routing) if routing != "own" else None
         if mode is None:
             choose_mode(self)
         self.head.rule = replace(self.head.rule, **truncation)  # the check compares whole distributions

@@ -49,7 +49,6 @@ from palestra.learner.micro_batches import (
     unless_out_of_memory,
 )
 from palestra.learner.optimizer import Optimizer
-from palestra.learner.replicas import Replicas, can_be_replicated
 from palestra.learner.shapes import Shapes
 from palestra.learner.sharding import is_sharded, load_sharded, shard
 
@@ -90,8 +89,7 @@ class LocalLearner:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         in_shards = ranks is not ONE_PROCESS
         options = _scorer_options(config, pad_token_id, in_shards)
-        routing = config.train.expert_routing
-        self._scorer = Scorer(model, exact=config.model.exact, routing=routing, **options)
+        self._scorer = Scorer(model, exact=config.model.exact, routing=config.train.expert_routing, **options)
         if shares_device:
             self._scorer.graphs = None
         whole_logits = self._scorer.mode == "reference"
@@ -106,9 +104,6 @@ class LocalLearner:
         if in_shards:
             for scorer in {self._scorer, self._reference} - {None}:
                 shard(scorer, master_weights=config.model.master_weights)
-        self._replicas: Replicas | None = None
-        if not shares_device and can_be_replicated(model, self._scorer):
-            self._replicas = Replicas(model, self._scorer, config.model.threads, routing=routing, **options)
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
         self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
         self._packings: WeakKeyDictionary[Batch, tuple[bool, PackedBatch]] = WeakKeyDictionary()
@@ -195,16 +190,12 @@ class LocalLearner:
         packed = self._pack(batch, echo=echo)
         outputs = LocalOutputs.empty(batch, loss, self.device)
         weights = torch.tensor(loss.weights, device=self.device)
-        if self._replicas is not None and (parts := self._parts_of(batch)) > 1:
-            parts = min(parts, len(packed.micro_batches))
-            self._accumulate_side_by_side(self._replicas, parts, packed, outputs, weights)
-            return outputs
         waiting = deque(packed.micro_batches)
         while waiting:
             micro = waiting.popleft()
             self.optimizer.accumulate_into_masters()
             before = self.optimizer.gradient_marks()
-            found = unless_out_of_memory(partial(self._gradient, self._scorer, micro, packed, outputs, weights))
+            found = unless_out_of_memory(partial(self._gradient, micro, packed, outputs, weights))
             if found is not None:
                 outputs.add(micro, found)
                 continue
@@ -218,25 +209,13 @@ class LocalLearner:
             waiting = deque(self._smaller(batch, left, echo=echo).micro_batches)
         return outputs
 
-    def _accumulate_side_by_side(
-        self, replicas: Replicas, parts: int, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
-    ) -> None:
-        micros = packed.micro_batches
-
-        def work(scorer: Scorer, part: int) -> list[MicroOutputs]:
-            return [self._gradient(scorer, micro, packed, outputs, weights) for micro in micros[part::parts]]
-
-        found = replicas.run(work, parts) if parts else []
-        for i, micro in enumerate(micros):
-            outputs.add(micro, found[i % parts][i // parts])
-
     def _gradient(
-        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
+        self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
     ) -> MicroOutputs:
         """Compute a micro-batch, and add the gradient of its loss to those of the weights."""
         trains = outputs.loss.has_gradient(outputs.batch, micro.batch.at)
         with torch.set_grad_enabled(trains):
-            found = self._forward(scorer, micro, packed, outputs)
+            found = self._forward(micro, packed, outputs)
         if trains:
             (found.loss.terms * weights).sum().backward()
         # What holds on to a graph of autograd keeps the next pass from being captured.
@@ -334,10 +313,6 @@ class LocalLearner:
         self._packings[batch] = echo, packed
         return packed
 
-    def _parts_of(self, batch: Batch) -> int:
-        """Number of parts of a batch that are computed in parallel."""
-        return 1 if self._replicas is None else self._replicas.parts_of(batch)
-
     def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> PackedBatch:
         graphs = self._scorer.graphs
         with phases("packing"):
@@ -349,14 +324,11 @@ class LocalLearner:
                 echo=echo,
                 device=self.device,
                 rows=rows,
-                at_least=self._parts_of(batch),
                 min_root=self._min_root,
                 shapes=self._shapes if graphs is not None and graphs.pads else None,
             )
 
-    def _forward(
-        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs
-    ) -> MicroOutputs:
+    def _forward(self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs) -> MicroOutputs:
         """Score a micro-batch, and compute its share of the loss."""
         batch, loss, policy = micro.batch, outputs.loss, micro.policy
         columns = {"old_logprobs": outputs.batch.old_logprobs, "ref_logprobs": outputs.batch.ref_logprobs}
@@ -370,7 +342,7 @@ class LocalLearner:
             policy_lengths=packed.policy_lengths,
             echo_lengths=packed.echo_lengths,
         )
-        logprobs, entropy = scorer(
+        logprobs, entropy = self._scorer(
             micro,
             temperature=loss.temperature,
             entropy_gradient=loss.entropy_gradient,
@@ -378,14 +350,14 @@ class LocalLearner:
         )
         logprobs, entropy = _of_each(micro, logprobs), _of_each(micro, entropy)
         terms = loss(tokens, logprobs, entropy)
-        if (found := scorer.routing_mismatch(micro)) is not None:
+        if (found := self._scorer.routing_mismatch(micro)) is not None:
             stats = TokenStats(sums={"routing_mismatch": found[0]}, counts={"routing_mismatch": found[1]})
             terms = replace(terms, stats=terms.stats + stats)
         return MicroOutputs(terms, logprobs.detach(), entropy.detach())
 
 
 def _scorer_options(config: RunConfig, pad_token_id: int, in_shards: bool) -> dict[str, Any]:
-    """What the scorers of the policy, its replicas and the reference have in common."""
+    """The options that the scorers of the policy and the reference share."""
     rollout = config.rollout
     return {
         "temperature": rollout.temperature,

@@ -64,7 +64,6 @@ def pack_batch(
     echo: bool,
     device: torch.device,
     rows: Collection[int] | None = None,
-    at_least: int = 1,
     min_root: int = 0,
     shapes: Shapes | None = None,
 ) -> PackedBatch:
@@ -72,7 +71,7 @@ def pack_batch(
 
     Micro-batches that fit one of `shapes` are padded to it.
     """
-    evenly = device.type == "cuda" or at_least > 1  # the largest one determines memory or time
+    evenly = device.type == "cuda"  # the largest one determines the memory
     batches = pack(
         batch,
         max_tokens=max_tokens,
@@ -81,7 +80,6 @@ def pack_batch(
         echo=echo,
         rows=rows,
         evenly=evenly,
-        at_least=at_least,
         min_root=min_root,
     )
     lengths = to_device((_row_lengths(batches, batch.rows, name) for name in ("policy_mask", "echo_mask")), device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.errors import InputError
-from palestra.engine.routing import ExpertRouting, Routers
+from palestra.engine.routing import ExpertRouting
 
 RoutingMode = Literal["own", "compare", "replay"]
 
@@ -23,16 +23,12 @@ RoutingMode = Literal["own", "compare", "replay"]
 class RoutingReplay:
     """The experts of one model's passes. A pass without recorded experts uses the model's own choice."""
 
-    def __init__(self, model: Any, mode: RoutingMode, routers: Routers | None = None) -> None:
-        self._routing = ExpertRouting(model, routers)
+    def __init__(self, model: Any, mode: RoutingMode) -> None:
+        self._routing = ExpertRouting(model)
         self._replays = mode == "replay"
         self._sampled: Tensor | None = None  # [T, layers, k] of the current pass
         self._known: Tensor | None = None  # [T] bool: tokens with recorded experts
         self._differs: dict[int, Tensor] = {}  # by layer, [T] bool
-
-    @property
-    def routers(self) -> Routers:
-        return self._routing.routers
 
     def use(self) -> AbstractContextManager[None]:
         """Forward and backward passes happen inside; recomputed layers choose as in the forward pass."""
