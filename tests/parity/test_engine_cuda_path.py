@@ -144,10 +144,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.types import SamplingParams
 from palestra.engine import check
-from palestra.engine.cuda import few_rows, paged_ops
+from palestra.engine.cuda import paged_ops
 from palestra.engine.cuda.runner import CudaRunner
 
-few_rows.MIN_SPAN = 64  # the sums are split, as those of a larger model are
 sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 config = AutoConfig.for_model("qwen3", vocab_size=64, num_hidden_layers=1, head_dim=32, **sizes)
 torch.manual_seed(0)
@@ -160,22 +159,12 @@ paged_ops.DECODE_PROGRAMS = 4
 check.NEW_TOKENS = 4  # from the prompt's last page, which has room for three, into the next
 engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4)  # with its self-check
 assert engine.runner.fast_decoder is not None
-products = []
-real = few_rows.layer_kernels.added_product
-
-class Noted:
-    def __getitem__(self, grid):
-        products.append(grid)
-        return real[grid]
-
-few_rows.layer_kernels.added_product = Noted()
 session = engine.open([5, 17, 9, 23, 61, 3, 42])
 [turn] = engine.sample([session], SamplingParams(3, seed=1))
 ids = torch.tensor([session.token_ids], device=device)
 expected = model(input_ids=ids).logits[0, 6:-1].float().log_softmax(-1).gather(1, ids[0, 7:, None])[:, 0]
 tolerated = 0.05 if device == "cuda" else 0.02
 assert (expected.cpu() - torch.tensor(turn.logprobs)).abs().max() < tolerated, (expected, turn.logprobs)
-assert {grid[2] for grid in products} == {2, 3}, products  # attention's and the MLP's outputs, in so many parts
 print("SAME")
 """
 
@@ -203,51 +192,6 @@ except UnsupportedModel as error:
     assert "differ from the model's own" in str(error)
     print("SAME")
 """
-
-PRODUCTS = """
-import torch
-from palestra.engine.cuda import layer_kernels as kernels
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-torch.manual_seed(0)
-
-def random(*shape):
-    return torch.randn(shape, device=device, dtype=torch.float16)
-
-def close(out, expected):
-    torch.testing.assert_close(out.float(), expected, atol=3e-2, rtol=1e-2)
-
-rows, width, depth, eps = 21, 96, 128, 1e-6
-tile = {"BM": 16, "BN": 32, "BK": 32, "OVERLAPS": False}
-ids, table, norm = torch.randint(0, 7, (rows,), device=device), random(7, width), random(width)
-x, y, squares = random(rows, width), random(rows, width), torch.full((rows, 3), 9.0, device=device)
-kernels.embed[(rows,)](ids, table, norm, x, y, squares, WIDTH=width, BLOCK=128, PARTS=3, PADDED=4)
-assert (x == table[ids]).all() and (y == x * norm).all()
-
-a, weight = random(rows, depth), random(width, depth) / 16
-sums, arrived = torch.empty(2 * 3 * 4 * 16 * 32, device=device), torch.zeros(6, dtype=torch.int32, device=device)
-for splits in (1, 4):
-    expected = x.float() + a.float() @ weight.float().T
-    kernels.added_product[(3, 2, splits)](
-        a, weight, x, norm, y, squares, sums, arrived, rows, width, DEPTH=depth, SPLITS=splits, **tile
-    )
-    close(x, expected)
-    assert (y == x * norm).all() and not arrived.any()
-    close(squares.sum(1), x.float().square().sum(1))
-
-normed = torch.nn.functional.rms_norm(x.float(), (width,), norm.float(), eps)
-weight = random(2 * width, width) / 16
-products = normed @ weight.float().T
-gates, values = products.chunk(2, 1)
-for gated, expected in ((False, products), (True, torch.nn.functional.silu(gates) * values)):
-    out = random(*expected.shape)
-    kernels.normed_product[(expected.shape[1] // 32, 2)](
-        y, squares, weight, out, rows, expected.shape[1], eps, DEPTH=width, PARTS=3, PADDED=4, GATED=gated, **tile
-    )
-    close(out, expected)
-print("SAME")
-"""
-
 
 DRAFTS = """
 import torch
@@ -387,7 +331,6 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
     [
         pytest.param(DRAFTS, id="drafts, and steps that cannot be captured, change nothing"),
         pytest.param(FAULT, id="a wrong page is noticed at load"),
-        pytest.param(PRODUCTS, id="products at few rows are those of torch"),
         pytest.param(HALF, id="half precision is rounded as the module rounds", marks=pytest.mark.slow),
     ],
 )

@@ -20,7 +20,6 @@ from palestra.engine.cuda.paged_ops import (
     RopeAndNorm,
     decode_shape,
     empty_parts,
-    overlap,
     pad,
     precision,
     rope_and_store,
@@ -94,28 +93,26 @@ class DraftPlan:
     ids: Tensor  # [B * STEP_TOKENS]
     positions: Tensor
     pages: Tensor
-    overlaps: bool = False  # start each kernel while the one before still runs
 
     def over_pages(self, layer: int, qkv: Tensor, scale: float, window: int, rope: RopeAndNorm) -> Tensor:
         """qkv [tokens, H + 2 KV, D]: keys and values are stored, and what the queries attend to [tokens, H, D]."""
         keys, values = self.keys[layer], self.values[layer]
-        q = rope_and_store(qkv, keys, values, self.pages, self.positions, rope, self.overlaps)
+        q = rope_and_store(qkv, keys, values, self.pages, self.positions, rope)
         rows, (tokens, heads, dim) = len(self.lens), q.shape
         kv_heads, page = keys.shape[1], keys.shape[2]
         splits = splits_for(rows, kv_heads)
         out = torch.empty_like(q)
         part, part_ml = empty_parts(q, splits)
         keys_at_once, warps, stages = decode_shape(rows, kv_heads)
-        early = overlap(self.overlaps and splits > 1)
         kernels.draft_attention[(rows, kv_heads, splits)](
             q, keys, values, self.tables, self.lens, self.pages, out, part, part_ml, self.tables.stride(0), scale, 0.0,
             window, splits, KV=kv_heads, G=heads // kv_heads, N=STEP_TOKENS, M=pad(STEP_TOKENS * heads // kv_heads),
             D=dim, DP=pad(dim), PAGE=page, T=min(keys_at_once, page), WHOLE=splits == 1, SOFTCAP=False,
-            WINDOW=window > 0, PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages, **early,
+            WINDOW=window > 0, PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if splits > 1:
             kernels.combine_parts[(tokens * heads,)](
                 part, part_ml, self.lens, self.lens, out, splits, splits, H=heads, D=dim, DP=pad(dim), SHARES=False,
-                PP=splits, num_warps=1, **early,
+                PP=splits, num_warps=1,
             )  # fmt: skip
         return out

@@ -116,7 +116,6 @@ class ExactPlan:
     positions: Tensor  # [N]
     pages: Tensor  # [N] page of each token; -1: padding
     rows: Tensor  # [N] which of the tables is the token's
-    overlaps: bool = False
 
     def over_pages(self, layer: int, qkv: Tensor, scale: float, window: int, rope: RopeAndNorm) -> Tensor:
         """qkv [N, H + 2 KV, D]: keys and values are stored, and what the queries attend to [N, H, D]."""

@@ -1,8 +1,8 @@
 """The forward of Llama-like decoders in few kernels, for the GPU.
 
-At few rows a step costs what its kernels cost to start, not their arithmetic. So the layers are written out:
-eight or nine kernels each, of which the matrix products are the library's; at few rows five or six of our own
-(`few_rows.py`). Residuals are added by the products themselves, and RoPE is applied where queries and keys are read.
+With few rows a step takes as long as its kernels take to start, not as their arithmetic. So the layers are written out:
+eight or nine kernels each, of which the matrix products are the library's. Residuals are added by the products
+themselves, and RoPE is applied where queries and keys are read.
 Nothing is compiled but these small kernels, so the first step comes in a second. The weights are the module's own;
 LoRA adapters add two small products to each of its own.
 """
@@ -20,7 +20,6 @@ from palestra.engine.cuda import layer_kernels
 from palestra.engine.cuda.decoder_layers import Layer, Product, layer_of
 from palestra.engine.cuda.drafts import DraftPlan
 from palestra.engine.cuda.exact import ExactPlan
-from palestra.engine.cuda.few_rows import FewRows
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, rope_and_store
 from palestra.engine.supported import base_model, norm_epsilon
 
@@ -42,7 +41,6 @@ class CudaFastDecoder:
         rope, exact = (self._cos, self._sin), self.exact
         self.layers = [layer_of(i, layer, *rope, exact) for i, layer in enumerate(self.model.model.layers)]
         self._head = Product.of(self.model.lm_head, exact=exact)
-        self._few_rows = None if exact else FewRows.of(self.model.model.embed_tokens.weight, self.layers)
 
     def refresh_adapters(self) -> None:
         for layer in self.layers:
@@ -52,7 +50,6 @@ class CudaFastDecoder:
 
     def decode(self, ids: Tensor, plan: DecodePlan) -> Tensor:
         """Logits [rows, vocabulary] of one token a row."""
-        plan.overlaps = self._overlaps(ids)
 
         def attend(layer: Layer, qkv: Tensor) -> Tensor:
             q, k, v = self._heads(qkv).tensor_split((-2 * self.kv_heads, -self.kv_heads), 1)
@@ -62,7 +59,6 @@ class CudaFastDecoder:
 
     def verify(self, plan: DraftPlan | ExactPlan) -> Tensor:
         """Logits [tokens, vocabulary] behind each token, of a row's last one and its drafts for instance."""
-        plan.overlaps = self._overlaps(plan.ids)
         return self._head(norm(self.model.model.norm, self._hidden(plan.ids, self.attend_with(plan))))
 
     def prefill(self, plan: PrefillPlan) -> None:
@@ -98,23 +94,11 @@ class CudaFastDecoder:
         layer.down.add_to(x, gated(norm(layer.mlp_norm, x), layer.gate_up))
         return True
 
-    def _few_rows_for(self, ids: Tensor) -> FewRows | None:
-        """What runs the layers of these tokens, if they are few."""
-        few = self._few_rows
-        return few if few is not None and few.fits(len(ids)) else None
-
-    def _overlaps(self, ids: Tensor) -> bool:
-        few = self._few_rows_for(ids)
-        return few is not None and few.overlaps
-
     def _heads(self, qkv: Tensor) -> Tensor:
         return qkv.view(len(qkv), -1, self.head_dim)
 
     def _hidden(self, ids: Tensor, attend: Callable[[Layer, Tensor], Tensor | None]) -> Tensor:
-        """What the layers make of the tokens; they end with one whose attention gives nothing."""
-        few = self._few_rows_for(ids)
-        if few is not None:
-            return few(ids, attend)
+        """The hidden states of the tokens, up to the first layer whose attention returns None."""
         x = F.embedding(ids, self.model.model.embed_tokens.weight)
         for layer in self.layers:
             if not self.run_layer(layer, x, attend):

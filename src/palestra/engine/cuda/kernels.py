@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from palestra.engine.cuda.layer_kernels import apply_rope, wait
+from palestra.engine.cuda.layer_kernels import apply_rope
 
 
 @triton.jit
@@ -49,7 +49,6 @@ def decode_attention(
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     T: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, PRECISION: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, ROPE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One new token of each row: applies RoPE to its query and key, stores its KV and attends to the row's pages.
 
@@ -59,8 +58,6 @@ def decode_attention(
     splits. WHOLE: the row is one part. SINK [H] is the score of a key without a value. The queries of a row are q_head
     apart.
     """
-    if OVERLAPS:
-        wait()
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)
     g, d, t = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, T)
@@ -161,15 +158,13 @@ def draft_attention(
     table_width, scale, softcap, window, splits,
     KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, T: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A row's last token and its drafts, N in all, attend to the row's pages; grid (rows, KV heads, splits).
 
     Their queries are ready and their KV is stored, but for those without a page, which are not read. Each sees the keys
     up to its own. A row of length 0 is dead.
     """
-    if OVERLAPS:
-        wait()
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)
     i, d, t, o = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, T), tl.arange(0, 16)
@@ -212,14 +207,11 @@ def draft_attention(
 def combine_parts(
     PART, PART_ML, SHARED, LENS, OUT, splits, parts,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, PP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Merge what was computed apart for one (row, head): its own splits, and those of a shared prefix if it has one.
 
     Grid (rows * heads,).
     """
-    if OVERLAPS:
-        wait()
     head = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, PP), tl.arange(0, DP)
     count = splits

@@ -52,11 +52,6 @@ def decode_shape(rows: int, kv_heads: int) -> tuple[int, int, int]:
     return (64, 4, 3) if rows * kv_heads <= DECODE_PROGRAMS else (32, 1, 3)
 
 
-def overlap(on: bool) -> dict[str, bool]:
-    """Options of a kernel: whether it starts while the one before it still runs."""
-    return {"OVERLAPS": True, "launch_pdl": True} if on else {"OVERLAPS": False}
-
-
 def _packed(x: Tensor) -> Tensor:
     """[N, heads, D] with whole rows: only the distance between tokens is free."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
@@ -102,8 +97,7 @@ def empty_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def rope_and_store(
-    qkv: Tensor, keys: Tensor, values: Tensor, pages: Tensor, positions: Tensor, rope: RopeAndNorm,
-    overlaps: bool = False,
+    qkv: Tensor, keys: Tensor, values: Tensor, pages: Tensor, positions: Tensor, rope: RopeAndNorm
 ) -> Tensor:  # fmt: skip
     """Apply RoPE to qkv [N, H + 2 KV, D], store keys and values in their pages, and return the queries [N, H, D]."""
     tokens, heads, dim = qkv.shape
@@ -112,7 +106,6 @@ def rope_and_store(
     layer_kernels.rope_and_store[(tokens, heads - kv_heads)](
         qkv, q, keys, values, pages, positions, *rope.arguments(qkv), rope.epsilon, qkv.stride(0),
         H=q.shape[1], KV=kv_heads, D=dim, DP=pad(dim), PAGE=keys.shape[2], num_warps=1, **rope.flags,
-        **overlap(overlaps),
     )  # fmt: skip
     return q
 
@@ -127,7 +120,6 @@ class DecodePlan(AttentionPlan):
     lens: Tensor  # [B]
     shared: SharedPrefixes | None = None  # with a sliding window each row reads its own pages all the same
     side: torch.cuda.Stream | None = None  # on which shared prefixes are read, in parallel with each row's own pages
-    overlaps: bool = False  # start each kernel while the one before still runs
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         layer = self.kv_layer(module)
@@ -167,14 +159,13 @@ class DecodePlan(AttentionPlan):
                 )  # fmt: skip
         shared_tokens = self.lens if shared is None else shared.tokens  # unused if there is no shared prefix
         keys_at_once, warps, stages = decode_shape(rows, kv_heads)
-        early = overlap(self.overlaps and shared is None and splits > 1)  # programs that fill the GPU are in the way
         kernels.decode_attention[(rows, kv_heads, splits)](
             q, k, v, keys, values, self.tables, self.lens, shared_tokens, out, part, part_ml, *rope.arguments(q),
             q if sinks is None else sinks, q.stride(0), q.stride(1), k.stride(0), v.stride(0), self.tables.stride(0),
             scale, softcap, window, rope.epsilon, splits, parts, **common, GP=pad(heads // kv_heads),
             T=min(keys_at_once, page), WHOLE=parts == 1,
             SHARES=shared is not None, WINDOW=window > 0, SINKS=sinks is not None, num_warps=warps,
-            num_stages=stages, **early,
+            num_stages=stages,
         )  # fmt: skip
         if shared is not None and self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
@@ -182,7 +173,6 @@ class DecodePlan(AttentionPlan):
             kernels.combine_parts[(rows * heads,)](
                 part, part_ml, shared_tokens, self.lens, out, splits, parts, H=heads, D=dim, DP=pad(dim),
                 SHARES=shared is not None, PP=1 << (parts - 1).bit_length(), num_warps=1 if parts <= MAX_SPLITS else 4,
-                **early,
             )  # fmt: skip
         return out
 
