@@ -193,7 +193,7 @@ except UnsupportedModel as error:
     print("SAME")
 """
 
-DRAFTS = """
+UNCAPTURED = """
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
@@ -211,27 +211,21 @@ model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 def turns():
     engine = engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=2, self_check=False)
-    engine.runner.path = "speculative"
     engine.sleep()
     engine.wake()
-    noted = []  # tokens and steps of each burst
-    if isinstance(engine.runner, CudaRunner):
-        engine.runner._speculation.note = lambda *counts: noted.append(counts)
     rows = [engine.open([14, 17, 9, 14, 17, 9]), engine.open([9, 14, 23, 14, 14, 14, 23, 14, 23, 14, 14, 14, 23])]
     out = engine.sample(rows, [SamplingParams(5, 0.05, seed=1), SamplingParams(8, 0.0, stop_token_ids=(6,))])
-    return out, [row.kv_len for row in rows], noted
+    return out, [row.kv_len for row in rows]
 
-expected, lengths, _ = turns()
+expected, lengths = turns()
 engine_module.build_runner = CudaRunner
 paged_ops.DECODE_PROGRAMS = 8  # two splits
 CudaRunner.poll_interval = 4
-drafted, same_lengths, noted = turns()
-for a, b in zip(expected, drafted, strict=True):
+sampled, same_lengths = turns()
+for a, b in zip(expected, sampled, strict=True):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish, (a, b)
     assert all(abs(x - y) < 1e-4 for x, y in zip(a.logprobs, b.logprobs)), (a, b)
 assert lengths == same_lengths
-tokens, steps = map(sum, zip(*noted, strict=True))
-assert tokens == sum(len(turn.token_ids) for turn in drafted) > steps, noted
 
 def refuse(error, context=None):
     def captured(runner, forward):
@@ -246,7 +240,7 @@ class Captures(CudaRunner):
 
 engine_module.build_runner = Captures
 refuse(RuntimeError("operation not permitted when stream is capturing"))
-uncaptured, *_ = turns()
+uncaptured, _ = turns()
 assert [a.token_ids.tolist() for a in uncaptured] == [a.token_ids.tolist() for a in expected]
 refuse(RuntimeError("the capture ended"), torch.OutOfMemoryError("CUDA out of memory"))
 try:
@@ -315,7 +309,7 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
         "routes": family == "gpt_oss",
         "nap": family == "mistral",
         "layers": 1 if family == "mistral" else 2,  # mistral's layers are all alike
-        "path": {"gemma2": "shared_prefix", "mistral": "speculative"}.get(family, "per_row"),
+        "path": "shared_prefix" if family == "gemma2" else "per_row",
         # what two branches share; a recurrent state is held where a turn began alone
         "branches": {"qwen3": [24, 22], "qwen3_5_text": [24, 0], "lfm2": [24, 0]}.get(family),
         "lora": LORA_TARGETS.get(family, []),
@@ -329,7 +323,7 @@ def test_cuda_path_samples_what_the_cpu_path_samples(
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(DRAFTS, id="drafts, and steps that cannot be captured, change nothing"),
+        pytest.param(UNCAPTURED, id="steps that cannot be captured sample the same"),
         pytest.param(FAULT, id="a wrong page is noticed at load"),
         pytest.param(HALF, id="half precision is rounded as the module rounds", marks=pytest.mark.slow),
     ],

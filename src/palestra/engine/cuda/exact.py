@@ -142,7 +142,7 @@ def logprobs_of(logits: Tensor, target: Tensor, temperature: float) -> tuple[Ten
     found = torch.empty(2, rows, device=logits.device)
     if rows:
         sampling_kernels.block_stats[(rows, blocks)](
-            logits, temperatures, stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, K=1, num_warps=4
+            logits, temperatures, stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=4
         )
         sampling_kernels.score[(rows,)](
             logits, stats, temperatures, target, *found, vocabulary, blocks, NB=1 << (blocks - 1).bit_length(),

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from palestra.engine.cuda import layer_kernels
 from palestra.engine.cuda.decoder_layers import Layer, Product, layer_of
-from palestra.engine.cuda.drafts import DraftPlan
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, rope_and_store
 from palestra.engine.supported import base_model, norm_epsilon
@@ -57,8 +56,8 @@ class CudaFastDecoder:
 
         return self._head(norm(self.model.model.norm, self._hidden(ids, attend)))
 
-    def verify(self, plan: DraftPlan | ExactPlan) -> Tensor:
-        """Logits [tokens, vocabulary] behind each token, of a row's last one and its drafts for instance."""
+    def decode_exact(self, plan: ExactPlan) -> Tensor:
+        """Logits [tokens, vocabulary] of each token, by the kernels of `exact`."""
         return self._head(norm(self.model.model.norm, self._hidden(plan.ids, self.attend_with(plan))))
 
     def prefill(self, plan: PrefillPlan) -> None:
@@ -73,11 +72,11 @@ class CudaFastDecoder:
 
         self._hidden(plan.ids, attend)
 
-    def fill(self, plan: ExactPlan) -> None:
-        """As `prefill`, by the kernels of `exact`."""
+    def prefill_exact(self, plan: ExactPlan) -> None:
+        """Store the KV of a plan's tokens, by the kernels of `exact`."""
         self._hidden(plan.ids, self.attend_with(plan))
 
-    def attend_with(self, plan: DraftPlan | ExactPlan) -> Callable[[Layer, Tensor], Tensor]:
+    def attend_with(self, plan: ExactPlan) -> Callable[[Layer, Tensor], Tensor]:
         """Attention of layers over the pages of a plan."""
 
         def attend(layer: Layer, qkv: Tensor) -> Tensor:

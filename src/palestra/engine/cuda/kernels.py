@@ -153,24 +153,24 @@ def shared_attention(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def draft_attention(
+def multi_token_attention(
     Q, K, V, TABLES, LENS, PAGES, OUT, PART, PART_ML,
     table_width, scale, softcap, window, splits,
     KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, T: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A row's last token and its drafts, N in all, attend to the row's pages; grid (rows, KV heads, splits).
+    """Up to N new tokens of each row, the first at LENS - 1, attend to the row's pages; grid (rows, KV heads, splits).
 
-    Their queries are ready and their KV is stored, but for those without a page, which are not read. Each sees the keys
-    up to its own. A row of length 0 is dead.
+    Their queries are ready and their KV is stored. Tokens with the page -1 are not there. Each token sees the keys up
+    to its own. A row of length 0 is dead.
     """
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(LENS + b)
     i, d, t, o = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, T), tl.arange(0, 16)
     in_d = d < D
-    drafted = tl.load(PAGES + b * N + o, mask=o < N, other=-1) >= 0
-    length = tl.where(n > 0, n - 1 + tl.sum(drafted.to(tl.int32), 0), 0)
+    is_there = tl.load(PAGES + b * N + o, mask=o < N, other=-1) >= 0
+    length = tl.where(n > 0, n - 1 + tl.sum(is_there.to(tl.int32), 0), 0)
     token = i // G
     rows = ((i < N * G) & (token < length - n + 1))[:, None] & in_d[None, :]
     head = (b * N + token) * (KV * G) + h * G + i % G

@@ -25,7 +25,6 @@ from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import capture, lacks_memory, to_device
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
-from palestra.engine.cuda.drafts import STEP_TOKENS, DraftPlan, Speculation
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
 from palestra.engine.cuda.hybrid_decoder import HybridDecoder
@@ -46,16 +45,14 @@ from palestra.engine.recurrent import (
 from palestra.engine.routing import ExpertRouting
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
-from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
+from palestra.engine.session import Chunk, Collect, Emission, Job, no_emissions
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, base_model, can_capture, is_llama_like
 
 log = logging.getLogger("palestra")
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
-
-# per_row: each row reads all its pages. shared_prefix: rows of a group read their common pages once. speculative:
-# n-gram drafts are verified several tokens at a time.
-DecodePath = Literal["per_row", "shared_prefix", "speculative"]
+# per_row: each row reads all its pages. shared_prefix: rows of a group read their common pages once.
+DecodePath = Literal["per_row", "shared_prefix"]
 
 
 class DecodeShape(NamedTuple):
@@ -119,7 +116,6 @@ class CudaRunner(Runner):
         rows, width = bucket_for(max_running), -(-context // page_size)
         self._state = DecodeState(rows, width, self.decode_steps, self.device)
         self._fills = PrefillBuffers.empty(rows, width, self.device)
-        self._speculation = Speculation()
         self._routing = routing
         self._pass_routing: Tensor | None = None  # [T, layers, k] of the last pass
         if routing is not None:
@@ -136,9 +132,7 @@ class CudaRunner(Runner):
 
     @property
     def paths(self) -> Sequence[DecodePath]:
-        if self._exact is not None:
-            return ["per_row"]
-        return ["per_row", "shared_prefix", *(["speculative"] if self.fast_decoder is not None else [])]  # type: ignore[list-item]
+        return ["per_row"] if self._exact is not None else ["per_row", "shared_prefix"]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy with the next step. Forking a group of 512 makes as many copies; launching each would take longer than
@@ -155,10 +149,6 @@ class CudaRunner(Runner):
                 store.index_copy_(1, targets, store.index_select(1, sources))
             self._copies = {}
 
-    def forget_history(self) -> None:
-        """A resumed run has not seen earlier steps and evaluations, so paths are not chosen by them."""
-        self._speculation = Speculation()
-
     def copy_state(self, source: int, target: int) -> None:
         self._states.copy(source, target)
 
@@ -167,7 +157,6 @@ class CudaRunner(Runner):
 
     def weights_changed(self) -> None:
         """Drop captured graphs if a weight has moved, since they hold the weights' addresses."""
-        self.forget_history()
         moved = self._weight_addresses() != self._weights_at
         if moved:
             self._forget_graphs()
@@ -272,7 +261,7 @@ class CudaRunner(Runner):
         self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = (), steps: RecurrentSteps = NO_STEPS
     ) -> None:
         if self._exact is not None:
-            self._exact.fill(buffers.exact_plan(self.keys, self.values, shape))
+            self._exact.prefill_exact(buffers.exact_plan(self.keys, self.values, shape))
             return
         plan = buffers.plan(self.keys, self.values, shape)
         if self.fast_decoder is not None:
@@ -305,7 +294,7 @@ class CudaRunner(Runner):
     def _decode_once(self, chunks: Sequence[Chunk]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
         rows = [SamplingRow.of(chunk.job) for chunk in chunks]
-        shape, _ = self._load(chunks, 1, may_draft=False)
+        shape, _ = self._load(chunks, 1)
         logits = self._decode(shape)[: len(chunks)]
         for chunk in chunks:
             chunk.job.session.kv_len += 1
@@ -333,10 +322,7 @@ class CudaRunner(Runner):
         def enqueue() -> int:
             done = len(looks) * self.poll_interval
             end = min(done + self.poll_interval, steps)
-            if shape.path != "speculative":
-                state.draw(done, end)
-            elif done == 0:
-                state.draw(0, steps)
+            state.draw(done, end)
             for _ in range(done, end):
                 self._decode(shape)
             looks.append(state.poll_finished(len(looks)))
@@ -347,46 +333,31 @@ class CudaRunner(Runner):
             while until_one_ends and done < steps and not looks[-2]():
                 done = enqueue()
             emissions = []
-            emitted = state.emitted(steps if shape.path == "speculative" else done)
+            emitted = state.emitted(done)
             for chunk, (ids, logprobs) in zip(chunks, emitted, strict=True):
                 chunk.job.session.kv_len += len(ids)
                 emissions.append(Emission(chunk.job, ids, logprobs))
             if self._routing is not None:
                 self._record_decoded(chunks, [len(ids) for ids, _ in emitted])
-            if shape.path == "speculative":
-                self._speculation.note(
-                    sum(len(ids) for ids, _ in emitted), int(state.drafts.steps[: len(chunks)].sum())
-                )
             return emissions
 
         if enqueue() < steps:
             enqueue()
         return collect
 
-    def _load(self, chunks: Sequence[Chunk], steps: int, may_draft: bool = True) -> tuple[DecodeShape, int]:
-        """The step's shape, and how many of them, up to `steps`, are worth running."""
+    def _load(self, chunks: Sequence[Chunk], steps: int) -> tuple[DecodeShape, int]:
+        """The step's shape, and the number of steps, up to `steps`, that are worth running."""
         state, stops = self._state, max(len(c.job.params.stop_token_ids) for c in chunks if c.job.params)
         if stops > state.max_stops:
             self._state = DecodeState(state.rows, state.tables.shape[1], self.decode_steps, self.device, stops)
             self._forget_graphs()
-        shape, shared = self._choose_path([chunk.job.session for chunk in chunks], may_draft)
-        drafts = shape.path == "speculative"
-        return shape, self._state.load(chunks, shared, drafts, self.page_size, self.context, steps)
-
-    def _choose_path(self, sessions: Sequence[Session], may_draft: bool) -> tuple[DecodeShape, SharedArrays | None]:
-        bucket = bucket_for(len(sessions))
-        if self._exact is not None:
-            return DecodeShape(bucket, "per_row"), None
-        if self.path in (None, "shared_prefix"):
+        shared = None
+        if self._exact is None and self.path != "per_row":
             kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
             min_tokens = 0 if self.path == "shared_prefix" else MIN_SAVED_BYTES / kv_bytes
-            shared = SharedArrays.of(sessions, self.page_size, min_tokens)
-            if shared is not None:
-                return DecodeShape(bucket, "shared_prefix"), shared
-        can_draft = may_draft and self.fast_decoder is not None and bucket <= self._state.drafts.rows
-        if can_draft and (self.path == "speculative" or (self.path is None and self._speculation.is_worth_it())):
-            return DecodeShape(bucket, "speculative"), None
-        return DecodeShape(bucket, "per_row"), None
+            shared = SharedArrays.of([chunk.job.session for chunk in chunks], self.page_size, min_tokens)
+        shape = DecodeShape(bucket_for(len(chunks)), "per_row" if shared is None else "shared_prefix")
+        return shape, self._state.load(chunks, shared, self.page_size, self.context, steps)
 
     def _decode(self, shape: DecodeShape) -> Tensor:
         """One decode step over the state's first rows; its logits [rows, V]."""
@@ -396,11 +367,9 @@ class CudaRunner(Runner):
         return graph.logits
 
     def _decode_step(self, shape: DecodeShape) -> Tensor:
-        if shape.path == "speculative":
-            return self._draft_step(shape.rows)
         state, rows = self._state, shape.rows
         if self._exact is not None:
-            logits = self._exact.verify(self._exact_plan(rows))
+            logits = self._exact.decode_exact(self._exact_plan(rows))
             state.choose(logits)
             return logits
         shared = state.shared(rows) if shape.path == "shared_prefix" else None
@@ -440,16 +409,6 @@ class CudaRunner(Runner):
         pages = torch.where(state.lens[:rows] > 0, pages, -1)
         numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
         return ExactPlan(self.keys, self.values, tables, state.ids[:rows], positions, pages, numbers)
-
-    def _draft_step(self, rows: int) -> Tensor:
-        state, drafts, tokens = self._state, self._state.drafts, rows * STEP_TOKENS
-        assert self.fast_decoder is not None
-        drafts.draft(rows, state.tables, state.positions, state.lens, state.left, self.page_size)
-        of_tokens = (drafts.ids[:tokens], drafts.positions[:tokens], drafts.pages[:tokens])
-        plan = DraftPlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], *of_tokens)
-        logits = self.fast_decoder.verify(plan)
-        state.choose(logits, drafts=True)
-        return logits
 
     def _graph(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Graph:
         if shape not in self._graphs:

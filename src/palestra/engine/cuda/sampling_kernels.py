@@ -1,4 +1,4 @@
-"""Triton kernels of the CUDA path: tokens drafted, chosen and noted without a host sync."""
+"""Triton kernels of the CUDA path: tokens are chosen and recorded without a host sync."""
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
@@ -8,11 +8,11 @@ import triton.language as tl
 
 
 @triton.jit
-def block_stats(LOGITS, TEMPERATURE, STATS, vocabulary, blocks, BLOCK: tl.constexpr, K: tl.constexpr):
-    """Maximum and sum of exponentials of each block of logits; grid (rows * K, blocks)."""
+def block_stats(LOGITS, TEMPERATURE, STATS, vocabulary, blocks, BLOCK: tl.constexpr):
+    """Maximum and sum of exponentials of each block of logits; grid (rows, blocks)."""
     b, i = tl.program_id(0), tl.program_id(1)
     at = i * BLOCK + tl.arange(0, BLOCK)
-    temperature = tl.load(TEMPERATURE + b // K)
+    temperature = tl.load(TEMPERATURE + b)
     x = tl.load(LOGITS + b.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
     x = x / temperature
     top = tl.max(x, 0)
@@ -71,87 +71,33 @@ def _choose(
 @triton.jit(do_not_specialize=["stops"])
 def choose_and_advance(
     LOGITS, STATS, TEMPERATURE, GREEDY, DRAWS, STOPS, IDS, STARTS, POSITIONS, LENS, LEFT, TOKENS, LOGPROBS,
-    DRAFTS, HISTORY, FIRSTS, STEPS, vocabulary, blocks, rows, stops, history_width,
-    BLOCK: tl.constexpr, NB: tl.constexpr, NS: tl.constexpr, K: tl.constexpr,
+    vocabulary, blocks, rows, stops,
+    BLOCK: tl.constexpr, NB: tl.constexpr, NS: tl.constexpr,
 ):  # fmt: skip
-    """Pick each row's token, note it, and make the row ready for its next step; grid (rows,).
+    """Choose and record each row's token, and prepare the row for its next step; grid (rows,).
 
-    A row goes on while it has tokens LEFT and none of its STOPS came; a dead row notes nothing. Its step is how far it
-    has come from STARTS, so that the same captured kernel serves every step. With K > 1 the logits behind the row's
-    DRAFTS are there, too: as long as the token that is chosen is the one that was drafted, the next is chosen at once.
+    A row continues while it has tokens LEFT and none of its STOPS came; a dead row records nothing. Its step is its
+    distance from STARTS, so that the same captured kernel serves every step.
     """
     b = tl.program_id(0)
     left = tl.load(LEFT + b)
     position = tl.load(POSITIONS + b)
-    start = tl.load(STARTS + b)
     temperature = tl.load(TEMPERATURE + b)
     greedy = tl.load(GREEDY + b) != 0
     s = tl.arange(0, NS)
     stop_ids = tl.load(STOPS + s * rows + b, mask=s < stops, other=-1)
     token = tl.load(IDS + b)
-    going = left > 0
-    if K > 1:
-        tl.store(STEPS + b, tl.load(STEPS + b) + going.to(tl.int32))
-    for i in range(K):  # not unrolled, as its body is long
-        if going:
-            step = position - start
-            draw = tl.load(DRAWS + step * rows + b)
-            token, logprob = _choose(
-                LOGITS, STATS, b * K + i, temperature, greedy, draw, vocabulary, blocks, BLOCK, NB
-            )  # fmt: skip
-            tl.store(TOKENS + step * rows + b, token)
-            tl.store(LOGPROBS + step * rows + b, logprob)
-            stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
-            left = tl.where(stopped, 0, left - 1)
-            if left > 0:
-                position += 1
-                if K > 1:
-                    tl.store(HISTORY + b * history_width + position - tl.load(FIRSTS + b), token)
-            drafted = tl.load(DRAFTS + b * K + i + 1, mask=i + 1 < K, other=-1)
-            going = (left > 0) & (token == drafted)
+    if left > 0:
+        step = position - tl.load(STARTS + b)
+        draw = tl.load(DRAWS + step * rows + b)
+        token, logprob = _choose(LOGITS, STATS, b, temperature, greedy, draw, vocabulary, blocks, BLOCK, NB)
+        tl.store(TOKENS + step * rows + b, token)
+        tl.store(LOGPROBS + step * rows + b, logprob)
+        stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
+        left = tl.where(stopped, 0, left - 1)
+        position = tl.where(left > 0, position + 1, position)
     tl.store(LEFT + b, tl.maximum(left, 0))
     tl.store(LENS + b, tl.where(left > 0, position + 1, 0))
     if left > 0:
         tl.store(IDS + b, token)
         tl.store(POSITIONS + b, position)
-
-
-@triton.jit
-def draft(
-    HISTORY, FIRSTS, TABLES, POSITIONS, LENS, LEFT, IDS, DRAFTS, TOKEN_POSITIONS, PAGES,
-    history_width, table_width,
-    K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What may come next: the tokens that followed where a row's last two tokens stood together before; grid (rows,).
-
-    IDS, TOKEN_POSITIONS and PAGES [rows, K] are the step's tokens: the row's last one and its drafts. A token that is
-    not there has the page -1, and the draft -1.
-    """
-    b = tl.program_id(0)
-    left = tl.load(LEFT + b)
-    position = tl.load(POSITIONS + b)
-    first = tl.load(FIRSTS + b)
-    here = HISTORY + b * history_width
-    last = position - first  # where the row's last token stands in its history
-    token = tl.load(here + last)
-    previous = tl.load(here + last - 1, mask=last > 0, other=-1)
-    t = tl.arange(0, BLOCK)
-    found = -1
-    for low in range(0, last, BLOCK):
-        at = low + t
-        inside = (at < last) & (at > 0)
-        same = inside & (tl.load(here + at, mask=inside, other=-1) == token)
-        same = same & (tl.load(here + at - 1, mask=inside, other=-1) == previous)
-        found = tl.maximum(found, tl.max(tl.where(same, at, -1), 0))
-    alive = tl.load(LENS + b) > 0
-    there = alive & (left > 0)
-    for i in tl.static_range(K):
-        if i > 0:
-            there = there & (i < left) & (found >= 0) & (found + i <= last)
-            token = tl.load(here + found + i, mask=there, other=0)
-        place = tl.where(there, position + i, position)  # never behind the context's end, where there is no RoPE
-        page = tl.load(TABLES + b * table_width + place // PAGE, mask=there, other=-1)
-        tl.store(IDS + b * K + i, token)
-        tl.store(DRAFTS + b * K + i, tl.where(there, token, -1))
-        tl.store(TOKEN_POSITIONS + b * K + i, place)
-        tl.store(PAGES + b * K + i, page)

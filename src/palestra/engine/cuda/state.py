@@ -10,7 +10,6 @@ from torch import Tensor
 
 from palestra.core.machine import put
 from palestra.engine.cuda import sampling_kernels
-from palestra.engine.cuda.drafts import STEP_TOKENS, DraftBuffers
 from palestra.engine.cuda.paged_ops import padded_tables
 from palestra.engine.pages import BLOCK_ROWS, SharedArrays, SharedPrefixes
 from palestra.engine.sampler import uniforms
@@ -40,7 +39,6 @@ class DecodeState:
         self._chosen = torch.zeros((2, steps, rows), dtype=torch.int32, device=device)
         self.tokens, self.logprobs = self._chosen[0], self._chosen[1].view(torch.float32)
         self._stats = torch.empty(0, device=device)
-        self.drafts = DraftBuffers(rows, steps, device)
         self._left_on_host = torch.zeros((2, rows), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._seeds, self._drawn_from = np.zeros(0, np.uint64), np.zeros(0, np.int64)
 
@@ -49,19 +47,13 @@ class DecodeState:
         return SharedPrefixes(self._shared.tokens[:rows], self._shared.blocks[: rows // 2])
 
     def load(
-        self, chunks: Sequence[Chunk], shared: SharedArrays | None, drafts: bool, page_size: int, context: int,
-        steps: int = 1,
-    ) -> int:  # fmt: skip
-        """Bring the rows onto the device; how many steps, up to `steps`, are worth running.
-
-        With drafts a row may be done in fewer: it has no more than `steps` tokens.
-        """
+        self, chunks: Sequence[Chunk], shared: SharedArrays | None, page_size: int, context: int, steps: int = 1
+    ) -> int:
+        """Copy the rows to the device; return the number of steps, up to `steps`, that are worth running."""
         jobs = [chunk.job for chunk in chunks]
         params = [job.params for job in jobs if job.params is not None]  # all of them sample
         sessions = [job.session for job in jobs]
         left = [_tokens_left(job, page_size, context) for job in jobs]
-        if drafts:
-            left = [min(tokens, steps) for tokens in left]
         at = np.array([session.kv_len for session in sessions], np.int32)
         words = np.full((len(self._of_rows), len(jobs)), -1, np.int32)
         words[:6] = [s.token_ids[-1] for s in sessions], at, at, at + 1, left, [p.temperature == 0.0 for p in params]
@@ -74,8 +66,6 @@ class DecodeState:
         self._of_rows.zero_()
         self.tokens.fill_(-1)
         pairs = [(self._of_rows, words), (self.tables, padded_tables([session.table for session in sessions]))]
-        if drafts:
-            pairs += self.drafts.pairs(sessions)
         if shared is not None:
             self._shared.blocks.fill_(-1)
             pairs.append((self._shared.blocks, shared.blocks))
@@ -111,24 +101,20 @@ class DecodeState:
         both = zip(chosen[0].tolist(), chosen[1].view(np.float32).tolist(), counts, strict=True)
         return [(ids[:n], logprobs[:n]) for ids, logprobs, n in both]
 
-    def choose(self, logits: Tensor, drafts: bool = False) -> None:
-        """Choose each row's token from logits [rows, V] and advance the rows; with drafts [rows * STEP_TOKENS, V]."""
-        tokens, vocabulary = logits.shape
-        a_row = STEP_TOKENS if drafts else 1
+    def choose(self, logits: Tensor) -> None:
+        """Choose each row's token from logits [rows, V] and advance the rows."""
+        rows, vocabulary = logits.shape
         blocks = -(-vocabulary // VOCABULARY_BLOCK)
-        most = max(self.rows, self.drafts.rows * STEP_TOKENS)
-        if self._stats.numel() < most * blocks * 2:
-            self._stats = torch.empty(most * blocks * 2, device=logits.device)
-        sampling_kernels.block_stats[(tokens, blocks)](
-            logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, K=a_row, num_warps=4
+        if self._stats.numel() < self.rows * blocks * 2:
+            self._stats = torch.empty(self.rows * blocks * 2, device=logits.device)
+        sampling_kernels.block_stats[(rows, blocks)](
+            logits, self.temperature, self._stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=4
         )
-        stops, history = self.max_stops, self.drafts.history
-        sampling_kernels.choose_and_advance[(tokens // a_row,)](
+        sampling_kernels.choose_and_advance[(rows,)](
             logits, self._stats, self.temperature, self.greedy, self.draws, self.stops, self.ids, self.starts,
-            self.positions, self.lens, self.left, self.tokens, self.logprobs, self.drafts.drafts, history,
-            self.drafts.firsts, self.drafts.steps, vocabulary, blocks, self.rows, stops, history.stride(0),
-            BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(), NS=1 << (stops - 1).bit_length(), K=a_row,
-            num_warps=4,
+            self.positions, self.lens, self.left, self.tokens, self.logprobs, vocabulary, blocks, self.rows,
+            self.max_stops, BLOCK=VOCABULARY_BLOCK, NB=1 << (blocks - 1).bit_length(),
+            NS=1 << (self.max_stops - 1).bit_length(), num_warps=4,
         )  # fmt: skip
 
 
