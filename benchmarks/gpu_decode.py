@@ -342,7 +342,7 @@ def delta_rule(model: Any) -> None:
     """The gated delta rule of one layer against transformers' code for it: prompts, and siblings that continue them."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    from palestra.engine.delta_rule import chunk_gated_delta_rule
+    from palestra.engine.recurrences import chunk_gated_delta_rule
 
     heads, key, value = (sizes()[f"linear_{n}"] for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
 
@@ -366,7 +366,7 @@ def mamba_scan(model: Any) -> None:
     """The same of the scan of a Mamba 2 layer of Nemotron 3 Nano's size. On a CPU transformers' takes six seconds."""
     from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-    from palestra.engine.mamba_scan import mamba_chunk_scan
+    from palestra.engine.recurrences import mamba_chunk_scan
 
     heads, size, groups, state = (4, 8, 2, 16) if OPTIONS.tiny else (64, 64, 8, 128)
 

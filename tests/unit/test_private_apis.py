@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 import palestra
-from palestra.engine.stand_ins import STAND_INS, StandIn
+from palestra.engine.recurrences import STAND_INS, StandIn
 from palestra.learner.opaque import AUTOGRAD
 
 SOURCE = Path(palestra.__file__).parent

@@ -9,7 +9,7 @@ experts as always, from its own scores at these places, so that gradients reach 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Array
-from palestra.engine.attention import plain_forward
+from palestra.engine.attention import ModulePatches, plain_forward
 
 EXPERTS = "experts"  # the name that all families give to the module of the experts
 TOPK = (torch.topk, Tensor.topk)
@@ -77,11 +77,9 @@ class ExpertRouting:
             per_token = calls[router][0]
         return routers, per_token
 
-    @contextmanager
-    def use(self, choose: Choose) -> Iterator[None]:
+    def use(self, choose: Choose) -> AbstractContextManager[None]:
         """Let `choose(layer, own)` decide which experts each router uses; the modules are as before afterwards."""
-        with self._patched(self.modules, choose):
-            yield
+        return self._patched(self.modules, choose)
 
     @contextmanager
     def record(self) -> Iterator[list[Tensor]]:
@@ -97,17 +95,10 @@ class ExpertRouting:
 
     @contextmanager
     def _patched(self, modules: Sequence[nn.Module], choose: Choose) -> Iterator[None]:
-        before = [module.__dict__.get("forward") for module in modules]
-        for number, module in enumerate(modules):
-            module.__dict__["forward"] = _Router(module.forward, _TopK(number, self.experts, choose))
-        try:
+        with ModulePatches() as patches:
+            for number, module in enumerate(modules):
+                patches.set(module, "forward", _with_choice(module.forward, _TopK(number, self.experts, choose)))
             yield
-        finally:
-            for module, forward in zip(modules, before, strict=True):
-                if forward is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = forward
 
 
 def expert_count(config: Any) -> int:
@@ -116,15 +107,14 @@ def expert_count(config: Any) -> int:
     return next((count for name in names if (count := getattr(config, name, None))), 0)
 
 
-class _Router:
+def _with_choice(forward: Callable[..., Any], top_k: _TopK) -> Callable[..., Any]:
     """A module's forward in which `topk` over the experts returns the given choice."""
 
-    def __init__(self, forward: Callable[..., Any], top_k: _TopK) -> None:
-        self._forward, self._top_k = forward, top_k
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        with top_k:
+            return forward(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._top_k:
-            return self._forward(*args, **kwargs)
+    return chosen
 
 
 class _TopK(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Everything that a learner session changes in the live model, by one object that restores it all."""
+"""What a learner session changes in the live model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from palestra.engine.attention import ModulePatches
 from palestra.engine.supported import is_standard_rms_norm, norm_epsilon
 
 MAX_MLP_SHARE = 0.75  # of the tokens; above this, selecting them saves nothing
@@ -26,42 +26,6 @@ COSTLY = {  # in addition to products
 }
 # What traced layers hold of ours, and the compiler's cache does not look into: the rule of what is kept, and attention.
 TRACED_FILES = [Path(__file__), Path(__file__).with_name("tree_attention_cuda.py")]
-
-
-class ModulePatches:
-    """Attributes of modules and configs that are set for a while; leaving the block restores them, the last one first.
-
-    Module attributes are set in `__dict__`, past nn.Module's slow `__setattr__`.
-    """
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-
-    def __enter__(self) -> ModulePatches:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        if not isinstance(owner, nn.Module):
-            self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
-            setattr(owner, name, value)
-            return
-        own = owner.__dict__
-        undo = partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name, None)
-        self._undo.append(undo)
-        own[name] = value
-
-    def set_training(self, model: nn.Module, training: bool) -> None:
-        if model.training == training:  # walking over all modules takes milliseconds
-            return
-        for module in model.modules():
-            if module.training != training:
-                self.set(module, "training", training)
 
 
 def decoder_of(model: Any) -> Any:
