@@ -27,10 +27,9 @@ from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
-from palestra.engine.cuda.hybrid_decoder import HybridDecoder
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
 from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
-from palestra.engine.cuda.recurrent_steps import MAX_RUN, RecurrentStep, StateRows
+from palestra.engine.cuda.recurrent_steps import MAX_RUN, HybridDecoder, RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.recurrent import (
@@ -378,7 +377,9 @@ class CudaRunner(Runner):
             logits = self.fast_decoder.decode(state.ids[:rows], plan)
         elif self.hybrid_decoder is not None:
             plan.layout = self._kv_shape.layout
-            logits = self.hybrid_decoder.decode(state.ids[:rows], plan, self._states, self._state_rows(rows))
+            logits = self.hybrid_decoder.decode_with_states(
+                state.ids[:rows], plan, self._states, self._state_rows(rows)
+            )
         else:
             runs = [Run(state.slots[:rows].long(), 1, state.lens[:rows] > 0)]
             recurrent = self._steps_of(self._state_rows(rows))
