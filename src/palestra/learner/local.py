@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
-from palestra.algo.batching import take_rows
 from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import Loss, LossTokens
 from palestra.core.config import RunConfig
@@ -31,7 +30,7 @@ from palestra.core.weights import Weights
 from palestra.engine.supported import NO_EXACT, base_linear, base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
-from palestra.learner.forward import Scorer
+from palestra.learner.forward import Scorer, of_each
 from palestra.learner.micro_batches import (
     LocalOutputs,
     MicroBatchLimit,
@@ -146,7 +145,7 @@ class LocalLearner:
         with self.model.disable_adapter() if reference and self._has_adapter else nullcontext():
             # The reference is another policy, which chooses its experts itself.
             score = (lambda micro: scorer(_without_routing(micro))) if reference else scorer
-            parts = [(micro, _of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, score)]
+            parts = [(micro, of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, score)]
         return tokens_to_column(parts, batch)
 
     @torch.no_grad()
@@ -348,7 +347,7 @@ class LocalLearner:
             entropy_gradient=loss.entropy_gradient,
             loss_gradient=loss.gradient(tokens),
         )
-        logprobs, entropy = _of_each(micro, logprobs), _of_each(micro, entropy)
+        logprobs, entropy = of_each(micro, logprobs), of_each(micro, entropy)
         terms = loss(tokens, logprobs, entropy)
         if (found := self._scorer.routing_mismatch(micro)) is not None:
             stats = TokenStats(sums={"routing_mismatch": found[0]}, counts={"routing_mismatch": found[1]})
@@ -369,9 +368,3 @@ def _scorer_options(config: RunConfig, pad_token_id: int, in_shards: bool) -> di
 
 def _without_routing(micro: PackedMicroBatch) -> PackedMicroBatch:
     return replace(micro, batch=replace(micro.batch, routing=None))
-
-
-def _of_each(micro: PackedMicroBatch, values: Tensor) -> Tensor:
-    """[S] values of the scored tokens -> [N] of the tokens of the loss."""
-    each = micro.batch.each
-    return values if each is None else take_rows(values, each)

@@ -26,7 +26,7 @@ from torch import Tensor
 from palestra.algo.batching import Tree, ragged_arange
 from palestra.core.machine import in_one_order, to_device
 from palestra.core.types import Array
-from palestra.learner.opaque import Registry
+from palestra.learner.patches import Registry
 from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
 
 HALF = (torch.bfloat16, torch.float16)
