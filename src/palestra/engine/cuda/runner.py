@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -44,29 +43,18 @@ from palestra.engine.recurrent import (
 from palestra.engine.routing import ExpertRouting
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
-from palestra.engine.session import Chunk, Collect, Emission, Job, no_emissions
+from palestra.engine.session import Chunk, Collect, Emission, no_emissions
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, base_model, can_capture, is_llama_like
 
 log = logging.getLogger("palestra")
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-
-# per_row: each row reads all its pages. shared_prefix: rows of a group read their common pages once.
-DecodePath = Literal["per_row", "shared_prefix"]
 
 
 class DecodeShape(NamedTuple):
     """The rows of a decode step, and how they are computed."""
 
     rows: int
-    path: DecodePath
-
-
-@dataclass(slots=True)
-class Graph:
-    """A decode step of one batch size, or a prefill of one shape: replay it, then read the logits if it has any."""
-
-    replay: Callable[[], None]
-    logits: Tensor | None = None
+    path: Literal["per_row", "shared_prefix"]  # each row reads all its pages, or groups read common pages once
 
 
 class CudaRunner(Runner):
@@ -108,7 +96,8 @@ class CudaRunner(Runner):
         complete = len(self.recurrent_steps) == len(steps) > 0
         self.hybrid_decoder = HybridDecoder.of(model, context, self.recurrent_steps) if complete else None
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
-        self._graphs: dict[DecodeShape | PrefillShape, Graph] = {}
+        # Replays a decode step of one batch size, or a prefill of one shape, and returns its logits, if any.
+        self._graphs: dict[DecodeShape | PrefillShape, Callable[[], Tensor | None]] = {}
         self._graph_pool: Any = None
         self._side = torch.cuda.Stream(self.device) if self._captures else None
         self._weights_at = self._weight_addresses()
@@ -130,7 +119,7 @@ class CudaRunner(Runner):
         return decoder if decoder is not None and decoder.exact else None
 
     @property
-    def paths(self) -> Sequence[DecodePath]:
+    def paths(self) -> Sequence[str]:
         return ["per_row"] if self._exact is not None else ["per_row", "shared_prefix"]
 
     def copy_page(self, source: int, target: int) -> None:
@@ -237,7 +226,7 @@ class CudaRunner(Runner):
         shape = arrays.shape
         if self.fast_decoder is not None and shape.tokens <= MAX_CAPTURED_TOKENS:
             self._fills.load(arrays)
-            self._graph(shape.captured, partial(self._prefill_step, self._fills, shape.captured)).replay()
+            self._replay(shape.captured, partial(self._prefill_step, self._fills, shape.captured))
         else:
             buffers = arrays.to(self.device)
             self._prefill_step(buffers, shape, *self._recurrent_work(fills, buffers))
@@ -268,14 +257,10 @@ class CudaRunner(Runner):
         else:
             self._module_logits(plan, plan.ids, plan.positions, runs, steps)
 
-    def _take_routing(self) -> Tensor:
-        routed, self._pass_routing = self._pass_routing, None
-        assert routed is not None
-        return routed
-
     def _record_fills(self, fills: Sequence[Fill]) -> None:
         """Give the sessions of a prefill the experts of its tokens, in host memory when the step is collected."""
-        routed = self._take_routing()
+        routed = self._pass_routing
+        assert routed is not None
         on_host = torch.empty(routed.shape, dtype=routed.dtype, pin_memory=self.device.type == "cuda")
         on_host.copy_(routed, non_blocking=True)
         for (session, _), rows in zip(fills, on_host.split([count for _, count in fills]), strict=True):
@@ -294,16 +279,15 @@ class CudaRunner(Runner):
         """One decode step whose tokens the general sampler chooses."""
         rows = [SamplingRow.of(chunk.job) for chunk in chunks]
         shape, _ = self._load(chunks, 1)
-        logits = self._decode(shape)[: len(chunks)]
+        tokens, logprobs = sample(self._decode(shape)[: len(chunks)], rows)
         for chunk in chunks:
             chunk.job.session.kv_len += 1
-        emitted = _emitted([chunk.job for chunk in chunks], logits, rows)
-        if self._routing is None:
-            return emitted
 
         def collect(until_one_ends: bool) -> list[Emission]:
-            self._record_decoded(chunks, [1] * len(chunks))
-            return emitted(until_one_ends)
+            if self._routing is not None:
+                self._record_decoded(chunks, [1] * len(chunks))
+            triples = zip(chunks, tokens.tolist(), logprobs.tolist(), strict=True)
+            return [Emission(chunk.job, [token], [logprob]) for chunk, token, logprob in triples]
 
         return collect
 
@@ -360,10 +344,9 @@ class CudaRunner(Runner):
 
     def _decode(self, shape: DecodeShape) -> Tensor:
         """One decode step over the state's first rows; its logits [rows, V]."""
-        graph = self._graph(shape, partial(self._decode_step, shape))
-        graph.replay()
-        assert graph.logits is not None
-        return graph.logits
+        logits = self._replay(shape, partial(self._decode_step, shape))
+        assert logits is not None
+        return logits
 
     def _decode_step(self, shape: DecodeShape) -> Tensor:
         state, rows = self._state, shape.rows
@@ -387,7 +370,8 @@ class CudaRunner(Runner):
             if self._routing is not None:
                 steps = (state.positions[:rows] - state.starts[:rows]).long()
                 at = steps * self._routed.shape[1] + torch.arange(rows, device=self.device)
-                self._routed.flatten(0, 1).index_copy_(0, at, self._take_routing())
+                assert self._pass_routing is not None
+                self._routed.flatten(0, 1).index_copy_(0, at, self._pass_routing)
         state.choose(logits)
         return logits
 
@@ -411,28 +395,28 @@ class CudaRunner(Runner):
         numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
         return ExactPlan(self.keys, self.values, tables, state.ids[:rows], positions, pages, numbers)
 
-    def _graph(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Graph:
+    def _replay(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Tensor | None:
+        """Run the graph of a shape. From the first step that cannot be captured on, for another reason than memory,
+        kernels are launched one by one."""
         if shape not in self._graphs:
             started = time.perf_counter()
-            self._graphs[shape] = self._captured_if_possible(forward) if self._captures else _uncaptured(forward)
+            graph = forward
+            if self._captures:
+                try:
+                    graph = self._captured(forward)
+                except RuntimeError as error:
+                    if lacks_memory(error):
+                        raise torch.OutOfMemoryError(str(error)) from error
+                    self._captures = False
+                    log.warning(
+                        "decode steps of %s cannot be captured as CUDA graphs; their kernels are launched one by one, "
+                        "which is slower: %s", type(base_model(self.model)).__name__, error,
+                    )  # fmt: skip
+            self._graphs[shape] = graph
             self.warm_up_s += time.perf_counter() - started
-        return self._graphs[shape]
+        return self._graphs[shape]()
 
-    def _captured_if_possible(self, forward: Callable[[], Tensor | None]) -> Graph:
-        """A graph; from the first step that cannot be captured on, for another reason than memory, none are tried."""
-        try:
-            return self._captured(forward)
-        except RuntimeError as error:
-            if lacks_memory(error):
-                raise torch.OutOfMemoryError(str(error)) from error
-            self._captures = False
-            log.warning(
-                "decode steps of %s cannot be captured as CUDA graphs; their kernels are launched one by one, which is "
-                "slower: %s", type(base_model(self.model)).__name__, error,
-            )  # fmt: skip
-        return _uncaptured(forward)
-
-    def _captured(self, forward: Callable[[], Tensor | None]) -> Graph:
+    def _captured(self, forward: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
         state = self._state
         alive = state.lens.clone(), state.left.clone()
         # Warm-up and capture run the kernels for real. With all rows dead they write no KV and advance no row.
@@ -452,7 +436,12 @@ class CudaRunner(Runner):
             state.lens.copy_(alive[0])
             state.left.copy_(alive[1])
         self._graph_pool = self._graph_pool or graph.pool()
-        return Graph(graph.replay, logits)
+
+        def replay() -> Tensor | None:
+            graph.replay()
+            return logits
+
+        return replay
 
     def _module_logits(
         self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor, runs: Sequence[Run],
@@ -477,26 +466,6 @@ class CudaRunner(Runner):
         return output.logits[0]
 
 
-def _uncaptured(forward: Callable[[], Tensor | None]) -> Graph:
-    """A step that runs kernel by kernel each time."""
-
-    def replay() -> None:
-        graph.logits = forward()
-
-    graph = Graph(replay)
-    return graph
-
-
 def bucket_for(rows: int) -> int:
     """The smallest captured batch size that holds `rows` rows."""
     return next((bucket for bucket in BUCKETS if bucket >= rows), -(-rows // 256) * 256)
-
-
-def _emitted(jobs: Sequence[Job], logits: Tensor, rows: Sequence[SamplingRow]) -> Collect:
-    tokens, logprobs = sample(logits, rows)
-
-    def collect(until_one_ends: bool) -> list[Emission]:
-        pairs = zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True)
-        return [Emission(job, [token], [logprob]) for job, token, logprob in pairs]
-
-    return collect
