@@ -174,7 +174,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import palestra.engine.engine as engine_module
 from palestra.core.errors import UnsupportedModel
 from palestra.engine import check
-from palestra.engine.cuda import paged_ops, prefill, runner
+from palestra.engine.cuda import paged_ops, runner
 
 sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
 config = AutoConfig.for_model("olmo2", vocab_size=64, num_hidden_layers=1, pad_token_id=0, **sizes)
@@ -184,8 +184,8 @@ model.to("cuda" if torch.cuda.is_available() else "cpu")
 engine_module.build_runner = runner.CudaRunner
 paged_ops.DECODE_PROGRAMS = 1
 check.NEW_TOKENS = 4
-right = prefill.padded_tables
-prefill.padded_tables = lambda tables: right(tables)[:, ::-1].copy()  # a prompt's pages in the wrong order
+right = paged_ops.padded_tables
+paged_ops.padded_tables = lambda tables: right(tables)[:, ::-1].copy()  # a prompt's pages in the wrong order
 try:
     engine_module.Engine(model, page_size=16, kv_memory_gib=0.001, max_running=4)
 except UnsupportedModel as error:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.engine.cuda import exact, layer_kernels
+from palestra.engine.cuda import exact, kernels
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm, rope_and_store
 from palestra.engine.supported import (
@@ -241,7 +241,7 @@ def norm(module: Any, x: Tensor, one_plus: bool = False) -> Tensor:
     out = torch.empty_like(x)
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()
-    layer_kernels.rms_norm[(rows,)](
+    kernels.rms_norm[(rows,)](
         x, module.weight, out, norm_epsilon(module), WIDTH=width, BLOCK=block, ONE_PLUS=one_plus,
         num_warps=4 if block >= 1024 else 1,
     )  # fmt: skip
@@ -252,5 +252,5 @@ def gated(x: Tensor, gate_up: Product) -> Tensor:
     """silu(gate) * value of the MLP's first products."""
     rows, width = len(x), gate_up.weight.shape[0] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    layer_kernels.gate[(rows, -(-width // 1024))](gate_up(x), out, width, BLOCK=1024, num_warps=4)
+    kernels.gate[(rows, -(-width // 1024))](gate_up(x), out, width, BLOCK=1024, num_warps=4)
     return out

@@ -26,8 +26,14 @@ from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
-from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
-from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
+from palestra.engine.cuda.paged_ops import (
+    MAX_CAPTURED_TOKENS,
+    DecodePlan,
+    Fill,
+    PrefillBuffers,
+    PrefillPlan,
+    PrefillShape,
+)
 from palestra.engine.cuda.recurrent_steps import MAX_RUN, HybridDecoder, RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
@@ -222,8 +228,7 @@ class CudaRunner(Runner):
         return collect
 
     def _prefill(self, fills: Sequence[Fill]) -> None:
-        arrays = PrefillArrays.of(fills, self.page_size)
-        shape = arrays.shape
+        arrays, shape = PrefillBuffers.of(fills, self.page_size)
         if self.fast_decoder is not None and shape.tokens <= MAX_CAPTURED_TOKENS:
             self._fills.load(arrays)
             self._replay(shape.captured, partial(self._prefill_step, self._fills, shape.captured))
@@ -249,7 +254,8 @@ class CudaRunner(Runner):
         self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = (), steps: RecurrentSteps = NO_STEPS
     ) -> None:
         if self._exact is not None:
-            self._exact.prefill_exact(buffers.exact_plan(self.keys, self.values, shape))
+            tokens = buffers.tokens[:, : shape.tokens]
+            self._exact.prefill_exact(ExactPlan(self.keys, self.values, buffers.tables, *tokens))
             return
         plan = buffers.plan(self.keys, self.values, shape)
         if self.fast_decoder is not None:
