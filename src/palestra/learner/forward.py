@@ -95,19 +95,16 @@ class Scorer(nn.Module):
             choose_mode(self)
         self.head.rule = replace(self.head.rule, **truncation)  # the check compares whole distributions
         if exact:
-            self.exact = self._exact_forward()
+            if self.mode != "trees" or in_shards:
+                raise UnsupportedModel(f"model.exact has no kernels for this model, or for several ranks; {NO_EXACT}")
+            from palestra.learner.exact import ExactForward
+
+            self.head.rule = replace(self.head.rule, exact=True)
+            self.exact = ExactForward(self.model)
         captures = (
             not exact and self.mode == "trees" and self.compiled and not in_shards and can_be_captured(self.model)
         )
         self.graphs = Graphs(self.model, self._layers) if captures else None
-
-    def _exact_forward(self) -> ExactForward:
-        if self.mode != "trees" or self.in_shards:
-            raise UnsupportedModel(f"model.exact has no kernels for this model, or for several ranks; {NO_EXACT}")
-        from palestra.learner.exact import ExactForward
-
-        self.head.rule = replace(self.head.rule, exact=True)
-        return ExactForward(self.model)
 
     @property
     def shares_prefix(self) -> bool:

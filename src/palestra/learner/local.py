@@ -20,7 +20,7 @@ from torch import Tensor
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import TokenStats
-from palestra.algo.step_loss import Loss, LossTokens
+from palestra.algo.step_loss import Loss, LossTerms, LossTokens
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, SettingError, UnsupportedModel
 from palestra.core.phases import phases
@@ -34,7 +34,6 @@ from palestra.learner.forward import Scorer, of_each
 from palestra.learner.micro_batches import (
     LocalOutputs,
     MicroBatchLimit,
-    MicroOutputs,
     PackedBatch,
     PackedMicroBatch,
     captured_tokens,
@@ -87,7 +86,13 @@ class LocalLearner:
         if config.model.gradient_checkpointing:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         in_shards = ranks is not ONE_PROCESS
-        options = _scorer_options(config, pad_token_id, in_shards)
+        rollout = config.rollout
+        options: dict[str, Any] = {  # of the scorers of the policy and of the reference
+            "temperature": rollout.temperature,
+            "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
+            "pad_token_id": pad_token_id,
+            "in_shards": in_shards,
+        }
         self._scorer = Scorer(model, exact=config.model.exact, routing=config.train.expert_routing, **options)
         if shares_device:
             self._scorer.graphs = None
@@ -99,7 +104,10 @@ class LocalLearner:
         self._shapes = Shapes(captured) if captured else None
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
         self._min_root = self._scorer.min_root if self._share_prefix else 0
-        self._reference = self._reference_scorer(options) if config.train.beta > 0 else None
+        self._reference: Scorer | None = None
+        if config.train.beta > 0:  # the base weights below an adapter, else a copy of the weights
+            frozen = None if self._has_adapter else copy.deepcopy(model).requires_grad_(False).eval()
+            self._reference = self._scorer if frozen is None else Scorer(frozen, **options)
         if in_shards:
             for scorer in {self._scorer, self._reference} - {None}:
                 shard(scorer, master_weights=config.model.master_weights)
@@ -114,12 +122,6 @@ class LocalLearner:
             )
         if config.model.exact and self.device.type != "cuda":
             raise UnsupportedModel(f"model.exact has no kernels for a {self.device.type.upper()}; {NO_EXACT}")
-
-    def _reference_scorer(self, options: Mapping[str, Any]) -> Scorer:
-        """The scorer of the weights at construction: the base weights below an adapter, else a copy."""
-        if self._has_adapter:
-            return self._scorer  # the same weights, with the adapter switched off
-        return Scorer(copy.deepcopy(self.model).requires_grad_(False).eval(), **options)
 
     @property
     def device(self) -> torch.device:
@@ -142,9 +144,13 @@ class LocalLearner:
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
         scorer = self._reference if reference and self._reference is not None else self._scorer
+
+        def score(micro: PackedMicroBatch) -> Any:
+            if reference:  # another policy, which chooses its experts itself
+                micro = replace(micro, batch=replace(micro.batch, routing=None))
+            return scorer(micro)
+
         with self.model.disable_adapter() if reference and self._has_adapter else nullcontext():
-            # The reference is another policy, which chooses its experts itself.
-            score = (lambda micro: scorer(_without_routing(micro))) if reference else scorer
             parts = [(micro, of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, score)]
         return tokens_to_column(parts, batch)
 
@@ -194,9 +200,9 @@ class LocalLearner:
             micro = waiting.popleft()
             self.optimizer.accumulate_into_masters()
             before = self.optimizer.gradient_marks()
-            found = unless_out_of_memory(partial(self._gradient, micro, packed, outputs, weights))
-            if found is not None:
-                outputs.add(micro, found)
+            results = unless_out_of_memory(partial(self._gradient, micro, packed, outputs, weights))
+            if results is not None:
+                outputs.add(micro, *results)
                 continue
             left = [micro, *waiting]
             partly = before != self.optimizer.gradient_marks()  # some weights have their part of the failed one
@@ -210,15 +216,16 @@ class LocalLearner:
 
     def _gradient(
         self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
-    ) -> MicroOutputs:
-        """Compute a micro-batch, and add the gradient of its loss to those of the weights."""
+    ) -> tuple[LossTerms, Tensor, Tensor]:
+        """Compute a micro-batch and add the gradient of its loss to those of the weights; terms of the loss,
+        log-probabilities [N] and entropies [N]."""
         trains = outputs.loss.has_gradient(outputs.batch, micro.batch.at)
         with torch.set_grad_enabled(trains):
-            found = self._forward(micro, packed, outputs)
+            terms, logprobs, entropies = self._forward(micro, packed, outputs)
         if trains:
-            (found.loss.terms * weights).sum().backward()
-        # What holds on to a graph of autograd keeps the next pass from being captured.
-        return replace(found, loss=replace(found.loss, terms=found.loss.terms.detach()))
+            (terms.terms * weights).sum().backward()
+        # A tensor that keeps a graph of autograd alive keeps the next pass from being captured.
+        return replace(terms, terms=terms.terms.detach()), logprobs.detach(), entropies.detach()
 
     def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> PackedBatch:
         """Repack the rows of these micro-batches, of which the first did not fit, into smaller ones."""
@@ -327,7 +334,9 @@ class LocalLearner:
                 shapes=self._shapes if graphs is not None and graphs.pads else None,
             )
 
-    def _forward(self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs) -> MicroOutputs:
+    def _forward(
+        self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs
+    ) -> tuple[LossTerms, Tensor, Tensor]:
         """Score a micro-batch, and compute its share of the loss."""
         batch, loss, policy = micro.batch, outputs.loss, micro.policy
         columns = {"old_logprobs": outputs.batch.old_logprobs, "ref_logprobs": outputs.batch.ref_logprobs}
@@ -349,22 +358,7 @@ class LocalLearner:
         )
         logprobs, entropy = of_each(micro, logprobs), of_each(micro, entropy)
         terms = loss(tokens, logprobs, entropy)
-        if (found := self._scorer.routing_mismatch(micro)) is not None:
-            stats = TokenStats(sums={"routing_mismatch": found[0]}, counts={"routing_mismatch": found[1]})
+        if (mismatch := self._scorer.routing_mismatch(micro)) is not None:
+            stats = TokenStats(sums={"routing_mismatch": mismatch[0]}, counts={"routing_mismatch": mismatch[1]})
             terms = replace(terms, stats=terms.stats + stats)
-        return MicroOutputs(terms, logprobs.detach(), entropy.detach())
-
-
-def _scorer_options(config: RunConfig, pad_token_id: int, in_shards: bool) -> dict[str, Any]:
-    """The options that the scorers of the policy and the reference share."""
-    rollout = config.rollout
-    return {
-        "temperature": rollout.temperature,
-        "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
-        "pad_token_id": pad_token_id,
-        "in_shards": in_shards,
-    }
-
-
-def _without_routing(micro: PackedMicroBatch) -> PackedMicroBatch:
-    return replace(micro, batch=replace(micro.batch, routing=None))
+        return terms, logprobs, entropy
