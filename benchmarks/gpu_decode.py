@@ -1,6 +1,6 @@
 """The engine on a GPU against transformers' own sampling, at the shape of Qwen3-0.6B or Qwen3.5-0.8B.
 
-    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes drafts lora generate agent]
+    PYTHONPATH=src python3 benchmarks/gpu_decode.py [kernels parity decode prefixes lora generate agent]
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B parity decode fills generate agent ragged
     PYTHONPATH=src python3 benchmarks/gpu_decode.py --shape qwen3.5-0.8B delta_rule mamba_scan  # on a CPU too, smaller
     export TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TRITON_CACHE_DIR=/tmp/triton
@@ -294,21 +294,6 @@ def prefixes(model: Any) -> None:
         report(what="decode of siblings, tokens/s", rows=rows, prompt=length, **row)
 
 
-def drafts(model: Any) -> None:
-    """Decode steps of random weights, whose drafts are never right, with drafts and without: what they cost."""
-    engine, new = engine_of(model, 20, max_running=64, tokens_per_step=32768), 64
-    for rows in (2, 8, 16, 32, 64):
-        row: dict[str, Any] = {}
-        for engine.runner.path in ("per_row", "speculative", None):
-            sessions = [engine.open(p * 2) for p in prompts(rows, (CONTEXT - new // 2) // 2)]
-            engine.sample(sessions, SamplingParams(2))
-            elapsed = seconds(lambda group=sessions: engine.sample(group, SamplingParams(new)))  # type: ignore[misc]
-            row[engine.runner.path or "chosen"] = round(1000 * elapsed / new, 3)
-            for session in sessions:
-                engine.close(session)
-        report(what="a decode step with drafts, ms", rows=rows, **row, ratio=row["speculative"] / row["per_row"])
-
-
 def lora(model: Any) -> None:
     """The same with adapters of rank 8 on all linear layers (random ones, as if they had been trained)."""
     import peft
@@ -357,7 +342,7 @@ def delta_rule(model: Any) -> None:
     """The gated delta rule of one layer against transformers' code for it: prompts, and siblings that continue them."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    from palestra.engine.delta_rule import chunk_gated_delta_rule
+    from palestra.engine.recurrences import chunk_gated_delta_rule
 
     heads, key, value = (sizes()[f"linear_{n}"] for n in ("num_value_heads", "key_head_dim", "value_head_dim"))
 
@@ -381,7 +366,7 @@ def mamba_scan(model: Any) -> None:
     """The same of the scan of a Mamba 2 layer of Nemotron 3 Nano's size. On a CPU transformers' takes six seconds."""
     from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-    from palestra.engine.mamba_scan import mamba_chunk_scan
+    from palestra.engine.recurrences import mamba_chunk_scan
 
     heads, size, groups, state = (4, 8, 2, 16) if OPTIONS.tiny else (64, 64, 8, 128)
 
@@ -454,7 +439,7 @@ def agent_rollouts() -> gpu_agent.Rollouts:
 
 
 def main() -> None:
-    all_parts = ["kernels", "parity", "decode", "profile", "prefixes", "drafts", "lora", "generate", "agent"]
+    all_parts = ["kernels", "parity", "decode", "profile", "prefixes", "lora", "generate", "agent"]
     more = ["fills", "delta_rule", "mamba_scan", "ragged", "compile_generate", "agent_compiled"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

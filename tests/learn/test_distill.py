@@ -13,7 +13,7 @@ from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Array, Group, Message, Problem, Rollout, Sample, Score, Turn
-from palestra.learner.frozen import FrozenModel
+from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel

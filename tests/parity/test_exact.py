@@ -67,7 +67,7 @@ samples = [
     )
     for i, (session, row) in enumerate(zip(group, logprobs, strict=True))
 ]
-head._kernels = lambda kind: (kernels.statistics, kernels.logit_gradient)
+head._kernels_for = lambda target, rule: (kernels.statistics, kernels.logit_gradient)
 batch, scorers = Batch.of(samples), {e: Scorer(model, temperature=temperature, exact=e) for e in (False, True)}
 gradients = {}
 for exact, scorer in scorers.items():

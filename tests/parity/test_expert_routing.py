@@ -268,28 +268,6 @@ def test_mismatch_is_0_with_the_samplers_weights_and_above_after_a_change_of_the
     assert metrics_of(forced_, batch)["sampler_gap_mean"] < metrics_of(own, batch)["sampler_gap_mean"]
 
 
-def test_replicas_replay_their_parts_of_a_batch() -> None:
-    model = tiny_model("qwen3_moe")
-    samples, routings = sampled_groups()
-    batch = Batch.of(samples * 30, routing=routings * 30)
-    for sample_number in range(len(batch.groups)):
-        batch.groups[sample_number] += 2 * (sample_number // len(samples))
-    loss = StepLoss.of(batch, Objective("grpo"), max_completion_length=16)
-    found = []
-    for parts in (True, False):
-        learner = LocalLearner(model, config=config_of("replay"))
-        assert learner._replicas is not None
-        assert learner._parts_of(batch) > 1
-        if not parts:
-            learner._replicas = None
-        outputs = learner.forward_backward(batch, loss)
-        found.append((outputs.logprobs(), outputs.metrics()["routing_mismatch"]))
-        learner.discard_gradients()
-    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
-    assert found[0][1] == pytest.approx(found[1][1])
-    assert found[0][1] > 0.5
-
-
 def test_reference_of_adapters_chooses_its_own_experts() -> None:
     model = add_lora(tiny_model("qwen3_moe"), LoraSection(r=4))
     samples, routings = sampled_groups()

@@ -286,7 +286,7 @@ def test_the_limit_shows_a_wrong_state_after_the_prompt(
 @pytest.mark.parametrize(
     ("family", "what"),
     [
-        ("qwen3_5_text", "palestra.engine.delta_rule.without_padding"),
+        ("qwen3_5_text", "palestra.engine.recurrences.without_padding"),
         ("kimi_linear", "palestra.engine.recurrent._only_convolves"),
     ],
 )

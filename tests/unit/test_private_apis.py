@@ -13,8 +13,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 import palestra
-from palestra.engine.stand_ins import STAND_INS, StandIn
-from palestra.learner.opaque import AUTOGRAD
+from palestra.engine.recurrences import STAND_INS, StandIn
+from palestra.learner.patches import AUTOGRAD
 
 SOURCE = Path(palestra.__file__).parent
 FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_norm")

@@ -124,15 +124,14 @@ def pack(
     echo: bool = False,
     rows: Collection[int] | None = None,
     evenly: bool = False,
-    at_least: int = 1,
     min_root: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens (a longer row gets its own) and `max_rows` rows.
 
     Rows without a scored token are left out; `rows` selects from the others. A group too large for one micro-batch is
     split, and its prompt computed again in each part. `evenly` keeps the number of micro-batches and makes their sizes
-    nearly equal, since the largest one determines the memory; `at_least` asks for more of them. A common beginning of
-    all rows becomes the root of each micro-batch with several trees if it has at least `min_root` tokens (0: no root).
+    nearly equal, since the largest one determines the memory. A common beginning of all rows becomes the root of each
+    micro-batch with several trees if it has at least `min_root` tokens (0: no root).
     """
     if not batch.rows:
         return []
@@ -143,7 +142,7 @@ def pack(
         root = 0
     limit = max_tokens - root
     if evenly:
-        limit = _even_limit([_tokens(scored, root, *family) for family in families], limit, at_least)
+        limit = _even_limit([_tokens(scored, root, *family) for family in families], limit)
     divided = _divide(scored, root, families, limit, max_rows or batch.rows)
     return [_micro_batch(scored, root if len(trees) > 1 else 0, trees) for trees in divided]
 
@@ -201,13 +200,13 @@ def _tokens(scored: _Scored, root: int, prompt_length: int, family: list[int]) -
     return shared - root + sum(scored.fed[row] - shared for row in family)
 
 
-def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
-    """A lower limit by which runs of these sizes, as they come, make as many micro-batches, or `at_least` so many.
+def _even_limit(sizes: Sequence[int], limit: int) -> int:
+    """A lower limit that divides runs of these sizes, in their order, into the same number of micro-batches.
 
     >>> _even_limit([3] * 7, 12), _even_limit([3] * 7, 100), _even_limit([13, 2, 2], 12)
     (12, 21, 12)
-    >>> _even_limit([3] * 10, 27), _even_limit([3] * 10, 27, at_least=4)
-    (15, 9)
+    >>> _even_limit([3] * 10, 27)
+    15
     """
 
     def batches(limit: int) -> int:
@@ -221,7 +220,7 @@ def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
     largest = max(sizes, default=0)
     if largest > limit:  # one that is split fills them anyway
         return limit
-    count = max(batches(limit), at_least)
+    count = batches(limit)
     share = -(-sum(sizes) // count)
     tried = (max(largest, share + largest * eighth // 8) for eighth in range(9))
     return next((lower for lower in tried if lower <= limit and batches(lower) <= count), limit)

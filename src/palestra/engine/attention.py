@@ -8,7 +8,7 @@ train with another function.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +125,32 @@ def register(name: str, function: Any) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, function)
+
+
+class ModulePatches(ExitStack):
+    """Attributes of modules and configs that are set for a while; leaving the block restores them, the last one first.
+
+    Module attributes are set in `__dict__`, past nn.Module's slow `__setattr__`.
+    """
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        if not isinstance(owner, nn.Module):
+            self.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+            return
+        own = owner.__dict__
+        if name in own:
+            self.callback(own.__setitem__, name, own[name])
+        else:
+            self.callback(own.pop, name, None)
+        own[name] = value
+
+    def set_training(self, model: nn.Module, training: bool) -> None:
+        if model.training == training:  # walking over all modules takes milliseconds
+            return
+        for module in model.modules():
+            if module.training != training:
+                self.set(module, "training", training)
 
 
 class AttentionSwitch:

@@ -423,8 +423,6 @@ class Engine:
                 if source.job is not None:
                     self.scheduler.withdraw(source.job)
                 self._release(source)
-        if not self.scheduler.holders and not self.scheduler.busy:
-            self.runner.forget_history()
 
     def _valid_ids(self, token_ids: Iterable[int]) -> list[int]:
         """The tokens as a new list of ints; PalestraError if one is outside the vocabulary.

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import to_device
 from palestra.core.types import Array
-from palestra.engine.attention import plain_forward
-from palestra.engine.chunks import padded_rows
-from palestra.engine.stand_ins import calls, stand_ins_for
+from palestra.engine.attention import ModulePatches, plain_forward
+from palestra.engine.recurrences import calls, padded_rows, stand_ins_for
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 # In modeling files of Mamba 1 (Jamba): a scan over several tokens, which begins at zero whatever the state is.
@@ -146,21 +145,12 @@ class RecurrentLayers:
     @contextmanager
     def use(self, compute: Compute) -> Iterator[None]:
         """Let `compute(layer, hidden)` make the output of each layer."""
-        before = [{name: layer.module.__dict__.get(name) for name in ("forward", PACKED)} for layer in self.layers]
-        for layer in self.layers:
-            # The same function for all: the compiler compiles again for each function that it meets.
-            own = {"forward": MethodType(_forward, layer.module), PACKED: (compute, layer)}
-            layer.module.__dict__.update(own)
-        try:
-            with calls(self._stand_ins):
-                yield
-        finally:
-            for layer, values in zip(self.layers, before, strict=True):
-                for name, value in values.items():
-                    if value is None:
-                        del layer.module.__dict__[name]
-                    else:
-                        layer.module.__dict__[name] = value
+        with ModulePatches() as patches, calls(self._stand_ins):
+            for layer in self.layers:
+                # The same function for all: the compiler compiles again for each function that it meets.
+                patches.set(layer.module, "forward", MethodType(_forward, layer.module))
+                patches.set(layer.module, PACKED, (compute, layer))
+            yield
 
 
 def _forward(module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

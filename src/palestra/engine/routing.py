@@ -9,8 +9,8 @@ experts as always, from its own scores at these places, so that gradients reach 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Array
-from palestra.engine.attention import plain_forward
+from palestra.engine.attention import ModulePatches, plain_forward
 
 EXPERTS = "experts"  # the name that all families give to the module of the experts
 TOPK = (torch.topk, Tensor.topk)
@@ -27,45 +27,29 @@ TOPK = (torch.topk, Tensor.topk)
 Choose = Callable[[int, Tensor], Tensor]
 
 
-class Routers(NamedTuple):
-    """The modules that choose experts, by name, and how many experts they choose for a token."""
-
-    names: tuple[str, ...]
-    per_token: int
-
-
 class ExpertRouting:
     """The routers of a model, in the order of its layers; UnsupportedModel for a model without them."""
 
-    def __init__(self, model: Any, routers: Routers | None = None) -> None:
-        """`routers` are those of the model that this one was copied from, perhaps in the middle of a pass."""
+    def __init__(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)
         self.experts = expert_count(config)
         self.dtype = torch.uint8 if self.experts < torch.iinfo(torch.uint8).max else torch.int16
         blocks = [module for module in model.modules() if EXPERTS in module._modules]
         if not self.experts or not blocks:
             raise UnsupportedModel(f"{config.model_type} has no experts; leave train.expert_routing at own")
-        self.routers = routers or self._find(model, blocks, config.model_type)
-        self.modules: list[nn.Module] = [model.get_submodule(name) for name in self.routers.names]
-        for module in self.modules:
-            if isinstance(module.__dict__.get("forward"), _Router):  # copied from the original
-                del module.__dict__["forward"]
+        self.modules, self.per_token = self._find(model, blocks, config.model_type)
 
     @property
     def layers(self) -> int:
         return len(self.modules)
 
     @property
-    def per_token(self) -> int:
-        return self.routers.per_token
-
-    @property
     def unknown(self) -> int:
         """Stands for the experts of a token whose routing is not known."""
         return torch.iinfo(self.dtype).max
 
-    def _find(self, model: Any, blocks: Sequence[nn.Module], family: str) -> Routers:
-        """Run two tokens through the model, and find the module of each block that calls `topk` once."""
+    def _find(self, model: Any, blocks: Sequence[nn.Module], family: str) -> tuple[list[nn.Module], int]:
+        """The module of each block that calls `topk` once in a pass over two tokens, and the experts of a token."""
         candidates = [
             module
             for block in blocks
@@ -80,23 +64,22 @@ class ExpertRouting:
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
         with torch.no_grad(), self._patched(candidates, note):
             plain_forward(model, ids, use_cache=False)
-        names, found_names, per_token = {module: name for name, module in model.named_modules()}, [], 0
+        routers: list[nn.Module] = []
+        per_token = 0
         for block in blocks:
             own = [number for number, module in enumerate(candidates) if module in (block, *block._modules.values())]
-            found = next((number for number in own if len(calls[number]) == 1), None)
-            if found is None or per_token not in (0, calls[found][0]):
+            router = next((number for number in own if len(calls[number]) == 1), None)
+            if router is None or per_token not in (0, calls[router][0]):
                 raise UnsupportedModel(
                     f"{family} chooses experts in a way that cannot be recorded; leave train.expert_routing at own"
                 )
-            found_names.append(names[candidates[found]])
-            per_token = calls[found][0]
-        return Routers(tuple(found_names), per_token)
+            routers.append(candidates[router])
+            per_token = calls[router][0]
+        return routers, per_token
 
-    @contextmanager
-    def use(self, choose: Choose) -> Iterator[None]:
+    def use(self, choose: Choose) -> AbstractContextManager[None]:
         """Let `choose(layer, own)` decide which experts each router uses; the modules are as before afterwards."""
-        with self._patched(self.modules, choose):
-            yield
+        return self._patched(self.modules, choose)
 
     @contextmanager
     def record(self) -> Iterator[list[Tensor]]:
@@ -112,17 +95,10 @@ class ExpertRouting:
 
     @contextmanager
     def _patched(self, modules: Sequence[nn.Module], choose: Choose) -> Iterator[None]:
-        before = [module.__dict__.get("forward") for module in modules]
-        for number, module in enumerate(modules):
-            module.__dict__["forward"] = _Router(module.forward, _TopK(number, self.experts, choose))
-        try:
+        with ModulePatches() as patches:
+            for number, module in enumerate(modules):
+                patches.set(module, "forward", _with_choice(module.forward, _TopK(number, self.experts, choose)))
             yield
-        finally:
-            for module, forward in zip(modules, before, strict=True):
-                if forward is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = forward
 
 
 def expert_count(config: Any) -> int:
@@ -131,15 +107,14 @@ def expert_count(config: Any) -> int:
     return next((count for name in names if (count := getattr(config, name, None))), 0)
 
 
-class _Router:
+def _with_choice(forward: Callable[..., Any], top_k: _TopK) -> Callable[..., Any]:
     """A module's forward in which `topk` over the experts returns the given choice."""
 
-    def __init__(self, forward: Callable[..., Any], top_k: _TopK) -> None:
-        self._forward, self._top_k = forward, top_k
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        with top_k:
+            return forward(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._top_k:
-            return self._forward(*args, **kwargs)
+    return chosen
 
 
 class _TopK(TorchFunctionMode):

@@ -50,9 +50,6 @@ class Runner:
     def weights_changed(self) -> None:
         """Update what was derived from the weights."""
 
-    def forget_history(self) -> None:
-        """No session has KV: what is chosen from here on must not depend on what was sampled before."""
-
     def release_memory(self) -> None:
         """Free the KV memory; no session has KV at this moment."""
         raise NotImplementedError

@@ -262,7 +262,7 @@ def is_llama_like(model: Any) -> bool:
         return False
     if type(model.model.embed_tokens) is not nn.Embedding:
         return False
-    return can_fuse(_linears(model))
+    return can_fuse(linear_groups(model))
 
 
 def has_hooks(model: nn.Module) -> bool:
@@ -320,11 +320,11 @@ def is_standard_rms_norm(module: nn.Module) -> bool:
     return torch.allclose(module(x), expected, rtol=1e-5, atol=1e-6)
 
 
-def _linears(model: Any) -> list[list[Any]]:
-    """Those that have one input and may run as one product, together."""
+def linear_groups(model: Any) -> list[list[Any]]:
+    """The linear layers outside of recurrent layers; those of a group have one input and may run as one product."""
     groups = [[model.lm_head]]
     for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        groups += [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
-        groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+        if attention := getattr(layer, "self_attn", None):
+            groups += [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+        groups += [[layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]]
     return groups

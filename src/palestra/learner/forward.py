@@ -7,8 +7,9 @@ logits than the head knows. A self-check at load compares the two and chooses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,17 +17,28 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from palestra.algo.batch import Batch
 from palestra.algo.batching import MicroBatch, take_rows
 from palestra.algo.step_loss import LossGradient
-from palestra.core.errors import UnsupportedModel
+from palestra.core.config import RunConfig
+from palestra.core.errors import InputError, UnsupportedModel
+from palestra.core.types import Array
 from palestra.engine.recurrent import RecurrentLayers
-from palestra.engine.routing import Routers
+from palestra.engine.routing import ExpertRouting
 from palestra.engine.supported import NO_EXACT, base_model
 from palestra.learner.graphs import Graphs, can_be_captured
 from palestra.learner.head import LogitRule, ScoringHead, kept_logits, logit_rule, top_of
-from palestra.learner.micro_batches import PackedMicroBatch
+from palestra.learner.micro_batches import (
+    MicroBatchLimit,
+    PackedBatch,
+    PackedMicroBatch,
+    micro_batch_tokens,
+    pack_batch,
+    rows_of,
+    score_all,
+    tokens_to_column,
+)
 from palestra.learner.patches import FastNorms, ModulePatches, compile_layers, decoder_layers, decoder_of, last_mlp_at
-from palestra.learner.routing import RoutingMode, RoutingReplay
 from palestra.learner.self_check import choose_mode
 from palestra.learner.tree_attention import Layout, use_tree_attention
 from palestra.learner.tree_recurrence import over_trees
@@ -35,6 +47,7 @@ if TYPE_CHECKING:
     from palestra.learner.exact import ExactForward
 
 Mode = Literal["trees", "reference"]
+RoutingMode = Literal["own", "compare", "replay"]
 WORTH_COMPILING = 50_000_000  # parameters; a smaller model's steps take less time than its compiler
 MIN_ROOT = 64  # tokens; to attend to a shorter root costs more than to compute its tokens with every prompt
 
@@ -54,7 +67,6 @@ class Scorer(nn.Module):
         exact: bool = False,
         mode: Mode | None = None,
         routing: RoutingMode = "own",
-        routers: Routers | None = None,
     ) -> None:
         """`compile_layers`: None compiles large models on a CUDA GPU, where it is soon worth the wait.
 
@@ -63,7 +75,6 @@ class Scorer(nn.Module):
         `in_shards`: hooks around each layer will gather its weights, and must stay outside of what is compiled.
         `mode`: what was chosen for the same model before.
         `routing`: compare the choice of experts with the sampler's, or use the sampler's; layers are not compiled then.
-        `routers`: those that were found for the same model before.
         """
         super().__init__()
         self.model = base_model(model)
@@ -79,24 +90,21 @@ class Scorer(nn.Module):
         self._norms = FastNorms(self.model) if self.model.device.type == "cpu" else None
         self.graphs: Graphs | None = None
         self.exact: ExactForward | None = None
-        self.routing = RoutingReplay(self.model, routing, routers) if routing != "own" else None
+        self.routing = RoutingReplay(self.model, routing) if routing != "own" else None
         if mode is None:
             choose_mode(self)
         self.head.rule = replace(self.head.rule, **truncation)  # the check compares whole distributions
         if exact:
-            self.exact = self._exact_forward()
+            if self.mode != "trees" or in_shards:
+                raise UnsupportedModel(f"model.exact has no kernels for this model, or for several ranks; {NO_EXACT}")
+            from palestra.learner.exact import ExactForward
+
+            self.head.rule = replace(self.head.rule, exact=True)
+            self.exact = ExactForward(self.model)
         captures = (
             not exact and self.mode == "trees" and self.compiled and not in_shards and can_be_captured(self.model)
         )
         self.graphs = Graphs(self.model, self._layers) if captures else None
-
-    def _exact_forward(self) -> ExactForward:
-        if self.mode != "trees" or self.in_shards:
-            raise UnsupportedModel(f"model.exact has no kernels for this model, or for several ranks; {NO_EXACT}")
-        from palestra.learner.exact import ExactForward
-
-        self.head.rule = replace(self.head.rule, exact=True)
-        return ExactForward(self.model)
 
     @property
     def shares_prefix(self) -> bool:
@@ -266,3 +274,98 @@ def _padded(routing: Tensor, mask: Tensor) -> Tensor:
     rows = routing.new_full((len(mask), *routing.shape[1:]), torch.iinfo(routing.dtype).max)
     rows[mask] = routing
     return rows
+
+
+def of_each(micro: PackedMicroBatch, values: Tensor) -> Tensor:
+    """[S] values of the scored tokens -> [N] of the tokens of the loss."""
+    each = micro.batch.each
+    return values if each is None else take_rows(values, each)
+
+
+class RoutingReplay:
+    """Compare the learner's choice of experts with the sampler's, or replay the sampler's, in one model's passes.
+
+    A router's scores differ between sampler and learner by rounding, and after an update by more. If another expert is
+    among the best, the two compute different functions, and the importance ratio of the token is far from 1. With
+    replay the learner uses the experts that the sampler used ("Rollout Routing Replay", R3). Their weights are the
+    learner's own, so that the router is trained. A pass without recorded experts uses the model's own choice.
+    """
+
+    def __init__(self, model: Any, mode: RoutingMode) -> None:
+        self._routing = ExpertRouting(model)
+        self._replays = mode == "replay"
+        self._sampled: Tensor | None = None  # [T, layers, k] of the current pass
+        self._known: Tensor | None = None  # [T] bool: tokens with recorded experts
+        self._differs: dict[int, Tensor] = {}  # by layer, [T] bool
+
+    def use(self) -> AbstractContextManager[None]:
+        """Forward and backward passes happen inside; recomputed layers choose as in the forward pass."""
+        return self._routing.use(self._choose)
+
+    def start(self, sampled: Tensor | None) -> None:
+        """Set the sampler's experts [T, layers, k] of the next pass, in the order in which its tokens are computed."""
+        shape = (self._routing.layers, self._routing.per_token)
+        if sampled is not None and sampled.shape[1:] != shape:
+            raise InputError(
+                f"the recorded routing has (layers, experts a token) = {tuple(sampled.shape[1:])}, and the model "
+                f"{shape}; rollouts of another model cannot be replayed"
+            )
+        self._sampled, self._differs = sampled, {}
+        self._known = None if sampled is None else sampled[:, 0, 0] != torch.iinfo(sampled.dtype).max
+
+    def _choose(self, layer: int, own: Tensor) -> Tensor:
+        if self._sampled is None or self._known is None:
+            return own
+        sampled = self._sampled[:, layer].long()
+        self._differs[layer] = (sampled.sort(-1).values != own.sort(-1).values).any(-1)
+        if not self._replays:
+            return own
+        return torch.where(self._known[:, None], sampled, own)
+
+    def mismatch(self, places: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(share of layers with other experts, summed over the tokens at `places`; tokens compared) of the pass."""
+        if self._known is None:
+            return None
+        known = self._known[places]
+        share = torch.stack(list(self._differs.values())).double().mean(0)[places]
+        return (share * known).sum(), known.sum(dtype=torch.float64)
+
+
+class FrozenModel:
+    """Log-probabilities under weights that no step changes, at the temperature that the learner scores with."""
+
+    def __init__(self, model: Any, *, config: RunConfig, pad_token_id: int = 0) -> None:
+        self.model = model.requires_grad_(False).eval()
+        temperature = config.rollout.temperature
+        self._scorer = Scorer(model, compile_layers=False, temperature=temperature, pad_token_id=pad_token_id)
+        self._device = next(model.parameters()).device
+        whole_logits = self._scorer.mode == "reference"
+        tokens = micro_batch_tokens(config, base_model(model).config, self._device, whole_logits=whole_logits)
+        self._limit = MicroBatchLimit(tokens)
+
+    @classmethod
+    def copy_of(cls, model: Any, *, config: RunConfig, pad_token_id: int = 0) -> FrozenModel:
+        """A model as it is now. Weights that are not trained, such as those under an adapter, are shared with it."""
+        shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+        return cls(copy.deepcopy(model, shared), config=config, pad_token_id=pad_token_id)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Array:
+        """[T] log-probabilities of the batch's tokens, or [M] of its targets."""
+
+        def pack(rows: set[int] | None = None) -> PackedBatch:
+            scorer = self._scorer
+            options: dict[str, Any] = {"share_prefix": scorer.shares_prefix, "min_root": scorer.min_root}
+            options |= {"max_tokens": self._limit.tokens, "rows": rows}
+            return pack_batch(batch, echo=False, device=self._device, **options)
+
+        def smaller(micros: Sequence[PackedMicroBatch]) -> PackedBatch:
+            self._limit.halve(micros[0])
+            return pack(rows_of(micros))
+
+        def score(micro: PackedMicroBatch) -> Tensor:
+            return of_each(micro, self._scorer(micro)[0])
+
+        parts = score_all(self._scorer, score, pack(), smaller)
+        self._limit.log_reduction()
+        return tokens_to_column(parts, batch)

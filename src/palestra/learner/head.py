@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,14 +237,11 @@ def _chunk_tokens(weight: Tensor, tokens: int, target: Tensor | None = None, rul
 
 
 def _kernels_for(target: Tensor, rule: LogitRule) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The Triton kernels take one target for each hidden state, and whole distributions."""
-    return _kernels(target.device.type if target.dim() == 1 and not rule.truncates else "cpu")
+    """The two passes over a chunk of logits, which may overwrite it.
 
-
-@cache
-def _kernels(device: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two passes over a chunk of logits, which may overwrite it: by Triton on a GPU."""
-    if device != "cuda":
+    On a GPU by Triton for one target for each hidden state and whole distributions.
+    """
+    if target.device.type != "cuda" or target.dim() == 2 or rule.truncates:
         return _statistics, _logit_gradient
     from palestra.learner import kernels
 

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch
-from palestra.algo.batching import take_rows
 from palestra.algo.losses import TokenStats
-from palestra.algo.step_loss import Loss, LossTokens
+from palestra.algo.step_loss import Loss, LossTerms, LossTokens
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, SettingError, UnsupportedModel
 from palestra.core.phases import phases
@@ -31,11 +30,10 @@ from palestra.core.weights import Weights
 from palestra.engine.supported import NO_EXACT, base_linear, base_model
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
-from palestra.learner.forward import Scorer
+from palestra.learner.forward import Scorer, of_each
 from palestra.learner.micro_batches import (
     LocalOutputs,
     MicroBatchLimit,
-    MicroOutputs,
     PackedBatch,
     PackedMicroBatch,
     captured_tokens,
@@ -49,7 +47,6 @@ from palestra.learner.micro_batches import (
     unless_out_of_memory,
 )
 from palestra.learner.optimizer import Optimizer
-from palestra.learner.replicas import Replicas, can_be_replicated
 from palestra.learner.shapes import Shapes
 from palestra.learner.sharding import is_sharded, load_sharded, shard
 
@@ -89,9 +86,14 @@ class LocalLearner:
         if config.model.gradient_checkpointing:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         in_shards = ranks is not ONE_PROCESS
-        options = _scorer_options(config, pad_token_id, in_shards)
-        routing = config.train.expert_routing
-        self._scorer = Scorer(model, exact=config.model.exact, routing=routing, **options)
+        rollout = config.rollout
+        options: dict[str, Any] = {  # of the scorers of the policy and of the reference
+            "temperature": rollout.temperature,
+            "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
+            "pad_token_id": pad_token_id,
+            "in_shards": in_shards,
+        }
+        self._scorer = Scorer(model, exact=config.model.exact, routing=config.train.expert_routing, **options)
         if shares_device:
             self._scorer.graphs = None
         whole_logits = self._scorer.mode == "reference"
@@ -102,13 +104,13 @@ class LocalLearner:
         self._shapes = Shapes(captured) if captured else None
         self._share_prefix = config.train.share_prefix and self._scorer.shares_prefix
         self._min_root = self._scorer.min_root if self._share_prefix else 0
-        self._reference = self._reference_scorer(options) if config.train.beta > 0 else None
+        self._reference: Scorer | None = None
+        if config.train.beta > 0:  # the base weights below an adapter, else a copy of the weights
+            frozen = None if self._has_adapter else copy.deepcopy(model).requires_grad_(False).eval()
+            self._reference = self._scorer if frozen is None else Scorer(frozen, **options)
         if in_shards:
             for scorer in {self._scorer, self._reference} - {None}:
                 shard(scorer, master_weights=config.model.master_weights)
-        self._replicas: Replicas | None = None
-        if not shares_device and can_be_replicated(model, self._scorer):
-            self._replicas = Replicas(model, self._scorer, config.model.threads, routing=routing, **options)
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
         self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
         self._packings: WeakKeyDictionary[Batch, tuple[bool, PackedBatch]] = WeakKeyDictionary()
@@ -120,12 +122,6 @@ class LocalLearner:
             )
         if config.model.exact and self.device.type != "cuda":
             raise UnsupportedModel(f"model.exact has no kernels for a {self.device.type.upper()}; {NO_EXACT}")
-
-    def _reference_scorer(self, options: Mapping[str, Any]) -> Scorer:
-        """The scorer of the weights at construction: the base weights below an adapter, else a copy."""
-        if self._has_adapter:
-            return self._scorer  # the same weights, with the adapter switched off
-        return Scorer(copy.deepcopy(self.model).requires_grad_(False).eval(), **options)
 
     @property
     def device(self) -> torch.device:
@@ -148,10 +144,14 @@ class LocalLearner:
                 "train.beta > 0 but the learner was built without it; set it in the config from the start"
             )
         scorer = self._reference if reference and self._reference is not None else self._scorer
+
+        def score(micro: PackedMicroBatch) -> Any:
+            if reference:  # another policy, which chooses its experts itself
+                micro = replace(micro, batch=replace(micro.batch, routing=None))
+            return scorer(micro)
+
         with self.model.disable_adapter() if reference and self._has_adapter else nullcontext():
-            # The reference is another policy, which chooses its experts itself.
-            score = (lambda micro: scorer(_without_routing(micro))) if reference else scorer
-            parts = [(micro, _of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, score)]
+            parts = [(micro, of_each(micro, scored[0])) for micro, scored in self._passes(scorer, batch, score)]
         return tokens_to_column(parts, batch)
 
     @torch.no_grad()
@@ -195,18 +195,14 @@ class LocalLearner:
         packed = self._pack(batch, echo=echo)
         outputs = LocalOutputs.empty(batch, loss, self.device)
         weights = torch.tensor(loss.weights, device=self.device)
-        if self._replicas is not None and (parts := self._parts_of(batch)) > 1:
-            parts = min(parts, len(packed.micro_batches))
-            self._accumulate_side_by_side(self._replicas, parts, packed, outputs, weights)
-            return outputs
         waiting = deque(packed.micro_batches)
         while waiting:
             micro = waiting.popleft()
             self.optimizer.accumulate_into_masters()
             before = self.optimizer.gradient_marks()
-            found = unless_out_of_memory(partial(self._gradient, self._scorer, micro, packed, outputs, weights))
-            if found is not None:
-                outputs.add(micro, found)
+            results = unless_out_of_memory(partial(self._gradient, micro, packed, outputs, weights))
+            if results is not None:
+                outputs.add(micro, *results)
                 continue
             left = [micro, *waiting]
             partly = before != self.optimizer.gradient_marks()  # some weights have their part of the failed one
@@ -218,29 +214,18 @@ class LocalLearner:
             waiting = deque(self._smaller(batch, left, echo=echo).micro_batches)
         return outputs
 
-    def _accumulate_side_by_side(
-        self, replicas: Replicas, parts: int, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
-    ) -> None:
-        micros = packed.micro_batches
-
-        def work(scorer: Scorer, part: int) -> list[MicroOutputs]:
-            return [self._gradient(scorer, micro, packed, outputs, weights) for micro in micros[part::parts]]
-
-        found = replicas.run(work, parts) if parts else []
-        for i, micro in enumerate(micros):
-            outputs.add(micro, found[i % parts][i // parts])
-
     def _gradient(
-        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
-    ) -> MicroOutputs:
-        """Compute a micro-batch, and add the gradient of its loss to those of the weights."""
+        self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
+    ) -> tuple[LossTerms, Tensor, Tensor]:
+        """Compute a micro-batch and add the gradient of its loss to those of the weights; terms of the loss,
+        log-probabilities [N] and entropies [N]."""
         trains = outputs.loss.has_gradient(outputs.batch, micro.batch.at)
         with torch.set_grad_enabled(trains):
-            found = self._forward(scorer, micro, packed, outputs)
+            terms, logprobs, entropies = self._forward(micro, packed, outputs)
         if trains:
-            (found.loss.terms * weights).sum().backward()
-        # What holds on to a graph of autograd keeps the next pass from being captured.
-        return replace(found, loss=replace(found.loss, terms=found.loss.terms.detach()))
+            (terms.terms * weights).sum().backward()
+        # A tensor that keeps a graph of autograd alive keeps the next pass from being captured.
+        return replace(terms, terms=terms.terms.detach()), logprobs.detach(), entropies.detach()
 
     def _smaller(self, batch: Batch, micros: Sequence[PackedMicroBatch], *, echo: bool) -> PackedBatch:
         """Repack the rows of these micro-batches, of which the first did not fit, into smaller ones."""
@@ -334,10 +319,6 @@ class LocalLearner:
         self._packings[batch] = echo, packed
         return packed
 
-    def _parts_of(self, batch: Batch) -> int:
-        """Number of parts of a batch that are computed in parallel."""
-        return 1 if self._replicas is None else self._replicas.parts_of(batch)
-
     def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> PackedBatch:
         graphs = self._scorer.graphs
         with phases("packing"):
@@ -349,14 +330,13 @@ class LocalLearner:
                 echo=echo,
                 device=self.device,
                 rows=rows,
-                at_least=self._parts_of(batch),
                 min_root=self._min_root,
                 shapes=self._shapes if graphs is not None and graphs.pads else None,
             )
 
     def _forward(
-        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs
-    ) -> MicroOutputs:
+        self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs
+    ) -> tuple[LossTerms, Tensor, Tensor]:
         """Score a micro-batch, and compute its share of the loss."""
         batch, loss, policy = micro.batch, outputs.loss, micro.policy
         columns = {"old_logprobs": outputs.batch.old_logprobs, "ref_logprobs": outputs.batch.ref_logprobs}
@@ -370,36 +350,15 @@ class LocalLearner:
             policy_lengths=packed.policy_lengths,
             echo_lengths=packed.echo_lengths,
         )
-        logprobs, entropy = scorer(
+        logprobs, entropy = self._scorer(
             micro,
             temperature=loss.temperature,
             entropy_gradient=loss.entropy_gradient,
             loss_gradient=loss.gradient(tokens),
         )
-        logprobs, entropy = _of_each(micro, logprobs), _of_each(micro, entropy)
+        logprobs, entropy = of_each(micro, logprobs), of_each(micro, entropy)
         terms = loss(tokens, logprobs, entropy)
-        if (found := scorer.routing_mismatch(micro)) is not None:
-            stats = TokenStats(sums={"routing_mismatch": found[0]}, counts={"routing_mismatch": found[1]})
+        if (mismatch := self._scorer.routing_mismatch(micro)) is not None:
+            stats = TokenStats(sums={"routing_mismatch": mismatch[0]}, counts={"routing_mismatch": mismatch[1]})
             terms = replace(terms, stats=terms.stats + stats)
-        return MicroOutputs(terms, logprobs.detach(), entropy.detach())
-
-
-def _scorer_options(config: RunConfig, pad_token_id: int, in_shards: bool) -> dict[str, Any]:
-    """What the scorers of the policy, its replicas and the reference have in common."""
-    rollout = config.rollout
-    return {
-        "temperature": rollout.temperature,
-        "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
-        "pad_token_id": pad_token_id,
-        "in_shards": in_shards,
-    }
-
-
-def _without_routing(micro: PackedMicroBatch) -> PackedMicroBatch:
-    return replace(micro, batch=replace(micro.batch, routing=None))
-
-
-def _of_each(micro: PackedMicroBatch, values: Tensor) -> Tensor:
-    """[S] values of the scored tokens -> [N] of the tokens of the loss."""
-    each = micro.batch.each
-    return values if each is None else take_rows(values, each)
+        return terms, logprobs, entropy

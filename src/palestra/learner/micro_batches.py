@@ -6,7 +6,7 @@ import gc
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -56,34 +56,13 @@ class PackedBatch:
 
 
 def pack_batch(
-    batch: Batch,
-    *,
-    max_tokens: int,
-    max_rows: int | None = None,
-    share_prefix: bool,
-    echo: bool,
-    device: torch.device,
-    rows: Collection[int] | None = None,
-    at_least: int = 1,
-    min_root: int = 0,
-    shapes: Shapes | None = None,
+    batch: Batch, *, echo: bool, device: torch.device, shapes: Shapes | None = None, **options: Any
 ) -> PackedBatch:
-    """Pack on the host, then copy to the device, so that no pass waits for it later; see `algo.batching.pack`.
+    """Pack on the host, then copy to the device, so that no pass waits for it later.
 
-    Micro-batches that fit one of `shapes` are padded to it.
+    `options` are those of `algo.batching.pack`. Micro-batches that fit one of `shapes` are padded to it.
     """
-    evenly = device.type == "cuda" or at_least > 1  # the largest one determines memory or time
-    batches = pack(
-        batch,
-        max_tokens=max_tokens,
-        max_rows=max_rows,
-        share_prefix=share_prefix,
-        echo=echo,
-        rows=rows,
-        evenly=evenly,
-        at_least=at_least,
-        min_root=min_root,
-    )
+    batches = pack(batch, echo=echo, evenly=device.type == "cuda", **options)  # evenly: the largest needs the memory
     lengths = to_device((_row_lengths(batches, batch.rows, name) for name in ("policy_mask", "echo_mask")), device)
     return PackedBatch([_to_device(micro, echo, device, shapes) for micro in batches], *lengths)
 
@@ -268,13 +247,13 @@ class LocalOutputs:
             costs["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.terms.device) / 2**30
         return costs
 
-    def add(self, micro: PackedMicroBatch, out: MicroOutputs) -> None:
-        found = out.loss
-        self.terms += found.terms.detach()
-        self.stats += found.stats
-        self.token_losses.append((found.token_losses, found.row))
-        self.token_logprobs.append((micro, out.logprobs))
-        self.token_entropies.append((micro, out.entropies))
+    def add(self, micro: PackedMicroBatch, terms: LossTerms, logprobs: Tensor, entropies: Tensor) -> None:
+        """Add the results of one micro-batch's forward pass; log-probabilities and entropies are [N]."""
+        self.terms += terms.terms
+        self.stats += terms.stats
+        self.token_losses.append((terms.token_losses, terms.row))
+        self.token_logprobs.append((micro, logprobs))
+        self.token_entropies.append((micro, entropies))
 
     def groups_not_finite(self) -> set[int]:
         """The groups of rows whose own loss is not finite."""
@@ -282,15 +261,6 @@ class LocalOutputs:
         for token_loss, row in self.token_losses:
             sums.index_add_(0, row, token_loss.float())
         return set(self.batch.groups[(~sums.isfinite()).cpu().numpy()].tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class MicroOutputs:
-    """The results of one micro-batch's forward pass."""
-
-    loss: LossTerms
-    logprobs: Tensor  # [N]
-    entropies: Tensor  # [N]
 
 
 def explain_not_finite(pending: Sequence[LocalOutputs], loss: float, grad_norm: float, ranks: Ranks) -> str:

@@ -1,21 +1,25 @@
-"""Everything that a learner session changes in the live model, by one object that restores it all."""
+"""What a learner session changes in the live model."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from palestra.engine.attention import ModulePatches
 from palestra.engine.supported import is_standard_rms_norm, norm_epsilon
 
+T = TypeVar("T")
 MAX_MLP_SHARE = 0.75  # of the tokens; above this, selecting them saves nothing
 MAX_RECOMPUTED_COLUMNS = 256  # a product over fewer, as those of adapters' ranks, is cheaper to repeat than to keep
 COSTLY = {  # in addition to products
@@ -26,42 +30,6 @@ COSTLY = {  # in addition to products
 }
 # What traced layers hold of ours, and the compiler's cache does not look into: the rule of what is kept, and attention.
 TRACED_FILES = [Path(__file__), Path(__file__).with_name("tree_attention_cuda.py")]
-
-
-class ModulePatches:
-    """Attributes of modules and configs that are set for a while; leaving the block restores them, the last one first.
-
-    Module attributes are set in `__dict__`, past nn.Module's slow `__setattr__`.
-    """
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-
-    def __enter__(self) -> ModulePatches:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        if not isinstance(owner, nn.Module):
-            self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
-            setattr(owner, name, value)
-            return
-        own = owner.__dict__
-        undo = partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name, None)
-        self._undo.append(undo)
-        own[name] = value
-
-    def set_training(self, model: nn.Module, training: bool) -> None:
-        if model.training == training:  # walking over all modules takes milliseconds
-            return
-        for module in model.modules():
-            if module.training != training:
-                self.set(module, "training", training)
 
 
 def decoder_of(model: Any) -> Any:
@@ -212,3 +180,48 @@ def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     else:
         costly = str(operation) in COSTLY
     return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# What compiled layers call without looking into it, because trees differ in every micro-batch, is a custom operation.
+# Compiled programs know objects by a number in a tensor, so that another object is no reason to compile again. The
+# gradient comes from autograd, which computes the operation again in the backward pass.
+# Dispatch keys that an operation's own code does not pass through, and autograd needs.
+AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
+
+
+class Registry(Generic[T]):
+    """Living objects by their number."""
+
+    def __init__(self) -> None:
+        self._alive: WeakValueDictionary[int, T] = WeakValueDictionary()
+        self._numbers = count()
+
+    def add(self, item: T) -> Tensor:
+        """The handle of the item; whoever runs a forward and backward pass keeps the item."""
+        number = next(self._numbers)
+        self._alive[number] = item
+        return torch.tensor(number)
+
+    def __getitem__(self, handle: Tensor) -> T:
+        return self._alive[int(handle)]
+
+
+def gradients(
+    compute: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], grad: Tensor
+) -> list[Tensor]:
+    """The gradients by inputs and weights of `compute(*inputs)`, whose code uses the weights; zeros where unused."""
+    with _autograd():
+        own = [x.detach().requires_grad_() for x in inputs]
+        found = torch.autograd.grad(compute(*own), [*own, *weights], grad, allow_unused=True)
+    pairs = zip(found, (*inputs, *weights), strict=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in pairs]
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Record operations inside of a custom operation, whose code runs below autograd."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in AUTOGRAD:
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield

@@ -51,37 +51,17 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, model: nn.Module) -> None:
-    """Read the weights alone into the model."""
+    """Read the weights alone into the model: directly where the names agree, else through transformers."""
     if hasattr(model, "disable_adapter"):
-        _load_adapter(folder, model)
-    else:
-        _load_weights(folder, model)
+        from peft import set_peft_model_state_dict
 
-
-def random_states() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
-
-
-def _load_adapter(folder: Path, model: nn.Module) -> None:
-    from peft import set_peft_model_state_dict
-
-    found = set_peft_model_state_dict(model, _tensors(folder, ADAPTER))
-    if found.unexpected_keys:
-        raise SettingError(
-            f"{folder / ADAPTER} has weights that this model lacks, such as {found.unexpected_keys[0]}; "
-            "set lora.r and lora.target_modules as they were"
-        )
-
-
-def _load_weights(folder: Path, model: nn.Module) -> None:
-    """Straight into the model where the names agree; through transformers where it renames on saving."""
+        loaded = set_peft_model_state_dict(model, _tensors(folder, ADAPTER))
+        if loaded.unexpected_keys:
+            raise SettingError(
+                f"{folder / ADAPTER} has weights that this model lacks, such as {loaded.unexpected_keys[0]}; "
+                "set lora.r and lora.target_modules as they were"
+            )
+        return
     own = model.state_dict()
     tensors = _tensors(folder, WEIGHTS) if (folder / WEIGHTS).exists() else None
     if tensors is None or not tensors.keys() <= own.keys():
@@ -97,6 +77,17 @@ def _load_weights(folder: Path, model: nn.Module) -> None:
                     "resume with the model of the checkpoint"
                 )
             own[name].copy_(tensor)
+
+
+def random_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:

@@ -23,8 +23,7 @@ from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Array
 from palestra.engine.attention import attention_chunk, query_scales, scales_queries
 from palestra.engine.recurrent import RecurrentLayer
-from palestra.learner.opaque import Registry, gradients
-from palestra.learner.patches import ModulePatches
+from palestra.learner.patches import ModulePatches, Registry, gradients
 from palestra.learner.shapes import Shapes
 from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees
 

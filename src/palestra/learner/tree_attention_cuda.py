@@ -13,7 +13,7 @@ every layer takes more launches than all else, and small models wait for launche
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from torch import Tensor
 from palestra.algo.batching import Tree, ragged_arange
 from palestra.core.machine import in_one_order, to_device
 from palestra.core.types import Array
-from palestra.learner.opaque import Registry
+from palestra.learner.patches import Registry
 from palestra.learner.shapes import NO_PADDING, Lengths, Shapes
 
 HALF = (torch.bfloat16, torch.float16)
@@ -211,11 +211,11 @@ def _forward(
         if bounds.has_shared:
             completions, prompts = bounds.completions, bounds.prompts
             half, half_lse = _half(q[completions], k[prompts], v[prompts], bounds.shared, scale)
-            _merge(q.device.type)(out[completions], lse[:, completions], half, half_lse)
+            merge(out[completions], lse[:, completions], half, half_lse)
         if bounds.has_root:
             rest, copies = bounds.rest, bounds.copies_of_root
             half, half_lse = _half(q[rest], copies(k), copies(v), bounds.to_root, scale)
-            _merge(q.device.type)(out[rest], lse[:, rest], half, half_lse)
+            merge(out[rest], lse[:, rest], half, half_lse)
     for sink in sinks:
         both = torch.logaddexp(lse, sink.float()[:, None])
         out.mul_((lse - both).exp_().T[:, :, None])
@@ -311,18 +311,13 @@ def _no_dropout(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
-@cache
-def _merge(device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Adds the second half to the first: by Triton on a GPU."""
-    if device != "cuda":
-        return merge
-    from palestra.learner import kernels
-
-    return kernels.merge
-
-
 def merge(out: Tensor, lse: Tensor, half: Tensor, half_lse: Tensor) -> None:
     """The output [n, H, D] and the log-sum-exp [H, n] of a softmax over the keys of both, in the place of the first."""
+    if out.is_cuda:
+        from palestra.learner import kernels
+
+        kernels.merge(out, lse, half, half_lse)
+        return
     both = torch.logaddexp(lse, half_lse)
     own_share, half_share = ((x - both).exp().T[:, :, None] for x in (lse, half_lse))
     out.copy_(out * own_share + half * half_share)

@@ -20,7 +20,7 @@ from torch import Tensor
 from palestra.algo.batching import Tree, take_rows
 from palestra.core.machine import to_device
 from palestra.engine.recurrent import Compute, RecurrentLayer, RecurrentLayers, RowStates
-from palestra.learner.opaque import gradients
+from palestra.learner.patches import gradients
 from palestra.learner.tree_attention import LAYOUTS, Layout
 
 # The longest row of a call has up to this many times the tokens of its shortest. On a GPU fewer calls make up for more

@@ -16,7 +16,7 @@ from palestra.core.types import Array, Group, Message, Problem, Rollout
 from palestra.envs.base import Environment
 from palestra.evals.rollout_stats import leaks_hint
 from palestra.learner.base import Learner
-from palestra.learner.frozen import FrozenModel
+from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel, load_model

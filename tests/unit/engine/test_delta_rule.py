@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from palestra.engine import delta_rule
-from palestra.engine.delta_rule import chunk_gated_delta_rule
+from palestra.engine import recurrences
+from palestra.engine.recurrences import chunk_gated_delta_rule
 
 ROWS, HEADS, KEY, VALUE = 2, 3, 8, 12
 
@@ -27,7 +27,7 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
 
 
 def unit(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + delta_rule.EPSILON).rsqrt()
+    return x * (x.square().sum(-1, keepdim=True) + recurrences.EPSILON).rsqrt()
 
 
 def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

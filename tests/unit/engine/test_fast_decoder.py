@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from palestra.core.config import RunConfig
 from palestra.core.types import SamplingParams
-from palestra.engine.cuda.decoder_layers import fuse
+from palestra.engine.cuda.fast_decoder import fuse
 from palestra.engine.engine import Engine
 from palestra.learner.local import LocalLearner
 from palestra.models.export.hf import save_hf

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-from palestra.engine.mamba_scan import mamba_chunk_scan
+from palestra.engine.recurrences import mamba_chunk_scan
 
 ROWS, HEADS, SIZE, GROUPS, STATE = 2, 6, 5, 2, 4
 OPTIONS: dict[str, Any] = {"chunk_size": 32, "dt_softplus": True, "return_final_states": True}

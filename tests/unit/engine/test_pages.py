@@ -1,4 +1,4 @@
-"""Pages, rows that share them, and when drafts pause."""
+"""Pages, and rows that share them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.cuda.drafts import NOTED_STEPS, PAUSE, Speculation
 from palestra.engine.pages import BLOCK_ROWS, PagePool, SharedArrays
 from palestra.engine.session import Session
 
@@ -89,19 +88,3 @@ def test_what_saves_too_little_is_read_by_each_row() -> None:
     assert SharedArrays.of(rows, 16, min_tokens=97) is None  # three rows save 32 tokens each
     assert SharedArrays.of(rows, 16, min_tokens=96) is not None
     assert SharedArrays.of(siblings(PagePool(200, 16), 4, 15), 16, min_tokens=0) is None  # not one whole page
-
-
-@pytest.mark.parametrize(("tokens", "steps"), [(200, 100), (4, 4)], ids=["mostly right", "too few to say"])
-def test_drafts_that_may_be_right_go_on(tokens: int, steps: int) -> None:
-    speculation = Speculation()
-    for _ in range(10):
-        assert speculation.is_worth_it()
-        speculation.note(tokens, steps)
-
-
-def test_drafts_that_are_mostly_wrong_pause_and_are_tried_again() -> None:
-    speculation = Speculation()
-    speculation.note(tokens=NOTED_STEPS + 1, steps=NOTED_STEPS)
-    assert [speculation.is_worth_it() for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
-    speculation.note(tokens=2 * NOTED_STEPS, steps=NOTED_STEPS)
-    assert speculation.is_worth_it()

@@ -7,8 +7,8 @@ import torch
 from engine_families import tiny_model
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from palestra.engine import stand_ins
-from palestra.engine.delta_rule import chunk_gated_delta_rule
+from palestra.engine import recurrences
+from palestra.engine.recurrences import chunk_gated_delta_rule
 from palestra.engine.recurrent import RecurrentLayers
 
 
@@ -27,7 +27,7 @@ def test_ours_are_called_inside_of_a_pass() -> None:
 
 
 def names(family: str) -> list[str]:
-    return [found.name for _, found in stand_ins.stand_ins_for(RecurrentLayers(tiny_model(family)).modules)]
+    return [found.name for _, found in recurrences.stand_ins_for(RecurrentLayers(tiny_model(family)).modules)]
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid", "bamba", "falcon_h1"])
@@ -35,7 +35,7 @@ def test_the_scan_of_mamba_2_is_ours_unless_its_package_is_installed(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert names(family) == ["mamba2_chunk_scan"]
-    monkeypatch.setattr(stand_ins, "find_spec", {"mamba_ssm": object()}.get)
+    monkeypatch.setattr(recurrences, "find_spec", {"mamba_ssm": object()}.get)
     assert names(family) == []
 
 
@@ -46,8 +46,8 @@ def test_the_scan_of_mamba_2_is_ours_unless_its_package_is_installed(
 def test_with_flash_linear_attention_ours_are_used_where_that_refuses_to_train(
     capability: int | None, triton: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stand_ins, "find_spec", lambda name: object())
-    monkeypatch.setattr(stand_ins, "installed_version", {"triton": triton}.get)
+    monkeypatch.setattr(recurrences, "find_spec", lambda name: object())
+    monkeypatch.setattr(recurrences, "installed_version", {"triton": triton}.get)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     assert names("qwen3_5_text") == (["torch_chunk_gated_delta_rule"] if is_used else [])

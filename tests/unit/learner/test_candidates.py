@@ -11,7 +11,7 @@ from small_learner import VOCABULARY, build, gradients, make_samples, settings
 
 from palestra.algo.batch import Batch, Targets
 from palestra.algo.distill import TEACHER, WEIGHT, DistillLoss, Divergence
-from palestra.learner import head, replicas
+from palestra.learner import head
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 
@@ -21,8 +21,7 @@ K = 5
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several replicas, and several chunks of logits."""
-    monkeypatch.setattr(replicas, "WORTH_A_PART", 40)
+    """Several chunks of logits."""
     monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 128)
 
 
@@ -75,7 +74,7 @@ def test_the_top_tokens_are_those_of_the_models_own_logits_in_the_order_of_the_b
 
 def test_models_that_are_scored_from_whole_logits_give_the_same() -> None:
     learner, other = (LocalLearner(build(), config=settings(rollout={"temperature": 0.7})) for _ in range(2))
-    other._scorer.mode, other._share_prefix, other._replicas = "reference", False, None
+    other._scorer.mode, other._share_prefix = "reference", False
     ours, theirs = (one.top_logprobs(Batch.of(SAMPLES), K) for one in (learner, other))
     assert ours[0].tolist() == theirs[0].tolist()
     np.testing.assert_allclose(ours[1], theirs[1], atol=1e-5)
@@ -103,7 +102,6 @@ def test_forward_gives_the_log_probabilities_of_given_candidates(share_prefix: b
 @pytest.mark.parametrize(("k", "kind"), [(VOCABULARY, "reverse_kl"), (K, "reverse_kl"), (K, "forward_kl"), (K, "jsd")])
 def test_the_gradient_is_that_of_the_dense_divergence(k: int, kind: Divergence, share_prefix: bool) -> None:
     learner = LocalLearner(build(), config=settings(train={"share_prefix": share_prefix}))
-    assert learner._replicas is not None
     ids, _ = learner.top_logprobs(Batch.of(SAMPLES), k)
     rng = np.random.default_rng(0)
     logits = torch.tensor(rng.normal(size=(len(ids), VOCABULARY)) * 2)

@@ -20,7 +20,7 @@ from palestra.algo.distill import TEACHER, WEIGHT
 from palestra.core.config import RunConfig
 from palestra.core.errors import ServiceError, SettingError, UnsupportedError
 from palestra.core.types import Group, Message, Problem, SamplingParams, Score
-from palestra.learner.frozen import FrozenModel
+from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.models.chat.template import ChatFormat

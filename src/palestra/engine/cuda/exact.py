@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from palestra.engine.cuda import sampling_kernels
 from palestra.engine.cuda.kernels import _add_values, _scores
 from palestra.engine.cuda.paged_ops import RopeAndNorm, pad, precision, rope_and_store
-from palestra.engine.cuda.state import VOCABULARY_BLOCK
+from palestra.engine.cuda.state import VOCABULARY_BLOCK, block_stats, score
 
 ROWS, COLUMNS, DEPTH = 64, 64, 64  # of a product's tile
 KEYS = 64  # that are read at once
@@ -116,7 +115,6 @@ class ExactPlan:
     positions: Tensor  # [N]
     pages: Tensor  # [N] page of each token; -1: padding
     rows: Tensor  # [N] which of the tables is the token's
-    overlaps: bool = False
 
     def over_pages(self, layer: int, qkv: Tensor, scale: float, window: int, rope: RopeAndNorm) -> Tensor:
         """qkv [N, H + 2 KV, D]: keys and values are stored, and what the queries attend to [N, H, D]."""
@@ -140,13 +138,13 @@ def logprobs_of(logits: Tensor, target: Tensor, temperature: float) -> tuple[Ten
     blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
     stats = logits.new_empty(rows * blocks * 2, dtype=torch.float32)
     temperatures = torch.full((rows,), temperature, dtype=torch.float32, device=logits.device)
-    found = torch.empty(2, rows, device=logits.device)
+    logprobs, lse = torch.empty(2, rows, device=logits.device)
     if rows:
-        sampling_kernels.block_stats[(rows, blocks)](
-            logits, temperatures, stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, K=1, num_warps=4
+        block_stats[(rows, blocks)](
+            logits, temperatures, stats, vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=4
         )
-        sampling_kernels.score[(rows,)](
-            logits, stats, temperatures, target, *found, vocabulary, blocks, NB=1 << (blocks - 1).bit_length(),
+        score[(rows,)](
+            logits, stats, temperatures, target, logprobs, lse, vocabulary, blocks, NB=1 << (blocks - 1).bit_length(),
             num_warps=4,
         )  # fmt: skip
-    return found[0], found[1]
+    return logprobs, lse

@@ -1,48 +1,173 @@
 """The forward of Llama-like decoders in few kernels, for the GPU.
 
-At few rows a step costs what its kernels cost to start, not their arithmetic. So the layers are written out:
-eight or nine kernels each, of which the matrix products are the library's; at few rows five or six of our own
-(`few_rows.py`). Residuals are added by the products themselves, and RoPE is applied where queries and keys are read.
+With few rows a step takes as long as its kernels take to start, not as their arithmetic. So the layers are written out:
+eight or nine kernels each, of which the matrix products are the library's. Residuals are added by the products
+themselves, and RoPE is applied where queries and keys are read.
 Nothing is compiled but these small kernels, so the first step comes in a second. The weights are the module's own;
 LoRA adapters add two small products to each of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from palestra.engine.cuda import layer_kernels
-from palestra.engine.cuda.decoder_layers import Layer, Product, layer_of
-from palestra.engine.cuda.drafts import DraftPlan
+from palestra.engine.cuda import exact, kernels
 from palestra.engine.cuda.exact import ExactPlan
-from palestra.engine.cuda.few_rows import FewRows
-from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, rope_and_store
-from palestra.engine.supported import base_model, norm_epsilon
+from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm, rope_and_store
+from palestra.engine.supported import (
+    FusedAdapter,
+    adapted_product,
+    base_linear,
+    base_model,
+    norm_epsilon,
+    sliding_window,
+)
+
+
+def fuse(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight [sum of outputs, inputs] and bias [sum of outputs] of linear layers with one input, one below the other.
+
+    The layers' parameters become views of one buffer, so nothing is held twice, and an optimizer or a policy's update
+    that writes them in place keeps the buffer up to date.
+    Layers that lie in one buffer already stay there, so all engines on one module share it.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # the parameters are trained later
+        weight = _in_one_buffer([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return weight, _in_one_buffer(biases) if biases else None
+
+
+def _in_one_buffer(parts: Sequence[Tensor]) -> Tensor:
+    first, sizes = parts[0], [len(part) for part in parts]
+    if _are_adjacent(parts):
+        shape = (sum(sizes), *first.shape[1:])
+        return first.data.as_strided(shape, first.stride(), first.storage_offset())
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.split(sizes), strict=True):
+        part.data = view
+    return whole
+
+
+def _are_adjacent(parts: Sequence[Tensor]) -> bool:
+    same_storage = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    contiguous = all(part.is_contiguous() for part in parts)
+    return same_storage and contiguous and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Linear layers with one input, as one."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+    adapter: FusedAdapter | None
+    exact: bool = False  # by kernels whose results do not depend on the number of rows
+
+    @classmethod
+    def of(cls, *linears: Any, exact: bool = False) -> Product:
+        weight, bias = fuse([base_linear(linear) for linear in linears])
+        return cls(weight, bias, FusedAdapter.of(linears), exact)
+
+    def refresh_adapter(self) -> None:
+        """Copy the adapter's weights into the fused buffers; all other weights are read in place."""
+        if self.adapter is not None:
+            self.adapter.refresh()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.exact:
+            return self._exact(x)
+        if self.adapter is None:
+            return F.linear(x, self.weight, self.bias)
+        return adapted_product(x, self.weight, self.bias, x @ self.adapter.down.T, self.adapter.up)
+
+    def _exact(self, x: Tensor) -> Tensor:
+        adapter = self.adapter
+        more = None if adapter is None else (exact.product(x, adapter.down), adapter.up)
+        out = exact.product(x, self.weight, more)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += self(x), added where the products are made."""
+        if self.adapter is None and self.bias is None and not self.exact:
+            out.addmm_(x, self.weight.T)
+        else:
+            out += self(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights."""
+
+    index: int
+    attention_norm: nn.Module
+    qkv: Product
+    out: Product
+    mlp_norm: nn.Module
+    gate_up: Product
+    down: Product
+    rope: RopeAndNorm
+    scale: float
+    window: int | None
+
+
+def layer_of(index: int, module: Any, cos: Tensor, sin: Tensor, exact: bool = False, one_plus: bool = False) -> Layer:
+    attention, mlp = module.self_attn, module.mlp
+    has_rope = getattr(attention, "use_rope", True)
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return Layer(
+        index=index,
+        attention_norm=module.input_layernorm,
+        qkv=Product.of(attention.q_proj, attention.k_proj, attention.v_proj, exact=exact),
+        out=Product.of(attention.o_proj, exact=exact),
+        mlp_norm=module.post_attention_layernorm,
+        gate_up=Product.of(mlp.gate_proj, mlp.up_proj, exact=exact),
+        down=Product.of(mlp.down_proj, exact=exact),
+        rope=RopeAndNorm(
+            cos=cos if has_rope else None,
+            sin=sin if has_rope else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            epsilon=0.0 if q_norm is None else norm_epsilon(q_norm) or 0.0,
+            one_plus=one_plus,
+        ),
+        scale=attention.scaling,
+        window=sliding_window(attention),
+    )
 
 
 class CudaFastDecoder:
     """Logits of a decoder whose layers are norm, attention, norm, gated MLP. Its KV is the plan's."""
 
+    one_plus = False  # norms multiply by 1 + weight
+
     def __init__(self, model: Any, context: int, exact: bool = False) -> None:
         self.model = model = base_model(model)
         self.exact = exact
         body = model.model
-        positions = torch.arange(context, device=model.device)[None]
+        positions = self._positions(torch.arange(context, device=model.device)[None])
         self._cos, self._sin = (x[0].contiguous() for x in body.rotary_emb(body.embed_tokens.weight[:0], positions))
         self.find_weights()
-        self.kv_heads, self.head_dim = model.config.num_key_value_heads, body.layers[0].self_attn.head_dim
+        self.kv_heads = model.config.num_key_value_heads
+        self.head_dim = next(layer.self_attn.head_dim for layer in body.layers if hasattr(layer, "self_attn"))
+
+    def _positions(self, positions: Tensor) -> Tensor:
+        """Positions [1, T] as the model's RoPE takes them."""
+        return positions
 
     def find_weights(self) -> None:
         """Look up the weights' tensors; to be called again after they have been moved."""
-        rope, exact = (self._cos, self._sin), self.exact
-        self.layers = [layer_of(i, layer, *rope, exact) for i, layer in enumerate(self.model.model.layers)]
-        self._head = Product.of(self.model.lm_head, exact=exact)
-        self._few_rows = None if exact else FewRows.of(self.model.model.embed_tokens.weight, self.layers)
+        self.layers = [self._layer(i, layer) for i, layer in enumerate(self.model.model.layers)]
+        self._head = Product.of(self.model.lm_head, exact=self.exact)
+
+    def _layer(self, index: int, module: Any) -> Layer:
+        return layer_of(index, module, self._cos, self._sin, self.exact, self.one_plus)
 
     def refresh_adapters(self) -> None:
         for layer in self.layers:
@@ -52,18 +177,16 @@ class CudaFastDecoder:
 
     def decode(self, ids: Tensor, plan: DecodePlan) -> Tensor:
         """Logits [rows, vocabulary] of one token a row."""
-        plan.overlaps = self._overlaps(ids)
 
         def attend(layer: Layer, qkv: Tensor) -> Tensor:
             q, k, v = self._heads(qkv).tensor_split((-2 * self.kv_heads, -self.kv_heads), 1)
             return plan.over_pages(layer.index, q, k, v, layer.scale, 0.0, layer.window or 0, layer.rope).flatten(1)
 
-        return self._head(norm(self.model.model.norm, self._hidden(ids, attend)))
+        return self._logits(ids, attend)
 
-    def verify(self, plan: DraftPlan | ExactPlan) -> Tensor:
-        """Logits [tokens, vocabulary] behind each token, of a row's last one and its drafts for instance."""
-        plan.overlaps = self._overlaps(plan.ids)
-        return self._head(norm(self.model.model.norm, self._hidden(plan.ids, self.attend_with(plan))))
+    def decode_exact(self, plan: ExactPlan) -> Tensor:
+        """Logits [tokens, vocabulary] of each token, by the kernels of `exact`."""
+        return self._logits(plan.ids, self.attend_with(plan))
 
     def prefill(self, plan: PrefillPlan) -> None:
         """Store the KV of several tokens of several rows."""
@@ -77,11 +200,11 @@ class CudaFastDecoder:
 
         self._hidden(plan.ids, attend)
 
-    def fill(self, plan: ExactPlan) -> None:
-        """As `prefill`, by the kernels of `exact`."""
+    def prefill_exact(self, plan: ExactPlan) -> None:
+        """Store the KV of a plan's tokens, by the kernels of `exact`."""
         self._hidden(plan.ids, self.attend_with(plan))
 
-    def attend_with(self, plan: DraftPlan | ExactPlan) -> Callable[[Layer, Tensor], Tensor]:
+    def attend_with(self, plan: ExactPlan) -> Callable[[Layer, Tensor], Tensor]:
         """Attention of layers over the pages of a plan."""
 
         def attend(layer: Layer, qkv: Tensor) -> Tensor:
@@ -90,31 +213,22 @@ class CudaFastDecoder:
         return attend
 
     def run_layer(self, layer: Layer, x: Tensor, attend: Callable[[Layer, Tensor], Tensor | None]) -> bool:
-        """One layer over the tokens' states, in their place; false if its attention gives nothing."""
-        out = attend(layer, layer.qkv(norm(layer.attention_norm, x)))
+        """Run one layer over the tokens' states, in their place; False if its attention returns None."""
+        out = attend(layer, layer.qkv(norm(layer.attention_norm, x, self.one_plus)))
         if out is None:
             return False
         layer.out.add_to(x, out)
-        layer.down.add_to(x, gated(norm(layer.mlp_norm, x), layer.gate_up))
+        layer.down.add_to(x, gated(norm(layer.mlp_norm, x, self.one_plus), layer.gate_up))
         return True
-
-    def _few_rows_for(self, ids: Tensor) -> FewRows | None:
-        """What runs the layers of these tokens, if they are few."""
-        few = self._few_rows
-        return few if few is not None and few.fits(len(ids)) else None
-
-    def _overlaps(self, ids: Tensor) -> bool:
-        few = self._few_rows_for(ids)
-        return few is not None and few.overlaps
 
     def _heads(self, qkv: Tensor) -> Tensor:
         return qkv.view(len(qkv), -1, self.head_dim)
 
+    def _logits(self, ids: Tensor, attend: Callable[[Layer, Tensor], Tensor | None]) -> Tensor:
+        return self._head(norm(self.model.model.norm, self._hidden(ids, attend), self.one_plus))
+
     def _hidden(self, ids: Tensor, attend: Callable[[Layer, Tensor], Tensor | None]) -> Tensor:
-        """What the layers make of the tokens; they end with one whose attention gives nothing."""
-        few = self._few_rows_for(ids)
-        if few is not None:
-            return few(ids, attend)
+        """The hidden states of the tokens, up to the first layer whose attention returns None."""
         x = F.embedding(ids, self.model.model.embed_tokens.weight)
         for layer in self.layers:
             if not self.run_layer(layer, x, attend):
@@ -127,7 +241,7 @@ def norm(module: Any, x: Tensor, one_plus: bool = False) -> Tensor:
     out = torch.empty_like(x)
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()
-    layer_kernels.rms_norm[(rows,)](
+    kernels.rms_norm[(rows,)](
         x, module.weight, out, norm_epsilon(module), WIDTH=width, BLOCK=block, ONE_PLUS=one_plus,
         num_warps=4 if block >= 1024 else 1,
     )  # fmt: skip
@@ -138,5 +252,5 @@ def gated(x: Tensor, gate_up: Product) -> Tensor:
     """silu(gate) * value of the MLP's first products."""
     rows, width = len(x), gate_up.weight.shape[0] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    layer_kernels.gate[(rows, -(-width // 1024))](gate_up(x), out, width, BLOCK=1024, num_warps=4)
+    kernels.gate[(rows, -(-width // 1024))](gate_up(x), out, width, BLOCK=1024, num_warps=4)
     return out

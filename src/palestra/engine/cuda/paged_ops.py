@@ -1,4 +1,4 @@
-"""The Triton kernels as attention plans: one for a decode step, one for prompts and appends."""
+"""The Triton kernels as attention plans: one for a decode step, one for prefills (prompts and appends)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from palestra.core.machine import to_device
 from palestra.engine.attention import AttentionPlan, ScoreRule
-from palestra.engine.cuda import kernels, layer_kernels
+from palestra.engine.cuda import kernels
 from palestra.engine.pages import BLOCK_ROWS, SharedPrefixes
+from palestra.engine.session import Session
 
 DECODE_PROGRAMS = 512  # about what fills an H200 in one wave; fewer rows are split along their length
 MAX_SPLITS, MAX_SHARED_SPLITS = 8, 64
 SHARED_KEYS_AT_ONCE = 64
+MAX_CAPTURED_TOKENS = 4096  # from there on the GPU takes longer than the host needs to start its kernels
+LONG_ROW, LONG_BLOCK, SHORT_BLOCK = 32, 64, 16  # queries that attend together
 
 
 def padded_tables(tables: Sequence[list[int]]) -> np.ndarray:
@@ -50,11 +54,6 @@ def _splits(programs: int, limit: int, most: int) -> int:
 def decode_shape(rows: int, kv_heads: int) -> tuple[int, int, int]:
     """(keys per block, warps, stages): small programs if many share a multiprocessor, deep pipelines if few do."""
     return (64, 4, 3) if rows * kv_heads <= DECODE_PROGRAMS else (32, 1, 3)
-
-
-def overlap(on: bool) -> dict[str, bool]:
-    """Options of a kernel: whether it starts while the one before it still runs."""
-    return {"OVERLAPS": True, "launch_pdl": True} if on else {"OVERLAPS": False}
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -102,17 +101,15 @@ def empty_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def rope_and_store(
-    qkv: Tensor, keys: Tensor, values: Tensor, pages: Tensor, positions: Tensor, rope: RopeAndNorm,
-    overlaps: bool = False,
+    qkv: Tensor, keys: Tensor, values: Tensor, pages: Tensor, positions: Tensor, rope: RopeAndNorm
 ) -> Tensor:  # fmt: skip
     """Apply RoPE to qkv [N, H + 2 KV, D], store keys and values in their pages, and return the queries [N, H, D]."""
     tokens, heads, dim = qkv.shape
     kv_heads = keys.shape[1]
     q = torch.empty((tokens, heads - 2 * kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
-    layer_kernels.rope_and_store[(tokens, heads - kv_heads)](
+    kernels.rope_and_store[(tokens, heads - kv_heads)](
         qkv, q, keys, values, pages, positions, *rope.arguments(qkv), rope.epsilon, qkv.stride(0),
         H=q.shape[1], KV=kv_heads, D=dim, DP=pad(dim), PAGE=keys.shape[2], num_warps=1, **rope.flags,
-        **overlap(overlaps),
     )  # fmt: skip
     return q
 
@@ -127,7 +124,6 @@ class DecodePlan(AttentionPlan):
     lens: Tensor  # [B]
     shared: SharedPrefixes | None = None  # with a sliding window each row reads its own pages all the same
     side: torch.cuda.Stream | None = None  # on which shared prefixes are read, in parallel with each row's own pages
-    overlaps: bool = False  # start each kernel while the one before still runs
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         layer = self.kv_layer(module)
@@ -167,14 +163,13 @@ class DecodePlan(AttentionPlan):
                 )  # fmt: skip
         shared_tokens = self.lens if shared is None else shared.tokens  # unused if there is no shared prefix
         keys_at_once, warps, stages = decode_shape(rows, kv_heads)
-        early = overlap(self.overlaps and shared is None and splits > 1)  # programs that fill the GPU are in the way
         kernels.decode_attention[(rows, kv_heads, splits)](
             q, k, v, keys, values, self.tables, self.lens, shared_tokens, out, part, part_ml, *rope.arguments(q),
             q if sinks is None else sinks, q.stride(0), q.stride(1), k.stride(0), v.stride(0), self.tables.stride(0),
             scale, softcap, window, rope.epsilon, splits, parts, **common, GP=pad(heads // kv_heads),
             T=min(keys_at_once, page), WHOLE=parts == 1,
             SHARES=shared is not None, WINDOW=window > 0, SINKS=sinks is not None, num_warps=warps,
-            num_stages=stages, **early,
+            num_stages=stages,
         )  # fmt: skip
         if shared is not None and self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
@@ -182,7 +177,6 @@ class DecodePlan(AttentionPlan):
             kernels.combine_parts[(rows * heads,)](
                 part, part_ml, shared_tokens, self.lens, out, splits, parts, H=heads, D=dim, DP=pad(dim),
                 SHARES=shared is not None, PP=1 << (parts - 1).bit_length(), num_warps=1 if parts <= MAX_SPLITS else 4,
-                **early,
             )  # fmt: skip
         return out
 
@@ -239,3 +233,74 @@ class PrefillPlan(AttentionPlan):
             num_warps=4, num_stages=2,
         )  # fmt: skip
         return out
+
+
+class Fill(NamedTuple):
+    """Compute the KV of a session's next tokens."""
+
+    session: Session
+    tokens: int
+
+
+class PrefillShape(NamedTuple):
+    """The tokens of a prefill, and how many of them attend together."""
+
+    tokens: int
+    block: int
+
+    @property
+    def captured(self) -> PrefillShape:
+        """The captured shape that holds this one: there are few, so most have been captured before."""
+        return self._replace(tokens=max(16, 1 << (self.tokens - 1).bit_length()))
+
+
+class PrefillBuffers(NamedTuple):
+    """The tokens of prompts and appends, one row after the other, as int32: arrays on the host, or device tensors."""
+
+    tokens: Any  # [4, N]: ids, positions, the page of each, and its row
+    blocks: Any  # [2, blocks]: their row, and where they start in it
+    rows: Any  # [3, rows]: the first of its tokens, their number, and the row's length with them
+    tables: Any  # [rows, pages]
+
+    @classmethod
+    def of(cls, fills: Sequence[Fill], page_size: int) -> tuple[PrefillBuffers, PrefillShape]:
+        """The arrays of a prefill, and their shape."""
+        sessions, counts = [fill.session for fill in fills], np.array([fill.tokens for fill in fills])
+        lengths = np.array([session.kv_len for session in sessions])
+        block = LONG_BLOCK if counts.max() > LONG_ROW else SHORT_BLOCK
+        tables = padded_tables([session.table for session in sessions])
+        ids = [i for session, n in fills for i in session.token_ids[session.kv_len : session.kv_len + n]]
+        firsts = np.cumsum(counts) - counts
+        row_of = np.repeat(np.arange(len(fills)), counts)
+        positions = np.arange(len(ids)) + np.repeat(lengths - firsts, counts)
+        blocks = -(-counts // block)
+        block_row = np.repeat(np.arange(len(fills)), blocks)
+        starts = block * (np.arange(len(block_row)) - np.repeat(np.cumsum(blocks) - blocks, blocks))
+        tokens = np.array([ids, positions, tables[row_of, positions // page_size], row_of], np.int32)
+        of_rows = np.array([firsts, counts, lengths + counts], np.int32)
+        arrays = cls(tokens, np.array([block_row, starts], np.int32), of_rows, tables)
+        return arrays, PrefillShape(len(ids), block)
+
+    @classmethod
+    def empty(cls, rows: int, table_width: int, device: torch.device) -> PrefillBuffers:
+        """Tensors for captured prefills: graphs hold their addresses."""
+        blocks = MAX_CAPTURED_TOKENS // SHORT_BLOCK + rows
+        shapes = (4, MAX_CAPTURED_TOKENS), (2, blocks), (3, rows + 1), (rows + 1, table_width)
+        return cls(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
+
+    def to(self, device: torch.device) -> PrefillBuffers:
+        return PrefillBuffers(*to_device(map(torch.from_numpy, self), device))
+
+    def load(self, arrays: PrefillBuffers) -> None:
+        """Copy arrays into these tensors. The rest stays harmless: tokens without a page, blocks of an empty row."""
+        self.tokens[2].fill_(-1)
+        self.blocks.fill_(self.rows.shape[1] - 1)
+        for target, source in zip(self, arrays.to(self.tokens.device), strict=True):
+            target[: source.shape[0], : source.shape[1]].copy_(source)
+
+    def plan(self, keys: Tensor, values: Tensor, shape: PrefillShape) -> PrefillPlan:
+        """Attention over the first `shape.tokens` tokens."""
+        rows = min(shape.tokens, self.rows.shape[1])
+        ids, positions, pages, _ = self.tokens[:, : shape.tokens]
+        blocks = self.blocks[:, : shape.tokens // shape.block + rows]
+        return PrefillPlan(keys, values, self.tables, ids, positions, pages, *blocks, *self.rows, block=shape.block)

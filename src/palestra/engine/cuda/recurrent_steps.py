@@ -16,10 +16,20 @@ import triton
 from torch import Tensor, nn
 
 from palestra.engine.cuda import recurrent_kernels as kernels
-from palestra.engine.cuda.decoder_layers import Product
-from palestra.engine.cuda.paged_ops import pad
-from palestra.engine.recurrent import Part
-from palestra.engine.supported import base_linear, is_linear, norm_epsilon
+from palestra.engine.cuda.fast_decoder import CudaFastDecoder, Layer, Product
+from palestra.engine.cuda.paged_ops import APPLIED_ALREADY, DecodePlan, pad
+from palestra.engine.recurrent import Part, StateStore
+from palestra.engine.supported import (
+    base_linear,
+    base_model,
+    can_fuse,
+    has_hooks,
+    has_static_rope,
+    is_linear,
+    linear_groups,
+    norm_epsilon,
+    text_config,
+)
 
 DELTA_NETS = (
     "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet", "OlmoHybridGatedDeltaNet"
@@ -45,8 +55,8 @@ class StateRows(NamedTuple):
 class RecurrentStep:
     """One recurrent layer of a step of the engine; `of` finds the class for a module.
 
-    Calling it maps the layer's input [tokens, hidden] to its output. The fast hybrid decoder calls `inputs`, `mix` and
-    `out` itself, to add the output to the residual.
+    Calling it maps the layer's input [tokens, hidden] to its output. `HybridDecoder` calls `inputs`, `mix` and `out`
+    itself, to add the output to the residual.
     """
 
     def __init__(self, module: Any, linears: Sequence[Any]) -> None:
@@ -241,3 +251,87 @@ def _are_usual(conv: nn.Conv1d, linears: Sequence[Any]) -> bool:
 def warps_for(tile: int, numbers: int) -> int:
     """Warps of a program that holds a head's state of `tile` numbers, with `numbers` of them in a thread."""
     return max(1, min(8, tile // (32 * numbers)))
+
+
+HYBRIDS = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
+
+
+class HybridDecoder(CudaFastDecoder):
+    """Decode steps of dense decoders with attention and gated delta nets (Qwen3.5), in nine or ten kernels per layer.
+
+    The query projection of their attention also gives, head by head, a gate of the output. The KV is the plan's,
+    recurrent states are the store's. Prompts and appends go through the module.
+    """
+
+    one_plus = True
+
+    def __init__(self, model: Any, context: int, recurrent: Mapping[nn.Module, RecurrentStep]) -> None:
+        self._recurrent = recurrent
+        self._place = {module: place for place, module in enumerate(recurrent)}
+        super().__init__(model, context)
+
+    @classmethod
+    def of(cls, model: Any, context: int, recurrent: Mapping[nn.Module, RecurrentStep]) -> HybridDecoder | None:
+        """None for models of other families. `recurrent` has the steps of all their recurrent layers, in order."""
+        return cls(model, context, recurrent) if _is_known(base_model(model), recurrent) else None
+
+    def _positions(self, positions: Tensor) -> Tensor:
+        return positions.expand(3, 1, -1)  # of text, height and width
+
+    def _layer(self, index: int, module: Any) -> Layer:
+        """The weights of a layer; those of recurrent layers must be looked up before."""
+        if hasattr(module, "self_attn"):
+            return super()._layer(index, module)
+        step, mlp = self._recurrent[module.linear_attn], module.mlp
+        return Layer(
+            index=index,
+            attention_norm=module.input_layernorm,
+            qkv=step.inputs,
+            out=step.out,
+            mlp_norm=module.post_attention_layernorm,
+            gate_up=Product.of(mlp.gate_proj, mlp.up_proj),
+            down=Product.of(mlp.down_proj),
+            rope=APPLIED_ALREADY,
+            scale=1.0,
+            window=None,
+        )
+
+    def decode_with_states(self, ids: Tensor, plan: DecodePlan, states: StateStore, rows: StateRows) -> Tensor:
+        """Logits [rows, vocabulary] of one token a row."""
+        modules = self.model.model.layers
+
+        def mix(layer: Layer, projected: Tensor) -> Tensor:
+            module = modules[layer.index]
+            if hasattr(module, "self_attn"):
+                return self._attend(layer, module.self_attn, projected, plan)
+            step = self._recurrent[module.linear_attn]
+            return step.mix(projected, states.parts(self._place[module.linear_attn]), rows)
+
+        return self._logits(ids, mix)
+
+    def _attend(self, layer: Layer, module: Any, qkv: Tensor, plan: DecodePlan) -> Tensor:
+        q_and_gate, k, v = self._heads(qkv).tensor_split((-2 * self.kv_heads, -self.kv_heads), 1)
+        place = plan.kv_layer(module)
+        out = plan.over_pages(place, q_and_gate[:, ::2], k, v, layer.scale, 0.0, 0, layer.rope)
+        (rows, count, dim), result = out.shape, torch.empty_like(out)
+        kernels.gate_heads[(rows, count)](
+            out, qkv[:, dim:], result, qkv.stride(0), H=count, D=dim, DP=pad(dim), num_warps=1
+        )
+        return result.flatten(1)
+
+
+def _is_known(model: Any, recurrent: Mapping[nn.Module, RecurrentStep]) -> bool:
+    """A decoder of a known family, with ordinary linear layers (LoRA too) and no hooks."""
+    config, name = text_config(model), type(model).__name__
+    own = type(model).__module__.startswith("transformers.models.")
+    if not own or HYBRIDS.get(config.model_type) != name or config.hidden_act != "silu" or not has_static_rope(config):
+        return False
+    if has_hooks(model) or type(model.model.embed_tokens) is not nn.Embedding:
+        return False
+    if not all(hasattr(layer, "self_attn") or layer.linear_attn in recurrent for layer in model.model.layers):
+        return False
+    groups = linear_groups(model)
+    if not can_fuse(groups):
+        return False
+    weights = [base_linear(linear).weight for group in groups for linear in group]
+    return len({(weight.dtype, weight.device) for weight in [*weights, model.model.norm.weight]}) == 1

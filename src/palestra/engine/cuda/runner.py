@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,13 +24,17 @@ from palestra.core.errors import UnsupportedModel
 from palestra.core.machine import capture, lacks_memory, to_device
 from palestra.core.phases import phases
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
-from palestra.engine.cuda.drafts import STEP_TOKENS, DraftPlan, Speculation
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder
-from palestra.engine.cuda.hybrid_decoder import HybridDecoder
-from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan
-from palestra.engine.cuda.prefill import MAX_CAPTURED_TOKENS, Fill, PrefillArrays, PrefillBuffers, PrefillShape
-from palestra.engine.cuda.recurrent_steps import MAX_RUN, RecurrentStep, StateRows
+from palestra.engine.cuda.paged_ops import (
+    MAX_CAPTURED_TOKENS,
+    DecodePlan,
+    Fill,
+    PrefillBuffers,
+    PrefillPlan,
+    PrefillShape,
+)
+from palestra.engine.cuda.recurrent_steps import MAX_RUN, HybridDecoder, RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
 from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
 from palestra.engine.recurrent import (
@@ -46,31 +49,18 @@ from palestra.engine.recurrent import (
 from palestra.engine.routing import ExpertRouting
 from palestra.engine.runner import Runner
 from palestra.engine.sampler import SamplingRow, sample
-from palestra.engine.session import Chunk, Collect, Emission, Job, Session, no_emissions
+from palestra.engine.session import Chunk, Collect, Emission, no_emissions
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, base_model, can_capture, is_llama_like
 
 log = logging.getLogger("palestra")
 BUCKETS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
-# per_row: each row reads all its pages. shared_prefix: rows of a group read their common pages once. speculative:
-# n-gram drafts are verified several tokens at a time.
-DecodePath = Literal["per_row", "shared_prefix", "speculative"]
-
-
 class DecodeShape(NamedTuple):
     """The rows of a decode step, and how they are computed."""
 
     rows: int
-    path: DecodePath
-
-
-@dataclass(slots=True)
-class Graph:
-    """A decode step of one batch size, or a prefill of one shape: replay it, then read the logits if it has any."""
-
-    replay: Callable[[], None]
-    logits: Tensor | None = None
+    path: Literal["per_row", "shared_prefix"]  # each row reads all its pages, or groups read common pages once
 
 
 class CudaRunner(Runner):
@@ -112,14 +102,14 @@ class CudaRunner(Runner):
         complete = len(self.recurrent_steps) == len(steps) > 0
         self.hybrid_decoder = HybridDecoder.of(model, context, self.recurrent_steps) if complete else None
         self._captures = self.device.type == "cuda" and can_capture(model)  # the kernels' interpreter has no graphs
-        self._graphs: dict[DecodeShape | PrefillShape, Graph] = {}
+        # Replays a decode step of one batch size, or a prefill of one shape, and returns its logits, if any.
+        self._graphs: dict[DecodeShape | PrefillShape, Callable[[], Tensor | None]] = {}
         self._graph_pool: Any = None
         self._side = torch.cuda.Stream(self.device) if self._captures else None
         self._weights_at = self._weight_addresses()
         rows, width = bucket_for(max_running), -(-context // page_size)
         self._state = DecodeState(rows, width, self.decode_steps, self.device)
         self._fills = PrefillBuffers.empty(rows, width, self.device)
-        self._speculation = Speculation()
         self._routing = routing
         self._pass_routing: Tensor | None = None  # [T, layers, k] of the last pass
         if routing is not None:
@@ -135,10 +125,8 @@ class CudaRunner(Runner):
         return decoder if decoder is not None and decoder.exact else None
 
     @property
-    def paths(self) -> Sequence[DecodePath]:
-        if self._exact is not None:
-            return ["per_row"]
-        return ["per_row", "shared_prefix", *(["speculative"] if self.fast_decoder is not None else [])]  # type: ignore[list-item]
+    def paths(self) -> Sequence[str]:
+        return ["per_row"] if self._exact is not None else ["per_row", "shared_prefix"]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy with the next step. Forking a group of 512 makes as many copies; launching each would take longer than
@@ -155,10 +143,6 @@ class CudaRunner(Runner):
                 store.index_copy_(1, targets, store.index_select(1, sources))
             self._copies = {}
 
-    def forget_history(self) -> None:
-        """A resumed run has not seen earlier steps and evaluations, so paths are not chosen by them."""
-        self._speculation = Speculation()
-
     def copy_state(self, source: int, target: int) -> None:
         self._states.copy(source, target)
 
@@ -167,7 +151,6 @@ class CudaRunner(Runner):
 
     def weights_changed(self) -> None:
         """Drop captured graphs if a weight has moved, since they hold the weights' addresses."""
-        self.forget_history()
         moved = self._weight_addresses() != self._weights_at
         if moved:
             self._forget_graphs()
@@ -245,11 +228,10 @@ class CudaRunner(Runner):
         return collect
 
     def _prefill(self, fills: Sequence[Fill]) -> None:
-        arrays = PrefillArrays.of(fills, self.page_size)
-        shape = arrays.shape
+        arrays, shape = PrefillBuffers.of(fills, self.page_size)
         if self.fast_decoder is not None and shape.tokens <= MAX_CAPTURED_TOKENS:
             self._fills.load(arrays)
-            self._graph(shape.captured, partial(self._prefill_step, self._fills, shape.captured)).replay()
+            self._replay(shape.captured, partial(self._prefill_step, self._fills, shape.captured))
         else:
             buffers = arrays.to(self.device)
             self._prefill_step(buffers, shape, *self._recurrent_work(fills, buffers))
@@ -272,7 +254,8 @@ class CudaRunner(Runner):
         self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = (), steps: RecurrentSteps = NO_STEPS
     ) -> None:
         if self._exact is not None:
-            self._exact.fill(buffers.exact_plan(self.keys, self.values, shape))
+            tokens = buffers.tokens[:, : shape.tokens]
+            self._exact.prefill_exact(ExactPlan(self.keys, self.values, buffers.tables, *tokens))
             return
         plan = buffers.plan(self.keys, self.values, shape)
         if self.fast_decoder is not None:
@@ -280,14 +263,10 @@ class CudaRunner(Runner):
         else:
             self._module_logits(plan, plan.ids, plan.positions, runs, steps)
 
-    def _take_routing(self) -> Tensor:
-        routed, self._pass_routing = self._pass_routing, None
-        assert routed is not None
-        return routed
-
     def _record_fills(self, fills: Sequence[Fill]) -> None:
         """Give the sessions of a prefill the experts of its tokens, in host memory when the step is collected."""
-        routed = self._take_routing()
+        routed = self._pass_routing
+        assert routed is not None
         on_host = torch.empty(routed.shape, dtype=routed.dtype, pin_memory=self.device.type == "cuda")
         on_host.copy_(routed, non_blocking=True)
         for (session, _), rows in zip(fills, on_host.split([count for _, count in fills]), strict=True):
@@ -305,17 +284,16 @@ class CudaRunner(Runner):
     def _decode_once(self, chunks: Sequence[Chunk]) -> Collect:
         """One decode step whose tokens the general sampler chooses."""
         rows = [SamplingRow.of(chunk.job) for chunk in chunks]
-        shape, _ = self._load(chunks, 1, may_draft=False)
-        logits = self._decode(shape)[: len(chunks)]
+        shape, _ = self._load(chunks, 1)
+        tokens, logprobs = sample(self._decode(shape)[: len(chunks)], rows)
         for chunk in chunks:
             chunk.job.session.kv_len += 1
-        emitted = _emitted([chunk.job for chunk in chunks], logits, rows)
-        if self._routing is None:
-            return emitted
 
         def collect(until_one_ends: bool) -> list[Emission]:
-            self._record_decoded(chunks, [1] * len(chunks))
-            return emitted(until_one_ends)
+            if self._routing is not None:
+                self._record_decoded(chunks, [1] * len(chunks))
+            triples = zip(chunks, tokens.tolist(), logprobs.tolist(), strict=True)
+            return [Emission(chunk.job, [token], [logprob]) for chunk, token, logprob in triples]
 
         return collect
 
@@ -333,10 +311,7 @@ class CudaRunner(Runner):
         def enqueue() -> int:
             done = len(looks) * self.poll_interval
             end = min(done + self.poll_interval, steps)
-            if shape.path != "speculative":
-                state.draw(done, end)
-            elif done == 0:
-                state.draw(0, steps)
+            state.draw(done, end)
             for _ in range(done, end):
                 self._decode(shape)
             looks.append(state.poll_finished(len(looks)))
@@ -347,60 +322,42 @@ class CudaRunner(Runner):
             while until_one_ends and done < steps and not looks[-2]():
                 done = enqueue()
             emissions = []
-            emitted = state.emitted(steps if shape.path == "speculative" else done)
+            emitted = state.emitted(done)
             for chunk, (ids, logprobs) in zip(chunks, emitted, strict=True):
                 chunk.job.session.kv_len += len(ids)
                 emissions.append(Emission(chunk.job, ids, logprobs))
             if self._routing is not None:
                 self._record_decoded(chunks, [len(ids) for ids, _ in emitted])
-            if shape.path == "speculative":
-                self._speculation.note(
-                    sum(len(ids) for ids, _ in emitted), int(state.drafts.steps[: len(chunks)].sum())
-                )
             return emissions
 
         if enqueue() < steps:
             enqueue()
         return collect
 
-    def _load(self, chunks: Sequence[Chunk], steps: int, may_draft: bool = True) -> tuple[DecodeShape, int]:
-        """The step's shape, and how many of them, up to `steps`, are worth running."""
+    def _load(self, chunks: Sequence[Chunk], steps: int) -> tuple[DecodeShape, int]:
+        """The step's shape, and the number of steps, up to `steps`, that are worth running."""
         state, stops = self._state, max(len(c.job.params.stop_token_ids) for c in chunks if c.job.params)
         if stops > state.max_stops:
             self._state = DecodeState(state.rows, state.tables.shape[1], self.decode_steps, self.device, stops)
             self._forget_graphs()
-        shape, shared = self._choose_path([chunk.job.session for chunk in chunks], may_draft)
-        drafts = shape.path == "speculative"
-        return shape, self._state.load(chunks, shared, drafts, self.page_size, self.context, steps)
-
-    def _choose_path(self, sessions: Sequence[Session], may_draft: bool) -> tuple[DecodeShape, SharedArrays | None]:
-        bucket = bucket_for(len(sessions))
-        if self._exact is not None:
-            return DecodeShape(bucket, "per_row"), None
-        if self.path in (None, "shared_prefix"):
+        shared = None
+        if self._exact is None and self.path != "per_row":
             kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
             min_tokens = 0 if self.path == "shared_prefix" else MIN_SAVED_BYTES / kv_bytes
-            shared = SharedArrays.of(sessions, self.page_size, min_tokens)
-            if shared is not None:
-                return DecodeShape(bucket, "shared_prefix"), shared
-        can_draft = may_draft and self.fast_decoder is not None and bucket <= self._state.drafts.rows
-        if can_draft and (self.path == "speculative" or (self.path is None and self._speculation.is_worth_it())):
-            return DecodeShape(bucket, "speculative"), None
-        return DecodeShape(bucket, "per_row"), None
+            shared = SharedArrays.of([chunk.job.session for chunk in chunks], self.page_size, min_tokens)
+        shape = DecodeShape(bucket_for(len(chunks)), "per_row" if shared is None else "shared_prefix")
+        return shape, self._state.load(chunks, shared, self.page_size, self.context, steps)
 
     def _decode(self, shape: DecodeShape) -> Tensor:
         """One decode step over the state's first rows; its logits [rows, V]."""
-        graph = self._graph(shape, partial(self._decode_step, shape))
-        graph.replay()
-        assert graph.logits is not None
-        return graph.logits
+        logits = self._replay(shape, partial(self._decode_step, shape))
+        assert logits is not None
+        return logits
 
     def _decode_step(self, shape: DecodeShape) -> Tensor:
-        if shape.path == "speculative":
-            return self._draft_step(shape.rows)
         state, rows = self._state, shape.rows
         if self._exact is not None:
-            logits = self._exact.verify(self._exact_plan(rows))
+            logits = self._exact.decode_exact(self._exact_plan(rows))
             state.choose(logits)
             return logits
         shared = state.shared(rows) if shape.path == "shared_prefix" else None
@@ -409,7 +366,9 @@ class CudaRunner(Runner):
             logits = self.fast_decoder.decode(state.ids[:rows], plan)
         elif self.hybrid_decoder is not None:
             plan.layout = self._kv_shape.layout
-            logits = self.hybrid_decoder.decode(state.ids[:rows], plan, self._states, self._state_rows(rows))
+            logits = self.hybrid_decoder.decode_with_states(
+                state.ids[:rows], plan, self._states, self._state_rows(rows)
+            )
         else:
             runs = [Run(state.slots[:rows].long(), 1, state.lens[:rows] > 0)]
             recurrent = self._steps_of(self._state_rows(rows))
@@ -417,7 +376,8 @@ class CudaRunner(Runner):
             if self._routing is not None:
                 steps = (state.positions[:rows] - state.starts[:rows]).long()
                 at = steps * self._routed.shape[1] + torch.arange(rows, device=self.device)
-                self._routed.flatten(0, 1).index_copy_(0, at, self._take_routing())
+                assert self._pass_routing is not None
+                self._routed.flatten(0, 1).index_copy_(0, at, self._pass_routing)
         state.choose(logits)
         return logits
 
@@ -441,38 +401,28 @@ class CudaRunner(Runner):
         numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
         return ExactPlan(self.keys, self.values, tables, state.ids[:rows], positions, pages, numbers)
 
-    def _draft_step(self, rows: int) -> Tensor:
-        state, drafts, tokens = self._state, self._state.drafts, rows * STEP_TOKENS
-        assert self.fast_decoder is not None
-        drafts.draft(rows, state.tables, state.positions, state.lens, state.left, self.page_size)
-        of_tokens = (drafts.ids[:tokens], drafts.positions[:tokens], drafts.pages[:tokens])
-        plan = DraftPlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], *of_tokens)
-        logits = self.fast_decoder.verify(plan)
-        state.choose(logits, drafts=True)
-        return logits
-
-    def _graph(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Graph:
+    def _replay(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Tensor | None:
+        """Run the graph of a shape. From the first step that cannot be captured on, for another reason than memory,
+        kernels are launched one by one."""
         if shape not in self._graphs:
             started = time.perf_counter()
-            self._graphs[shape] = self._captured_if_possible(forward) if self._captures else _uncaptured(forward)
+            graph = forward
+            if self._captures:
+                try:
+                    graph = self._captured(forward)
+                except RuntimeError as error:
+                    if lacks_memory(error):
+                        raise torch.OutOfMemoryError(str(error)) from error
+                    self._captures = False
+                    log.warning(
+                        "decode steps of %s cannot be captured as CUDA graphs; their kernels are launched one by one, "
+                        "which is slower: %s", type(base_model(self.model)).__name__, error,
+                    )  # fmt: skip
+            self._graphs[shape] = graph
             self.warm_up_s += time.perf_counter() - started
-        return self._graphs[shape]
+        return self._graphs[shape]()
 
-    def _captured_if_possible(self, forward: Callable[[], Tensor | None]) -> Graph:
-        """A graph; from the first step that cannot be captured on, for another reason than memory, none are tried."""
-        try:
-            return self._captured(forward)
-        except RuntimeError as error:
-            if lacks_memory(error):
-                raise torch.OutOfMemoryError(str(error)) from error
-            self._captures = False
-            log.warning(
-                "decode steps of %s cannot be captured as CUDA graphs; their kernels are launched one by one, which is "
-                "slower: %s", type(base_model(self.model)).__name__, error,
-            )  # fmt: skip
-        return _uncaptured(forward)
-
-    def _captured(self, forward: Callable[[], Tensor | None]) -> Graph:
+    def _captured(self, forward: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
         state = self._state
         alive = state.lens.clone(), state.left.clone()
         # Warm-up and capture run the kernels for real. With all rows dead they write no KV and advance no row.
@@ -492,7 +442,12 @@ class CudaRunner(Runner):
             state.lens.copy_(alive[0])
             state.left.copy_(alive[1])
         self._graph_pool = self._graph_pool or graph.pool()
-        return Graph(graph.replay, logits)
+
+        def replay() -> Tensor | None:
+            graph.replay()
+            return logits
+
+        return replay
 
     def _module_logits(
         self, plan: DecodePlan | PrefillPlan, ids: Tensor, positions: Tensor, runs: Sequence[Run],
@@ -517,26 +472,6 @@ class CudaRunner(Runner):
         return output.logits[0]
 
 
-def _uncaptured(forward: Callable[[], Tensor | None]) -> Graph:
-    """A step that runs kernel by kernel each time."""
-
-    def replay() -> None:
-        graph.logits = forward()
-
-    graph = Graph(replay)
-    return graph
-
-
 def bucket_for(rows: int) -> int:
     """The smallest captured batch size that holds `rows` rows."""
     return next((bucket for bucket in BUCKETS if bucket >= rows), -(-rows // 256) * 256)
-
-
-def _emitted(jobs: Sequence[Job], logits: Tensor, rows: Sequence[SamplingRow]) -> Collect:
-    tokens, logprobs = sample(logits, rows)
-
-    def collect(until_one_ends: bool) -> list[Emission]:
-        pairs = zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True)
-        return [Emission(job, [token], [logprob]) for job, token, logprob in pairs]
-
-    return collect
