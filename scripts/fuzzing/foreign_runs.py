@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import save
 
 from fuzzing.check import Tally, mutate
 from fuzzing.servers import ODD_VALUES
-from palestra.cli.runs_tables import compare_table, print_run, runs_table
+from palestra.cli.runs import compare_table, print_run, runs_table
 from palestra.cli.trust import code_of_run
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError

@@ -5,6 +5,9 @@ Imports nothing heavy: some commands must answer at once.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from palestra.core.errors import NotFoundError, SettingError, StorageError
+from palestra.core.ranks import is_first_rank
 from palestra.models.progress_bars import is_local
 
 if TYPE_CHECKING:
@@ -20,8 +24,6 @@ if TYPE_CHECKING:
 
 PATH = click.Path(path_type=Path)
 config_option = click.option("--config", "config_file", type=PATH, metavar="FILE", help="Settings from YAML.")
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-json_line_option = click.option("--json", "as_json", is_flag=True, help="A line of JSON on stdout, all else on stderr.")
 wait_limit_option = click.option(
     "--wait-limit",
     "wait_limit_s",
@@ -32,6 +34,33 @@ wait_limit_option = click.option(
 )
 dtype_option = click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 device_option = click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
+
+
+def returns_data(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --json, which prints the data that a command returns, or a line for each object that it yields.
+
+    The command gets a `console` for its text, which is quiet with --json.
+    """
+    return _with_json(function, {"quiet": True}, "JSON on stdout.")
+
+
+def returns_data_at_end(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `returns_data`, for commands that take long: with --json the text goes to stderr."""
+    return _with_json(function, {"stderr": True}, "A line of JSON on stdout, all else on stderr.")
+
+
+def _with_json(function: Callable[..., Any], console_with_json: dict[str, Any], help: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*, as_json: bool, **parameters: Any) -> None:
+        from rich.console import Console
+
+        is_first = is_first_rank()  # the other ranks of a training print nothing
+        returned = function(console=Console(**console_with_json if as_json else {"quiet": not is_first}), **parameters)
+        for data in returned if inspect.isgenerator(returned) else (returned,):
+            if as_json and is_first and data is not None:
+                click.echo(json.dumps(data, default=str))
+
+    return click.option("--json", "as_json", is_flag=True, help=help)(call)
 
 
 def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,14 +127,14 @@ def out_option(help: str, default: str | None = None) -> Callable[[Callable[...,
 
 
 def print_sections(
-    sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], width: int = 100, column: int = 44
+    console: Console, sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], width: int = 100, column: int = 44
 ) -> None:
     """Titled lists of names with their descriptions, laid out as --help is."""
     formatter = click.HelpFormatter(width=width)
     for title, rows in sections:
         with formatter.section(title):
             formatter.write_dl(list(rows), col_max=column)
-    click.echo(formatter.getvalue().rstrip())
+    console.out(formatter.getvalue().rstrip(), highlight=False)
 
 
 def load_libraries(console: Console, model: str, *, is_needed: bool = True) -> None:

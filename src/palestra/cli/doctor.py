@@ -1,4 +1,4 @@
-"""Checks of this machine, each with a remedy."""
+"""`palestra doctor`: checks of this machine, each with a remedy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import click
+from rich.console import Console
+from rich.text import Text
+
+from palestra.cli.common import returns_data
 from palestra.core.machine import installed_version, memory_gib, port_error
 from palestra.runs.manager import palestra_home
 
@@ -30,6 +36,7 @@ KEYS = {
 PORTS = {8000: "palestra serve", 8001: "palestra trajectory", 8002: "palestra mcp --http", 8003: "palestra http",
          8004: "palestra dashboard", 8005: "palestra gateway", 8010: "palestra tinker",
          9001: "palestra train --env-url"}  # fmt: skip
+_MARKS = {"ok": ("✓", "green"), "missing": ("·", "yellow"), "broken": ("✗", "red")}
 _ENOUGH_MEMORY_GIB = 2.0
 _ENOUGH_DISK_GIB = 2.0
 _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*;\s*extra\s*==\s*[\"'](?P<extra>[\w-]+)[\"']")
@@ -44,6 +51,33 @@ class Check:
     state: State
     found: str
     remedy: str = ""
+
+
+@click.command("doctor")
+@click.option("--model", "model_name", metavar="NAME", help="Check this model's chat template and tool calls instead.")
+@returns_data
+def command(model_name: str | None, console: Console) -> Iterator[dict[str, Any]]:
+    """Check this machine: versions, GPU, memory, disk, extras, keys and ports, with remedies; for bug reports, too.
+
+    With --model NAME, check a model instead: tool calls that its chat template writes must be read back.
+
+    ✓ is there, · is optional and missing, ✗ is needed and broken. The exit status is 1 only for the last.
+    """
+    from palestra.train.progress import task
+
+    with task(Console(stderr=True), f"examining {model_name or 'this machine'}"):
+        checks = examine() if model_name is None else examine_model(model_name)
+    broken = any(check.state == "broken" for check in checks)
+    yield {"ok": not broken, "findings": [asdict(check) for check in checks]}
+    for topic, members in groupby(checks, lambda check: check.topic):
+        console.print(topic, style="bold")
+        for check in members:
+            mark, color = _MARKS[check.state]
+            console.print(Text.assemble("  ", (mark, color), f" {check.name}: {check.found}"), soft_wrap=True)
+            if check.remedy:
+                console.print(Text(f"      → {check.remedy}"), soft_wrap=True)
+    if broken:
+        raise click.exceptions.Exit(1)
 
 
 def examine() -> list[Check]:
@@ -75,6 +109,7 @@ def _check(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: 
 
 
 def _python() -> Iterator[Check]:
+    yield Check("Python", "palestra", "ok", f"{metadata.version('palestra')} on {platform.platform()}")
     found = f"{platform.python_version()} at {sys.executable}"
     remedy = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer"
     yield _check("Python", "version", sys.version_info[:2] >= MINIMUM_PYTHON, found, remedy, "broken")
@@ -127,7 +162,8 @@ def _extras() -> Iterator[Check]:
             packages.setdefault(match["extra"], []).append(match["package"])
     for extra, needed in sorted(packages.items()):
         missing = [package for package in needed if not installed_version(package)]
-        found = f"{', '.join(missing)} not installed" if missing else f"{', '.join(needed)} installed"
+        versions = ", ".join(f"{package} {installed_version(package)}" for package in needed)
+        found = f"{', '.join(missing)} not installed" if missing else versions
         yield _check("extras", extra, not missing, found, f"pip install 'palestra[{extra}]'")
 
 

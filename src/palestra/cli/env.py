@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries, out_option
+from palestra.cli.common import config_option, debug_option, load_libraries, out_option, returns_data_at_end
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import capability_of, print_evaluation
@@ -54,7 +53,7 @@ def options_of_env(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that all commands of the group share."""
     for option in (
         debug_option,
-        json_line_option,
+        returns_data_at_end,
         click.option("--model", metavar="NAME", help="The model, or a run with one; short for --model.name."),
         config_option,
         click.argument("name_or_file"),
@@ -68,8 +67,14 @@ def options_of_env(function: Callable[..., Any]) -> Callable[..., Any]:
 @out_option("The JSONL file; the page is written beside it.")
 @options_of_env
 def process(
-    name_or_file: str, config_file: Path | None, model: str | None, groups: int, out: Path | None, **parameters: Any
-) -> None:
+    name_or_file: str,
+    config_file: Path | None,
+    model: str | None,
+    groups: int,
+    out: Path | None,
+    console: Console,
+    **parameters: Any,
+) -> dict[str, Any]:
     """Attempt some problems; write one scored group per line, and an HTML page of them.
 
     \b
@@ -83,7 +88,7 @@ def process(
         request = request_of(name_or_file, config_file, model, parameters)
         path = out or Path(f"{slug(source.name)}.jsonl")
         extras.provided("Atropos environments").process(source.file_path, request, groups, path)
-    env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    env, config, openai = _prepare(console, name_or_file, config_file, model, parameters)
     path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []
     with make_display(console, config.track.log_every) as display:
@@ -92,14 +97,14 @@ def process(
     _write_page(page, env.name, openai.model_name if openai else config.model.name, records)
     scores = [score for record in records for score in record["scores"]]
     passed = [flag for record in records for flag in record["passed"]]
+    mean = sum(scores) / len(scores)
     console.print(
-        f"{len(records)} groups, {len(scores)} attempts: mean score {sum(scores) / len(scores):.2f}, "
+        f"{len(records)} groups, {len(scores)} attempts: mean score {mean:.2f}, "
         f"{sum(passed)} passed\n{show_path(path)}\n{show_path(page)}",
         highlight=False,
     )
-    if parameters["as_json"]:
-        summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "jsonl": str(path)}
-        click.echo(json.dumps({**summary, "mean_score": sum(scores) / len(scores), "page": str(page)}))
+    summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "mean_score": mean}
+    return {**summary, "jsonl": str(path), "page": str(page)}
 
 
 def _write_page(path: Path, environment: str, model: str, records: Sequence[Mapping[str, Any]]) -> None:
@@ -121,14 +126,16 @@ def _group(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @settings.command_of_run("evaluate", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @options_of_env
-def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **parameters: Any) -> None:
+def evaluate(
+    name_or_file: str, config_file: Path | None, model: str | None, console: Console, **parameters: Any
+) -> dict[str, Any]:
     """Score a model on the held-out problems of an environment.
 
     \b
     palestra env evaluate calculator
     palestra env evaluate my_env.py --model runs/my-env-20260131-101500/model
     """
-    env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    env, config, openai = _prepare(console, name_or_file, config_file, model, parameters)
     with make_display(console, config.track.log_every) as display:
         report, more = evaluate_env(env, config, openai=openai, watcher=display)
     cases, held_out = len({rollout.problem_id for rollout in report.rollouts}), bool(env.problems("held_out"))
@@ -137,8 +144,7 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
     print_evaluation(console, title, report, facts)
     for name, value in more.items():
         console.print(f"{name} {value:g}", highlight=False)
-    if parameters["as_json"]:
-        click.echo(json.dumps({**report.to_dict(), "capability": capability_of(report).to_dict(), "more": more}))
+    return {**report.to_dict(), "capability": capability_of(report).to_dict(), "more": more}
 
 
 def request_of(
@@ -151,16 +157,15 @@ def request_of(
 
 
 def _prepare(
-    name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
-) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
+    console: Console, name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
+) -> tuple[RunningEnv, RunConfig, OpenAISettings | None]:
     """The environment and all settings, checked before torch is loaded."""
     request = request_of(name_or_file, config_file, model, parameters, runs=True)
     env, config = open_env(request)
-    console = Console(stderr=parameters["as_json"])
     openai = OpenAISettings.read(dict(request.server_settings)) if request.server_settings else None
     if openai is None:
         load_libraries(console, config.model.name)
-    return env, config, openai, console
+    return env, config, openai
 
 
 for subcommand in (process, evaluate):

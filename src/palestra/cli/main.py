@@ -9,7 +9,7 @@ from importlib import import_module
 import click
 
 from palestra.core import extras
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import InputError, PalestraError, did_you_mean
 from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, is_first_rank
 
@@ -38,14 +38,17 @@ GROUPS = {
     "Trainings run by an LLM agent": {},
     "Installation and settings": {
         "config": ("config", "Print the settings a run would use, or all settings."),
-        "doctor": ("about:doctor", "Check what this machine has, and what it lacks."),
-        "completion": ("about:completion", "Print the completion script of your shell."),
-        "version": ("about:version", "Print the versions that matter in a bug report."),
+        "doctor": ("doctor", "Check this machine: versions, and what is missing."),
     },
 }
 for _name, (_group, _place, _line) in extras.COMMANDS.items():
     if _group:
         GROUPS[_group][_name] = ("", _line)
+REMOVED = {  # command -> its replacement
+    "locks": "run: palestra config --locked",
+    "completion": 'put into ~/.bashrc: eval "$(_PALESTRA_COMPLETE=bash_source palestra)" (or zsh_source, fish_source)',
+    "version": "run: palestra doctor",
+}
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
@@ -78,6 +81,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0].endswith(".py"):
             raise click.UsageError(f"{args[0]} is a file, not a command. Did you mean 'palestra train {args[0]}'?", ctx)
+        if args and args[0] in REMOVED:
+            raise InputError(f"palestra {args[0]} was removed; {REMOVED[args[0]]}")
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"There is no command {args[0]!r}.{did_you_mean(args[0], COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)

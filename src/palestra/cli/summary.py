@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from palestra.agent_source import AgentOptions
-from palestra.core.ranks import is_first_rank
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_call, show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score
@@ -41,35 +38,30 @@ _MAX_TEXT_CHARS = 600
 _STYLES = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
 
 
-def print_outcome(console: Console, run: RunFolder, outcome: Outcome, as_json: bool) -> None:
-    """The results of a training; of one over the wire, the mean scores, and before and after if it was scored here."""
-    more: dict[str, Any] = {}
-    if "env_url" in run.record:
-        more = _print_wire(console, outcome)
-    else:
-        if outcome.before is not None and outcome.after is not None:
-            _print_transcripts(console, outcome.before, outcome.after)
-            console.print()
-            console.print(change_table(outcome.before, outcome.after))
-        print_findings(console, outcome.findings)
-        _print_next(console, run, outcome)
-    if as_json and is_first_rank():
-        click.echo(json.dumps(more | outcome_summary(run, outcome)))
-
-
-def _print_wire(console: Console, outcome: Outcome) -> dict[str, Any]:
+def print_outcome(console: Console, run: RunFolder, outcome: Outcome) -> dict[str, Any]:
+    """Print the results of a training, and return them; of one over the wire, with its first and last mean score."""
+    over_wire, more = "env_url" in run.record, dict[str, Any]()
     if outcome.before is not None and outcome.after is not None:
-        console.print(change_table(outcome.before, outcome.after))
+        if not over_wire:
+            _print_transcripts(console, outcome.before, outcome.after)
+        console.print("\n", change_table(outcome.before, outcome.after), sep="")
     print_findings(console, outcome.findings)
-    rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
-    steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step
-    console.print(
-        f"{steps} steps in {show_seconds(outcome.seconds)}; mean score {rewards[0]:.3f} at the first, "
-        f"{rewards[-1]:.3f} at the last\nthe trained model: {outcome.model_path}\n"
-        f"report: {show_path(outcome.report_path)}",
-        highlight=False,
-    )
-    return {"steps": steps, "reward_first": rewards[0], "reward_last": rewards[-1]}
+    if over_wire:
+        rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
+        steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step
+        more = {"steps": steps, "reward_first": rewards[0], "reward_last": rewards[-1]}
+        console.print(f"{steps} steps; mean score {rewards[0]:.3f} at the first, {rewards[-1]:.3f} at the last")
+    rows = {
+        "run folder": show_path(run.path),
+        "report": show_path(outcome.report_path),
+        "model": show_path(outcome.model_path),
+    }
+    rows |= {} if over_wire else {"score it": score_command(run, outcome.model_path)}
+    console.print()
+    console.print(Text(f"Done in {show_seconds(outcome.seconds)}. Open the report in a browser.", style="bold green"))
+    for label, text in rows.items():  # on one line each, so that they can be copied
+        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
+    return more | outcome_summary(run, outcome)
 
 
 def outcome_summary(run: RunFolder, outcome: Outcome) -> dict[str, Any]:
@@ -222,19 +214,6 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> None:
         console.print(Text(f"! {visible(finding.sentence)}", style="yellow"))
         if finding.example is not None:
             console.print(Text(f"  {visible(str(finding.example))}", style="dim"), soft_wrap=True)
-
-
-def _print_next(console: Console, run: RunFolder, outcome: Outcome) -> None:
-    rows = [
-        ("run folder", show_path(run.path)),
-        ("report", show_path(outcome.report_path)),
-        ("model", show_path(outcome.model_path)),
-        ("score it", score_command(run, outcome.model_path)),
-    ]
-    console.print()
-    console.print(Text(f"Done in {show_seconds(outcome.seconds)}. Open the report in a browser.", style="bold green"))
-    for label, text in rows:  # on one line each, so that they can be copied
-        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
 
 
 def score_command(run: RunFolder, model: Path) -> str:

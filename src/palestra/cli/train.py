@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from rich.console import Console
 from palestra import run as executor
 from palestra.agent_source import AgentOptions
 from palestra.cli import settings
-from palestra.cli.common import PATH, agent_options, config_option, debug_option, json_line_option, wait_limit_option
+from palestra.cli.common import PATH, agent_options, config_option, debug_option, returns_data_at_end, wait_limit_option
 from palestra.cli.display import DryRun, watching
 from palestra.cli.find_run import find_run, require_run, with_model_of_run
 from palestra.cli.serve import require_serve_extra
@@ -48,7 +47,7 @@ from palestra.runs.request import PALESTRA
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @click.option("--from-checkpoint", metavar="STEP", help="With --resume: a step, or best. [default: the newest]")
 @trust_option
-@json_line_option
+@returns_data_at_end
 @debug_option
 def command(
     agent_file: str | None,
@@ -65,9 +64,9 @@ def command(
     resume: str | None,
     from_checkpoint: str | None,
     trust: bool,
-    as_json: bool,
+    console: Console,
     **parameters: Any,
-) -> None:
+) -> dict[str, Any] | None:
     """Train an agent on its suite, with its measures as the reward; then compare before and after.
 
     AGENT_FILE is a Python file that defines `agent` and `suite`, and may define `held_out`, `measures`,
@@ -99,7 +98,6 @@ def command(
     """
     if nproc is not None and not detach and starts_ranks(nproc, refused={"--dry-run": dry_run, "--env-url": env_url}):
         raise click.exceptions.Exit(_train_in_ranks(nproc, resume, trust))
-    console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
     _refuse_together(own, click.get_current_context().params)
     options = with_model_of_run(settings.from_options(parameters))
@@ -107,8 +105,7 @@ def command(
     if resume is not None:
         resumed = _resume_of(resume, from_checkpoint, options, config_file, trust)
         run, outcome = executor.resume(resumed, watching(console, _continued_by(addresses)), addresses, agent_file)
-        print_outcome(console, run, outcome, as_json)
-        return
+        return print_outcome(console, run, outcome)
     read = read_settings(config_file, options) if env or env_url else EnvSettings(run=layer(config_file, options))
     request = replace(
         addresses,
@@ -122,19 +119,18 @@ def command(
         nproc=nproc or 1,
     )
     if dry_run:
-        _dry_run(request, console)
-    elif detach:
-        _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console, as_json)
-    else:
-        train_in_terminal(request, console, folder, as_json=as_json)
+        return _dry_run(request, console)
+    if detach:
+        return _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console)
+    return train_in_terminal(request, console, folder)
 
 
-def train_in_terminal(request: RunRequest, console: Console, folder: Path | None = None, *, as_json: bool) -> None:
+def train_in_terminal(request: RunRequest, console: Console, folder: Path | None = None) -> dict[str, Any]:
     """Execute a run in this process, show its progress, and print its outcome."""
     if request.env_url is not None:
         require_serve_extra()
     run, outcome = executor.train(request, watching(console, _continued_by(request)), folder)
-    print_outcome(console, run, outcome, as_json)
+    return print_outcome(console, run, outcome)
 
 
 def _continued_by(request: RunRequest) -> str:
@@ -203,18 +199,16 @@ def _resume_of(
     return Resume(run.path, checkpoint, max_steps)
 
 
-def _detach(request: RunRequest, console: Console, as_json: bool) -> None:
+def _detach(request: RunRequest, console: Console) -> dict[str, Any]:
     """Start the training in the background, under a supervisor, and print the commands to follow it."""
     executor.check(request)
     request = replace(request, settings={"output_dir": str(Path("runs").absolute()), **request.settings})
     run = RunManager().start(request)
-    if as_json:
-        click.echo(json.dumps(run.to_dict()))
-        return
     console.print(f"run {run.run_id} started; this terminal may be closed", highlight=False)
     for action in ("watch", "logs", "stop"):
         console.print(f"  palestra runs {action} {run.run_id}", highlight=False)
     console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
+    return run.to_dict()
 
 
 @settings.command_of_run("sft")
@@ -222,11 +216,16 @@ def _detach(request: RunRequest, console: Console, as_json: bool) -> None:
 @click.option("--agent", "agent_file", metavar="FILE", help="Score this agent file's held-out cases before and after.")
 @click.option("--folder", type=PATH, help="Use this as the run folder, instead of a new one.")
 @config_option
-@json_line_option
+@returns_data_at_end
 @debug_option
 def sft(
-    traces: str, agent_file: str | None, folder: Path | None, config_file: Path | None, as_json: bool, **parameters: Any
-) -> None:
+    traces: str,
+    agent_file: str | None,
+    folder: Path | None,
+    config_file: Path | None,
+    console: Console,
+    **parameters: Any,
+) -> dict[str, Any]:
     """Train a model on conversations: cross-entropy on what the assistant says in them.
 
     TRACES is a file of JSON lines (OpenAI, Anthropic, ShareGPT or ATIF; what `palestra record` writes), or a run, whose
@@ -241,9 +240,8 @@ def sft(
 
     Continue a run that was stopped with `palestra train --resume RUN`.
     """
-    console = Console(stderr=as_json)
     options = with_model_of_run(settings.from_options(parameters))
-    found = None if Path(traces).exists() else find_run(traces)
-    options |= {"stages.plan": "sft", "stages.traces": str(found.folder.path if found else Path(traces).absolute())}
+    run = None if Path(traces).exists() else find_run(traces)
+    options |= {"stages.plan": "sft", "stages.traces": str(run.folder.path if run else Path(traces).absolute())}
     request = RunRequest(agent_file=agent_file, settings=layer(config_file, options), name=Path(traces).stem)
-    train_in_terminal(request, console, folder, as_json=as_json)
+    return train_in_terminal(request, console, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,14 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import PATH, config_option, debug_option, json_line_option, load_libraries, wait_limit_option
+from palestra.cli.common import (
+    PATH,
+    config_option,
+    debug_option,
+    load_libraries,
+    returns_data_at_end,
+    wait_limit_option,
+)
 from palestra.cli.env import options_of_env, request_of
 from palestra.cli.find_run import require_run
 from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
@@ -61,7 +67,9 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: 
 @settings.command_of_run("serve", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
 @options_of_env
-def serve(name_or_file: str, config_file: Path | None, model: str | None, api_url: str, **parameters: Any) -> None:
+def serve(
+    name_or_file: str, config_file: Path | None, model: str | None, api_url: str, console: Console, **parameters: Any
+) -> dict[str, Any]:
     """Post to a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
 
     In three terminals, in any order; several environments may serve one trainer:
@@ -77,7 +85,6 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     in a venv of its own.
     """
     request = request_of(name_or_file, config_file, model, parameters)
-    console = Console(stderr=parameters["as_json"])
 
     @contextmanager
     def watching(config: RunConfig) -> Iterator[Watcher]:
@@ -88,8 +95,7 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     fed = serve_environment(replace(request, env_url=api_url), watching)
     mean = fed.score_sum / max(1, fed.posted_rollouts)
     console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
-    if parameters["as_json"]:
-        click.echo(json.dumps({"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}))
+    return {"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}
 
 
 @settings.command_of_run("run-atropos", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
@@ -99,7 +105,7 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
 @wait_limit_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @trust_option
-@json_line_option
+@returns_data_at_end
 @debug_option
 def run_atropos(
     file: Path | None,
@@ -108,9 +114,9 @@ def run_atropos(
     wait_limit_s: float,
     resume: str | None,
     trust: bool,
-    as_json: bool,
+    console: Console,
     **parameters: Any,
-) -> None:
+) -> dict[str, Any]:
     """Train a model on FILE, an environment written against atroposlib's BaseEnv, as it is.
 
     The file runs in a venv of its own; the trajectory API, the inference server and the trainer are Palestra's.
@@ -122,7 +128,7 @@ def run_atropos(
     palestra env run-atropos --resume runs/wire-20260131-101500
     """
     require_serve_extra()
-    read, console = read_settings(config_file, settings.from_options(parameters)), Console(stderr=as_json)
+    read = read_settings(config_file, settings.from_options(parameters))
     manager, log_size = RunManager(), 0
     if resume is not None:
         if file is not None or packages or read.env or read.openai:
@@ -142,7 +148,7 @@ def run_atropos(
         raise SettingError("which environment? Give its FILE, or --resume RUN")
     _follow(manager, run, console, log_size)
     folder = RunFolder.open(run.folder)
-    print_outcome(console, folder, _outcome(folder), as_json)
+    return print_outcome(console, folder, _outcome(folder))
 
 
 def _request(file: Path, packages: tuple[str, ...], read: EnvSettings, wait_limit_s: float) -> RunRequest:

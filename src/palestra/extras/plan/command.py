@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, json_option
+from palestra.cli.common import config_option, debug_option, returns_data
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import SettingError
@@ -63,7 +62,7 @@ COUNT = Count()
 @click.option("--price", type=float, metavar="PER_HOUR", help="Price of one GPU; prints the cost.")
 @click.option("--models", "list_models", is_flag=True, help="List the models that are known by name.")
 @config_option
-@json_option
+@returns_data
 @debug_option
 def command(
     model: str | None,
@@ -77,9 +76,9 @@ def command(
     price: float | None,
     list_models: bool,
     config_file: Path | None,
-    as_json: bool,
+    console: Console,
     **parameters: Any,
-) -> None:
+) -> dict[str, Any] | None:
     """Predict step time, memory and cost of a training, its bottleneck, and the settings that fit.
 
     No model is loaded: the estimate is based on the model's shape, the device's data sheet, and what engine and learner
@@ -94,7 +93,7 @@ def command(
     if list_models:
         for name, shape in known_shapes().items():
             click.echo(f"{name:16} {shape.parameters / 1e9:7.3f} B weights")
-        return
+        return None
     config = _config(model, parameters, config_file, new_tokens, context)
     device = _device(gpu, parameters)
     shape = find_shape(config.model.name)
@@ -118,10 +117,8 @@ def command(
         )
     planned = estimate(shape, device, work)
     steps = steps or config.train.max_steps or 100
-    if as_json:
-        click.echo(json.dumps(summary(planned, steps, price)))
-        return
-    _print(Console(), config.model.name, planned, steps, price)
+    _print(console, config.model.name, planned, steps, price)
+    return summary(planned, steps, price)
 
 
 def _config(
