@@ -63,18 +63,6 @@ def _with_json(function: Callable[..., Any], console_with_json: dict[str, Any], 
     return click.option("--json", "as_json", is_flag=True, help=help)(call)
 
 
-def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--debug`: show a traceback instead of a one-line error."""
-
-    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value:
-            os.environ["PALESTRA_DEBUG"] = "1"
-
-    return click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
-    )(command)
-
-
 def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what to train without an agent file."""
     for option in (

@@ -15,7 +15,6 @@ from palestra.cli import settings
 from palestra.cli.common import (
     agent_options,
     config_option,
-    debug_option,
     load_libraries,
     out_option,
     returns_data_at_end,
@@ -42,7 +41,6 @@ from palestra.train.progress import make_display
 @agent_options
 @config_option
 @returns_data_at_end
-@debug_option
 def command(
     agent_file: str | None,
     split: str,

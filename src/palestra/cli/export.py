@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from palestra.cli.common import PATH, debug_option, load_libraries, returns_data_at_end
+from palestra.cli.common import PATH, load_libraries, returns_data_at_end
 from palestra.cli.find_run import find_run, model_of, require_run
 from palestra.core.errors import SettingError
 from palestra.core.extras import provided
@@ -28,7 +28,6 @@ from palestra.train.progress import task
 @click.option("--groups", type=click.IntRange(1, 10_000), help="With --to html: how many groups. [default: 50]")
 @click.option("--llama-cpp", metavar="FOLDER", help="Where llama-quantize is. [env: LLAMA_CPP_PATH]")
 @returns_data_at_end
-@debug_option
 def command(
     run_or_model: str,
     kind: str,

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries, out_option
+from palestra.cli.common import device_option, dtype_option, load_libraries, out_option
 from palestra.cli.find_run import model_of
 from palestra.cli.serve import address_options, require_serve_extra
 from palestra.evals.suite import EvalSuite
@@ -28,7 +28,6 @@ port_option = click.option(
 @address_options(8005)
 @dtype_option
 @device_option
-@debug_option
 def command(
     run_or_model: str, out: Path, cases: str | None, max_new_tokens: int, dtype: str, device: str, **address: Any
 ) -> None:

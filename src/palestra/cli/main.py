@@ -90,6 +90,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="palestra", message="palestra %(version)s", help="Print the version.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors; also after a command.")
 def cli() -> None:
     """Make tool-using language-model agents better by reinforcement learning.
 
@@ -103,8 +104,11 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line. Exit status: 0 success, 2 bad input (with the remedy on stderr), 130 Ctrl-C."""
+    words = [word for word in arguments if word != "--debug"]
+    if len(words) < len(arguments):
+        os.environ["PALESTRA_DEBUG"] = "1"
     try:
-        return int(cli.main(args=list(arguments), prog_name="palestra", standalone_mode=False) or 0)
+        return int(cli.main(args=words, prog_name="palestra", standalone_mode=False) or 0)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
             section = error.option_name.lstrip("-").partition(".")[0]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.agent_source import load_agent_file
-from palestra.cli.common import PATH, debug_option, returns_data_at_end
+from palestra.cli.common import PATH, returns_data_at_end
 from palestra.cli.find_run import require_run, run_argument
 from palestra.cli.trust import code_for_tools, require_trust, trust_option
 from palestra.core.errors import InputError, NotFoundError, SettingError
@@ -34,7 +34,6 @@ from palestra.train.progress import task
 @click.option("--agent", "agent_file", metavar="FILE", help="Where the cases are. [default: the run's own]")
 @trust_option
 @returns_data_at_end
-@debug_option
 def command(
     run: str, file: Path, kind: str, limit: int | None, agent_file: str | None, trust: bool, console: Console
 ) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from palestra.cli.common import debug_option, plot_option, returns_data, returns_data_at_end
+from palestra.cli.common import plot_option, returns_data, returns_data_at_end
 from palestra.cli.find_run import require_run, require_run_id, run_argument, run_of
 from palestra.cli.settings import show as show_setting
 from palestra.cli.summary import print_findings
@@ -58,8 +58,8 @@ def command() -> None:
 
 
 def _subcommand(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command of the group, with the options --json and --debug."""
-    return lambda function: command.command(name)(returns_data(debug_option(function)))
+    """A command of the group, with the option --json."""
+    return lambda function: command.command(name)(returns_data(function))
 
 
 @_subcommand("list")
@@ -259,7 +259,6 @@ def resume(runs: Sequence[str], max_steps: int | None, console: Console) -> Iter
 @click.option("--from-checkpoint", metavar="STEP", help="A step, or best. [default: the newest]")
 @trust_option
 @returns_data_at_end
-@debug_option
 def finish(run: str, from_checkpoint: str | None, trust: bool, console: Console) -> dict[str, Any]:
     """End a stopped run where it is: score what it has learned, save the model, write the report."""
     from palestra.cli.display import watching

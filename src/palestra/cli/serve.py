@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
+from palestra.cli.common import device_option, dtype_option, load_libraries
 from palestra.cli.find_run import model_of
 from palestra.core.errors import needs_extra
 from palestra.train.progress import task
@@ -61,7 +61,6 @@ def address_options(port: int) -> Any:
     type=click.Path(path_type=Path, file_okay=False),
     help="Let a trainer (rollout.policy_url) give the model new weights, by files in this folder.",
 )
-@debug_option
 def command(
     run_or_model: str, host: str, port: int, token: str | None, weights_from: Path | None, **loading: str
 ) -> None:

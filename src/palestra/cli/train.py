@@ -15,7 +15,7 @@ from rich.console import Console
 from palestra import run as executor
 from palestra.agent_source import AgentOptions
 from palestra.cli import settings
-from palestra.cli.common import PATH, agent_options, config_option, debug_option, returns_data_at_end, wait_limit_option
+from palestra.cli.common import PATH, agent_options, config_option, returns_data_at_end, wait_limit_option
 from palestra.cli.display import DryRun, watching
 from palestra.cli.find_run import find_run, require_run, with_model_of_run
 from palestra.cli.serve import require_serve_extra
@@ -48,7 +48,6 @@ from palestra.runs.request import PALESTRA
 @click.option("--from-checkpoint", metavar="STEP", help="With --resume: a step, or best. [default: the newest]")
 @trust_option
 @returns_data_at_end
-@debug_option
 def command(
     agent_file: str | None,
     env: str | None,
@@ -217,7 +216,6 @@ def _detach(request: RunRequest, console: Console) -> dict[str, Any]:
 @click.option("--folder", type=PATH, help="Use this as the run folder, instead of a new one.")
 @config_option
 @returns_data_at_end
-@debug_option
 def sft(
     traces: str,
     agent_file: str | None,

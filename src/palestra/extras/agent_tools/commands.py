@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import click
 
-from palestra.cli.common import debug_option
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.settings import show
 from palestra.core.errors import needs_extra
@@ -29,7 +28,6 @@ from palestra.runs.manager import RunManager
 @click.command("mcp")
 @click.option("--http", "over_http", is_flag=True, help="Serve many clients over streamable HTTP instead of stdio.")
 @address_options(8002)
-@debug_option
 def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
     """Let an agent train models: the ten rl_* tools over the Model Context Protocol.
 
@@ -55,7 +53,6 @@ def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
 
 @click.command("http")
 @address_options(8003)
-@debug_option
 def http(host: str, port: int, token: str | None) -> None:
     """Serve the ten rl_* tools over HTTP, documented at /docs and /openapi.json; the dashboard is at /dashboard/.
 

@@ -16,7 +16,6 @@ from palestra.cli import settings
 from palestra.cli.common import (
     PATH,
     config_option,
-    debug_option,
     load_libraries,
     returns_data_at_end,
     wait_limit_option,
@@ -48,7 +47,6 @@ from palestra.train.watcher import Watcher
 @click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
 @click.option("--max-waiting-mib", default=4096, show_default=True, help="What they may take on disk.")
 @click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
-@debug_option
 def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: int) -> None:
     """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
 
@@ -106,7 +104,6 @@ def serve(
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @trust_option
 @returns_data_at_end
-@debug_option
 def run_atropos(
     file: Path | None,
     config_file: Path | None,

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.cli.common import debug_option, load_libraries, plot_option, returns_data_at_end
+from palestra.cli.common import load_libraries, plot_option, returns_data_at_end
 from palestra.evals.run_report.charts import bar_panels_svg
 from palestra.extras.bench.workload import SIDES, Measurement, Results, Side, Workload, check_least
 from palestra.train.progress import task
@@ -40,7 +40,6 @@ _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "compu
 @click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: as in training]")
 @returns_data_at_end
 @plot_option("Write a bar chart.")
-@debug_option
 def command(model: str, threads: int | None, plot: Path | None, console: Console, **sizes: int) -> dict[str, Any]:
     """Measure how fast a model samples here: the engine, naive batched sampling and transformers' generate.
 

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.cli.common import PATH, debug_option, returns_data_at_end
+from palestra.cli.common import PATH, returns_data_at_end
 from palestra.core.chat_model import hosting, logging_calls
 from palestra.core.errors import InputError, NotFoundError, PalestraError, SettingError
 from palestra.core.files import import_function, read_jsonl
@@ -38,7 +38,6 @@ _FLAGGED = 0.5  # correlation with the length that is beyond that of the labels 
 @click.option("--rubric", default="", help="What the model grades by. [default: the column `rubric`]")
 @click.option("--rank", is_flag=True, help="Rank the attempts at a case in one call (ruler), not one by one (judge).")
 @returns_data_at_end
-@debug_option
 def command(
     labels: Path,
     spec: str | None,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, returns_data
+from palestra.cli.common import config_option, returns_data
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import SettingError
@@ -63,7 +63,6 @@ COUNT = Count()
 @click.option("--models", "list_models", is_flag=True, help="List the models that are known by name.")
 @config_option
 @returns_data
-@debug_option
 def command(
     model: str | None,
     gpu: str,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from palestra.cli.common import debug_option, out_option
+from palestra.cli.common import out_option
 from palestra.cli.gateway import port_option
 from palestra.cli.serve import run_server, server_port
 
@@ -15,7 +15,6 @@ from palestra.cli.serve import run_server, server_port
 @out_option("For traces.", "traces.jsonl")
 @click.option("--upstream", metavar="URL", help="The API. [default: OpenAI's or Anthropic's, by the request]")
 @port_option
-@debug_option
 def record(out: Path, upstream: str | None, port: int) -> None:
     """Record what an agent and an OpenAI- or Anthropic-style API say to each other, as chat JSONL.
 
