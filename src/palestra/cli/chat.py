@@ -15,9 +15,8 @@ from rich.text import Text
 
 from palestra.agent_source import DEMO, AgentFile, load_agent_file
 from palestra.cli.common import device_option, dtype_option, load_libraries
-from palestra.cli.find_run import find_run, model_of
+from palestra.cli.find_run import code_for_tools, find_run, model_of, require_trust, trust_option
 from palestra.cli.summary import shorten
-from palestra.cli.trust import code_for_tools, require_trust, trust_option
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.run_folder import RunFolder

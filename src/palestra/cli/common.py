@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PATH = click.Path(path_type=Path)
-config_option = click.option("--config", "config_file", type=PATH, metavar="FILE", help="Settings from YAML.")
 wait_limit_option = click.option(
     "--wait-limit",
     "wait_limit_s",

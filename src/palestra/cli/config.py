@@ -12,17 +12,15 @@ from rich.console import Console
 
 from palestra.agent_source import open_agent_file
 from palestra.cli import settings
-from palestra.cli.common import config_option, print_sections, returns_data
+from palestra.cli.common import print_sections, returns_data
 from palestra.core.config import RunConfig
 from palestra.core.extras import provided
 
 
-@settings.command_of_run("config")
+@settings.command_of_run("config", returns_data)
 @click.argument("agent_file", required=False)
-@config_option
 @click.option("--keys", is_flag=True, help="List every setting with its default and description.")
 @click.option("--locked", is_flag=True, help="List the settings that an LLM agent may not change here, and its limits.")
-@returns_data
 def command(
     agent_file: str | None,
     config_file: Path | None,

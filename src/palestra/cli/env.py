@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import config_option, load_libraries, out_option, returns_data_at_end
+from palestra.cli.common import load_libraries, out_option
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import capability_of, print_evaluation
@@ -52,9 +52,7 @@ def command() -> None:
 def options_of_env(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that all commands of the group share."""
     for option in (
-        returns_data_at_end,
         click.option("--model", metavar="NAME", help="The model, or a run with one; short for --model.name."),
-        config_option,
         click.argument("name_or_file"),
     ):
         function = option(function)

@@ -14,10 +14,8 @@ from palestra.api import evaluate
 from palestra.cli import settings
 from palestra.cli.common import (
     agent_options,
-    config_option,
     load_libraries,
     out_option,
-    returns_data_at_end,
 )
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import capability_of, print_evaluation
@@ -39,8 +37,6 @@ from palestra.train.progress import make_display
 @out_option("Write each attempt as a JSON line when it ends, so that the evaluation can be resumed.")
 @click.option("--resume", is_flag=True, help="Continue the evaluation in the file of --out; its attempts are kept.")
 @agent_options
-@config_option
-@returns_data_at_end
 def command(
     agent_file: str | None,
     split: str,

@@ -33,7 +33,7 @@ GROUPS = {
         "export": ("export", "Export a model (Hugging Face folder or hub, GGUF, Ollama) or a run's page."),
     },
     "Agents and environments in other programs": {
-        "gateway": ("gateway", "Serve a model to agents and record the exact tokens of each attempt."),
+        "gateway": ("serve:gateway", "Serve a model to agents and record the exact tokens of each attempt."),
     },
     "Trainings run by an LLM agent": {},
     "Installation and settings": {

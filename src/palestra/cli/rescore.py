@@ -12,8 +12,7 @@ from rich.table import Table
 
 from palestra.agent_source import load_agent_file
 from palestra.cli.common import PATH, returns_data_at_end
-from palestra.cli.find_run import require_run, run_argument
-from palestra.cli.trust import code_for_tools, require_trust, trust_option
+from palestra.cli.find_run import code_for_tools, require_run, require_trust, run_argument, trust_option
 from palestra.core.errors import InputError, NotFoundError, SettingError
 from palestra.core.files import import_file, read_jsonl
 from palestra.core.run_folder import RunFolder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.cli.common import plot_option, returns_data, returns_data_at_end
-from palestra.cli.find_run import require_run, require_run_id, run_argument, run_of
+from palestra.cli.find_run import (
+    code_of_run,
+    require_run,
+    require_run_id,
+    require_trust,
+    run_argument,
+    run_of,
+    trust_option,
+)
 from palestra.cli.settings import show as show_setting
 from palestra.cli.summary import print_findings
-from palestra.cli.trust import code_of_run, require_trust, trust_option
 from palestra.core.errors import PalestraError, SettingError, StateError
 from palestra.core.files import folder_size
 from palestra.core.run_folder import Resume, RunFolder
@@ -261,19 +269,16 @@ def resume(runs: Sequence[str], max_steps: int | None, console: Console) -> Iter
 @returns_data_at_end
 def finish(run: str, from_checkpoint: str | None, trust: bool, console: Console) -> dict[str, Any]:
     """End a stopped run where it is: score what it has learned, save the model, write the report."""
-    from palestra.cli.display import watching
     from palestra.cli.summary import print_outcome
+    from palestra.cli.train import training_display
     from palestra.run import resume as resume_run
 
     folder = require_run(run)
     require_trust(folder, code_of_run(folder.record), trust)
     if folder.last_checkpoint() is None:
         raise StateError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
-    command = "palestra train"
-    if "env_url" in folder.record:
-        url = folder.record["env_url"]
-        command = "palestra env run-atropos" if "atropos" in folder.record else f"palestra train --env-url {url}"
-    _, outcome = resume_run(Resume(folder.path, from_checkpoint, finish=True), watching(console, command))
+    resumed = Resume(folder.path, from_checkpoint, finish=True)
+    _, outcome = resume_run(resumed, partial(training_display, console))
     return print_outcome(console, folder, outcome)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import click
 from pydantic.fields import FieldInfo
 
+from palestra.cli.common import PATH, returns_data_at_end
 from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config, translate
 from palestra.core.errors import SettingError
 from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting
@@ -39,12 +40,16 @@ _SHORT = {
 }
 
 
-def command_of_run(name: str, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command with an option for every setting. Those in sections are hidden from --help: there are too many."""
+def command_of_run(
+    name: str, returns: Callable[..., Any] = returns_data_at_end, **attributes: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command with --json, --config and an option for every setting; those in sections are hidden from --help."""
     usual = {"options_metavar": "[OPTIONS] [--SECTION.KEY VALUE]…", "context_settings": {"max_content_width": 100}}
 
     def decorate(function: Callable[..., Any]) -> click.Command:
-        command = click.command(name, **usual | attributes)(function)
+        command = click.command(name, **usual | attributes)(returns(function))
+        config = click.Option(["--config", "config_file"], type=PATH, metavar="FILE", help="Settings from YAML.")
+        command.params.append(config)
         for key in RunConfig.settings():
             names = [f"--{key}", *_SHORT.get(key, ()), _parameter(key)]
             command.params.append(click.Option(names, metavar="VALUE", hidden=key not in _HELP, help=_HELP.get(key)))
@@ -203,21 +208,16 @@ def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list
 def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSettings:
     """The settings of the YAML file, overlaid by those of the command line; `options` are the run's."""
     sections = load_yaml(config_file) if config_file else {}
-    prefixed = {prefix: sections.pop(prefix, None) or {} for prefix in PREFIXES}
-    for prefix, section in prefixed.items():
+    typed = click.get_current_context().meta.get(_META, {})
+    prefixed = {}
+    for prefix in PREFIXES:
+        section = sections.pop(prefix, None) or {}
         if not isinstance(section, dict):
             raise SettingError(f"{config_file}: {prefix!r} is {section!r}; expected a section with names and values")
-    typed = click.get_current_context().meta[_META]
-    run = {**translate(flatten(sections), str(config_file)), **options}
-    return EnvSettings({**prefixed["env"], **typed["env"]}, {**prefixed["openai"], **typed["openai"]}, run)
+        prefixed[prefix] = {**section, **typed.get(prefix, {})}
+    return EnvSettings(**prefixed, run={**translate(flatten(sections), str(config_file)), **options})
 
 
 def layer(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run: of the YAML file, overlaid by those of the command line."""
     return {**(read_yaml_config(config_file) if config_file else {}), **options}
-
-
-def read_run_settings(config_file: Path | None) -> dict[str, Any]:
-    """The settings of a run in a YAML file; those of an environment or endpoint are left out."""
-    sections = load_yaml(config_file) if config_file else {}
-    return translate(flatten({k: v for k, v in sections.items() if k not in PREFIXES}), str(config_file))

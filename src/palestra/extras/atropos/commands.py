@@ -15,17 +15,14 @@ from rich.console import Console
 from palestra.cli import settings
 from palestra.cli.common import (
     PATH,
-    config_option,
     load_libraries,
-    returns_data_at_end,
     wait_limit_option,
 )
 from palestra.cli.env import options_of_env, request_of
-from palestra.cli.find_run import require_run
+from palestra.cli.find_run import code_of_run, require_run, require_trust, trust_option
 from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
 from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
 from palestra.cli.summary import print_outcome
-from palestra.cli.trust import code_of_run, require_trust, trust_option
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, StateError, UnreadableFileError
 from palestra.core.run_folder import RunFolder
@@ -98,12 +95,10 @@ def serve(
 
 @settings.command_of_run("run-atropos", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
-@config_option
 @click.option("--with", "packages", multiple=True, metavar="PACKAGE", help="Also install this for the environment.")
 @wait_limit_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @trust_option
-@returns_data_at_end
 def run_atropos(
     file: Path | None,
     config_file: Path | None,

@@ -9,8 +9,8 @@ from urllib.parse import quote
 import click
 
 from palestra.cli.common import PATH
+from palestra.cli.find_run import trust_option
 from palestra.cli.serve import address_options, run_server, server_port
-from palestra.cli.trust import trust_option
 from palestra.core.errors import NotFoundError
 from palestra.core.extras import is_installed, provided
 from palestra.runs.locks import load_site

@@ -16,7 +16,7 @@ from palestra.agent_source import DEMO, AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
 from palestra.agents.texts import edit_source, source_diff, write_texts
 from palestra.cli import settings
-from palestra.cli.common import PATH, config_option, load_libraries, returns_data_at_end
+from palestra.cli.common import PATH, load_libraries
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import show_interval
 from palestra.cli.train import train_in_terminal
@@ -59,8 +59,6 @@ from palestra.runs.request import RunRequest
 @click.option("--out", type=PATH, help="Folder for the result. [default: a new one in ./runs]")
 @click.option("--write", is_flag=True, help="Also write the texts into AGENT_FILE itself.")
 @click.option("--then-train", is_flag=True, help="Go on with a training of the improved agent.")
-@config_option
-@returns_data_at_end
 def command(
     agent_file: str | None,
     reflect: str,

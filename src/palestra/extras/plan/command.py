@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.cli import settings
-from palestra.cli.common import config_option, returns_data
+from palestra.cli.common import returns_data
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import SettingError
@@ -42,7 +42,7 @@ class Count(click.ParamType):
 COUNT = Count()
 
 
-@settings.command_of_run("plan")
+@settings.command_of_run("plan", returns_data)
 @click.option("--model", metavar="NAME", help="A known model (--models lists them), a model's folder, a config.json.")
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME", help="h200, a100, rtx-4090, …, or cpu.")
 @click.option("--gpus", default=1, show_default=True, help="Number of GPUs, with FSDP2.")
@@ -61,8 +61,6 @@ COUNT = Count()
 @click.option("--steps", type=int, help="Steps of the run.  [default: train.max_steps, or 100]")
 @click.option("--price", type=float, metavar="PER_HOUR", help="Price of one GPU; prints the cost.")
 @click.option("--models", "list_models", is_flag=True, help="List the models that are known by name.")
-@config_option
-@returns_data
 def command(
     model: str | None,
     gpu: str,
@@ -137,7 +135,7 @@ def _config(
     elif parameters["method"] is not None:
         layer["lora.r"] = options.get("lora.r") or LORA_RANK
         layer["lora.load_in_4bit"] = parameters["method"] == "qlora"
-    file = settings.read_run_settings(config_file)
+    file = settings.read_settings(config_file, {}).run
     if "rollout.max_new_tokens" not in {**file, **options, **layer}:
         layer["rollout.max_new_tokens"] = max(1, (context or _DEFAULT_CONTEXT) // 4)
     return RunRequest(settings={**file, **options, **layer}).config()
