@@ -9,10 +9,10 @@ from __future__ import annotations
 import shlex
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from palestra.runs.index import Row
     from palestra.runs.reader import Run, RunReader
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+trust_option = click.option(
+    "--trust", is_flag=True, help="Run code that a run folder from elsewhere names, without asking."
+)
 _DEMOS = (None, "demo", "palestra.demo")  # agents that come with Palestra
 _ISOLATION = ("isolation", "allow_unsandboxed")  # settings that decide whether code of a model is isolated
 RUNS = Path("runs")
@@ -51,8 +53,7 @@ def find_run(word: str, *, or_model: bool = False) -> FoundRun | None:
     word = word.partition("@")[0]
     is_model = or_model and bool(word) and Path(word).expanduser().exists()
     for path in _folders(word) if is_model else [*_folders(word), RUNS / word]:
-        names = {str(path.resolve()), str(path.absolute())}
-        row = next((row for row in rows if row.folder in names), None)
+        row = _row_of(path, rows)
         if row is not None or RunFolder(path).has_begun:
             return FoundRun(RunFolder(path), None if row is None else row.run_id)
     if is_model:
@@ -72,12 +73,9 @@ def find_run(word: str, *, or_model: bool = False) -> FoundRun | None:
 def require_run(word: str) -> RunFolder:
     """The folder of a run that has begun; an error lists the most recent runs of ./runs."""
     run = find_run(word)
-    if run is not None:
-        return RunFolder.open(run.folder.path)
-    if Path(word).is_dir():
-        return RunFolder.open(Path(word))
-    recent = recent_runs()
-    if not recent:
+    if run is not None or Path(word).is_dir():
+        return RunFolder.open(Path(word) if run is None else run.folder.path)
+    if not (recent := recent_runs()):
         raise NotFoundError(f"there is no run {word}, and ./{RUNS} has none; `palestra train` starts one")
     listing = "".join(f"\n  {path}" for path in recent)
     raise NotFoundError(f"there is no run {word}. The most recent ones in ./{RUNS} are:{listing}")
@@ -98,12 +96,10 @@ def require_run_id(word: str) -> str:
 
 def run_of(reader: RunReader, word: str) -> Run:
     """The run that is meant, as it stands; also one in a folder that the index does not list."""
-    found = find_run(word)
-    if found is None:
-        return reader.get(word)
-    if found.run_id is None:
-        return reader.of_folder(RunFolder.open(found.folder.path.absolute()))
-    return reader.get(found.run_id)
+    run = find_run(word)
+    if run is not None and run.run_id is None:
+        return reader.of_folder(RunFolder.open(run.folder.path.absolute()))
+    return reader.get(word if run is None or run.run_id is None else run.run_id)
 
 
 def model_of(word: str) -> tuple[str, Path]:
@@ -163,17 +159,14 @@ def recent_runs() -> list[Path]:
 
 def run_argument(many: bool = False, required: bool = True) -> Any:
     """The argument RUN, or RUN…, of a command; the shell completes run ids."""
-    if many:
-        return click.argument("runs", metavar="RUN…", nargs=-1, required=required, type=_Run())
-    return click.argument("run", metavar="RUN", type=_Run())
 
-
-class _Run(click.ParamType):
-    name = "run"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         rows = [row for row in _index_rows() if row.run_id.startswith(incomplete)]
         return [CompletionItem(row.run_id, help=f"{row.name} {row.state}") for row in rows]
+
+    if many:
+        return click.argument("runs", metavar="RUN…", nargs=-1, required=required, shell_complete=complete)
+    return click.argument("run", metavar="RUN", shell_complete=complete)
 
 
 def _folders(word: str) -> Iterator[Path]:
@@ -195,12 +188,6 @@ def _index_rows() -> list[Row]:
         return []
 
 
-def trust_option(function: Function) -> Function:
-    """Add --trust to a command."""
-    text = "Run code that a run folder from elsewhere names, without asking."
-    return click.option("--trust", is_flag=True, help=text)(function)
-
-
 def require_trust(folder: RunFolder, code: Sequence[str], trust: bool) -> None:
     """Ask on a terminal, unless the folder is the user's own, or names no code; PalestraError without consent."""
     if trust or not code or is_own(folder):
@@ -215,12 +202,12 @@ def require_trust(folder: RunFolder, code: Sequence[str], trust: bool) -> None:
 
 def is_own(folder: RunFolder) -> bool:
     """Whether the index of runs lists exactly this folder."""
-    from palestra.runs.reader import RunReader
+    return _row_of(folder.path, _index_rows()) is not None
 
-    try:
-        return RunReader().listed_row(RunFolder(folder.path.absolute())) is not None
-    except (sqlite3.Error, OSError):
-        return False
+
+def _row_of(path: Path, rows: Sequence[Row]) -> Row | None:
+    names = {str(path.resolve()), str(path.absolute())}
+    return next((row for row in rows if row.folder in names), None)
 
 
 def code_for_tools(record: Mapping[str, Any]) -> list[str]:
@@ -239,16 +226,13 @@ def code_for_tools(record: Mapping[str, Any]) -> list[str]:
 
 def code_of_run(record: Mapping[str, Any]) -> list[str]:
     """All that a resumed run may execute or contact. Its settings name addresses, trackers and folders too."""
-    found = code_for_tools(record)
-    for name in ("agent_options", "scored_by", "atropos"):
-        if values := record.get(name):
-            found.append(f"{name}: {values}")
-    return [*found, "its config.yaml, which names addresses, folders and functions, and its checkpoints"]
+    others = [f"{name}: {record[name]}" for name in ("agent_options", "scored_by", "atropos") if record.get(name)]
+    config = "its config.yaml, which names addresses, folders and functions, and its checkpoints"
+    return [*code_for_tools(record), *others, config]
 
 
 def _is_built_in(name: str) -> bool:
     """Whether a name means an environment of Palestra's library, whatever files there are."""
     from palestra.envs.discover import FAMILY, LIBRARY, in_file, python_files
 
-    names = {env.name for path in python_files(LIBRARY) for env in in_file(path)}
-    return name in names or name.startswith(f"{FAMILY}/")
+    return name.startswith(f"{FAMILY}/") or any(env.name == name for p in python_files(LIBRARY) for env in in_file(p))
