@@ -21,6 +21,7 @@ from palestra.models.progress_bars import is_local
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 PATH = click.Path(path_type=Path)
 wait_limit_option = click.option(
@@ -122,6 +123,18 @@ def print_sections(
         with formatter.section(title):
             formatter.write_dl(list(rows), col_max=column)
     console.out(formatter.getvalue().rstrip(), highlight=False)
+
+
+def table(headings: Iterable[Any], rows: Iterable[Iterable[Any]], **style: Any) -> Table:
+    """A table whose first column names the rows; the others hold numbers."""
+    from rich.table import Column, Table
+
+    first, *numbers = headings
+    columns = [Column(first), *(Column(heading, justify="right") for heading in numbers)]
+    made = Table(*columns, **{"title_justify": "left", "caption_justify": "left", **style})
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def load_libraries(console: Console, model: str, *, is_needed: bool = True) -> None:

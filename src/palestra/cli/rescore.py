@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from palestra.agent_source import load_agent_file
-from palestra.cli.common import PATH, returns_data_at_end
+from palestra.cli.common import PATH, returns_data_at_end, table
 from palestra.cli.find_run import code_for_tools, require_run, require_trust, run_argument, trust_option
 from palestra.core.errors import InputError, NotFoundError, SettingError
 from palestra.core.files import import_file, read_jsonl
@@ -90,11 +89,11 @@ def problems_of(folder: RunFolder, split: str, agent_file: str | None) -> Mappin
 
 
 def _print(console: Console, rescored: Mapping[str, Any]) -> None:
-    table = Table("measure", "then", "now", "changed", "errors", box=None, pad_edge=False)
+    rows = []
     for row in rescored["measures"]:
         old = "–" if row["old"] is None else _rate(row["old"])
-        table.add_row(visible(row["name"]), old, _rate(row["new"]), str(row["changed"]), str(row["new"]["errors"]))
-    console.print(table)
+        rows.append((visible(row["name"]), old, _rate(row["new"]), str(row["changed"]), str(row["new"]["errors"])))
+    console.print(table(("measure", "then", "now", "changed", "errors"), rows, box=None, pad_edge=False))
     for row in rescored["changed"][:3]:
         old, new = (visible(f"{row[when]['value']:g} {row[when]['reason']}".strip()) for when in ("old", "new"))
         console.print(f"step {row['step']}, {visible(row['problem_id'])}: {old} → {new}", highlight=False, markup=False)

@@ -12,10 +12,10 @@ from typing import Any
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from palestra.cli.common import plot_option, returns_data, returns_data_at_end
+from palestra.cli.common import plot_option, returns_data, returns_data_at_end, table
 from palestra.cli.find_run import (
     code_of_run,
     require_run,
@@ -26,7 +26,7 @@ from palestra.cli.find_run import (
     trust_option,
 )
 from palestra.cli.settings import show as show_setting
-from palestra.cli.summary import print_findings
+from palestra.cli.summary import print_findings, print_rows
 from palestra.core.errors import PalestraError, SettingError, StateError
 from palestra.core.files import folder_size
 from palestra.core.run_folder import Resume, RunFolder
@@ -86,28 +86,26 @@ def list_command(show_all: bool, console: Console) -> dict[str, Any]:
 
 def runs_table(runs: Sequence[Run], width: int) -> Table:
     """A list of runs, without the columns that matter least on a narrow terminal."""
-    columns: dict[str, Callable[[Run], str]] = {
+    cells: dict[str, Callable[[Run], str | Text]] = {
+        "run": lambda run: run.run_id,
+        "name": lambda run: Text(run.name),
+        "state": _state,
         "step": _step,
-        "reward": lambda run: _number(run, "reward"),
-        "correct": lambda run: _number(run, "correct"),
-        "scored": lambda run: _number(run, "scored"),
+        **{heading: partial(_number, heading) for heading in ("reward", "correct", "scored")},
+        "age": lambda run: _about(time.time() - run.created),
+        "took": lambda run: _about(run.seconds),
+        "left": lambda run: _time_left(run, _about),
+        "size": lambda run: show_size(folder_size(run.folder)),
     }
-    if width >= _WIDE:
-        columns["age"] = lambda run: _about(time.time() - run.created)
-    columns["took"] = lambda run: _about(run.seconds)
-    if any(run.is_active for run in runs):
-        columns["left"] = lambda run: _about(run.progress["seconds_left"]) if _has_time_left(run) else ""
-    if width >= _WIDE:
-        columns["size"] = lambda run: show_size(folder_size(run.folder))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("run", no_wrap=True)
-    table.add_column("name", overflow="fold", min_width=12)
-    table.add_column("state", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    left_out = set() if any(run.is_active for run in runs) else {"left"}
+    left_out |= {"size", "age"} if width < _WIDE else set()
+    cells = {heading: cell for heading, cell in cells.items() if heading not in left_out}
+    numbers = [Column(heading, justify="right", no_wrap=True) for heading in list(cells)[3:]]
+    names = [Column("run", no_wrap=True), Column("name", overflow="fold", min_width=12), Column("state", no_wrap=True)]
+    listing = Table(*names, *numbers, box=None, pad_edge=False, header_style="dim")
     for run in runs:
-        table.add_row(run.run_id, Text(run.name), _state(run), *(show_cell(run) for show_cell in columns.values()))
-    return table
+        listing.add_row(*(cell(run) for cell in cells.values()))
+    return listing
 
 
 @_subcommand("show")
@@ -122,19 +120,17 @@ def show(run: str, console: Console) -> dict[str, Any]:
 def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
     """One run in detail, with its files."""
     console.print(run_panel(run))
-    rows = {"folder": run.folder, "report": results["report_path"], "model": results["model_path"]}
-    rows |= {f"{part} log": path for part, path in run.logs.items() if path.exists()}
-    rows |= {"checkpoint": results["checkpoint"]} if run.state in ("stopped", "failed") else {}
-    for name, value in rows.items():
-        if value is not None:
-            console.print(Text.assemble((f"{name:<15}", "dim"), show_path(type(run.folder)(value))), soft_wrap=True)
-    folder = RunFolder(run.folder)
+    folder, can_resume = RunFolder(run.folder), run.state in ("stopped", "failed")
+    paths = {"folder": run.folder, "report": results["report_path"], "model": results["model_path"]}
+    paths |= {f"{part} log": path for part, path in run.logs.items() if path.exists()}
+    paths |= {"checkpoint": results["checkpoint"]} if can_resume else {}
+    print_rows(console, {name: show_path(Path(path)) for name, path in paths.items() if path is not None})
     capability = folder.record.get("capability") if folder.has_begun else None
     if isinstance(capability, dict) and isinstance(capability.get("text"), str):
-        console.print(Text.assemble((f"{'capability':<15}", "dim"), visible(capability["text"])), soft_wrap=True)
+        print_rows(console, {"capability": visible(capability["text"])})
     print_findings(console, recorded_findings(folder, ended=not run.is_active))
-    if run.state in ("stopped", "failed"):
-        console.print(Text.assemble(("continue with  ", "dim"), f"palestra runs resume {run.run_id}"), soft_wrap=True)
+    if can_resume:
+        print_rows(console, {"continue with": f"palestra runs resume {run.run_id}"})
 
 
 def run_panel(run: Run) -> RenderableType:
@@ -142,13 +138,9 @@ def run_panel(run: Run) -> RenderableType:
     head = Text.assemble(
         (run.run_id, "bold"), f"  {run.name}  ", _state(run), (f"  {show_seconds(run.seconds)}", "dim")
     )
-    lines: list[RenderableType] = [head]
-    if run.reason:
-        lines.append(Text(run.reason, style="red" if run.state == "failed" else "yellow"))
-    lines.append(Text(", ".join(f"{part} {state}" for part, state in run.processes.items()), style="dim"))
-    if run.progress:
-        lines.append(Text(_numbers(run)))
-    return Group(*lines)
+    reason = [Text(run.reason, style="red" if run.state == "failed" else "yellow")] if run.reason else []
+    processes = Text(", ".join(f"{part} {state}" for part, state in run.processes.items()), style="dim")
+    return Group(head, *reason, processes, *([Text(_numbers(run))] if run.progress else []))
 
 
 def run_line(run: Run) -> str:
@@ -159,13 +151,13 @@ def run_line(run: Run) -> str:
 
 def _numbers(run: Run) -> str:
     texts = [f"step {_step(run)}"] if "step" in run.progress else []
-    texts += [f"{heading} {text}" for heading in _NUMBERS if (text := _number(run, heading))]
-    texts += [f"{show_seconds(run.progress['seconds_left'])} left"] if _has_time_left(run) else []
+    texts += [f"{heading} {text}" for heading in _NUMBERS if (text := _number(heading, run))]
+    texts += [f"{left} left"] if (left := _time_left(run, show_seconds)) else []
     return "  ".join(texts)
 
 
-def _has_time_left(run: Run) -> bool:
-    return run.is_active and "seconds_left" in run.progress
+def _time_left(run: Run, form: Callable[[float], str]) -> str:
+    return form(run.progress["seconds_left"]) if run.is_active and "seconds_left" in run.progress else ""
 
 
 def _state(run: Run) -> Text:
@@ -177,7 +169,7 @@ def _step(run: Run) -> str:
     return "" if step is None else f"{step:g}" if total is None else f"{step:g}/{total:g}"
 
 
-def _number(run: Run, heading: str) -> str:
+def _number(heading: str, run: Run) -> str:
     name, form = _NUMBERS[heading]
     return format(run.progress[name], form) if name in run.progress else ""
 
@@ -201,7 +193,8 @@ def watch(run: str, console: Console) -> Iterator[dict[str, Any]]:
     With --json, one object per line, whenever the run has changed.
     """
     now: Run | None = None
-    with Live(console=console, refresh_per_second=4) if console.is_terminal else nullcontext() as live:
+    is_live = console.is_terminal and not console.quiet
+    with Live(console=console, refresh_per_second=4) if is_live else nullcontext() as live:
         for now in RunReader().watch(require_run_id(run)):
             yield now.to_dict()
             if live is None:
@@ -341,7 +334,11 @@ def compare(runs: Sequence[str], plot: Path | None, console: Console) -> dict[st
     reader = RunReader()
     compared = [compared_run(run_of(reader, word)) for word in runs]
     if plot is not None:
-        plot.write_text(_draw(compared), encoding="utf-8")
+        curves = {f"{one.label} {one.run.name}": one.rewards for one in compared if one.rewards}
+        if not curves:
+            raise StateError("none of these runs has finished a step; there is no curve to draw yet")
+        bounded = all(0 <= y <= 1 for points in curves.values() for _, y in points)
+        plot.write_text(curves_svg(curves, "Mean reward over steps", percent=bounded), encoding="utf-8")
     console.print(compare_table(compared))
     for one in compared:
         if one.pass_rates:
@@ -354,16 +351,13 @@ def compare(runs: Sequence[str], plot: Path | None, console: Console) -> dict[st
 
 def compare_table(compared: Sequence[ComparedRun]) -> Table:
     """One column per run: results above, settings that differ below."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", style="dim")
-    for one in compared:
-        table.add_column(Text(f"{one.label}\n{one.run.name}"), justify="right")
-    table.add_row("state", *[_state(one.run) for one in compared])
+    headings = ["", *(Text(f"{one.label}\n{one.run.name}") for one in compared)]
+    rows = [["state", *(_state(one.run) for one in compared)]]
     for name in compared[0].summary:
-        table.add_row(name.replace("_", " "), *[_show_result(name, one.summary[name]) for one in compared])
+        rows.append([name.replace("_", " "), *(_show_result(name, one.summary[name]) for one in compared)])
     for key in differing_keys([one.settings for one in compared]):
-        table.add_row(key, *[Text(visible(show_setting(one.settings.get(key)))) for one in compared])
-    return table
+        rows.append([key, *(Text(visible(show_setting(one.settings.get(key)))) for one in compared)])
+    return table(headings, rows, box=None, pad_edge=False, header_style="bold")
 
 
 def _show_result(name: str, value: float | None) -> str:
@@ -372,15 +366,6 @@ def _show_result(name: str, value: float | None) -> str:
     if name == "seconds":
         return show_seconds(value)
     return f"{value:.1%}" if name.startswith("held_out") else f"{value:.4g}"
-
-
-def _draw(compared: Sequence[ComparedRun]) -> str:
-    """The reward curves as SVG."""
-    curves = {f"{one.label} {one.run.name}": one.rewards for one in compared if one.rewards}
-    if not curves:
-        raise StateError("none of these runs has finished a step; there is no curve to draw yet")
-    bounded = all(0 <= y <= 1 for points in curves.values() for _, y in points)
-    return curves_svg(curves, "Mean reward over steps", percent=bounded)
 
 
 @_subcommand("prune")

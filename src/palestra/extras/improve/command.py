@@ -18,7 +18,6 @@ from palestra.agents.texts import edit_source, source_diff, write_texts
 from palestra.cli import settings
 from palestra.cli.common import PATH, load_libraries
 from palestra.cli.find_run import with_model_of_run
-from palestra.cli.summary import show_interval
 from palestra.cli.train import train_in_terminal
 from palestra.core.chat_model import POLICY
 from palestra.core.errors import SettingError, UnsupportedError
@@ -147,7 +146,7 @@ def _print(console: Console, folder: Path, done: Improvement, unplaced: list[str
     cases = "held-out cases" if done.after.split == "held_out" else "training cases (none are held out)"
     table = Table("measure", "before", "after", box=None, pad_edge=False, title=f"{done.after.pass_rate.n} {cases}")
     for row in compare(done.before, done.after):
-        table.add_row(visible(row.name), show_interval(row.before), show_interval(row.after))
+        table.add_row(visible(row.name), str(row.before), str(row.after))
     console.print(table)
     used = done.reflections
     console.print(
