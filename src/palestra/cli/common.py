@@ -36,31 +36,27 @@ dtype_option = click.option("--dtype", default="auto", type=click.Choice(["auto"
 device_option = click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
 
 
-def returns_data(function: Callable[..., Any]) -> Callable[..., Any]:
+def returns_data(function: Callable[..., Any], *, quiet: bool = True) -> Callable[..., Any]:
     """Add --json, which prints the data that a command returns, or a line for each object that it yields.
 
-    The command gets a `console` for its text, which is quiet with --json.
+    The command gets a `console` for its text. With --json it is quiet, or writes to stderr.
     """
-    return _with_json(function, {"quiet": True}, "JSON on stdout.")
 
-
-def returns_data_at_end(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `returns_data`, for commands that take long: with --json the text goes to stderr."""
-    return _with_json(function, {"stderr": True}, "A line of JSON on stdout, all else on stderr.")
-
-
-def _with_json(function: Callable[..., Any], console_with_json: dict[str, Any], help: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*, as_json: bool, **parameters: Any) -> None:
         from rich.console import Console
 
         is_first = is_first_rank()  # the other ranks of a training print nothing
-        returned = function(console=Console(**console_with_json if as_json else {"quiet": not is_first}), **parameters)
+        returned = function(console=Console(stderr=as_json, quiet=not is_first or (as_json and quiet)), **parameters)
         for data in returned if inspect.isgenerator(returned) else (returned,):
             if as_json and is_first and data is not None:
                 click.echo(json.dumps(data, default=str))
 
+    help = "JSON on stdout." if quiet else "A line of JSON on stdout, all else on stderr."
     return click.option("--json", "as_json", is_flag=True, help=help)(call)
+
+
+returns_data_at_end = functools.partial(returns_data, quiet=False)  # for commands that show their progress
 
 
 def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,8 +106,7 @@ def out_option(help: str, default: str | None = None) -> Callable[[Callable[...,
             raise StorageError(f"--out {out} cannot be written ({why}); choose another")
         return out
 
-    kind = click.Path(path_type=Path)
-    return click.option("--out", type=kind, default=default, show_default=True, callback=check, help=help)
+    return click.option("--out", type=PATH, default=default, show_default=True, callback=check, help=help)
 
 
 def print_sections(
@@ -147,10 +142,8 @@ def load_libraries(console: Console, model: str, *, is_needed: bool = True) -> N
 
     if is_needed:
         require_model(model)
-
     with task(console, "loading torch and transformers"):
         import torch  # noqa: F401
         from transformers.utils.logging import disable_progress_bar
-
     if is_local(model):
         disable_progress_bar()

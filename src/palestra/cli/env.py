@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ class EnvGroup(click.Group):
     """The commands below, and those of extras."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        others = [name.removeprefix("env ") for name in extras.COMMANDS if name.startswith("env ")]
-        return [*super().list_commands(ctx), *others]
+        return [*super().list_commands(ctx), *(n.removeprefix("env ") for n in extras.COMMANDS if n.startswith("env "))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if (name := f"env {cmd_name}") in extras.COMMANDS:
@@ -91,7 +90,9 @@ def process(
     with make_display(console, config.track.log_every) as display:
         process_env(env, config, path, groups=groups, openai=openai, watcher=display, on_group=records.append)
     page = path.with_suffix(".html")
-    _write_page(page, env.name, openai.model_name if openai else config.model.name, records)
+    name = openai.model_name if openai else config.model.name
+    values = {"environment": env.name, "model": name, "groups": [_group(record) for record in records]}
+    write_text(page, fill_template(_PAGE, {}, values))
     scores = [score for record in records for score in record["scores"]]
     passed = [flag for record in records for flag in record["passed"]]
     mean = sum(scores) / len(scores)
@@ -102,12 +103,6 @@ def process(
     )
     summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "mean_score": mean}
     return {**summary, "jsonl": str(path), "page": str(page)}
-
-
-def _write_page(path: Path, environment: str, model: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write every attempt of every group as a page, to be read in a browser."""
-    values = {"environment": environment, "model": model, "groups": [_group(record) for record in records]}
-    write_text(path, fill_template(_PAGE, {}, values))
 
 
 def _group(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,5 +160,5 @@ def _prepare(
     return env, config, openai
 
 
-for subcommand in (process, evaluate):
-    command.add_command(subcommand)
+command.add_command(process)
+command.add_command(evaluate)

@@ -15,10 +15,19 @@ from palestra.core.extras import provided
 from palestra.core.files import slug, write_text
 from palestra.train.progress import task
 
+_FILES = ("--out", "--name")
+_OPTIONS = {  # format -> its options
+    "hf": _FILES,
+    "gguf": _FILES,
+    "ollama": _FILES,
+    "hub": ("--repo", "--public", "--adapter"),
+    "html": ("--out", "--groups"),
+}
+
 
 @click.command("export")
 @click.argument("run_or_model")
-@click.option("--to", "kind", required=True, type=click.Choice(["hf", "hub", "gguf", "ollama", "html"]), help="Format.")
+@click.option("--to", "kind", required=True, type=click.Choice(list(_OPTIONS)), help="Format.")
 @click.option("--type", "type_", default="q8_0", show_default=True, help="f32, f16, bf16, q8_0; others by llama.cpp.")
 @click.option("--out", type=PATH, help="A folder, or the .gguf or .html file. [default: in the run]")
 @click.option("--name", help="Its name in Ollama, and in the GGUF file. [default: the run's]")
@@ -55,11 +64,16 @@ def command(
     An adapter is merged into its base model. A repository of the hub gets a model card with the evaluation. The HTML
     page shows the run: its evaluation, curves, and groups side by side, in one file that needs no network.
     """
-    _refuse_other_options(kind, {"--groups": groups} if kind != "html" else {"--name": name})
-    if kind == "hub":
-        _refuse_other_options("hub", {"--out": out, "--name": name})
-    else:
-        _refuse_other_options(kind, {"--repo": repo, "--public": public, "--adapter": adapter})
+    options = {
+        "--groups": groups,
+        "--name": name,
+        "--out": out,
+        "--repo": repo,
+        "--public": public,
+        "--adapter": adapter,
+    }
+    if others := [option for option, value in options.items() if value and option not in _OPTIONS[kind]]:
+        raise SettingError(f"--to {kind} takes no {' and no '.join(others)}; leave out what is of another format")
     if kind == "html":
         return {"to": kind, **_to_html(console, run_or_model, out, groups)}
     if kind == "hub":
@@ -70,10 +84,15 @@ def command(
         check_repo(repo)
     model, folder = model_of(run_or_model)
     load_libraries(console, model)
-    if repo is not None:
-        return {"to": kind, **_to_hub(console, run_or_model, model, repo, private=not public, adapter=adapter)}
+    if kind == "hub":
+        return {"to": kind, **_to_hub(console, run_or_model, model, str(repo), private=not public, adapter=adapter)}
     if kind == "hf":
-        return {"to": kind, **_to_hf(console, model, out or folder / "hf")}
+        from palestra.models.export.hf import to_hf
+
+        with task(console, "saving the model"):
+            to_hf(model, path := out or folder / "hf")
+        console.print(f"{path}", soft_wrap=True)
+        return {"to": kind, "path": str(path)}
     from palestra.models.export.source import open_source
 
     with task(console, "opening the model"):
@@ -84,38 +103,23 @@ def command(
             phase.total = total
             phase.advance(done)
 
-        options: dict[str, Any] = {"type": type_, "llama_cpp": llama_cpp, "progress": on_progress}
+        how: dict[str, Any] = {"type": type_, "llama_cpp": llama_cpp, "progress": on_progress}
         if kind == "gguf":
             path = out or folder / f"{source.name}-{type_.lower()}.gguf"
-            provided("--to gguf")(source, path, **options)
+            provided("--to gguf")(source, path, **how)
         else:
-            made = provided("to_ollama")(source, source.name, out or folder / "ollama" / slug(source.name), **options)
+            made = provided("to_ollama")(source, source.name, out or folder / "ollama" / slug(source.name), **how)
     if kind == "gguf":
         _print_file(console, path)
         return {"to": kind, "path": str(path), "type": type_.lower()}
-    console.print(f"{made.gguf}\n{made.modelfile}", soft_wrap=True)
     next_step = f"Chat with it:  ollama run {made.name}" if made.created else f"Where Ollama is, run:  {made.command}"
-    console.print(next_step, soft_wrap=True)
-    data = {"to": kind, "name": made.name, "path": str(made.gguf), "modelfile": str(made.modelfile)}
-    return {**data, "created": made.created, "command": made.command}
-
-
-def _refuse_other_options(kind: str, options: dict[str, Any]) -> None:
-    if set_options := [name for name, value in options.items() if value]:
-        raise SettingError(f"--to {kind} takes no {' and no '.join(set_options)}; leave out what is of another format")
+    console.print(f"{made.gguf}\n{made.modelfile}\n{next_step}", soft_wrap=True)
+    files = {"name": made.name, "path": str(made.gguf), "modelfile": str(made.modelfile)}
+    return {"to": kind, **files, "created": made.created, "command": made.command}
 
 
 def _print_file(console: Console, path: Path) -> None:
     console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
-
-
-def _to_hf(console: Console, model: str, folder: Path) -> dict[str, Any]:
-    from palestra.models.export.hf import to_hf
-
-    with task(console, "saving the model"):
-        to_hf(model, folder)
-    console.print(f"{folder}", soft_wrap=True)
-    return {"path": str(folder)}
 
 
 def _to_html(console: Console, word: str, out: Path | None, groups: int | None) -> dict[str, Any]:

@@ -62,11 +62,10 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         if cmd_name in extras.COMMANDS:
-            loaded = extras.command(cmd_name)
-            assert isinstance(loaded, click.Command)
-            return loaded
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(import_module(f"palestra.cli.{module}"), attribute or "command")
+            command = extras.command(cmd_name)
+        else:
+            module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+            command = getattr(import_module(f"palestra.cli.{module}"), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 

@@ -65,12 +65,12 @@ def from_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
     for key in REMOVED_SETTINGS:
         if parameters.get(_parameter(key)) is not None:
             raise SettingError(f"--{unknown_setting(key, ())}")
-    found = {
+    settings = {
         key: read(info, text)
         for key, info in RunConfig.settings().items()
         if (text := parameters.get(_parameter(key))) is not None
     }
-    return found | _split_plan(str(found["stages.plan"])) if "stages.plan" in found else found
+    return settings | (_split_plan(str(settings["stages.plan"])) if "stages.plan" in settings else {})
 
 
 def _split_plan(plan: str) -> dict[str, str]:
@@ -103,7 +103,8 @@ def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -
 
 def read(info: FieldInfo, text: str) -> Any:
     """Convert an option's text for RunConfig: `none` is None, commas separate a list's items, objects are JSON."""
-    parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
+    is_union = typing.get_origin(info.annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(info.annotation) if is_union else (info.annotation,)
     is_list = any(typing.get_origin(part) is list for part in parts)
     if text.lower() in ("none", "null"):
         if types.NoneType in parts:
@@ -120,10 +121,14 @@ def read(info: FieldInfo, text: str) -> Any:
 
 def describe(key: str, info: FieldInfo) -> tuple[str, str]:
     """`key = default`, and the description with the values to choose from."""
-    choices = [v for part in _parts(info.annotation) for v in typing.get_args(part) if isinstance(v, str)]
-    texts = (info.description or "", " | ".join(choices))
+    texts = (info.description or "", " | ".join(_choices(info.annotation)))
     default = info.get_default(call_default_factory=True)
-    return f"{key} = {show(default)}", "; ".join(text for text in texts if text)
+    return f"{key} = {show(default)}", "; ".join(filter(None, texts))
+
+
+def _choices(kind: Any) -> list[str]:
+    """The texts of a Literal, also inside of a union or a list."""
+    return [kind] if isinstance(kind, str) else [text for part in typing.get_args(kind) for text in _choices(part)]
 
 
 def show(value: Any) -> str:
@@ -145,17 +150,6 @@ def show(value: Any) -> str:
 
 def _parameter(key: str) -> str:
     return key.replace(".", "__")
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
-def _parts(kind: Any) -> list[Any]:
-    """The member types of a union or a list, or the type itself."""
-    if _is_union(kind) or typing.get_origin(kind) is list:
-        return [part for inner in typing.get_args(kind) for part in _parts(inner)]
-    return [kind]
 
 
 @dataclass(frozen=True)
