@@ -64,15 +64,9 @@ def command(
     An adapter is merged into its base model. A repository of the hub gets a model card with the evaluation. The HTML
     page shows the run: its evaluation, curves, and groups side by side, in one file that needs no network.
     """
-    options = {
-        "--groups": groups,
-        "--name": name,
-        "--out": out,
-        "--repo": repo,
-        "--public": public,
-        "--adapter": adapter,
-    }
-    if others := [option for option, value in options.items() if value and option not in _OPTIONS[kind]]:
+    values = {"--groups": groups, "--name": name, "--out": out}
+    values |= {"--repo": repo, "--public": public, "--adapter": adapter}
+    if others := [option for option, value in values.items() if value and option not in _OPTIONS[kind]]:
         raise SettingError(f"--to {kind} takes no {' and no '.join(others)}; leave out what is of another format")
     if kind == "html":
         return {"to": kind, **_to_html(console, run_or_model, out, groups)}
