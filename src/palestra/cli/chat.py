@@ -96,14 +96,17 @@ def command(
             _chat(runner, session, _lines_of_json(), _as_events())
             return
         show = _as_json(console, session) if as_json else _as_text(console)
-        if once is not None:
-            _answer(runner, session, once, show)
-            return
-        with_tools = f"with the tools {', '.join(tools)}" if tools else "without tools"
-        console.print(f"{partner.model}, {with_tools}. {_HELP}", style="dim", highlight=False, soft_wrap=True)
-        if partner.note:
-            console.print(partner.note, style="yellow", highlight=False, soft_wrap=True)
-        _chat(runner, session, _typed_lines(console, session), show)
+        try:
+            if once is not None:
+                _answer(runner, session, once, show)
+                return
+            with_tools = f"with the tools {', '.join(tools)}" if tools else "without tools"
+            console.print(f"{partner.model}, {with_tools}. {_HELP}", style="dim", highlight=False, soft_wrap=True)
+            if partner.note:
+                console.print(partner.note, style="yellow", highlight=False, soft_wrap=True)
+            _chat(runner, session, _typed_lines(console, session), show)
+        finally:
+            show("end", "")  # of the chat: the status line goes
 
 
 def _find_partner(run_or_model: str, agent_file: str | None, instructions: str | None, trust: bool) -> Partner:
@@ -169,7 +172,7 @@ def _open(
 
 
 # Called with ("so_far", text) while a message is sampled, ("message", Message) when it is whole, and at the end of an
-# answer with ("done", reason) or ("error", text).
+# answer with ("done", reason) or ("error", text); at last with ("end", "").
 Show = Callable[[str, Any], None]
 
 
