@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +48,12 @@ def command() -> None:
     """One environment: `process` writes scored rollouts, `evaluate` scores a model, `serve` posts to a trainer."""
 
 
-def options_of_env(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that all commands of the group share."""
-    for option in (
-        click.option("--model", metavar="NAME", help="The model, or a run with one; short for --model.name."),
-        click.argument("name_or_file"),
-    ):
-        function = option(function)
-    return function
-
-
 @settings.command_of_run("process", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
 @out_option("The JSONL file; the page is written beside it.")
-@options_of_env
+@click.argument("name_or_file")
 def process(
-    name_or_file: str,
-    config_file: Path | None,
-    model: str | None,
-    groups: int,
-    out: Path | None,
-    console: Console,
-    **parameters: Any,
+    name_or_file: str, config_file: Path | None, groups: int, out: Path | None, console: Console, **parameters: Any
 ) -> dict[str, Any]:
     """Attempt some problems; write one scored group per line, and an HTML page of them.
 
@@ -81,10 +65,10 @@ def process(
     A file written for atroposlib runs its own `process` in a venv of its own, with the model at --openai.base_url.
     """
     if (source := find_env(name_or_file)).dialect == "atropos":
-        request = request_of(name_or_file, config_file, model, parameters)
+        request = request_of(name_or_file, config_file, parameters)
         path = out or Path(f"{slug(source.name)}.jsonl")
         extras.provided("Atropos environments").process(source.file_path, request, groups, path)
-    env, config, openai = _prepare(console, name_or_file, config_file, model, parameters)
+    env, config, openai = _prepare(console, name_or_file, config_file, parameters)
     path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []
     with make_display(console, config.track.log_every) as display:
@@ -117,17 +101,15 @@ def _group(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @settings.command_of_run("evaluate", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
-@options_of_env
-def evaluate(
-    name_or_file: str, config_file: Path | None, model: str | None, console: Console, **parameters: Any
-) -> dict[str, Any]:
+@click.argument("name_or_file")
+def evaluate(name_or_file: str, config_file: Path | None, console: Console, **parameters: Any) -> dict[str, Any]:
     """Score a model on the held-out problems of an environment.
 
     \b
     palestra env evaluate calculator
     palestra env evaluate my_env.py --model runs/my-env-20260131-101500/model
     """
-    env, config, openai = _prepare(console, name_or_file, config_file, model, parameters)
+    env, config, openai = _prepare(console, name_or_file, config_file, parameters)
     with make_display(console, config.track.log_every) as display:
         report, more = evaluate_env(env, config, openai=openai, watcher=display)
     cases, held_out = len({rollout.problem_id for rollout in report.rollouts}), bool(env.problems("held_out"))
@@ -140,19 +122,19 @@ def evaluate(
 
 
 def request_of(
-    name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any], *, runs: bool = False
+    name_or_file: str, config_file: Path | None, parameters: dict[str, Any], *, runs: bool = False
 ) -> RunRequest:
     """The environment and the settings of a command; with `runs`, --model may name a run."""
-    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
+    options = settings.from_options(parameters)
     read = read_settings(config_file, with_model_of_run(options) if runs else options)
     return RunRequest(environment=name_or_file, settings=read.run, env_settings=read.env, server_settings=read.openai)
 
 
 def _prepare(
-    console: Console, name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
+    console: Console, name_or_file: str, config_file: Path | None, parameters: dict[str, Any]
 ) -> tuple[RunningEnv, RunConfig, OpenAISettings | None]:
     """The environment and all settings, checked before torch is loaded."""
-    request = request_of(name_or_file, config_file, model, parameters, runs=True)
+    request = request_of(name_or_file, config_file, parameters, runs=True)
     env, config = open_env(request)
     openai = OpenAISettings.read(dict(request.server_settings)) if request.server_settings else None
     if openai is None:

@@ -25,6 +25,7 @@ ENV_OPTIONS = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION
 _META = "palestra.prefixed"
 _WORDS = "palestra.words"
 _HELP = {
+    "model.name": "A hub id, a folder, a .gguf file, or a run: its id, name or folder; RUN@50 is a checkpoint.",
     "seed": "The same seed and settings give the same run.",
     "backend": "Where the model is trained: local, ray (actors of a Ray cluster sample), or tinker.",
     "output_dir": "Where run folders are made.",
@@ -33,6 +34,7 @@ _HELP = {
     "stages.teacher": "For an sft stage: URL of a stronger model that plays the agent (with --teacher-model NAME).",
 }
 _SHORT = {
+    "model.name": ("--model",),
     "stages.plan": ("--stages", "--warm-start"),
     "stages.traces": ("--traces",),
     "stages.teacher": ("--teacher",),

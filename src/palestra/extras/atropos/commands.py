@@ -18,7 +18,7 @@ from palestra.cli.common import (
     load_libraries,
     wait_limit_option,
 )
-from palestra.cli.env import options_of_env, request_of
+from palestra.cli.env import request_of
 from palestra.cli.find_run import code_of_run, require_run, require_trust, trust_option
 from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
 from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
@@ -61,9 +61,9 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: 
 
 @settings.command_of_run("serve", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
-@options_of_env
+@click.argument("name_or_file")
 def serve(
-    name_or_file: str, config_file: Path | None, model: str | None, api_url: str, console: Console, **parameters: Any
+    name_or_file: str, config_file: Path | None, api_url: str, console: Console, **parameters: Any
 ) -> dict[str, Any]:
     """Post to a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
 
@@ -79,7 +79,7 @@ def serve(
     by --model. If the servers require a token, set PALESTRA_TOKEN. A file written for atroposlib is started
     in a venv of its own.
     """
-    request = request_of(name_or_file, config_file, model, parameters)
+    request = request_of(name_or_file, config_file, parameters)
 
     @contextmanager
     def watching(config: RunConfig) -> Iterator[Watcher]:

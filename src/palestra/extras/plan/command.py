@@ -43,7 +43,6 @@ COUNT = Count()
 
 
 @settings.command_of_run("plan", returns_data)
-@click.option("--model", metavar="NAME", help="A known model (--models lists them), a model's folder, a config.json.")
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME", help="h200, a100, rtx-4090, …, or cpu.")
 @click.option("--gpus", default=1, show_default=True, help="Number of GPUs, with FSDP2.")
 @click.option("--memory-gib", type=float, metavar="GIB", help="Memory of a GPU that is not listed.")
@@ -62,7 +61,6 @@ COUNT = Count()
 @click.option("--price", type=float, metavar="PER_HOUR", help="Price of one GPU; prints the cost.")
 @click.option("--models", "list_models", is_flag=True, help="List the models that are known by name.")
 def command(
-    model: str | None,
     gpu: str,
     gpus: int,
     context: int | None,
@@ -79,7 +77,8 @@ def command(
     """Predict step time, memory and cost of a training, its bottleneck, and the settings that fit.
 
     No model is loaded: the estimate is based on the model's shape, the device's data sheet, and what engine and learner
-    reached of it on an H200. Every rollout is assumed to use all of its tokens.
+    reached of it on an H200. Every rollout is assumed to use all of its tokens. --model takes a name that --models
+    lists, a model's folder, or a config.json.
 
     \b
     Examples:
@@ -91,7 +90,7 @@ def command(
         for name, shape in known_shapes().items():
             click.echo(f"{name:16} {shape.parameters / 1e9:7.3f} B weights")
         return None
-    config = _config(model, parameters, config_file, new_tokens, context)
+    config = _config(parameters, config_file, new_tokens, context)
     device = _device(gpu, parameters)
     shape = find_shape(config.model.name)
     config = with_suited_step(config, shape, device, gpus=gpus)
@@ -119,12 +118,11 @@ def command(
 
 
 def _config(
-    model: str | None, parameters: dict[str, Any], config_file: Path | None, new_tokens: int | None, context: int | None
+    parameters: dict[str, Any], config_file: Path | None, new_tokens: int | None, context: int | None
 ) -> RunConfig:
     """The YAML file, the settings and the short options, in one."""
     options = settings.from_options(parameters)
     short = {
-        "model.name": model,
         "rollout.group_size": parameters["group"],
         "train.problems_per_step": parameters["problems"],
         "rollout.max_new_tokens": new_tokens,
