@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,8 @@ def request_of(
 ) -> RunRequest:
     """The environment and the settings of a command; with `runs`, --model may name a run."""
     options = settings.from_options(parameters)
-    read = read_settings(config_file, with_model_of_run(options) if runs else options)
-    return RunRequest(environment=name_or_file, settings=read.run, env_settings=read.env, server_settings=read.openai)
+    request = read_settings(config_file, with_model_of_run(options) if runs else options)
+    return replace(request, environment=name_or_file)
 
 
 def _prepare(

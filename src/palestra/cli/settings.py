@@ -8,7 +8,6 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from palestra.cli.common import PATH, returns_data_at_end
 from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config, translate
 from palestra.core.errors import SettingError
 from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting
+from palestra.runs.request import RunRequest
 
 PREFIXES = ("env", "openai")
 ENV_OPTIONS = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
@@ -154,15 +154,6 @@ def _parameter(key: str) -> str:
     return key.replace(".", "__")
 
 
-@dataclass(frozen=True)
-class EnvSettings:
-    """The environment's own settings, those of an OpenAI-style endpoint, and those of the run."""
-
-    env: dict[str, Any] = field(default_factory=dict)
-    openai: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, Any] = field(default_factory=dict)
-
-
 class EnvCommand(click.Command):
     """A command that accepts any `--env.x v` and `--openai.x v`; the environment checks them."""
 
@@ -201,8 +192,8 @@ def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list
     return prefixed, rest
 
 
-def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSettings:
-    """The settings of the YAML file, overlaid by those of the command line; `options` are the run's."""
+def read_settings(config_file: Path | None, options: dict[str, Any]) -> RunRequest:
+    """A request with the settings of the YAML file, overlaid by those of the command line; `options` are the run's."""
     sections = load_yaml(config_file) if config_file else {}
     typed = click.get_current_context().meta.get(_META, {})
     prefixed = {}
@@ -211,7 +202,8 @@ def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSetti
         if not isinstance(section, dict):
             raise SettingError(f"{config_file}: {prefix!r} is {section!r}; expected a section with names and values")
         prefixed[prefix] = {**section, **typed.get(prefix, {})}
-    return EnvSettings(**prefixed, run={**translate(flatten(sections), str(config_file)), **options})
+    settings = {**translate(flatten(sections), str(config_file)), **options}
+    return RunRequest(settings=settings, env_settings=prefixed["env"], server_settings=prefixed["openai"])
 
 
 def layer(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:

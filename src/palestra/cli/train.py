@@ -20,7 +20,7 @@ from palestra.cli import settings
 from palestra.cli.common import PATH, agent_options, load_libraries, wait_limit_option
 from palestra.cli.find_run import code_of_run, find_run, require_run, require_trust, trust_option, with_model_of_run
 from palestra.cli.serve import require_serve_extra
-from palestra.cli.settings import EnvCommand, EnvSettings, layer, read_settings
+from palestra.cli.settings import EnvCommand, layer, read_settings
 from palestra.cli.summary import print_outcome
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
@@ -109,22 +109,20 @@ def command(
     own = AgentOptions.take(parameters)
     _refuse_together(own, click.get_current_context().params)
     options = with_model_of_run(settings.from_options(parameters))
-    addresses = RunRequest(env_url=env_url, serve_port=serve_port, wait_limit_s=wait_limit_s)
+    addresses: dict[str, Any] = {"env_url": env_url, "serve_port": serve_port, "wait_limit_s": wait_limit_s}
     if resume is not None:
         resumed = _resume_of(resume, from_checkpoint, options, config_file, trust)
-        run, outcome = executor.resume(resumed, partial(training_display, console), addresses, agent_file)
-        return print_outcome(console, run, outcome)
-    read = read_settings(config_file, options) if env or env_url else EnvSettings(run=layer(config_file, options))
+        show = partial(training_display, console)
+        return print_outcome(console, *executor.resume(resumed, show, RunRequest(**addresses), agent_file))
+    has_env = env is not None or env_url is not None
     request = replace(
-        addresses,
+        read_settings(config_file, options) if has_env else RunRequest(settings=layer(config_file, options)),
         environment=env,
         agent_file=agent_file,
         agent=own.record(),
-        settings=read.run,
-        env_settings=read.env,
-        server_settings=read.openai,
         wire=wire or None,
         nproc=nproc or 1,
+        **addresses,
     )
     if dry_run:
         return _dry_run(request, console)
@@ -159,8 +157,7 @@ def train_in_terminal(request: RunRequest, console: Console, folder: Path | None
     """Execute a run in this process, show its progress, and print its outcome."""
     if request.env_url is not None:
         require_serve_extra()
-    run, outcome = executor.train(request, partial(training_display, console), folder)
-    return print_outcome(console, run, outcome)
+    return print_outcome(console, *executor.train(request, partial(training_display, console), folder))
 
 
 def _dry_run(request: RunRequest, console: Console) -> None:

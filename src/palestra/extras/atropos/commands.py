@@ -21,7 +21,7 @@ from palestra.cli.common import (
 from palestra.cli.env import request_of
 from palestra.cli.find_run import code_of_run, require_run, require_trust, trust_option
 from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
-from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
+from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import print_outcome
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, StateError, UnreadableFileError
@@ -123,9 +123,9 @@ def run_atropos(
     read = read_settings(config_file, settings.from_options(parameters))
     manager, log_size = RunManager(), 0
     if resume is not None:
-        if file is not None or packages or read.env or read.openai:
+        if file is not None or packages or read.env_settings or read.server_settings:
             raise SettingError("a resumed run keeps its file, its packages and its settings; leave them out")
-        max_steps = settings.max_steps_of_resumed(read.run, config_file)
+        max_steps = settings.max_steps_of_resumed(read.settings, config_file)
         run_id = _resumable(manager, resume, trust)
         log = manager.folder(run_id).log_file("trainer")
         log_size = log.stat().st_size if log.is_file() else 0
@@ -143,14 +143,13 @@ def run_atropos(
     return print_outcome(console, folder, _outcome(folder))
 
 
-def _request(file: Path, packages: tuple[str, ...], read: EnvSettings, wait_limit_s: float) -> RunRequest:
-    for kind, values in (("--env", read.env), ("--openai", read.openai)):
+def _request(file: Path, packages: tuple[str, ...], read: RunRequest, wait_limit_s: float) -> RunRequest:
+    for kind, values in (("--env", read.env_settings), ("--openai", read.server_settings)):
         refuse_secrets(values, kind)
-    request = RunRequest(
+    request = replace(
+        read,
         environment=str(file.resolve()),
-        settings={"output_dir": str(Path("runs").absolute()), **read.run},
-        env_settings=read.env,
-        server_settings=read.openai,
+        settings={"output_dir": str(Path("runs").absolute()), **read.settings},
         packages=packages,
         wait_limit_s=wait_limit_s,
         name="wire",

@@ -133,7 +133,7 @@ def _config(
     elif parameters["method"] is not None:
         layer["lora.r"] = options.get("lora.r") or LORA_RANK
         layer["lora.load_in_4bit"] = parameters["method"] == "qlora"
-    file = settings.read_settings(config_file, {}).run
+    file = settings.read_settings(config_file, {}).settings
     if "rollout.max_new_tokens" not in {**file, **options, **layer}:
         layer["rollout.max_new_tokens"] = max(1, (context or _DEFAULT_CONTEXT) // 4)
     return RunRequest(settings={**file, **options, **layer}).config()
