@@ -1,6 +1,6 @@
-"""What several commands share: options, lists of names, loading torch.
+"""Options, tables and the loading of torch, for several commands.
 
-Imports nothing heavy: some commands must answer at once.
+Imports nothing heavy, so that short commands stay fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ wait_limit_option = click.option(
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Over the wire: stop when no group arrives for so long while the environment fails. 0: never.",
+    help="Over the wire: stop after this time without a group while the environment fails. 0: never.",
 )
 dtype_option = click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 device_option = click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
@@ -66,7 +66,7 @@ def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--improved", metavar="FILE", help="Instructions and descriptions that `palestra improve` wrote."),
         click.option("--mcp-shared", multiple=True, metavar="COMMAND", help="One such server for all attempts."),
         click.option("--mcp", multiple=True, metavar="COMMAND", help="An MCP server whose tools the agent gets."),
-        click.option("--measure", multiple=True, metavar="FILE:NAME", help="Tells good from bad; may be repeated."),
+        click.option("--measure", multiple=True, metavar="FILE:NAME", help="A measure; may be repeated."),
         click.option("--held-out", metavar="FILE_OR_SHARE", help="With --cases: cases to score on. [default: 0.2]"),
         click.option("--cases", metavar="FILE", help="Cases as JSON lines: input, expect, and what else you need."),
         click.option("--agent-port", type=click.IntRange(0, 65535), help="Let other agents take cases at this port."),

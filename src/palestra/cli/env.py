@@ -51,7 +51,7 @@ def command() -> None:
 
 @settings.command_of_run("process", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
-@out_option("The JSONL file; the page is written beside it.")
+@out_option("The JSONL file; the page gets the same name with .html.")
 @click.argument("name_or_file")
 def process(
     name_or_file: str, config_file: Path | None, groups: int, out: Path | None, console: Console, **parameters: Any

@@ -128,7 +128,7 @@ def model_of(word: str) -> tuple[str, Path]:
 
 
 def _explain_missing(word: str) -> None:
-    """Before a model of that name is looked for, on the network in the end: what else may have been meant."""
+    """Raise, or print a note, if a word that is looked up as a model's name was probably meant as a run."""
     if word.endswith(".py"):
         raise InputError(f"{word} is a Python file, no run and no model; `palestra train {word}` makes a run of it")
     if "/" in word or word.endswith(".gguf") or Path(word).expanduser().exists():

@@ -13,7 +13,7 @@ from palestra.core.errors import InputError, PalestraError, did_you_mean
 from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, is_first_rank
 
-# group -> name -> (module beside this one, or module:attribute where it is not `command`; its line in --help)
+# group -> name -> (module of this folder, or module:attribute where it is not `command`; its line in --help)
 GROUPS = {
     "Train and score": {
         "init": ("init", "Write an agent file, cases and a measure to start from."),

@@ -35,7 +35,7 @@ from palestra.train.progress import task
 def command(
     run: str, file: Path, kind: str, limit: int | None, agent_file: str | None, trust: bool, console: Console
 ) -> dict[str, Any]:
-    """Score the stored rollouts of a run with changed measures, and compare with what was said then.
+    """Score the stored rollouts of a run with changed measures, and compare with the stored scores.
 
     \b
     palestra rescore k3f9 --measures stricter.py

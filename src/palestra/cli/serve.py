@@ -97,7 +97,7 @@ def command(
 
 
 def server_port(host: str, port: int, token: str | None) -> Any:
-    """The bound socket of a server: what is wrong with its address is told before anything is loaded."""
+    """The bound socket of a server; an address that cannot be used is an error before anything is loaded."""
     require_serve_extra()
     from palestra.servers.web import open_port
 

@@ -164,7 +164,7 @@ class EnvCommand(click.Command):
 
 
 def typed_words() -> list[str]:
-    """What was typed after the command, to start it again."""
+    """The words after the command, to start it again."""
     words: list[str] = click.get_current_context().meta[_WORDS]
     return words
 

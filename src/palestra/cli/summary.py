@@ -182,7 +182,7 @@ def shorten(text: str) -> str:
 
 
 def print_findings(console: Console, findings: Iterable[Finding]) -> None:
-    """What kept the model from learning or passing more, and what to change."""
+    """Print why the model did not learn or pass more, and which settings to change."""
     for finding in findings:
         console.print(Text(f"! {visible(finding.sentence)}", style="yellow"))
         if finding.example is not None:
