@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import save
 
 from fuzzing.check import Tally, mutate
 from fuzzing.servers import ODD_VALUES
-from palestra.cli.runs_tables import compare_table, print_run, runs_table
-from palestra.cli.trust import code_of_run
+from palestra.cli.find_run import code_of_run
+from palestra.cli.runs import compare_table, print_run, runs_table
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder

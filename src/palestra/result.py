@@ -21,7 +21,7 @@ from palestra.core.messages import as_messages
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
-from palestra.evals.report import EvalReport, Mean, Rate
+from palestra.evals.report import EvalReport
 
 if TYPE_CHECKING:
     from palestra.models.export.hub import HubRepo
@@ -54,7 +54,7 @@ class GRPOTrainingResult:
         if self.outcome.before is not None and self.outcome.after is not None:
             changes = compare(self.before, self.after)
             changes = changes if len(changes) > 2 else changes[:1]  # with one measure, "all measures" is the same again
-            rows = [(c.name, _interval(c.before), _interval(c.after), f"{100 * c.gain:+.1f}") for c in changes]
+            rows = [(c.name, str(c.before), str(c.after), f"{100 * c.gain:+.1f}") for c in changes]
         heads = ("measure", "before", "after (95 % intervals)", "points")
         findings = (f'<div class="warn">! {text(finding)}</div>' for finding in self.findings)
         where = f'<div class="soft">{text(self.run.path)}</div>'
@@ -235,10 +235,6 @@ class GRPOTrainingResult:
 
 def _percent(report: EvalReport) -> str:
     return f"{report.pass_rate.rate:.1%}"
-
-
-def _interval(rate: Rate | Mean) -> str:
-    return f"{100 * rate.value:.1f} % ({100 * rate.low:.1f}–{100 * rate.high:.1f})"
 
 
 def _scored(report: EvalReport | None) -> EvalReport:

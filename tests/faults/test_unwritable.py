@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from palestra.cli.trust import is_own
+from palestra.cli.find_run import is_own
 from palestra.core.run_folder import RunFolder, step_of
 
 STEPS = 5

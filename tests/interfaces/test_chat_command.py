@@ -96,9 +96,8 @@ def test_on_a_terminal_an_answer_is_seen_while_it_is_written():
             await asyncio.sleep(0.3)
             return "answered"
 
-    screen, ended = io.StringIO(), []
+    screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=24)
     with asyncio.Runner() as runner:
-        chat._answer(console, runner, WritingSession(), "count", lambda message, stop: ended.append(stop))
-    assert ended == ["answered"]
+        chat._answer(runner, WritingSession(), "count", chat._as_text(console))
     assert "…wo [bold]three four" in screen.getvalue()

@@ -1,5 +1,8 @@
 """The command line without training: help, options, files, errors."""
 
+import os
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from palestra.core.errors import NotFoundError
 
 def test_help_names_every_command_and_teaches_by_example(cli):
     answer = cli.ok("--help")
-    for command in ("train", "eval", "config", "version"):
+    for command in ("train", "eval", "config", "doctor"):
         assert f"\n  {command} " in answer.out
     answer = cli.ok("train", "--help")
     assert "palestra train my_agent.py --train.learning_rate 2e-5" in answer.out.replace("\n    ", "")
@@ -22,8 +25,24 @@ def test_help_names_every_command_and_teaches_by_example(cli):
 
 def test_version_is_the_packages(cli):
     assert cli("--version").out.strip() == f"palestra {version('palestra')}"
-    assert cli("version").out.startswith(f"palestra {version('palestra')}\n")
-    assert cli.json("version").keys() >= {"palestra", "Python", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("command", "replacement"),
+    [("locks", "palestra config --locked"), ("completion", "_PALESTRA_COMPLETE"), ("version", "palestra doctor")],
+)
+def test_a_removed_command_names_its_replacement(cli, command, replacement):
+    error = cli.error(command, "--json")
+    assert replacement in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_completion_of_the_docs_is_clicks_own():
+    command = [sys.executable, "-c", "from palestra.cli.main import main; main()"]
+    variables = os.environ | {"_PALESTRA_COMPLETE": "bash_source"}
+    script = subprocess.run(command, env=variables, capture_output=True, text=True).stdout
+    assert "_PALESTRA_COMPLETE=bash_complete" in script
+    assert "complete -o nosort" in script
 
 
 def test_every_setting_is_listed_with_its_default_for_people_and_for_programs(cli):

@@ -1,6 +1,7 @@
-"""`palestra doctor`, `locks`, `tools schema`: what they tell, and what they keep to themselves."""
+"""`palestra doctor`, `config --locked`, `tools schema`."""
 
 import json
+from importlib.metadata import version
 
 from palestra.cli import doctor
 from palestra.cli.main import run
@@ -13,6 +14,7 @@ def test_doctor_tells_what_there_is_each_lack_with_its_remedy_and_no_key(cli, mo
     data = json.loads(answer.out)
     found = {(row["topic"], row["name"]): row for row in data["findings"]}
     assert data["ok"]
+    assert found["Python", "palestra"]["found"].startswith(version("palestra"))
     assert found["Python", "version"]["state"] == found["torch", "version"]["state"] == "ok"
     assert found["keys", "WANDB_API_KEY"]["found"] == "set"
     assert found["keys", "TINKER_API_KEY"]["state"] == "missing"
@@ -31,14 +33,14 @@ def test_doctor_fails_only_when_something_needed_is_broken(monkeypatch, capsys):
 
 def test_locks_are_shown_as_they_hold_here(cli, tmp_path):
     (tmp_path / "palestra.yaml").write_text("profile: tinker\nlimits: {test_models: 2}\nmaximum: {lora.r: 8}")
-    shown, data = cli("locks"), cli.json("locks")
+    shown, data = cli("config", "--locked"), cli.json("config", "--locked")
     assert "learning_rate = 4e-05" in shown.out
     assert "lora.r = 8" in shown.out
     assert "test_models = 2" in shown.out
     assert {lock["name"]: lock["value"] for lock in data["locks"]}["trainer.lora_rank"] == 32
     assert data["limits"]["test_models"] == 2
     (tmp_path / "palestra.yaml").write_text("profil: tinker")
-    assert "Did you mean 'profile'" in cli("locks").err
+    assert "Did you mean 'profile'" in cli("config", "--locked").err
 
 
 def test_schemas_are_printed_for_function_calling(cli):

@@ -201,11 +201,6 @@ def test_gc_marks_the_runs_that_have_died_and_leaves_the_others_alone(cli, home,
     assert cli.json("runs", "gc") == {"runs": [], "errors": []}
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_gets_its_completion(cli, shell):
-    assert "_PALESTRA_COMPLETE" in cli("completion", shell).out
-
-
 def test_run_ids_are_completed(add_run):
     add_run("aaaa2222", [0.5])
     add_run("bbbb3333", [0.5])

@@ -11,7 +11,7 @@ import click
 import pytest
 from rich.console import Console
 
-from palestra.cli.display import training_display
+from palestra.cli.train import training_display
 from palestra.core.config import RunConfig
 from palestra.core.files import read_jsonl
 from palestra.core.run_folder import RunFolder
@@ -82,7 +82,7 @@ def test_ctrl_c_offers_to_end_the_run_there_only_where_a_checkpoint_is(tmp_path,
         (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text("{}")
 
     def stop() -> None:
-        with training_display(Console(), RunConfig(), "palestra train") as display:
+        with training_display(Console(), RunConfig()) as display:
             display.run_dir = tmp_path
             raise KeyboardInterrupt
 

@@ -12,8 +12,8 @@ import click
 import pytest
 import torch
 
+from palestra.cli.find_run import code_for_tools, is_own
 from palestra.cli.main import run
-from palestra.cli.trust import code_for_tools, is_own
 from palestra.core.config import RunConfig
 from palestra.core.errors import StorageError, UnreadableFileError
 from palestra.core.files import replacing

@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
 from palestra.agent_source import DEMO, AgentFile, load_agent_file
-from palestra.cli.common import debug_option, device_option, dtype_option, load_libraries
-from palestra.cli.find_run import find_run, model_of
+from palestra.cli.common import device_option, dtype_option, load_libraries
+from palestra.cli.find_run import code_for_tools, find_run, model_of, require_trust, trust_option
 from palestra.cli.summary import shorten
-from palestra.cli.trust import code_for_tools, require_trust, trust_option
 from palestra.core.errors import PalestraError
 from palestra.core.messages import to_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_call, visible
-from palestra.core.types import Message, SamplingParams
+from palestra.core.types import SamplingParams
 from palestra.envs.load import load_env
 from palestra.models.chat.roundtrip import check_tool_calls
 from palestra.models.chat.template import ChatFormat
@@ -32,9 +31,14 @@ from palestra.train.progress import task
 if TYPE_CHECKING:
     from palestra.rollout.converse import ChatSession
 
-T = TypeVar("T")
 _LOOK_S = 0.05
 _HELP = "/reset starts a new conversation, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
+_ENDS = {  # the reason why an answer ended -> a note
+    "truncated": "cut off: --max-new-tokens",
+    "context_full": "cut off: the model's context is full; /reset",
+    "tool_limit": "ended: too many rounds of tool calls",
+    "cancelled": "stopped",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,6 @@ class Partner:
 @trust_option
 @dtype_option
 @device_option
-@debug_option
 def command(
     run_or_model: str,
     agent_file: str | None,
@@ -85,15 +88,25 @@ def command(
     partner = _find_partner(run_or_model, agent_file, instructions, trust)
     load_libraries(console, partner.model)
     session = _open(console, partner, **options)
-    show = _shown_as_json(session) if as_json else _shown_to_people(console)
+    tools = [tool.name for tool in partner.tools]
     with asyncio.Runner() as runner:
         if as_events:
-            _serve_events(session, runner, partner)
-        elif once is not None:
-            _answer(console, runner, session, once, show)
-        else:
-            _greet(console, partner)
-            _loop(console, runner, session, show)
+            about = {"model": partner.model, "instructions": partner.instructions, "tools": tools, "note": partner.note}
+            _send("ready", about)
+            _chat(runner, session, _lines_of_json(), _as_events())
+            return
+        show = _as_json(console, session) if as_json else _as_text(console)
+        try:
+            if once is not None:
+                _answer(runner, session, once, show)
+                return
+            with_tools = f"with the tools {', '.join(tools)}" if tools else "without tools"
+            console.print(f"{partner.model}, {with_tools}. {_HELP}", style="dim", highlight=False, soft_wrap=True)
+            if partner.note:
+                console.print(partner.note, style="yellow", highlight=False, soft_wrap=True)
+            _chat(runner, session, _typed_lines(console, session), show)
+        finally:
+            show("end", "")  # of the chat: the status line goes
 
 
 def _find_partner(run_or_model: str, agent_file: str | None, instructions: str | None, trust: bool) -> Partner:
@@ -109,23 +122,20 @@ def _find_partner(run_or_model: str, agent_file: str | None, instructions: str |
 
 
 def _of_run(model: str, run: RunFolder, trust: bool) -> Partner:
-    record = run.record
-    if environment := run.environment():
-        require_trust(run, code_for_tools(record), trust)
-        return _of_environment(model, *environment)
-    instructions = str(record.get("instructions") or "")
-    source = record.get("source")
-    if not record.get("tools"):
+    record, environment = run.record, run.environment()
+    instructions, source = str(record.get("instructions") or ""), record.get("source")
+    if environment is None and not record.get("tools"):
         return Partner(model, instructions)
-    if source is None:
+    if environment is None and source is None:
         note = "The run was started from Python, so its tools are not known; name them with --agent FILE"
         return Partner(model, instructions, note=note)
     require_trust(run, code_for_tools(record), trust)
+    if environment is not None:
+        return _of_environment(model, *environment)
     try:
-        tools = _tools_of(load_agent_file(str(source)))
+        return Partner(model, instructions, _tools_of(load_agent_file(str(source))))
     except PalestraError as error:
         return Partner(model, instructions, note=f"Without its tools: {error} (--agent FILE names another)")
-    return Partner(model, instructions, tools)
 
 
 def _tools_of(file: AgentFile) -> Sequence[Any]:
@@ -161,22 +171,48 @@ def _open(
     return ChatSession(policy, chat, partner.tools, AttemptLimits(sampling), partner.instructions)
 
 
-def _greet(console: Console, partner: Partner) -> None:
-    tools = f"with the tools {', '.join(tool.name for tool in partner.tools)}" if partner.tools else "without tools"
-    console.print(f"{partner.model}, {tools}. {_HELP}", style="dim", highlight=False, soft_wrap=True)
-    if partner.note:
-        console.print(partner.note, style="yellow", highlight=False, soft_wrap=True)
+# Called with ("so_far", text) while a message is sampled, ("message", Message) when it is whole, and at the end of an
+# answer with ("done", reason) or ("error", text); at last with ("end", "").
+Show = Callable[[str, Any], None]
 
 
-def _loop(console: Console, runner: asyncio.Runner, session: ChatSession, show: Show) -> None:
+def _chat(runner: asyncio.Runner, session: ChatSession, questions: Iterator[str], show: Show) -> None:
+    """Answer questions until there are no more; SIGINT ends an answer."""
+    for text in questions:
+        try:
+            _answer(runner, session, text, show)
+        except KeyboardInterrupt:
+            show("done", "cancelled")
+        except PalestraError as error:
+            show("error", str(error))
+
+
+def _answer(runner: asyncio.Runner, session: ChatSession, text: str, show: Show) -> None:
+    async def look() -> None:
+        while True:
+            show("so_far", session.so_far)
+            await asyncio.sleep(_LOOK_S)
+
+    async def answer() -> str:
+        looking = asyncio.create_task(look())
+        try:
+            return await session.say(text, lambda message: show("message", message))
+        finally:
+            looking.cancel()
+
+    show("done", runner.run(answer()))
+
+
+def _typed_lines(console: Console, session: ChatSession) -> Iterator[str]:
+    """Questions that are typed; commands begin with a slash."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 (gives input() a history)
     while True:
         try:
-            text = _ask(console).strip()
+            text = input("\n› " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
             return
         match text:
-            case "":
-                continue
             case "/quit" | "/exit" | "/q":
                 return
             case "/reset":
@@ -184,52 +220,36 @@ def _loop(console: Console, runner: asyncio.Runner, session: ChatSession, show: 
                 console.print("(a new conversation)", style="dim")
             case _ if text.startswith("/"):
                 console.print(_HELP, style="dim", highlight=False)
-            case _:
-                try:
-                    _answer(console, runner, session, text, show)
-                except KeyboardInterrupt:
-                    console.print("(stopped)", style="yellow")
-                except PalestraError as error:
-                    console.print(f"{error}  (/reset starts a new conversation)", style="red", highlight=False)
+            case _ if text:
+                yield text
 
 
-def _ask(console: Console) -> str:
-    if not sys.stdin.isatty():
-        return input()
-    import readline  # noqa: F401 (gives input() a history)
+def _as_text(console: Console) -> Show:
+    """Show answers to people; on a terminal also while they are written."""
+    status = console.status("…")
 
-    return input("\n› ")
+    def show(kind: str, data: Any) -> None:
+        if kind == "so_far":
+            if console.is_terminal:
+                status.start()
+                status.update(_tail(data, console.width - 4))
+        elif kind == "message":
+            if data.role == "tool":
+                text = Text.assemble(("  → ", "dim"), (visible(shorten(data.text)), "magenta"))
+                console.print(text, soft_wrap=True)
+            elif data.text or not data.tool_calls:
+                console.print(Text(visible(data.text)), soft_wrap=True)
+            for call in data.tool_calls:
+                text = Text.assemble(("  calls ", "dim"), (visible(show_call(call)), "blue"))
+                console.print(text, soft_wrap=True)
+        else:
+            status.stop()
+            if kind == "error":
+                console.print(f"{data}  (/reset starts a new conversation)", style="red", highlight=False)
+            elif data in _ENDS:
+                console.print(f"({_ENDS[data]})", style="yellow", highlight=False)
 
-
-# Called with each message, and at the end of an answer with None and the reason why it ended.
-Show = Callable[["Message | None", str], None]
-
-
-def _answer(console: Console, runner: asyncio.Runner, session: ChatSession, text: str, show: Show) -> None:
-    async def answer() -> None:
-        stop = await session.say(text, lambda message: show(message, ""))
-        show(None, stop)
-
-    if not console.is_terminal:
-        runner.run(answer())
-        return
-    with console.status("…") as status:
-        runner.run(_watched(answer(), lambda: status.update(_tail(session.so_far, console.width - 4))))
-
-
-async def _watched(work: Coroutine[Any, Any, T], look: Callable[[], None], every_s: float = 0.1) -> T:
-    """Run a coroutine, and call `look` every `every_s` seconds until it ends."""
-
-    async def looking() -> None:
-        while True:
-            look()
-            await asyncio.sleep(every_s)
-
-    watcher = asyncio.create_task(looking())
-    try:
-        return await work
-    finally:
-        watcher.cancel()
+    return show
 
 
 def _tail(text: str, width: int) -> Text:
@@ -238,37 +258,22 @@ def _tail(text: str, width: int) -> Text:
     return Text(line if len(line) < width else "…" + line[len(line) - width + 1 :], style="dim") if line else Text("…")
 
 
-def _shown_to_people(console: Console) -> Show:
-    def show(message: Message | None, stop: str) -> None:
-        if message is None:
-            if stop == "truncated":
-                console.print("(cut off: --max-new-tokens)", style="yellow", highlight=False)
-            elif stop == "context_full":
-                console.print("(cut off: the model's context is full; /reset)", style="yellow", highlight=False)
-            elif stop == "tool_limit":
-                console.print("(ended: too many rounds of tool calls)", style="yellow", highlight=False)
-            return
-        if message.role == "tool":
-            console.print(Text.assemble(("  → ", "dim"), (visible(shorten(message.text)), "magenta")), soft_wrap=True)
-        elif message.text or not message.tool_calls:
-            console.print(Text(visible(message.text)), soft_wrap=True)
-        for call in message.tool_calls:
-            console.print(Text.assemble(("  calls ", "dim"), (visible(show_call(call)), "blue")), soft_wrap=True)
-
-    return show
-
-
-def _shown_as_json(session: ChatSession) -> Show:
+def _as_json(console: Console, session: ChatSession) -> Show:
+    """Print a line of JSON for each answer."""
     new: list[dict[str, Any]] = []
+    show_text = _as_text(console)
 
-    def show(message: Message | None, stop: str) -> None:
-        if message is not None:
-            new.append(to_dict(message))
+    def show(kind: str, data: Any) -> None:
+        if kind == "message":
+            new.append(to_dict(data))
             return
-        last = session.messages[-1]
-        answer = last.text if last.role == "assistant" else ""
-        click.echo(json.dumps({"answer": answer, "stop": stop, "messages": new}, ensure_ascii=False))
-        new.clear()
+        show_text(kind, data)
+        if kind == "done" and data != "cancelled":
+            last = session.messages[-1]
+            answer = last.text if last.role == "assistant" else ""
+            click.echo(json.dumps({"answer": answer, "stop": data, "messages": new}, ensure_ascii=False))
+        if kind != "so_far":
+            new.clear()
 
     return show
 
@@ -276,55 +281,43 @@ def _shown_as_json(session: ChatSession) -> Show:
 # A chat for programs: questions come as lines of JSON on stdin, everything that happens goes out as lines on stdout.
 #
 #   > {"say": "What do 3 red lamps cost?"}
-#   < {"delta": "That"}                                  what has been sampled of the current message
+#   < {"delta": "That"}                                  a part of the current message
 #   < {"message": {"role": "assistant", "text": …}}      a whole one, in place of its deltas
 #   < {"done": {"stop": "answered"}}                     or {"error": "…"}
 #
 # SIGINT ends an answer, the end of stdin the chat.
 
 
-def _serve_events(session: ChatSession, runner: asyncio.Runner, partner: Partner) -> None:
-    tools = [tool.name for tool in partner.tools]
-    ready = {"model": partner.model, "instructions": partner.instructions, "tools": tools, "note": partner.note}
-    _send("ready", ready)
-    while line := _next_line():
+def _lines_of_json() -> Iterator[str]:
+    while True:
         try:
-            stop = runner.run(_answer_by_events(session, str(json.loads(line)["say"])))
-            _send("done", {"stop": stop})
-        except KeyboardInterrupt:
-            _send("done", {"stop": "cancelled"})
-        except PalestraError as error:
-            _send("error", str(error))
+            if not (line := sys.stdin.readline()):
+                return
+            yield str(json.loads(line)["say"])
+        except KeyboardInterrupt:  # it came after the answer had ended
+            continue
         except (ValueError, KeyError, TypeError):
             _send("error", 'expected a line such as {"say": "…"}')
 
 
-def _next_line() -> str:
-    while True:
-        try:
-            return sys.stdin.readline()
-        except KeyboardInterrupt:  # it came after the answer had ended
-            continue
-
-
-async def _answer_by_events(session: ChatSession, text: str) -> str:
+def _as_events() -> Show:
     sent = ""
 
-    def on_message(message: Message) -> None:
+    def show(kind: str, data: Any) -> None:
         nonlocal sent
+        if kind == "so_far":
+            # a character of several tokens changes until it is whole
+            if data.startswith(sent) and len(data) > len(sent) and not data.endswith("\ufffd"):
+                _send("delta", data[len(sent) :])
+                sent = data
+            return
         sent = ""
-        calls = [{"id": c.id, "name": c.name, "arguments": c.arguments, "error": c.error} for c in message.tool_calls]
-        _send("message", {"role": message.role, "text": message.text, "tool_calls": calls, "name": message.name})
+        if kind == "message":
+            calls = [{"id": c.id, "name": c.name, "arguments": c.arguments, "error": c.error} for c in data.tool_calls]
+            data = {"role": data.role, "text": data.text, "tool_calls": calls, "name": data.name}
+        _send(kind, {"stop": data} if kind == "done" else data)
 
-    def look() -> None:
-        nonlocal sent
-        now = session.so_far
-        # a character of several tokens changes until it is whole
-        if now.startswith(sent) and len(now) > len(sent) and not now.endswith("\ufffd"):
-            _send("delta", now[len(sent) :])
-            sent = now
-
-    return await _watched(session.say(text, on_message), look, _LOOK_S)
+    return show
 
 
 def _send(kind: str, data: Any) -> None:

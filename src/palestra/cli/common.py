@@ -1,10 +1,13 @@
-"""What several commands share: options, lists of names, loading torch.
+"""Options, tables and the loading of torch, for several commands.
 
-Imports nothing heavy: some commands must answer at once.
+Imports nothing heavy, so that short commands stay fast.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,37 +16,47 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from palestra.core.errors import NotFoundError, SettingError, StorageError
+from palestra.core.ranks import is_first_rank
 from palestra.models.progress_bars import is_local
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 PATH = click.Path(path_type=Path)
-config_option = click.option("--config", "config_file", type=PATH, metavar="FILE", help="Settings from YAML.")
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-json_line_option = click.option("--json", "as_json", is_flag=True, help="A line of JSON on stdout, all else on stderr.")
 wait_limit_option = click.option(
     "--wait-limit",
     "wait_limit_s",
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Over the wire: stop when no group arrives for so long while the environment fails. 0: never.",
+    help="Over the wire: stop after this time without a group while the environment fails. 0: never.",
 )
 dtype_option = click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 device_option = click.option("--device", default="auto", help="auto, cpu, cuda, cuda:0, …")
 
 
-def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--debug`: show a traceback instead of a one-line error."""
+def returns_data(function: Callable[..., Any], *, quiet: bool = True) -> Callable[..., Any]:
+    """Add --json, which prints the data that a command returns, or a line for each object that it yields.
 
-    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value:
-            os.environ["PALESTRA_DEBUG"] = "1"
+    The command gets a `console` for its text. With --json it is quiet, or writes to stderr.
+    """
 
-    return click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
-    )(command)
+    @functools.wraps(function)
+    def call(*, as_json: bool, **parameters: Any) -> None:
+        from rich.console import Console
+
+        is_first = is_first_rank()  # the other ranks of a training print nothing
+        returned = function(console=Console(stderr=as_json, quiet=not is_first or (as_json and quiet)), **parameters)
+        for data in returned if inspect.isgenerator(returned) else (returned,):
+            if as_json and is_first and data is not None:
+                click.echo(json.dumps(data, default=str))
+
+    help = "JSON on stdout." if quiet else "A line of JSON on stdout, all else on stderr."
+    return click.option("--json", "as_json", is_flag=True, help=help)(call)
+
+
+returns_data_at_end = functools.partial(returns_data, quiet=False)  # for commands that show their progress
 
 
 def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +66,7 @@ def agent_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--improved", metavar="FILE", help="Instructions and descriptions that `palestra improve` wrote."),
         click.option("--mcp-shared", multiple=True, metavar="COMMAND", help="One such server for all attempts."),
         click.option("--mcp", multiple=True, metavar="COMMAND", help="An MCP server whose tools the agent gets."),
-        click.option("--measure", multiple=True, metavar="FILE:NAME", help="Tells good from bad; may be repeated."),
+        click.option("--measure", multiple=True, metavar="FILE:NAME", help="A measure; may be repeated."),
         click.option("--held-out", metavar="FILE_OR_SHARE", help="With --cases: cases to score on. [default: 0.2]"),
         click.option("--cases", metavar="FILE", help="Cases as JSON lines: input, expect, and what else you need."),
         click.option("--agent-port", type=click.IntRange(0, 65535), help="Let other agents take cases at this port."),
@@ -93,19 +106,30 @@ def out_option(help: str, default: str | None = None) -> Callable[[Callable[...,
             raise StorageError(f"--out {out} cannot be written ({why}); choose another")
         return out
 
-    kind = click.Path(path_type=Path)
-    return click.option("--out", type=kind, default=default, show_default=True, callback=check, help=help)
+    return click.option("--out", type=PATH, default=default, show_default=True, callback=check, help=help)
 
 
 def print_sections(
-    sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], width: int = 100, column: int = 44
+    console: Console, sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], width: int = 100, column: int = 44
 ) -> None:
     """Titled lists of names with their descriptions, laid out as --help is."""
     formatter = click.HelpFormatter(width=width)
     for title, rows in sections:
         with formatter.section(title):
             formatter.write_dl(list(rows), col_max=column)
-    click.echo(formatter.getvalue().rstrip())
+    console.out(formatter.getvalue().rstrip(), highlight=False)
+
+
+def table(headings: Iterable[Any], rows: Iterable[Iterable[Any]], **style: Any) -> Table:
+    """A table whose first column names the rows; the others hold numbers."""
+    from rich.table import Column, Table
+
+    first, *numbers = headings
+    columns = [Column(first), *(Column(heading, justify="right") for heading in numbers)]
+    made = Table(*columns, **{"title_justify": "left", "caption_justify": "left", **style})
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def load_libraries(console: Console, model: str, *, is_needed: bool = True) -> None:
@@ -118,10 +142,8 @@ def load_libraries(console: Console, model: str, *, is_needed: bool = True) -> N
 
     if is_needed:
         require_model(model)
-
     with task(console, "loading torch and transformers"):
         import torch  # noqa: F401
         from transformers.utils.logging import disable_progress_bar
-
     if is_local(model):
         disable_progress_bar()

@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from palestra.agent_source import open_agent_file
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, json_option, print_sections
+from palestra.cli.common import print_sections, returns_data
 from palestra.core.config import RunConfig
+from palestra.core.extras import provided
 
 
-@settings.command_of_run("config")
+@settings.command_of_run("config", returns_data)
 @click.argument("agent_file", required=False)
-@config_option
 @click.option("--keys", is_flag=True, help="List every setting with its default and description.")
-@json_option
-@debug_option
-def command(agent_file: str | None, config_file: Path | None, keys: bool, as_json: bool, **parameters: Any) -> None:
+@click.option("--locked", is_flag=True, help="List the settings that an LLM agent may not change here, and its limits.")
+def command(
+    agent_file: str | None,
+    config_file: Path | None,
+    keys: bool,
+    locked: bool,
+    console: Console,
+    **parameters: Any,
+) -> dict[str, Any]:
     """Print the settings that `palestra train` would use, as YAML that `--config` reads back.
 
     \b
     palestra config my_agent.py > run.yaml      write them down, then edit
     palestra config my_agent.py --lora.r 8      with those of your file and of the command line
     palestra config --keys                      every setting with its default and description
+    palestra config --locked                    those that agents may not change, by ./palestra.yaml or PALESTRA_SITE
     """
+    if locked:
+        data, sections = provided("config --locked")()
+        print_sections(console, sections)
+        return data
     if keys:
-        _print_keys(as_json)
-        return
+        return _keys(console)
     import yaml
 
     _, _, config = open_agent_file(agent_file, settings.layer(config_file, settings.from_options(parameters)))
     data = config.model_dump(mode="json")
-    click.echo(json.dumps(data) + "\n" if as_json else yaml.safe_dump(data, sort_keys=False), nl=False)
+    console.out(yaml.safe_dump(data, sort_keys=False), end="", highlight=False)
+    return data
 
 
-def _print_keys(as_json: bool) -> None:
-    all_settings = RunConfig.settings().items()
-    if as_json:
-        listing = {
-            key: {"default": info.get_default(call_default_factory=True), "about": info.description or ""}
-            for key, info in all_settings
-        }
-        click.echo(json.dumps(listing))
-        return
+def _keys(console: Console) -> dict[str, Any]:
+    """Every setting with its default and description."""
+    every = RunConfig.settings().items()
     sections = (
         (section or "run", [settings.describe(key, info) for key, info in members])
-        for section, members in groupby(all_settings, lambda setting: setting[0].rpartition(".")[0])
+        for section, members in groupby(every, lambda setting: setting[0].rpartition(".")[0])
     )
-    print_sections(sections, width=min(shutil.get_terminal_size().columns, 120), column=46)
+    print_sections(console, sections, width=min(shutil.get_terminal_size().columns, 120), column=46)
+    return {
+        key: {"default": info.get_default(call_default_factory=True), "about": info.description or ""}
+        for key, info in every
+    }

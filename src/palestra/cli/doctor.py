@@ -1,4 +1,4 @@
-"""Checks of this machine, each with a remedy."""
+"""`palestra doctor`: checks of this machine, each with a remedy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import click
+from rich.console import Console
+from rich.text import Text
+
+from palestra.cli.common import returns_data
 from palestra.core.machine import installed_version, memory_gib, port_error
 from palestra.runs.manager import palestra_home
 
-MINIMUM_PYTHON = (3, 11)
 State = Literal["ok", "missing", "broken"]  # missing: something optional; broken: nothing works without it
 
 KEYS = {
@@ -30,6 +35,7 @@ KEYS = {
 PORTS = {8000: "palestra serve", 8001: "palestra trajectory", 8002: "palestra mcp --http", 8003: "palestra http",
          8004: "palestra dashboard", 8005: "palestra gateway", 8010: "palestra tinker",
          9001: "palestra train --env-url"}  # fmt: skip
+_MARKS = {"ok": ("✓", "green"), "missing": ("·", "yellow"), "broken": ("✗", "red")}
 _ENOUGH_MEMORY_GIB = 2.0
 _ENOUGH_DISK_GIB = 2.0
 _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*;\s*extra\s*==\s*[\"'](?P<extra>[\w-]+)[\"']")
@@ -46,28 +52,54 @@ class Check:
     remedy: str = ""
 
 
+@click.command("doctor")
+@click.option("--model", "model_name", metavar="NAME", help="Check this model's chat template and tool calls instead.")
+@returns_data
+def command(model_name: str | None, console: Console) -> Iterator[dict[str, Any]]:
+    """Check this machine: versions, GPU, memory, disk, extras, keys and ports, with remedies; for bug reports, too.
+
+    With --model NAME, check a model instead: tool calls that its chat template writes must be read back.
+
+    ✓ is there, · is optional and missing, ✗ is needed and broken. The exit status is 1 only for the last.
+    """
+    from palestra.train.progress import task
+
+    with task(Console(stderr=True), f"examining {model_name or 'this machine'}"):
+        checks = examine() if model_name is None else list(examine_model(model_name))
+    broken = any(check.state == "broken" for check in checks)
+    yield {"ok": not broken, "findings": [asdict(check) for check in checks]}
+    for topic, members in groupby(checks, lambda check: check.topic):
+        console.print(topic, style="bold")
+        for check in members:
+            mark, color = _MARKS[check.state]
+            console.print(Text.assemble("  ", (mark, color), f" {check.name}: {check.found}"), soft_wrap=True)
+            if check.remedy:
+                console.print(Text(f"      → {check.remedy}"), soft_wrap=True)
+    if broken:
+        raise click.exceptions.Exit(1)
+
+
 def examine() -> list[Check]:
     """Run all checks. Takes seconds, since torch is asked for its GPUs."""
     return [*_python(), *_torch(), *_room(), *_extras(), *_keys(), *_ports(), *_sandbox()]
 
 
-def examine_model(name: str) -> list[Check]:
+def examine_model(name: str) -> Iterator[Check]:
     """Check that a model's chat template works, and that the tool calls it writes are read back."""
     from palestra.core.errors import PalestraError
     from palestra.models.chat.roundtrip import check_tool_calls
     from palestra.models.chat.template import ChatFormat
     from palestra.models.loading import load_tokenizer
 
+    part, about = "chat template", name
     try:
         chat = ChatFormat(load_tokenizer(name))
-    except PalestraError as error:
-        return [Check("model", "chat template", "broken", name, str(error))]
-    found = [Check("model", "chat template", "ok", f"{name}; a turn ends with {' or '.join(chat.stop_texts)}")]
-    try:
+        yield Check("model", part, "ok", f"{name}; a turn ends with {' or '.join(chat.stop_texts)}")
+        part, about = "tool calls", f"format {chat.call_format.name}"
         check_tool_calls(chat)
+        yield Check("model", part, "ok", f"{about}, read back as written")
     except PalestraError as error:
-        return [*found, Check("model", "tool calls", "broken", f"format {chat.call_format.name}", str(error))]
-    return [*found, Check("model", "tool calls", "ok", f"format {chat.call_format.name}, read back as written")]
+        yield Check("model", part, "broken", about, str(error))
 
 
 def _check(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: State = "missing") -> Check:
@@ -75,9 +107,8 @@ def _check(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: 
 
 
 def _python() -> Iterator[Check]:
-    found = f"{platform.python_version()} at {sys.executable}"
-    remedy = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer"
-    yield _check("Python", "version", sys.version_info[:2] >= MINIMUM_PYTHON, found, remedy, "broken")
+    yield Check("Python", "palestra", "ok", f"{metadata.version('palestra')} on {platform.platform()}")
+    yield Check("Python", "version", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def _torch() -> Iterator[Check]:
@@ -127,7 +158,8 @@ def _extras() -> Iterator[Check]:
             packages.setdefault(match["extra"], []).append(match["package"])
     for extra, needed in sorted(packages.items()):
         missing = [package for package in needed if not installed_version(package)]
-        found = f"{', '.join(missing)} not installed" if missing else f"{', '.join(needed)} installed"
+        versions = ", ".join(f"{package} {installed_version(package)}" for package in needed)
+        found = f"{', '.join(missing)} not installed" if missing else versions
         yield _check("extras", extra, not missing, found, f"pip install 'palestra[{extra}]'")
 
 

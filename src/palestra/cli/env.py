@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, json_line_option, load_libraries, out_option
+from palestra.cli.common import load_libraries, out_option
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import capability_of, print_evaluation
@@ -36,8 +36,7 @@ class EnvGroup(click.Group):
     """The commands below, and those of extras."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        others = [name.removeprefix("env ") for name in extras.COMMANDS if name.startswith("env ")]
-        return [*super().list_commands(ctx), *others]
+        return [*super().list_commands(ctx), *(n.removeprefix("env ") for n in extras.COMMANDS if n.startswith("env "))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if (name := f"env {cmd_name}") in extras.COMMANDS:
@@ -50,26 +49,13 @@ def command() -> None:
     """One environment: `process` writes scored rollouts, `evaluate` scores a model, `serve` posts to a trainer."""
 
 
-def options_of_env(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that all commands of the group share."""
-    for option in (
-        debug_option,
-        json_line_option,
-        click.option("--model", metavar="NAME", help="The model, or a run with one; short for --model.name."),
-        config_option,
-        click.argument("name_or_file"),
-    ):
-        function = option(function)
-    return function
-
-
 @settings.command_of_run("process", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--groups", default=8, show_default=True, type=click.IntRange(1), help="Problems to attempt.")
-@out_option("The JSONL file; the page is written beside it.")
-@options_of_env
+@out_option("The JSONL file; the page gets the same name with .html.")
+@click.argument("name_or_file")
 def process(
-    name_or_file: str, config_file: Path | None, model: str | None, groups: int, out: Path | None, **parameters: Any
-) -> None:
+    name_or_file: str, config_file: Path | None, groups: int, out: Path | None, console: Console, **parameters: Any
+) -> dict[str, Any]:
     """Attempt some problems; write one scored group per line, and an HTML page of them.
 
     \b
@@ -80,32 +66,28 @@ def process(
     A file written for atroposlib runs its own `process` in a venv of its own, with the model at --openai.base_url.
     """
     if (source := find_env(name_or_file)).dialect == "atropos":
-        request = request_of(name_or_file, config_file, model, parameters)
+        request = request_of(name_or_file, config_file, parameters)
         path = out or Path(f"{slug(source.name)}.jsonl")
         extras.provided("Atropos environments").process(source.file_path, request, groups, path)
-    env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    env, config, openai = _prepare(console, name_or_file, config_file, parameters)
     path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []
     with make_display(console, config.track.log_every) as display:
         process_env(env, config, path, groups=groups, openai=openai, watcher=display, on_group=records.append)
     page = path.with_suffix(".html")
-    _write_page(page, env.name, openai.model_name if openai else config.model.name, records)
+    name = openai.model_name if openai else config.model.name
+    values = {"environment": env.name, "model": name, "groups": [_group(record) for record in records]}
+    write_text(page, fill_template(_PAGE, {}, values))
     scores = [score for record in records for score in record["scores"]]
     passed = [flag for record in records for flag in record["passed"]]
+    mean = sum(scores) / len(scores)
     console.print(
-        f"{len(records)} groups, {len(scores)} attempts: mean score {sum(scores) / len(scores):.2f}, "
+        f"{len(records)} groups, {len(scores)} attempts: mean score {mean:.2f}, "
         f"{sum(passed)} passed\n{show_path(path)}\n{show_path(page)}",
         highlight=False,
     )
-    if parameters["as_json"]:
-        summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "jsonl": str(path)}
-        click.echo(json.dumps({**summary, "mean_score": sum(scores) / len(scores), "page": str(page)}))
-
-
-def _write_page(path: Path, environment: str, model: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write every attempt of every group as a page, to be read in a browser."""
-    values = {"environment": environment, "model": model, "groups": [_group(record) for record in records]}
-    write_text(path, fill_template(_PAGE, {}, values))
+    summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "mean_score": mean}
+    return {**summary, "jsonl": str(path), "page": str(page)}
 
 
 def _group(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,15 +102,15 @@ def _group(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @settings.command_of_run("evaluate", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
-@options_of_env
-def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **parameters: Any) -> None:
+@click.argument("name_or_file")
+def evaluate(name_or_file: str, config_file: Path | None, console: Console, **parameters: Any) -> dict[str, Any]:
     """Score a model on the held-out problems of an environment.
 
     \b
     palestra env evaluate calculator
     palestra env evaluate my_env.py --model runs/my-env-20260131-101500/model
     """
-    env, config, openai, console = _prepare(name_or_file, config_file, model, parameters)
+    env, config, openai = _prepare(console, name_or_file, config_file, parameters)
     with make_display(console, config.track.log_every) as display:
         report, more = evaluate_env(env, config, openai=openai, watcher=display)
     cases, held_out = len({rollout.problem_id for rollout in report.rollouts}), bool(env.problems("held_out"))
@@ -137,31 +119,29 @@ def evaluate(name_or_file: str, config_file: Path | None, model: str | None, **p
     print_evaluation(console, title, report, facts)
     for name, value in more.items():
         console.print(f"{name} {value:g}", highlight=False)
-    if parameters["as_json"]:
-        click.echo(json.dumps({**report.to_dict(), "capability": capability_of(report).to_dict(), "more": more}))
+    return {**report.to_dict(), "capability": capability_of(report).to_dict(), "more": more}
 
 
 def request_of(
-    name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any], *, runs: bool = False
+    name_or_file: str, config_file: Path | None, parameters: dict[str, Any], *, runs: bool = False
 ) -> RunRequest:
     """The environment and the settings of a command; with `runs`, --model may name a run."""
-    options = settings.from_options(parameters) | ({"model.name": model} if model else {})
-    read = read_settings(config_file, with_model_of_run(options) if runs else options)
-    return RunRequest(environment=name_or_file, settings=read.run, env_settings=read.env, server_settings=read.openai)
+    options = settings.from_options(parameters)
+    request = read_settings(config_file, with_model_of_run(options) if runs else options)
+    return replace(request, environment=name_or_file)
 
 
 def _prepare(
-    name_or_file: str, config_file: Path | None, model: str | None, parameters: dict[str, Any]
-) -> tuple[RunningEnv, RunConfig, OpenAISettings | None, Console]:
+    console: Console, name_or_file: str, config_file: Path | None, parameters: dict[str, Any]
+) -> tuple[RunningEnv, RunConfig, OpenAISettings | None]:
     """The environment and all settings, checked before torch is loaded."""
-    request = request_of(name_or_file, config_file, model, parameters, runs=True)
+    request = request_of(name_or_file, config_file, parameters, runs=True)
     env, config = open_env(request)
-    console = Console(stderr=parameters["as_json"])
     openai = OpenAISettings.read(dict(request.server_settings)) if request.server_settings else None
     if openai is None:
         load_libraries(console, config.model.name)
-    return env, config, openai, console
+    return env, config, openai
 
 
-for subcommand in (process, evaluate):
-    command.add_command(subcommand)
+command.add_command(process)
+command.add_command(evaluate)

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
 
-from palestra.cli.common import json_option, print_sections
+from palestra.cli.common import print_sections, returns_data
 from palestra.envs.discover import DiscoveredEnv, discover
 
 
 @click.command("envs")
-@click.option(
-    "--path",
-    "paths",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="Search this folder or file too.",
-)
-@json_option
+@click.option("--path", "paths", multiple=True, type=click.Path(exists=True), help="Search this folder or file too.")
 @click.option("--all", "show_all", is_flag=True, help="List every dataset of a family such as reasoning_gym.")
-def command(paths: tuple[Path, ...], as_json: bool, show_all: bool) -> None:
+@returns_data
+def command(paths: tuple[str, ...], show_all: bool, console: Console) -> dict[str, Any]:
     """List the available environments: built in, in ./environments and PALESTRA_ENV_PATH, and installed.
 
     Their files are read, not run. `palestra train --env NAME` trains on one.
     """
     discovery = discover(paths)
-    if as_json:
-        rows = [{**asdict(env), "preset": dict(env.preset)} for env in discovery.environments]
-        errors = {str(path): reason for path, reason in discovery.errors.items()}
-        click.echo(json.dumps({"environments": rows, "count": len(rows), "errors": errors}, default=str))
-        return
     by_origin = groupby(discovery.environments, lambda env: env.origin)
-    print_sections((origin, _rows(list(members), show_all)) for origin, members in by_origin)
-    for path, reason in discovery.errors.items():
-        click.secho(f"{path} cannot be read: {reason}", fg="yellow", err=True)
+    print_sections(console, ((origin, _rows(list(members), show_all)) for origin, members in by_origin))
+    if not console.quiet:
+        for path, reason in discovery.errors.items():
+            click.secho(f"{path} cannot be read: {reason}", fg="yellow", err=True)
+    rows = [{**asdict(env), "preset": dict(env.preset)} for env in discovery.environments]
+    errors = {str(path): reason for path, reason in discovery.errors.items()}
+    return {"environments": rows, "count": len(rows), "errors": errors}
 
 
 def _rows(environments: list[DiscoveredEnv], show_all: bool) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,11 @@ from palestra.agent_source import AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
 from palestra.api import evaluate
 from palestra.cli import settings
-from palestra.cli.common import agent_options, config_option, debug_option, json_line_option, load_libraries, out_option
+from palestra.cli.common import (
+    agent_options,
+    load_libraries,
+    out_option,
+)
 from palestra.cli.find_run import with_model_of_run
 from palestra.cli.summary import capability_of, print_evaluation
 from palestra.core.errors import SettingError
@@ -34,18 +37,15 @@ from palestra.train.progress import make_display
 @out_option("Write each attempt as a JSON line when it ends, so that the evaluation can be resumed.")
 @click.option("--resume", is_flag=True, help="Continue the evaluation in the file of --out; its attempts are kept.")
 @agent_options
-@config_option
-@json_line_option
-@debug_option
 def command(
     agent_file: str | None,
     split: str,
     out: Path | None,
     resume: bool,
     config_file: Path | None,
-    as_json: bool,
+    console: Console,
     **parameters: Any,
-) -> None:
+) -> dict[str, Any]:
     """Score an agent on its held-out cases, without training.
 
     \b
@@ -65,7 +65,6 @@ def command(
     options = with_model_of_run(settings.from_options(parameters))
     file, agent, config = own.open(agent_file, settings.layer(config_file, options))
     suite, cases, split = _cases(file, split)
-    console = Console(stderr=as_json)
     load_libraries(console, config.model.name)
     measures = file.suite.measures if file.measures is None else file.measures  # for held-out cases, too
     how: dict[str, Any] = {"reward_weights": file.reward_weights, "out": out, "resume": resume}
@@ -73,17 +72,15 @@ def command(
         report = evaluate(agent, suite, measures, config=config, watcher=display, **how)
     facts = RunFacts(config, "program" if isinstance(agent, ProgramAgent) else "agent")
     print_evaluation(console, f"{agent.name}, {cases}", report, facts)
-    if as_json:
-        summary = {
-            "pass_rate": report.pass_rate.rate,
-            "interval": [report.pass_rate.low, report.pass_rate.high],
-            "measures": {m.name: m.pass_rate.rate for m in report.measures},
-            "capability": capability_of(report).to_dict(),
-            "split": split,
-            "cases": len({rollout.problem_id for rollout in report.rollouts}),
-            "seconds": round(report.seconds, 2),
-        }
-        click.echo(json.dumps(summary))
+    return {
+        "pass_rate": report.pass_rate.rate,
+        "interval": [report.pass_rate.low, report.pass_rate.high],
+        "measures": {m.name: m.pass_rate.rate for m in report.measures},
+        "capability": capability_of(report).to_dict(),
+        "split": split,
+        "cases": len({rollout.problem_id for rollout in report.rollouts}),
+        "seconds": round(report.seconds, 2),
+    }
 
 
 def _cases(file: AgentFile, split: str) -> tuple[EvalSuite, str, str]:

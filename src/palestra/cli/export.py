@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
 
-from palestra.cli.common import PATH, debug_option, json_line_option, load_libraries
+from palestra.cli.common import PATH, load_libraries, returns_data_at_end
 from palestra.cli.find_run import find_run, model_of, require_run
 from palestra.core.errors import SettingError
 from palestra.core.extras import provided
 from palestra.core.files import slug, write_text
 from palestra.train.progress import task
 
-if TYPE_CHECKING:
-    from palestra.models.export.source import ModelSource
+_FILES = ("--out", "--name")
+_OPTIONS = {  # format -> its options
+    "hf": _FILES,
+    "gguf": _FILES,
+    "ollama": _FILES,
+    "hub": ("--repo", "--public", "--adapter"),
+    "html": ("--out", "--groups"),
+}
 
 
 @click.command("export")
 @click.argument("run_or_model")
-@click.option("--to", "kind", required=True, type=click.Choice(["hf", "hub", "gguf", "ollama", "html"]), help="Format.")
+@click.option("--to", "kind", required=True, type=click.Choice(list(_OPTIONS)), help="Format.")
 @click.option("--type", "type_", default="q8_0", show_default=True, help="f32, f16, bf16, q8_0; others by llama.cpp.")
 @click.option("--out", type=PATH, help="A folder, or the .gguf or .html file. [default: in the run]")
 @click.option("--name", help="Its name in Ollama, and in the GGUF file. [default: the run's]")
@@ -33,8 +36,7 @@ if TYPE_CHECKING:
 @click.option("--adapter", is_flag=True, help="With --to hub: upload the adapter alone instead of the merged model.")
 @click.option("--groups", type=click.IntRange(1, 10_000), help="With --to html: how many groups. [default: 50]")
 @click.option("--llama-cpp", metavar="FOLDER", help="Where llama-quantize is. [env: LLAMA_CPP_PATH]")
-@json_line_option
-@debug_option
+@returns_data_at_end
 def command(
     run_or_model: str,
     kind: str,
@@ -46,8 +48,8 @@ def command(
     adapter: bool,
     groups: int | None,
     llama_cpp: str | None,
-    as_json: bool,
-) -> None:
+    console: Console,
+) -> dict[str, Any]:
     """Export a run's model, or any other, as a Hugging Face folder or repository, a GGUF file or an Ollama model.
 
     RUN is a run's id, name or folder; RUN@50 or RUN@best is one of its checkpoints.
@@ -62,59 +64,56 @@ def command(
     An adapter is merged into its base model. A repository of the hub gets a model card with the evaluation. The HTML
     page shows the run: its evaluation, curves, and groups side by side, in one file that needs no network.
     """
-    console = Console(stderr=as_json)
-    _refuse_other_options(kind, {"--groups": groups} if kind != "html" else {"--name": name})
+    values = {"--groups": groups, "--name": name, "--out": out}
+    values |= {"--repo": repo, "--public": public, "--adapter": adapter}
+    if others := [option for option, value in values.items() if value and option not in _OPTIONS[kind]]:
+        raise SettingError(f"--to {kind} takes no {' and no '.join(others)}; leave out what is of another format")
+    if kind == "html":
+        return {"to": kind, **_to_html(console, run_or_model, out, groups)}
     if kind == "hub":
-        _refuse_other_options("hub", {"--out": out, "--name": name})
         if not repo:
             raise SettingError("--to hub needs a repository: --repo USER/NAME")
         from palestra.models.export.hub import check_repo
 
         check_repo(repo)
-    else:
-        _refuse_other_options(kind, {"--repo": repo, "--public": public, "--adapter": adapter})
-    if kind == "html":
-        made = _to_html(console, run_or_model, out, groups)
-        if as_json:
-            click.echo(json.dumps({"to": kind, **made}))
-        return
     model, folder = model_of(run_or_model)
     load_libraries(console, model)
-    options = {"type": type_, "llama_cpp": llama_cpp}
-    match kind:
-        case "hf":
-            made = _to_hf(console, model, out or folder / "hf")
-        case "hub":
-            assert repo is not None
-            made = _to_hub(console, run_or_model, model, repo, private=not public, adapter=adapter)
-        case "gguf":
-            made = _to_gguf(console, _open(console, model, name), folder, out, options)
-        case _:
-            source = _open(console, model, name)
-            made = _to_ollama(console, source, out or folder / "ollama" / slug(source.name), options)
-    if as_json:
-        click.echo(json.dumps({"to": kind, **made}))
+    if kind == "hub":
+        return {"to": kind, **_to_hub(console, run_or_model, model, str(repo), private=not public, adapter=adapter)}
+    if kind == "hf":
+        from palestra.models.export.hf import to_hf
 
-
-def _open(console: Console, model: str, name: str | None) -> ModelSource:
+        with task(console, "saving the model"):
+            to_hf(model, path := out or folder / "hf")
+        console.print(f"{path}", soft_wrap=True)
+        return {"to": kind, "path": str(path)}
     from palestra.models.export.source import open_source
 
     with task(console, "opening the model"):
-        return open_source(model, name)
+        source = open_source(model, name)
+    with task(console, source.name, unit="bytes") as phase:
+
+        def on_progress(done: int, total: int) -> None:
+            phase.total = total
+            phase.advance(done)
+
+        how: dict[str, Any] = {"type": type_, "llama_cpp": llama_cpp, "progress": on_progress}
+        if kind == "gguf":
+            path = out or folder / f"{source.name}-{type_.lower()}.gguf"
+            provided("--to gguf")(source, path, **how)
+        else:
+            made = provided("to_ollama")(source, source.name, out or folder / "ollama" / slug(source.name), **how)
+    if kind == "gguf":
+        _print_file(console, path)
+        return {"to": kind, "path": str(path), "type": type_.lower()}
+    next_step = f"Chat with it:  ollama run {made.name}" if made.created else f"Where Ollama is, run:  {made.command}"
+    console.print(f"{made.gguf}\n{made.modelfile}\n{next_step}", soft_wrap=True)
+    files = {"name": made.name, "path": str(made.gguf), "modelfile": str(made.modelfile)}
+    return {"to": kind, **files, "created": made.created, "command": made.command}
 
 
-def _to_hf(console: Console, model: str, folder: Path) -> dict[str, Any]:
-    from palestra.models.export.hf import to_hf
-
-    with task(console, "saving the model"):
-        to_hf(model, folder)
-    console.print(f"{folder}", soft_wrap=True)
-    return {"path": str(folder)}
-
-
-def _refuse_other_options(kind: str, options: dict[str, Any]) -> None:
-    if given := [name for name, value in options.items() if value]:
-        raise SettingError(f"--to {kind} takes no {' and no '.join(given)}; leave out what is of another format")
+def _print_file(console: Console, path: Path) -> None:
+    console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
 
 
 def _to_html(console: Console, word: str, out: Path | None, groups: int | None) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _to_html(console: Console, word: str, out: Path | None, groups: int | None) 
     with task(console, "writing the page"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, run_page(run, groups))
-    console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
+    _print_file(console, path)
     return {"path": str(path)}
 
 
@@ -140,36 +139,3 @@ def _to_hub(console: Console, word: str, model: str, repo: str, *, private: bool
     note = " (private, if it is new; --public makes it visible)" if private else ""
     console.print(f"{made.url}{note}", soft_wrap=True)
     return {"repo": made.name, "url": made.url, "private": made.private}
-
-
-def _to_gguf(
-    console: Console, source: ModelSource, folder: Path, out: Path | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    kind = options["type"].lower()
-    path = out or folder / f"{source.name}-{kind}.gguf"
-    with _writing(console, path.name) as progress:
-        provided("--to gguf")(source, path, progress=progress, **options)
-    console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
-    return {"path": str(path), "type": kind}
-
-
-def _to_ollama(console: Console, source: ModelSource, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    with _writing(console, source.name) as progress:
-        made = provided("to_ollama")(source, source.name, folder, progress=progress, **options)
-    console.print(f"{made.gguf}\n{made.modelfile}", soft_wrap=True)
-    next_step = f"Chat with it:  ollama run {made.name}" if made.created else f"Where Ollama is, run:  {made.command}"
-    console.print(next_step, soft_wrap=True)
-    files = {"path": str(made.gguf), "modelfile": str(made.modelfile)}
-    return {"name": made.name, **files, "created": made.created, "command": made.command}
-
-
-@contextmanager
-def _writing(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
-    """The display of a file that is being written, as what is called with the bytes of it."""
-    with task(console, label, unit="bytes") as phase:
-
-        def advance(done: int, total: int) -> None:
-            phase.total = total
-            phase.advance(done)
-
-        yield advance

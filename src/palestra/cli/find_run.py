@@ -1,9 +1,14 @@
-"""The run or model that is meant by a word on the command line: a run id, a run's name, a folder, a model's name."""
+"""Runs and models named on the command line, by id, name or folder; consent to run code that a foreign run names.
+
+A run folder is your own if the index of runs in PALESTRA_HOME lists this very folder: `palestra train` and the Python
+API list every run that they start. Any other folder is foreign: a copy, a download, a colleague's run.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +16,19 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from palestra.core.errors import InputError, NotFoundError, SettingError, StateError, did_you_mean
+from palestra.core.errors import InputError, NotAllowedError, NotFoundError, SettingError, StateError, did_you_mean
 from palestra.core.run_folder import RunFolder, step_of
-from palestra.core.show import show_path
+from palestra.core.show import show_path, visible
 
 if TYPE_CHECKING:
     from palestra.runs.index import Row
     from palestra.runs.reader import Run, RunReader
 
+trust_option = click.option(
+    "--trust", is_flag=True, help="Run code that a run folder from elsewhere names, without asking."
+)
+_DEMOS = (None, "demo", "palestra.demo")  # agents that come with Palestra
+_ISOLATION = ("isolation", "allow_unsandboxed")  # settings that decide whether code of a model is isolated
 RUNS = Path("runs")
 _MAX_LISTED = 5
 
@@ -42,8 +52,7 @@ def find_run(word: str, *, or_model: bool = False) -> FoundRun | None:
     word = word.partition("@")[0]
     is_model = or_model and bool(word) and Path(word).expanduser().exists()
     for path in _folders(word) if is_model else [*_folders(word), RUNS / word]:
-        names = {str(path.resolve()), str(path.absolute())}
-        row = next((row for row in rows if row.folder in names), None)
+        row = _row_of(path, rows)
         if row is not None or RunFolder(path).has_begun:
             return FoundRun(RunFolder(path), None if row is None else row.run_id)
     if is_model:
@@ -63,12 +72,9 @@ def find_run(word: str, *, or_model: bool = False) -> FoundRun | None:
 def require_run(word: str) -> RunFolder:
     """The folder of a run that has begun; an error lists the most recent runs of ./runs."""
     run = find_run(word)
-    if run is not None:
-        return RunFolder.open(run.folder.path)
-    if Path(word).is_dir():
-        return RunFolder.open(Path(word))
-    recent = recent_runs()
-    if not recent:
+    if run is not None or Path(word).is_dir():
+        return RunFolder.open(Path(word) if run is None else run.folder.path)
+    if not (recent := recent_runs()):
         raise NotFoundError(f"there is no run {word}, and ./{RUNS} has none; `palestra train` starts one")
     listing = "".join(f"\n  {path}" for path in recent)
     raise NotFoundError(f"there is no run {word}. The most recent ones in ./{RUNS} are:{listing}")
@@ -89,12 +95,10 @@ def require_run_id(word: str) -> str:
 
 def run_of(reader: RunReader, word: str) -> Run:
     """The run that is meant, as it stands; also one in a folder that the index does not list."""
-    found = find_run(word)
-    if found is None:
-        return reader.get(word)
-    if found.run_id is None:
-        return reader.of_folder(RunFolder.open(found.folder.path.absolute()))
-    return reader.get(found.run_id)
+    run = find_run(word)
+    if run is not None and run.run_id is None:
+        return reader.of_folder(RunFolder.open(run.folder.path.absolute()))
+    return reader.get(word if run is None or run.run_id is None else run.run_id)
 
 
 def model_of(word: str) -> tuple[str, Path]:
@@ -123,7 +127,7 @@ def model_of(word: str) -> tuple[str, Path]:
 
 
 def _explain_missing(word: str) -> None:
-    """Before a model of that name is looked for, on the network in the end: what else may have been meant."""
+    """Raise, or print a note, if a word that is looked up as a model's name was probably meant as a run."""
     if word.endswith(".py"):
         raise InputError(f"{word} is a Python file, no run and no model; `palestra train {word}` makes a run of it")
     if "/" in word or word.endswith(".gguf") or Path(word).expanduser().exists():
@@ -154,17 +158,14 @@ def recent_runs() -> list[Path]:
 
 def run_argument(many: bool = False, required: bool = True) -> Any:
     """The argument RUN, or RUN…, of a command; the shell completes run ids."""
-    if many:
-        return click.argument("runs", metavar="RUN…", nargs=-1, required=required, type=_Run())
-    return click.argument("run", metavar="RUN", type=_Run())
 
-
-class _Run(click.ParamType):
-    name = "run"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         rows = [row for row in _index_rows() if row.run_id.startswith(incomplete)]
         return [CompletionItem(row.run_id, help=f"{row.name} {row.state}") for row in rows]
+
+    if many:
+        return click.argument("runs", metavar="RUN…", nargs=-1, required=required, shell_complete=complete)
+    return click.argument("run", metavar="RUN", shell_complete=complete)
 
 
 def _folders(word: str) -> Iterator[Path]:
@@ -184,3 +185,58 @@ def _index_rows() -> list[Row]:
         return Index(palestra_home(), create=False).rows()
     except OSError:
         return []
+
+
+def require_trust(folder: RunFolder, code: Sequence[str], trust: bool) -> None:
+    """Ask on a terminal, unless the folder is the user's own, or names no code; PalestraError without consent."""
+    if trust or not code or is_own(folder):
+        return
+    listing = "".join(f"\n  {visible(line)}" for line in code)
+    reason = f"{folder.path} is not one of your runs, and this would use, with your rights:{listing}"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise NotAllowedError(f"{reason}\nread it first; if you trust it, repeat the command with --trust")
+    if not click.confirm(f"{reason}\nDo you trust it?", default=False, err=True):
+        raise NotAllowedError("nothing was run, because the folder is not trusted")
+
+
+def is_own(folder: RunFolder) -> bool:
+    """Whether the index of runs lists exactly this folder."""
+    from palestra.runs.reader import RunReader
+
+    try:
+        return RunReader().lists(RunFolder(folder.path.absolute()))
+    except OSError:
+        return False
+
+
+def _row_of(path: Path, rows: Sequence[Row]) -> Row | None:
+    names = {str(path.resolve()), str(path.absolute())}
+    return next((row for row in rows if row.folder in names), None)
+
+
+def code_for_tools(record: Mapping[str, Any]) -> list[str]:
+    """Code that gives a run its tools and problems: an environment or an agent file; none if it comes with Palestra."""
+    environment = record.get("environment")
+    if isinstance(environment, Mapping):
+        settings = environment.get("settings") or {}
+        name = str(environment.get("name"))
+        if _is_built_in(name) and isinstance(settings, Mapping) and not any(key in settings for key in _ISOLATION):
+            return []
+        return [f"the environment {name} with the settings {dict(settings) if settings else 'of its file'}"]
+    source = record.get("source")
+    is_here = source not in _DEMOS and Path(str(source)).exists()  # the file of another machine cannot run
+    return [f"the agent file {source}"] if is_here else []
+
+
+def code_of_run(record: Mapping[str, Any]) -> list[str]:
+    """All that a resumed run may execute or contact. Its settings name addresses, trackers and folders too."""
+    others = [f"{name}: {record[name]}" for name in ("agent_options", "scored_by", "atropos") if record.get(name)]
+    config = "its config.yaml, which names addresses, folders and functions, and its checkpoints"
+    return [*code_for_tools(record), *others, config]
+
+
+def _is_built_in(name: str) -> bool:
+    """Whether a name means an environment of Palestra's library, whatever files there are."""
+    from palestra.envs.discover import FAMILY, LIBRARY, in_file, python_files
+
+    return name.startswith(f"{FAMILY}/") or any(env.name == name for p in python_files(LIBRARY) for env in in_file(p))

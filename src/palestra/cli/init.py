@@ -64,7 +64,7 @@ _CONFIG = """config = {  # suits a small model on a laptop; leave it out for oth
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default=".")
 @click.option("--name", help=f"Name of the agent; {_NAME} by default.")
 @click.option("--model", help=f"Folder, .gguf file or hub id of its model; {_MODEL} (embedded, for a CPU) by default.")
-@click.option("--instructions", help="What the agent is told to do.")
+@click.option("--instructions", help="Instructions of the agent, its system message.")
 @click.option("--yes", is_flag=True, help="Ask nothing; use the defaults.")
 def command(folder: Path, name: str | None, model: str | None, instructions: str | None, yes: bool) -> None:
     """Write an agent to start from into FOLDER (the current one by default).
@@ -73,7 +73,7 @@ def command(folder: Path, name: str | None, model: str | None, instructions: str
     agent.py       the agent, two tools and a measure
     cases.jsonl    a question and the expected answer on each line
 
-    It asks for the agent's name, its model and its instructions, unless they are given. Existing files are kept.
+    It asks for the agent's name, its model and its instructions, unless options set them. Existing files are kept.
     """
     files = [folder / "agent.py", folder / "cases.jsonl"]
     if existing := [str(file) for file in files if file.exists()]:
@@ -91,10 +91,10 @@ def command(folder: Path, name: str | None, model: str | None, instructions: str
     click.echo(f"wrote {files[0]} and {files[1]}. Next:\n{inside}palestra eval agent.py\npalestra train agent.py")
 
 
-def _answer(given: str | None, question: str, default: str, yes: bool) -> str:
-    if given is not None or yes:
-        return default if given is None else given
-    return str(click.prompt(question, default=default))
+def _answer(option: str | None, question: str, default: str, yes: bool) -> str:
+    if option is not None:
+        return option
+    return default if yes else str(click.prompt(question, default=default))
 
 
 def _cases() -> list[dict[str, object]]:

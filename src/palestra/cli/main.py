@@ -9,11 +9,11 @@ from importlib import import_module
 import click
 
 from palestra.core import extras
-from palestra.core.errors import PalestraError, did_you_mean
+from palestra.core.errors import InputError, PalestraError, did_you_mean
 from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, is_first_rank
 
-# group -> name -> (module beside this one, or module:attribute where it is not `command`; its line in --help)
+# group -> name -> (module of this folder, or module:attribute where it is not `command`; its line in --help)
 GROUPS = {
     "Train and score": {
         "init": ("init", "Write an agent file, cases and a measure to start from."),
@@ -33,19 +33,22 @@ GROUPS = {
         "export": ("export", "Export a model (Hugging Face folder or hub, GGUF, Ollama) or a run's page."),
     },
     "Agents and environments in other programs": {
-        "gateway": ("gateway", "Serve a model to agents and record the exact tokens of each attempt."),
+        "gateway": ("serve:gateway", "Serve a model to agents and record the exact tokens of each attempt."),
     },
     "Trainings run by an LLM agent": {},
     "Installation and settings": {
         "config": ("config", "Print the settings a run would use, or all settings."),
-        "doctor": ("about:doctor", "Check what this machine has, and what it lacks."),
-        "completion": ("about:completion", "Print the completion script of your shell."),
-        "version": ("about:version", "Print the versions that matter in a bug report."),
+        "doctor": ("doctor", "Check this machine: versions, and what is missing."),
     },
 }
 for _name, (_group, _place, _line) in extras.COMMANDS.items():
     if _group:
         GROUPS[_group][_name] = ("", _line)
+REMOVED = {  # command -> its replacement
+    "locks": "run: palestra config --locked",
+    "completion": 'put into ~/.bashrc: eval "$(_PALESTRA_COMPLETE=bash_source palestra)" (or zsh_source, fish_source)',
+    "version": "run: palestra doctor",
+}
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
@@ -59,11 +62,10 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         if cmd_name in extras.COMMANDS:
-            loaded = extras.command(cmd_name)
-            assert isinstance(loaded, click.Command)
-            return loaded
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(import_module(f"palestra.cli.{module}"), attribute or "command")
+            command = extras.command(cmd_name)
+        else:
+            module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+            command = getattr(import_module(f"palestra.cli.{module}"), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 
@@ -78,6 +80,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0].endswith(".py"):
             raise click.UsageError(f"{args[0]} is a file, not a command. Did you mean 'palestra train {args[0]}'?", ctx)
+        if args and args[0] in REMOVED:
+            raise InputError(f"palestra {args[0]} was removed; {REMOVED[args[0]]}")
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"There is no command {args[0]!r}.{did_you_mean(args[0], COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
@@ -85,6 +89,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="palestra", message="palestra %(version)s", help="Print the version.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors; also after a command.")
 def cli() -> None:
     """Make tool-using language-model agents better by reinforcement learning.
 
@@ -98,8 +103,11 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line. Exit status: 0 success, 2 bad input (with the remedy on stderr), 130 Ctrl-C."""
+    words = [word for word in arguments if word != "--debug"]
+    if len(words) < len(arguments):
+        os.environ["PALESTRA_DEBUG"] = "1"
     try:
-        return int(cli.main(args=list(arguments), prog_name="palestra", standalone_mode=False) or 0)
+        return int(cli.main(args=words, prog_name="palestra", standalone_mode=False) or 0)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
             section = error.option_name.lstrip("-").partition(".")[0]

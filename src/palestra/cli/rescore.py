@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from palestra.agent_source import load_agent_file
-from palestra.cli.common import PATH, debug_option, json_line_option
-from palestra.cli.find_run import require_run, run_argument
-from palestra.cli.trust import code_for_tools, require_trust, trust_option
+from palestra.cli.common import PATH, returns_data_at_end, table
+from palestra.cli.find_run import code_for_tools, require_run, require_trust, run_argument, trust_option
 from palestra.core.errors import InputError, NotFoundError, SettingError
 from palestra.core.files import import_file, read_jsonl
 from palestra.core.run_folder import RunFolder
@@ -34,28 +31,26 @@ from palestra.train.progress import task
 @click.option("--limit", type=click.IntRange(1), help="Only the first rollouts.")
 @click.option("--agent", "agent_file", metavar="FILE", help="Where the cases are. [default: the run's own]")
 @trust_option
-@json_line_option
-@debug_option
+@returns_data_at_end
 def command(
-    run: str, file: Path, kind: str, limit: int | None, agent_file: str | None, trust: bool, as_json: bool
-) -> None:
-    """Score the stored rollouts of a run with changed measures, and compare with what was said then.
+    run: str, file: Path, kind: str, limit: int | None, agent_file: str | None, trust: bool, console: Console
+) -> dict[str, Any]:
+    """Score the stored rollouts of a run with changed measures, and compare with the stored scores.
 
     \b
     palestra rescore k3f9 --measures stricter.py
     palestra rescore runs/my-agent-20260131-101500 --measures my_agent.py --kind after
     """
-    folder, console = require_run(run), Console(stderr=as_json)
+    folder = require_run(run)
     if agent_file is None:
         require_trust(folder, code_for_tools(folder.record), trust)
     measures = measures_of(file)
     path = rollouts_path(folder, kind)
     problems = problems_of(folder, "train" if kind == "train" else "held_out", agent_file)
     with task(console, "scoring", unit="rollouts") as phase:
-        found = rescore(read_jsonl(path), measures, problems, limit=limit, on_progress=phase.advance)
-    _print(console, found)
-    if as_json:
-        click.echo(json.dumps(found))
+        rescored = rescore(read_jsonl(path), measures, problems, limit=limit, on_progress=phase.advance)
+    _print(console, rescored)
+    return rescored
 
 
 def measures_of(file: Path) -> Sequence[Measure]:
@@ -64,10 +59,10 @@ def measures_of(file: Path) -> Sequence[Measure]:
         raise NotFoundError(f"there is no file {file}; give a Python file with functions that have @measure")
     module = import_file(file.resolve(), str(file), "It declares measures with @measure")
     declared = [value for value in vars(module).values() if isinstance(value, Measure)]
-    found = as_measures(getattr(module, "measures", None) or list({m.name: m for m in declared}.values()))
-    if not found:
+    measures = as_measures(getattr(module, "measures", None) or list({m.name: m for m in declared}.values()))
+    if not measures:
         raise InputError(f"{file} declares no measure; write a function with @measure above it")
-    return found
+    return measures
 
 
 def rollouts_path(folder: RunFolder, kind: str) -> Path:
@@ -93,17 +88,17 @@ def problems_of(folder: RunFolder, split: str, agent_file: str | None) -> Mappin
     return {case.own_id: case for case in cases} | {case.id: case for case in cases}  # old runs have their own ids
 
 
-def _print(console: Console, found: Mapping[str, Any]) -> None:
-    table = Table("measure", "then", "now", "changed", "errors", box=None, pad_edge=False)
-    for row in found["measures"]:
+def _print(console: Console, rescored: Mapping[str, Any]) -> None:
+    rows = []
+    for row in rescored["measures"]:
         old = "–" if row["old"] is None else _rate(row["old"])
-        table.add_row(visible(row["name"]), old, _rate(row["new"]), str(row["changed"]), str(row["new"]["errors"]))
-    console.print(table)
-    for row in found["changed"][:3]:
+        rows.append((visible(row["name"]), old, _rate(row["new"]), str(row["changed"]), str(row["new"]["errors"])))
+    console.print(table(("measure", "then", "now", "changed", "errors"), rows, box=None, pad_edge=False))
+    for row in rescored["changed"][:3]:
         old, new = (visible(f"{row[when]['value']:g} {row[when]['reason']}".strip()) for when in ("old", "new"))
         console.print(f"step {row['step']}, {visible(row['problem_id'])}: {old} → {new}", highlight=False, markup=False)
-    if found["without_problem"]:
-        console.print(f"{found['without_problem']} rollouts are of problems that are not known here: expect is None")
+    if rescored["without_problem"]:
+        console.print(f"{rescored['without_problem']} rollouts are of problems that are not known here: expect is None")
 
 
 def _rate(row: Mapping[str, float | None]) -> str:

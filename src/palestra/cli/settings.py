@@ -8,22 +8,24 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 from pydantic.fields import FieldInfo
 
+from palestra.cli.common import PATH, returns_data_at_end
 from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config, translate
 from palestra.core.errors import SettingError
 from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting
+from palestra.runs.request import RunRequest
 
 PREFIXES = ("env", "openai")
 ENV_OPTIONS = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
 _META = "palestra.prefixed"
 _WORDS = "palestra.words"
 _HELP = {
+    "model.name": "A hub id, a folder, a .gguf file, or a run: its id, name or folder; RUN@50 is a checkpoint.",
     "seed": "The same seed and settings give the same run.",
     "backend": "Where the model is trained: local, ray (actors of a Ray cluster sample), or tinker.",
     "output_dir": "Where run folders are made.",
@@ -32,6 +34,7 @@ _HELP = {
     "stages.teacher": "For an sft stage: URL of a stronger model that plays the agent (with --teacher-model NAME).",
 }
 _SHORT = {
+    "model.name": ("--model",),
     "stages.plan": ("--stages", "--warm-start"),
     "stages.traces": ("--traces",),
     "stages.teacher": ("--teacher",),
@@ -39,12 +42,16 @@ _SHORT = {
 }
 
 
-def command_of_run(name: str, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command with an option for every setting. Those in sections are hidden from --help: there are too many."""
+def command_of_run(
+    name: str, returns: Callable[..., Any] = returns_data_at_end, **attributes: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command with --json, --config and an option for every setting; those in sections are hidden from --help."""
     usual = {"options_metavar": "[OPTIONS] [--SECTION.KEY VALUE]…", "context_settings": {"max_content_width": 100}}
 
     def decorate(function: Callable[..., Any]) -> click.Command:
-        command = click.command(name, **usual | attributes)(function)
+        command = click.command(name, **usual | attributes)(returns(function))
+        config = click.Option(["--config", "config_file"], type=PATH, metavar="FILE", help="Settings from YAML.")
+        command.params.append(config)
         for key in RunConfig.settings():
             names = [f"--{key}", *_SHORT.get(key, ()), _parameter(key)]
             command.params.append(click.Option(names, metavar="VALUE", hidden=key not in _HELP, help=_HELP.get(key)))
@@ -60,12 +67,12 @@ def from_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
     for key in REMOVED_SETTINGS:
         if parameters.get(_parameter(key)) is not None:
             raise SettingError(f"--{unknown_setting(key, ())}")
-    found = {
+    settings = {
         key: read(info, text)
         for key, info in RunConfig.settings().items()
         if (text := parameters.get(_parameter(key))) is not None
     }
-    return found | _split_plan(str(found["stages.plan"])) if "stages.plan" in found else found
+    return settings | (_split_plan(str(settings["stages.plan"])) if "stages.plan" in settings else {})
 
 
 def _split_plan(plan: str) -> dict[str, str]:
@@ -98,7 +105,8 @@ def max_steps_of_resumed(options: Mapping[str, Any], config_file: Path | None) -
 
 def read(info: FieldInfo, text: str) -> Any:
     """Convert an option's text for RunConfig: `none` is None, commas separate a list's items, objects are JSON."""
-    parts = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
+    is_union = typing.get_origin(info.annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(info.annotation) if is_union else (info.annotation,)
     is_list = any(typing.get_origin(part) is list for part in parts)
     if text.lower() in ("none", "null"):
         if types.NoneType in parts:
@@ -115,10 +123,14 @@ def read(info: FieldInfo, text: str) -> Any:
 
 def describe(key: str, info: FieldInfo) -> tuple[str, str]:
     """`key = default`, and the description with the values to choose from."""
-    choices = [v for part in _parts(info.annotation) for v in typing.get_args(part) if isinstance(v, str)]
-    texts = (info.description or "", " | ".join(choices))
+    texts = (info.description or "", " | ".join(_choices(info.annotation)))
     default = info.get_default(call_default_factory=True)
-    return f"{key} = {show(default)}", "; ".join(text for text in texts if text)
+    return f"{key} = {show(default)}", "; ".join(filter(None, texts))
+
+
+def _choices(kind: Any) -> list[str]:
+    """The texts of a Literal, also inside of a union or a list."""
+    return [kind] if isinstance(kind, str) else [text for part in typing.get_args(kind) for text in _choices(part)]
 
 
 def show(value: Any) -> str:
@@ -142,26 +154,6 @@ def _parameter(key: str) -> str:
     return key.replace(".", "__")
 
 
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
-def _parts(kind: Any) -> list[Any]:
-    """The member types of a union or a list, or the type itself."""
-    if _is_union(kind) or typing.get_origin(kind) is list:
-        return [part for inner in typing.get_args(kind) for part in _parts(inner)]
-    return [kind]
-
-
-@dataclass(frozen=True)
-class EnvSettings:
-    """The environment's own settings, those of an OpenAI-style endpoint, and those of the run."""
-
-    env: dict[str, Any] = field(default_factory=dict)
-    openai: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, Any] = field(default_factory=dict)
-
-
 class EnvCommand(click.Command):
     """A command that accepts any `--env.x v` and `--openai.x v`; the environment checks them."""
 
@@ -172,7 +164,7 @@ class EnvCommand(click.Command):
 
 
 def typed_words() -> list[str]:
-    """What was typed after the command, to start it again."""
+    """The words after the command, to start it again."""
     words: list[str] = click.get_current_context().meta[_WORDS]
     return words
 
@@ -200,24 +192,20 @@ def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list
     return prefixed, rest
 
 
-def read_settings(config_file: Path | None, options: dict[str, Any]) -> EnvSettings:
-    """The settings of the YAML file, overlaid by those of the command line; `options` are the run's."""
+def read_settings(config_file: Path | None, options: dict[str, Any]) -> RunRequest:
+    """A request with the settings of the YAML file, overlaid by those of the command line; `options` are the run's."""
     sections = load_yaml(config_file) if config_file else {}
-    prefixed = {prefix: sections.pop(prefix, None) or {} for prefix in PREFIXES}
-    for prefix, section in prefixed.items():
+    typed = click.get_current_context().meta.get(_META, {})
+    prefixed = {}
+    for prefix in PREFIXES:
+        section = sections.pop(prefix, None) or {}
         if not isinstance(section, dict):
             raise SettingError(f"{config_file}: {prefix!r} is {section!r}; expected a section with names and values")
-    typed = click.get_current_context().meta[_META]
-    run = {**translate(flatten(sections), str(config_file)), **options}
-    return EnvSettings({**prefixed["env"], **typed["env"]}, {**prefixed["openai"], **typed["openai"]}, run)
+        prefixed[prefix] = {**section, **typed.get(prefix, {})}
+    settings = {**translate(flatten(sections), str(config_file)), **options}
+    return RunRequest(settings=settings, env_settings=prefixed["env"], server_settings=prefixed["openai"])
 
 
 def layer(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run: of the YAML file, overlaid by those of the command line."""
     return {**(read_yaml_config(config_file) if config_file else {}), **options}
-
-
-def read_run_settings(config_file: Path | None) -> dict[str, Any]:
-    """The settings of a run in a YAML file; those of an environment or endpoint are left out."""
-    sections = load_yaml(config_file) if config_file else {}
-    return translate(flatten({k: v for k, v in sections.items() if k not in PREFIXES}), str(config_file))

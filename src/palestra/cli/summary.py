@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from palestra.agent_source import AgentOptions
-from palestra.core.ranks import is_first_rank
+from palestra.cli.common import table
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_call, show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score
@@ -23,10 +21,7 @@ from palestra.evals.capability import Capability, by_problem
 from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.findings import NO_FACTS, evaluation_findings
 from palestra.evals.report import (
-    Change,
     EvalReport,
-    Mean,
-    Rate,
     compare,
     compare_means,
     opening,
@@ -41,35 +36,35 @@ _MAX_TEXT_CHARS = 600
 _STYLES = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
 
 
-def print_outcome(console: Console, run: RunFolder, outcome: Outcome, as_json: bool) -> None:
-    """The results of a training; of one over the wire, the mean scores, and before and after if it was scored here."""
-    more: dict[str, Any] = {}
-    if "env_url" in run.record:
-        more = _print_wire(console, outcome)
-    else:
-        if outcome.before is not None and outcome.after is not None:
-            _print_transcripts(console, outcome.before, outcome.after)
-            console.print()
-            console.print(change_table(outcome.before, outcome.after))
-        print_findings(console, outcome.findings)
-        _print_next(console, run, outcome)
-    if as_json and is_first_rank():
-        click.echo(json.dumps(more | outcome_summary(run, outcome)))
-
-
-def _print_wire(console: Console, outcome: Outcome) -> dict[str, Any]:
+def print_outcome(console: Console, run: RunFolder, outcome: Outcome) -> dict[str, Any]:
+    """Print the results of a training, and return them; of one over the wire, with its first and last mean score."""
+    over_wire, more = "env_url" in run.record, dict[str, Any]()
     if outcome.before is not None and outcome.after is not None:
-        console.print(change_table(outcome.before, outcome.after))
+        if not over_wire:
+            _print_transcripts(console, outcome.before, outcome.after)
+        console.print("\n", change_table(outcome.before, outcome.after), sep="")
     print_findings(console, outcome.findings)
-    rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
-    steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step
-    console.print(
-        f"{steps} steps in {show_seconds(outcome.seconds)}; mean score {rewards[0]:.3f} at the first, "
-        f"{rewards[-1]:.3f} at the last\nthe trained model: {outcome.model_path}\n"
-        f"report: {show_path(outcome.report_path)}",
-        highlight=False,
-    )
-    return {"steps": steps, "reward_first": rewards[0], "reward_last": rewards[-1]}
+    if over_wire:
+        rewards = [row["reward_mean"] for row in outcome.metrics if "reward_mean" in row]
+        steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step
+        more = {"steps": steps, "reward_first": rewards[0], "reward_last": rewards[-1]}
+        console.print(f"{steps} steps; mean score {rewards[0]:.3f} at the first, {rewards[-1]:.3f} at the last")
+    rows = {
+        "run folder": show_path(run.path),
+        "report": show_path(outcome.report_path),
+        "model": show_path(outcome.model_path),
+    }
+    rows |= {} if over_wire else {"score it": score_command(run, outcome.model_path)}
+    console.print()
+    console.print(Text(f"Done in {show_seconds(outcome.seconds)}. Open the report in a browser.", style="bold green"))
+    print_rows(console, rows)
+    return more | outcome_summary(run, outcome)
+
+
+def print_rows(console: Console, rows: Mapping[str, str]) -> None:
+    """Names with their values, on one line each, so that they can be copied."""
+    for name, text in rows.items():
+        console.print(Text.assemble((f"{name:<15}", "dim"), text), soft_wrap=True)
 
 
 def outcome_summary(run: RunFolder, outcome: Outcome) -> dict[str, Any]:
@@ -102,21 +97,13 @@ def print_evaluation(console: Console, name: str, report: EvalReport, facts: Run
         _print_rollout(console, failed, 2)
     cases = "" if report.split == "held_out" else ", training cases (none are held out)"
     title = f"{name}: {report.pass_rate.n} rollouts in {show_seconds(report.seconds)}{cases}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("measure")
-    table.add_column("pass rate (95 % interval)", justify="right")
     graded = any(measure.graded for measure in report.measures)
-    if graded:
-        table.add_column("mean (95 % interval)", justify="right")
-    for measure in report.measures:
-        mean = [show_interval(measure.mean)] if measure.graded else []
-        table.add_row(measure.name, show_interval(measure.pass_rate), *mean)
-    if len(report.measures) > 1:
-        table.add_row(overall_name(report), show_interval(report.pass_rate), style="bold")
-    if graded:
-        table.add_row("reward", "", show_interval(report.reward))
+    headings = ["measure", "pass rate (95 % interval)", *(["mean (95 % interval)"] if graded else [])]
+    rows = [(m.name, str(m.pass_rate), str(m.mean) if m.graded else "")[: len(headings)] for m in report.measures]
+    rows += [(overall_name(report), str(report.pass_rate))] if len(report.measures) > 1 else []
+    rows += [("reward", "", str(report.reward))] if graded else []
     console.print()
-    console.print(table)
+    console.print(table(headings, rows, title=title))
     console.print(Text(str(capability_of(report)), style="dim"), soft_wrap=True)
     print_findings(console, evaluation_findings(report.rollouts, facts))
 
@@ -126,27 +113,20 @@ def change_table(before: EvalReport, after: EvalReport) -> Table:
     rates, means = compare(before, after), compare_means(before, after)
     shown = rates if len(rates) > 2 else rates[:1]  # with one measure, "all measures" is the same again
     cases = "Held-out" if after.split == "held_out" else "Training"
-    table = Table(title=f"{cases} cases, before and after (95 % intervals)", title_justify="left")
     captions = [] if all(change.clear for change in (*shown, *means)) else ["≈ within chance: the intervals overlap"]
     if means:
         lowest = min(before.reward.lowest, after.reward.lowest)
         highest = max(before.reward.highest, after.reward.highest)
         captions.append(f"rewards are from {lowest:.3g} to {highest:.3g}")
-    table.caption, table.caption_justify = "; ".join(captions) or None, "left"
-    table.add_column("measure")
-    for heading in ("before", "after", "points"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for change in shown:
-        table.add_row(change.name, *_change_cells(change, f"{100 * change.gain:+.1f}"))
-    for change in means:
-        table.add_row(f"mean {change.name}", *_change_cells(change, f"{change.gain:+.3f}"))
-    return table
-
-
-def _change_cells(change: Change, gain: str) -> tuple[str, str, Text]:
-    colour = ("green" if change.gain > 0 else "red") if change.clear else "yellow"
-    marked = Text(f"{gain}{'' if change.clear else ' ≈'}", style=colour)
-    return show_interval(change.before), show_interval(change.after), marked
+    gains = [(change.name, change, f"{100 * change.gain:+.1f}") for change in shown]
+    gains += [(f"mean {change.name}", change, f"{change.gain:+.3f}") for change in means]
+    rows = []
+    for name, change, gain in gains:
+        colour = ("green" if change.gain > 0 else "red") if change.clear else "yellow"
+        marked = Text(gain if change.clear else f"{gain} ≈", style=colour)
+        rows.append((name, str(change.before), str(change.after), marked))
+    title = f"{cases} cases, before and after (95 % intervals)"
+    return table(("measure", "before", "after", "points"), rows, title=title, caption="; ".join(captions) or None)
 
 
 def show_score(score: Score) -> str:
@@ -157,17 +137,6 @@ def show_score(score: Score) -> str:
     graded = [] if score.value in (0, 1) and score.passed is not None else [f"{score.value:.3g}"]
     reasons = [score.reason] if score.reason else []
     return ", ".join(graded + reasons) or ("passed" if score.passed else "failed")
-
-
-def show_interval(value: Rate | Mean) -> str:
-    """
-    >>> show_interval(Rate.of(30, 100)), show_interval(Mean.of([0.5, 0.7]))
-    ('30.0 % (21.9–39.6)', '0.600 (0.500–0.700)')
-    """
-    if isinstance(value, Mean):
-        return f"{value.value:.3f} ({value.low:.3f}–{value.high:.3f})"
-    rate = value
-    return f"{100 * rate.rate:.1f} % ({100 * rate.low:.1f}–{100 * rate.high:.1f})"
 
 
 def _print_transcripts(console: Console, before_report: EvalReport, after_report: EvalReport) -> None:
@@ -192,24 +161,20 @@ def _print_rollout(console: Console, rollout: Rollout, indent: int) -> None:
     """The conversation after its opening, in its order, then each measure's value and reason."""
     for message in rollout.messages[len(opening(rollout.messages, with_system=True)) :]:
         _print_message(console, message, indent)
+    lines = []
     for name, score in rollout.scores.items():
         style = "dim" if score.passed is None and not score.error else "green" if score.passed else "red"
-        _print_text(console, Text(visible(f"{name}: {show_score(score)}"), style=style), indent)
-    if rollout.error:
-        _print_text(console, Text(visible(f"failed: {rollout.error}"), style="red"), indent)
+        lines.append((f"{name}: {show_score(score)}", style))
+    for text, style in [*lines, *([(f"failed: {rollout.error}", "red")] if rollout.error else [])]:
+        console.print(Padding.indent(Text(visible(text), style=style), indent))
 
 
 def _print_message(console: Console, message: Message, indent: int) -> None:
-    style = _STYLES.get(message.role, "")
     if message.text or not message.tool_calls:
-        text = visible(shorten(message.text))
-        _print_text(console, Text.assemble((f"{message.role}: ", "dim"), (text, style)), indent)
+        said = (visible(shorten(message.text)), _STYLES.get(message.role, ""))
+        console.print(Padding.indent(Text.assemble((f"{message.role}: ", "dim"), said), indent))
     for call in message.tool_calls:
-        _print_text(console, Text.assemble(("calls ", "dim"), (visible(show_call(call)), "blue")), indent)
-
-
-def _print_text(console: Console, text: Text, indent: int) -> None:
-    console.print(Padding(text, (0, 0, 0, indent), expand=False))
+        console.print(Padding.indent(Text.assemble(("calls ", "dim"), (visible(show_call(call)), "blue")), indent))
 
 
 def shorten(text: str) -> str:
@@ -217,24 +182,11 @@ def shorten(text: str) -> str:
 
 
 def print_findings(console: Console, findings: Iterable[Finding]) -> None:
-    """What kept the model from learning or passing more, and what to change."""
+    """Print why the model did not learn or pass more, and which settings to change."""
     for finding in findings:
         console.print(Text(f"! {visible(finding.sentence)}", style="yellow"))
         if finding.example is not None:
             console.print(Text(f"  {visible(str(finding.example))}", style="dim"), soft_wrap=True)
-
-
-def _print_next(console: Console, run: RunFolder, outcome: Outcome) -> None:
-    rows = [
-        ("run folder", show_path(run.path)),
-        ("report", show_path(outcome.report_path)),
-        ("model", show_path(outcome.model_path)),
-        ("score it", score_command(run, outcome.model_path)),
-    ]
-    console.print()
-    console.print(Text(f"Done in {show_seconds(outcome.seconds)}. Open the report in a browser.", style="bold green"))
-    for label, text in rows:  # on one line each, so that they can be copied
-        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
 
 
 def score_command(run: RunFolder, model: Path) -> str:

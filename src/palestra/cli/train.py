@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ from rich.console import Console
 from palestra import run as executor
 from palestra.agent_source import AgentOptions
 from palestra.cli import settings
-from palestra.cli.common import PATH, agent_options, config_option, debug_option, json_line_option, wait_limit_option
-from palestra.cli.display import DryRun, watching
-from palestra.cli.find_run import find_run, require_run, with_model_of_run
+from palestra.cli.common import PATH, agent_options, load_libraries, wait_limit_option
+from palestra.cli.find_run import code_of_run, find_run, require_run, require_trust, trust_option, with_model_of_run
 from palestra.cli.serve import require_serve_extra
-from palestra.cli.settings import EnvCommand, EnvSettings, layer, read_settings
+from palestra.cli.settings import EnvCommand, layer, read_settings
 from palestra.cli.summary import print_outcome
-from palestra.cli.trust import code_of_run, require_trust, trust_option
+from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
 from palestra.core.ranks import RankVariables, is_first_rank, launch_ranks
 from palestra.core.run_folder import Resume, RunFolder
@@ -30,6 +30,16 @@ from palestra.core.show import show_path
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import PALESTRA
+from palestra.train.interrupt import sigterm_as_ctrl_c
+from palestra.train.progress import Display, make_display
+
+
+class DryRun(Exception):
+    """Ends a run with --dry-run when it is ready to start."""
+
+
+def _end_dry_run() -> None:
+    raise DryRun
 
 
 @settings.command_of_run("train", cls=EnvCommand)
@@ -44,12 +54,9 @@ from palestra.runs.request import PALESTRA
 @click.option("--dry-run", is_flag=True, help="Load everything, say what the run would need, and end.")
 @click.option("--serve-port", default=9001, show_default=True, help="With --env-url: where environments sample.")
 @wait_limit_option
-@config_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @click.option("--from-checkpoint", metavar="STEP", help="With --resume: a step, or best. [default: the newest]")
 @trust_option
-@json_line_option
-@debug_option
 def command(
     agent_file: str | None,
     env: str | None,
@@ -65,9 +72,9 @@ def command(
     resume: str | None,
     from_checkpoint: str | None,
     trust: bool,
-    as_json: bool,
+    console: Console,
     **parameters: Any,
-) -> None:
+) -> dict[str, Any] | None:
     """Train an agent on its suite, with its measures as the reward; then compare before and after.
 
     AGENT_FILE is a Python file that defines `agent` and `suite`, and may define `held_out`, `measures`,
@@ -99,60 +106,73 @@ def command(
     """
     if nproc is not None and not detach and starts_ranks(nproc, refused={"--dry-run": dry_run, "--env-url": env_url}):
         raise click.exceptions.Exit(_train_in_ranks(nproc, resume, trust))
-    console = Console(stderr=as_json, quiet=not is_first_rank())
     own = AgentOptions.take(parameters)
     _refuse_together(own, click.get_current_context().params)
     options = with_model_of_run(settings.from_options(parameters))
-    addresses = RunRequest(env_url=env_url, serve_port=serve_port, wait_limit_s=wait_limit_s)
+    addresses: dict[str, Any] = {"env_url": env_url, "serve_port": serve_port, "wait_limit_s": wait_limit_s}
     if resume is not None:
         resumed = _resume_of(resume, from_checkpoint, options, config_file, trust)
-        run, outcome = executor.resume(resumed, watching(console, _continued_by(addresses)), addresses, agent_file)
-        print_outcome(console, run, outcome, as_json)
-        return
-    read = read_settings(config_file, options) if env or env_url else EnvSettings(run=layer(config_file, options))
+        show = partial(training_display, console)
+        return print_outcome(console, *executor.resume(resumed, show, RunRequest(**addresses), agent_file))
+    has_env = env is not None or env_url is not None
     request = replace(
-        addresses,
+        read_settings(config_file, options) if has_env else RunRequest(settings=layer(config_file, options)),
         environment=env,
         agent_file=agent_file,
         agent=own.record(),
-        settings=read.run,
-        env_settings=read.env,
-        server_settings=read.openai,
         wire=wire or None,
         nproc=nproc or 1,
+        **addresses,
     )
     if dry_run:
-        _dry_run(request, console)
-    elif detach:
-        _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console, as_json)
-    else:
-        train_in_terminal(request, console, folder, as_json=as_json)
+        return _dry_run(request, console)
+    if detach:
+        return _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console)
+    return train_in_terminal(request, console, folder)
 
 
-def train_in_terminal(request: RunRequest, console: Console, folder: Path | None = None, *, as_json: bool) -> None:
+@contextlib.contextmanager
+def training_display(console: Console, config: RunConfig, *, dry_run: bool = False) -> Iterator[Display]:
+    """Load torch, and show a training; Ctrl-C prints the command that continues the run with --resume."""
+    load_libraries(console, config.model.name, is_needed=config.backend != "tinker")
+    display = make_display(console, config.track.log_every)
+    if dry_run:
+        display.on_start, display.ends_at_start = _end_dry_run, True
+    try:
+        with sigterm_as_ctrl_c(), display:
+            yield display
+    except KeyboardInterrupt:
+        if display.run_dir is None:
+            raise
+        click.secho("\nStopped; every finished step is saved. Continue with:", fg="yellow", err=True)
+        run = RunFolder(display.run_dir)
+        path = shlex.quote(show_path(run.path))
+        click.echo(f"  {run.wire_command or f'palestra train --resume {path}'}", err=True)
+        if run.last_checkpoint() is not None:
+            click.echo(f"or end it there, scored and saved:\n  palestra runs finish {path}", err=True)
+        raise click.exceptions.Exit(130) from None
+
+
+def train_in_terminal(request: RunRequest, console: Console, folder: Path | None = None) -> dict[str, Any]:
     """Execute a run in this process, show its progress, and print its outcome."""
     if request.env_url is not None:
         require_serve_extra()
-    run, outcome = executor.train(request, watching(console, _continued_by(request)), folder)
-    print_outcome(console, run, outcome, as_json)
-
-
-def _continued_by(request: RunRequest) -> str:
-    """The command that continues this run, without its --resume."""
-    return f"palestra train --env-url {request.env_url}" if request.env_url else "palestra train"
+    return print_outcome(console, *executor.train(request, partial(training_display, console), folder))
 
 
 def _dry_run(request: RunRequest, console: Console) -> None:
     """Load everything in a temporary run folder, and end before the first step."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(DryRun):
-        executor.train(request, watching(console, "palestra train", dry_run=True), Path(scratch))
+        executor.train(request, partial(training_display, console, dry_run=True), Path(scratch))
     console.print("ready; nothing was trained (--dry-run)")
 
 
 def _train_in_ranks(nproc: int, resume: str | None, trust: bool) -> int:
     """Run this command line in `nproc` processes; returns their exit code."""
     if resume is not None:
-        trust = _is_trusted(require_run(resume), trust)  # here, where a question can be answered once
+        run = require_run(resume)
+        require_trust(run, code_of_run(run.record), trust)  # here, where a question can be answered once
+        trust = True
     words = [*(["--trust"] if trust else []), *settings.typed_words()]
     return launch_ranks([*PALESTRA, "train", *words], nproc)
 
@@ -186,47 +206,41 @@ def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
         raise SettingError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
 
 
-def _is_trusted(run: RunFolder, trust: bool) -> bool:
-    """True if the run may be continued; PalestraError if it may not."""
-    require_trust(run, code_of_run(run.record), trust)
-    return True
-
-
 def _resume_of(
     name: str, checkpoint: str | None, options: dict[str, Any], config_file: Path | None, trust: bool
 ) -> Resume:
     max_steps = settings.max_steps_of_resumed(options, config_file)
     run = require_run(name)
-    _is_trusted(run, trust)
+    require_trust(run, code_of_run(run.record), trust)
     if is_first_rank():  # by then the first one may train in it
         refuse_busy(run.path)
     return Resume(run.path, checkpoint, max_steps)
 
 
-def _detach(request: RunRequest, console: Console, as_json: bool) -> None:
+def _detach(request: RunRequest, console: Console) -> dict[str, Any]:
     """Start the training in the background, under a supervisor, and print the commands to follow it."""
     executor.check(request)
     request = replace(request, settings={"output_dir": str(Path("runs").absolute()), **request.settings})
     run = RunManager().start(request)
-    if as_json:
-        click.echo(json.dumps(run.to_dict()))
-        return
     console.print(f"run {run.run_id} started; this terminal may be closed", highlight=False)
     for action in ("watch", "logs", "stop"):
         console.print(f"  palestra runs {action} {run.run_id}", highlight=False)
     console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
+    return run.to_dict()
 
 
 @settings.command_of_run("sft")
 @click.argument("traces")
 @click.option("--agent", "agent_file", metavar="FILE", help="Score this agent file's held-out cases before and after.")
 @click.option("--folder", type=PATH, help="Use this as the run folder, instead of a new one.")
-@config_option
-@json_line_option
-@debug_option
 def sft(
-    traces: str, agent_file: str | None, folder: Path | None, config_file: Path | None, as_json: bool, **parameters: Any
-) -> None:
+    traces: str,
+    agent_file: str | None,
+    folder: Path | None,
+    config_file: Path | None,
+    console: Console,
+    **parameters: Any,
+) -> dict[str, Any]:
     """Train a model on conversations: cross-entropy on what the assistant says in them.
 
     TRACES is a file of JSON lines (OpenAI, Anthropic, ShareGPT or ATIF; what `palestra record` writes), or a run, whose
@@ -241,9 +255,8 @@ def sft(
 
     Continue a run that was stopped with `palestra train --resume RUN`.
     """
-    console = Console(stderr=as_json)
     options = with_model_of_run(settings.from_options(parameters))
-    found = None if Path(traces).exists() else find_run(traces)
-    options |= {"stages.plan": "sft", "stages.traces": str(found.folder.path if found else Path(traces).absolute())}
+    run = None if Path(traces).exists() else find_run(traces)
+    options |= {"stages.plan": "sft", "stages.traces": str(run.folder.path if run else Path(traces).absolute())}
     request = RunRequest(agent_file=agent_file, settings=layer(config_file, options), name=Path(traces).stem)
-    train_in_terminal(request, console, folder, as_json=as_json)
+    return train_in_terminal(request, console, folder)

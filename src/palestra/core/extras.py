@@ -63,7 +63,6 @@ COMMANDS = {
         "Offer the rl_* tools over HTTP: they start trainings; it serves no model.",
     ),
     "tools": ("Trainings run by an LLM agent", "agent_tools.commands:tools", "Print the schemas of the rl_* tools."),
-    "locks": ("Trainings run by an LLM agent", "agent_tools.commands:locks", "Show what an agent may not change here."),
 }  # fmt: skip
 
 # sections of the config that an extra declares: name -> its class
@@ -95,6 +94,7 @@ PROVIDES = {
     "the dashboard": "dashboard.app:app_of_runs",
     "venvs of Atropos environments": "atropos.atropos",
     "settings of runs over the wire": "atropos:WIRE_DEFAULTS",
+    "config --locked": "agent_tools.commands:locked_settings",
     "the form of the dashboard": "agent_tools.launcher:FormLauncher",
 }
 

@@ -25,6 +25,7 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.core.files import MANIFEST, new_folder, read_jsonl, read_regular, slug, write_json
+from palestra.core.show import show_path
 
 FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
 STATE = "state.json"  # of a checkpoint: where the loop stands
@@ -172,9 +173,10 @@ class RunFolder:
 
     @property
     def wire_command(self) -> str | None:
-        """What continues a run over the wire that has no environment of ours; None for other runs."""
-        command = "env run-atropos" if "atropos" in self.record else "train --env-url URL"
-        return f"palestra {command} --resume {self.path}" if "env_url" in self.record else None
+        """The command that continues a run over the wire that has no environment of ours; None for other runs."""
+        record = self.record if self.has_begun else {}
+        command = "env run-atropos" if "atropos" in record else f"train --env-url {record.get('env_url')}"
+        return f"palestra {command} --resume {shlex.quote(show_path(self.path))}" if "env_url" in record else None
 
     @property
     def config(self) -> RunConfig:

@@ -57,6 +57,13 @@ class Rate:
     def value(self) -> float:
         return self.rate
 
+    def __str__(self) -> str:
+        """
+        >>> str(Rate.of(30, 100)), str(Mean.of([0.5, 0.7]))
+        ('30.0 % (21.9–39.6)', '0.600 (0.500–0.700)')
+        """
+        return f"{100 * self.rate:.1f} % ({100 * self.low:.1f}–{100 * self.high:.1f})"
+
     @classmethod
     def of(cls, passed: int, n: int) -> Rate:
         if n == 0:
@@ -79,6 +86,9 @@ class Mean:
     high: float
     lowest: float
     highest: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f}–{self.high:.3f})"
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:

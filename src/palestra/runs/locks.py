@@ -294,7 +294,9 @@ def load_site(path: Path | None = None, environ: Mapping[str, str] = os.environ)
     if not file.is_file():
         if named is None:
             return Site()
-        raise NotFoundError(f"there is no site file {file}; {SITE_VARIABLE} names it. see `palestra locks --help`")
+        raise NotFoundError(
+            f"there is no site file {file}; {SITE_VARIABLE} names it; write it or unset {SITE_VARIABLE}"
+        )
     sections = load_yaml(file)
     try:
         return Site.model_validate({key: value for key, value in sections.items() if value is not None})

@@ -1,4 +1,4 @@
-"""The rl_* tools for agents: `palestra mcp`, `palestra http`, `palestra tools`, and `palestra locks`."""
+"""The rl_* tools for agents: `palestra mcp`, `palestra http`, `palestra tools`; `palestra config --locked`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import click
 
-from palestra.cli.common import PATH, debug_option, json_option, print_sections
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.cli.settings import show
 from palestra.core.errors import needs_extra
@@ -28,7 +28,6 @@ from palestra.runs.manager import RunManager
 @click.command("mcp")
 @click.option("--http", "over_http", is_flag=True, help="Serve many clients over streamable HTTP instead of stdio.")
 @address_options(8002)
-@debug_option
 def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
     """Let an agent train models: the ten rl_* tools over the Model Context Protocol.
 
@@ -37,7 +36,7 @@ def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
     palestra mcp --http               many clients at http://127.0.0.1:8002/mcp
     claude mcp add palestra -- palestra mcp
 
-    `palestra locks` shows the settings that an agent may not change.
+    `palestra config --locked` shows the settings that an agent may not change.
     """
     with needs_extra("this", "mcp"):
         from palestra.extras.agent_tools.mcp_server import http_app, make_server, run_stdio
@@ -54,7 +53,6 @@ def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
 
 @click.command("http")
 @address_options(8003)
-@debug_option
 def http(host: str, port: int, token: str | None) -> None:
     """Serve the ten rl_* tools over HTTP, documented at /docs and /openapi.json; the dashboard is at /dashboard/.
 
@@ -95,36 +93,24 @@ def schema(as_json: bool) -> None:
         click.echo(f"    {function['description'].splitlines()[0]}")
 
 
-@click.command("locks")
-@click.option("--site", type=PATH, help="A site file; else PALESTRA_SITE or ./palestra.yaml.")
-@json_option
-def locks(site: Path | None, as_json: bool) -> None:
-    """Show the settings that agents may not change here, and the limits of their requests.
-
-    \b
-    A site file changes them:
-      profile: local                 # or tinker
-      trainer: {learning_rate: 1e-5} # lock: env, server, trainer, or run for any setting of a run
-      run: {model.name: Qwen/Qwen3-0.6B}
-      unlock: [server.timeout]
-      maximum: {train.max_steps: 500}
-      limits: {status_check_minutes: 5}
-    """
-    settings = load_site(site)
-    file = site or Path(os.environ.get(SITE_VARIABLE) or SITE_FILE)
-    if as_json:
-        rows = [{**asdict(lock), "name": lock.full_name} for lock in locks_of(settings)]
-        rest = settings.model_dump(include={"profile", "limits", "inference"}) | {"maximum": settings.maximums}
-        click.echo(json.dumps({"site": str(file) if file.is_file() else None, "locks": rows, **rest}))
-        return
-    click.echo(f"profile {settings.profile}; {f'site file {file}' if file.is_file() else 'no site file'}")
-    sections = [
+def locked_settings() -> tuple[dict[str, Any], list[tuple[str, list[tuple[str, str]]]]]:
+    """The settings that agents may not change here and the limits of their requests, as data and as titled lists."""
+    settings = load_site()
+    file = Path(os.environ.get(SITE_VARIABLE) or SITE_FILE)
+    site = str(file) if file.is_file() else None
+    rows = [{**asdict(lock), "name": lock.full_name} for lock in locks_of(settings)]
+    rest = settings.model_dump(include={"profile", "limits", "inference"}) | {"maximum": settings.maximums}
+    own = settings.limits
+    sections = [(f"profile {settings.profile}", [("site file", site or "none")])]
+    sections += [
         (f"{section}, locked", [(f"{lock.name} = {show(lock.value)}", lock.description) for lock in members])
         for section, members in groupby(locks_of(settings), lambda lock: lock.section)
     ]
-    maximums = settings.maximums.items()
-    sections.append(("largest values", [(f"{key} = {show(value)}", "") for key, value in maximums]))
-    own = settings.limits
-    about = [(f"{n} = {show(getattr(own, n))}", i.description or "") for n, i in type(own).model_fields.items()]
-    sections.append(("limits", about))
-    print_sections(sections)
+    sections += [
+        ("largest values", [(f"{key} = {show(value)}", "") for key, value in settings.maximums.items()]),
+        (
+            "limits",
+            [(f"{n} = {show(getattr(own, n))}", i.description or "") for n, i in type(own).model_fields.items()],
+        ),
+    ]
+    return {"site": site, "locks": rows, **rest}, sections

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,16 @@ import click
 from rich.console import Console
 
 from palestra.cli import settings
-from palestra.cli.common import PATH, config_option, debug_option, json_line_option, load_libraries, wait_limit_option
-from palestra.cli.env import options_of_env, request_of
-from palestra.cli.find_run import require_run
+from palestra.cli.common import (
+    PATH,
+    load_libraries,
+    wait_limit_option,
+)
+from palestra.cli.env import request_of
+from palestra.cli.find_run import code_of_run, require_run, require_trust, trust_option
 from palestra.cli.serve import address_options, require_serve_extra, run_server, server_port
-from palestra.cli.settings import EnvCommand, EnvSettings, read_settings
+from palestra.cli.settings import EnvCommand, read_settings
 from palestra.cli.summary import print_outcome
-from palestra.cli.trust import code_of_run, require_trust, trust_option
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, StateError, UnreadableFileError
 from palestra.core.run_folder import RunFolder
@@ -42,7 +44,6 @@ from palestra.train.watcher import Watcher
 @click.option("--max-waiting", default=65_536, show_default=True, help="Sequences that may be queued for the trainer.")
 @click.option("--max-waiting-mib", default=4096, show_default=True, help="What they may take on disk.")
 @click.option("--max-body-mib", default=128, show_default=True, help="The largest request, decompressed.")
-@debug_option
 def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: int) -> None:
     """Serve the trajectory API: environments post scored groups, a trainer takes batches of them.
 
@@ -60,8 +61,10 @@ def trajectory(host: str, port: int, token: str | None, folder: Path, **limits: 
 
 @settings.command_of_run("serve", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.option("--api-url", default="http://127.0.0.1:8001", show_default=True, help="The trajectory API to post to.")
-@options_of_env
-def serve(name_or_file: str, config_file: Path | None, model: str | None, api_url: str, **parameters: Any) -> None:
+@click.argument("name_or_file")
+def serve(
+    name_or_file: str, config_file: Path | None, api_url: str, console: Console, **parameters: Any
+) -> dict[str, Any]:
     """Post to a trainer over HTTP: sample from the model that it serves, score, post, until its last step.
 
     In three terminals, in any order; several environments may serve one trainer:
@@ -76,8 +79,7 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     by --model. If the servers require a token, set PALESTRA_TOKEN. A file written for atroposlib is started
     in a venv of its own.
     """
-    request = request_of(name_or_file, config_file, model, parameters)
-    console = Console(stderr=parameters["as_json"])
+    request = request_of(name_or_file, config_file, parameters)
 
     @contextmanager
     def watching(config: RunConfig) -> Iterator[Watcher]:
@@ -88,19 +90,15 @@ def serve(name_or_file: str, config_file: Path | None, model: str | None, api_ur
     fed = serve_environment(replace(request, env_url=api_url), watching)
     mean = fed.score_sum / max(1, fed.posted_rollouts)
     console.print(f"{fed.posted_groups} groups posted, mean score {mean:.2f}", highlight=False)
-    if parameters["as_json"]:
-        click.echo(json.dumps({"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}))
+    return {"groups": fed.posted_groups, "attempts": fed.posted_rollouts, "mean_score": mean}
 
 
 @settings.command_of_run("run-atropos", cls=EnvCommand, options_metavar=settings.ENV_OPTIONS)
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
-@config_option
 @click.option("--with", "packages", multiple=True, metavar="PACKAGE", help="Also install this for the environment.")
 @wait_limit_option
 @click.option("--resume", metavar="RUN", help="Continue a run that was stopped: its id, name or folder.")
 @trust_option
-@json_line_option
-@debug_option
 def run_atropos(
     file: Path | None,
     config_file: Path | None,
@@ -108,9 +106,9 @@ def run_atropos(
     wait_limit_s: float,
     resume: str | None,
     trust: bool,
-    as_json: bool,
+    console: Console,
     **parameters: Any,
-) -> None:
+) -> dict[str, Any]:
     """Train a model on FILE, an environment written against atroposlib's BaseEnv, as it is.
 
     The file runs in a venv of its own; the trajectory API, the inference server and the trainer are Palestra's.
@@ -122,12 +120,12 @@ def run_atropos(
     palestra env run-atropos --resume runs/wire-20260131-101500
     """
     require_serve_extra()
-    read, console = read_settings(config_file, settings.from_options(parameters)), Console(stderr=as_json)
+    read = read_settings(config_file, settings.from_options(parameters))
     manager, log_size = RunManager(), 0
     if resume is not None:
-        if file is not None or packages or read.env or read.openai:
+        if file is not None or packages or read.env_settings or read.server_settings:
             raise SettingError("a resumed run keeps its file, its packages and its settings; leave them out")
-        max_steps = settings.max_steps_of_resumed(read.run, config_file)
+        max_steps = settings.max_steps_of_resumed(read.settings, config_file)
         run_id = _resumable(manager, resume, trust)
         log = manager.folder(run_id).log_file("trainer")
         log_size = log.stat().st_size if log.is_file() else 0
@@ -142,17 +140,16 @@ def run_atropos(
         raise SettingError("which environment? Give its FILE, or --resume RUN")
     _follow(manager, run, console, log_size)
     folder = RunFolder.open(run.folder)
-    print_outcome(console, folder, _outcome(folder), as_json)
+    return print_outcome(console, folder, _outcome(folder))
 
 
-def _request(file: Path, packages: tuple[str, ...], read: EnvSettings, wait_limit_s: float) -> RunRequest:
-    for kind, values in (("--env", read.env), ("--openai", read.openai)):
+def _request(file: Path, packages: tuple[str, ...], read: RunRequest, wait_limit_s: float) -> RunRequest:
+    for kind, values in (("--env", read.env_settings), ("--openai", read.server_settings)):
         refuse_secrets(values, kind)
-    request = RunRequest(
+    request = replace(
+        read,
         environment=str(file.resolve()),
-        settings={"output_dir": str(Path("runs").absolute()), **read.run},
-        env_settings=read.env,
-        server_settings=read.openai,
+        settings={"output_dir": str(Path("runs").absolute()), **read.settings},
         packages=packages,
         wait_limit_s=wait_limit_s,
         name="wire",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.cli.common import debug_option, load_libraries, plot_option
+from palestra.cli.common import load_libraries, plot_option, returns_data_at_end
 from palestra.evals.run_report.charts import bar_panels_svg
 from palestra.extras.bench.workload import SIDES, Results, Workload, check_least
 from palestra.train.progress import task
@@ -35,10 +34,9 @@ _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "compu
 @click.option("--new-tokens", default=_DEFAULT.new_tokens, show_default=True, help="Tokens sampled in each turn.")
 @click.option("--tool-rounds", default=_DEFAULT.tool_rounds, show_default=True, help="0: only the single turn.")
 @click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: as in training]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; all else goes to stderr.")
+@returns_data_at_end
 @plot_option("Write a bar chart.")
-@debug_option
-def command(model: str, threads: int | None, as_json: bool, plot: Path | None, **sizes: int) -> None:
+def command(model: str, threads: int | None, plot: Path | None, console: Console, **sizes: int) -> dict[str, Any]:
     """Measure how fast a model samples here: the engine, naive batched sampling and transformers' generate.
 
     All three sample the same number of tokens from the same prompts: in a single turn, and in a
@@ -53,7 +51,6 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
     work.check()
     if threads is not None:
         check_least("threads", threads, 1)
-    console = Console(stderr=as_json)
     load_libraries(console, model)
     from palestra.extras.bench.measure import Bench
 
@@ -96,9 +93,8 @@ def command(model: str, threads: int | None, as_json: bool, plot: Path | None, *
         chart = bar_panels_svg(bars, f"{model}: {size}, on {bench.device}", highlight="engine")
         plot.write_text(chart, encoding="utf-8")
         line(f"chart {plot}")
-    if as_json:
-        where = {"model": model, "device": bench.device, "threads": bench.threads, "workload": sizes}
-        click.echo(json.dumps(where | {"scenarios": _scenarios(results)}))
+    where = {"model": model, "device": bench.device, "threads": bench.threads, "workload": sizes}
+    return where | {"scenarios": _scenarios(results)}
 
 
 def _table(results: Results) -> Table:

@@ -8,9 +8,9 @@ from urllib.parse import quote
 
 import click
 
-from palestra.cli.common import PATH, debug_option
+from palestra.cli.common import PATH
+from palestra.cli.find_run import trust_option
 from palestra.cli.serve import address_options, run_server, server_port
-from palestra.cli.trust import trust_option
 from palestra.core.errors import NotFoundError
 from palestra.core.extras import is_installed, provided
 from palestra.runs.index import run_folders
@@ -23,7 +23,6 @@ from palestra.runs.manager import RunManager
 @address_options(8004)
 @click.option("--agents-folder", type=PATH, multiple=True, help="Agent files and measures may lie here, too.")
 @trust_option
-@debug_option
 def command(
     path: Path | None, host: str, port: int, token: str | None, agents_folder: tuple[Path, ...], trust: bool
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from palestra.agent_source import DEMO, AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
 from palestra.agents.texts import edit_source, source_diff, write_texts
 from palestra.cli import settings
-from palestra.cli.common import PATH, config_option, debug_option, json_line_option, load_libraries
+from palestra.cli.common import PATH, load_libraries
 from palestra.cli.find_run import with_model_of_run
-from palestra.cli.summary import show_interval
 from palestra.cli.train import train_in_terminal
 from palestra.core.chat_model import POLICY
 from palestra.core.errors import SettingError, UnsupportedError
@@ -58,9 +58,6 @@ from palestra.runs.request import RunRequest
 @click.option("--out", type=PATH, help="Folder for the result. [default: a new one in ./runs]")
 @click.option("--write", is_flag=True, help="Also write the texts into AGENT_FILE itself.")
 @click.option("--then-train", is_flag=True, help="Go on with a training of the improved agent.")
-@config_option
-@json_line_option
-@debug_option
 def command(
     agent_file: str | None,
     reflect: str,
@@ -74,9 +71,9 @@ def command(
     write: bool,
     then_train: bool,
     config_file: Path | None,
-    as_json: bool,
+    console: Console,
     **parameters: Any,
-) -> None:
+) -> Iterator[dict[str, Any]]:
     """Evolve an agent's instructions and tool descriptions by reflection on what its measures say (GEPA).
 
     The weights stay as they are. The result is scored on the held-out cases, and written as improved.json and
@@ -97,7 +94,6 @@ def command(
         raise UnsupportedError("improve changes agents of our own loop, and --write their file; the demo has none")
     if then_train and agent_url:
         raise SettingError("--then-train needs a model of this machine; --agent-url names one elsewhere")
-    console = Console(stderr=as_json)
     if agent_url is None:
         load_libraries(console, config.model.name)
     done = improve(
@@ -120,12 +116,11 @@ def command(
     folder = out or Path(config.output_dir) / f"{agent.name}-improved-{time.strftime('%Y%m%d-%H%M%S')}"
     unplaced = _write(folder, file, done, write=write)
     _print(console, folder, done, unplaced if write else [])
-    if as_json:
-        click.echo(json.dumps(done.to_dict() | {"folder": str(folder)}))
+    yield done.to_dict() | {"folder": str(folder)}
     if then_train:
         improved = AgentOptions.take({"improved": folder / "improved.json"})
         request = RunRequest(agent_file=agent_file, agent=improved.record(), settings=layer)
-        train_in_terminal(request, console, as_json=as_json)
+        yield train_in_terminal(request, console)
 
 
 def _write(folder: Path, file: AgentFile, done: Improvement, *, write: bool) -> list[str]:
@@ -151,7 +146,7 @@ def _print(console: Console, folder: Path, done: Improvement, unplaced: list[str
     cases = "held-out cases" if done.after.split == "held_out" else "training cases (none are held out)"
     table = Table("measure", "before", "after", box=None, pad_edge=False, title=f"{done.after.pass_rate.n} {cases}")
     for row in compare(done.before, done.after):
-        table.add_row(visible(row.name), show_interval(row.before), show_interval(row.after))
+        table.add_row(visible(row.name), str(row.before), str(row.after))
     console.print(table)
     used = done.reflections
     console.print(

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from palestra.cli.common import PATH, debug_option, json_line_option
+from palestra.cli.common import PATH, returns_data_at_end
 from palestra.core.chat_model import hosting, logging_calls
 from palestra.core.errors import InputError, NotFoundError, PalestraError, SettingError
 from palestra.core.files import import_function, read_jsonl
@@ -37,11 +37,16 @@ _FLAGGED = 0.5  # correlation with the length that is beyond that of the labels 
 @click.option("--base-url", help="An OpenAI-style endpoint. [default: OPENAI_BASE_URL, else api.openai.com]")
 @click.option("--rubric", default="", help="What the model grades by. [default: the column `rubric`]")
 @click.option("--rank", is_flag=True, help="Rank the attempts at a case in one call (ruler), not one by one (judge).")
-@json_line_option
-@debug_option
+@returns_data_at_end
 def command(
-    labels: Path, spec: str | None, model: str | None, base_url: str | None, rubric: str, rank: bool, as_json: bool
-) -> None:
+    labels: Path,
+    spec: str | None,
+    model: str | None,
+    base_url: str | None,
+    rubric: str,
+    rank: bool,
+    console: Console,
+) -> dict[str, Any]:
     """Compare a judge with labels of people: Kendall's tau with a 95 % interval.
 
     A line of the file is one attempt with its label, a number (higher is better) or true/false: `input` and `answer`,
@@ -58,10 +63,8 @@ def command(
         scores = asyncio.run(_score(measure, [[context for context, _ in group] for group in groups]))
     found = _compare(groups, scores)
     found["judge"] = {name.partition("/")[2]: value for name, value in calls.counts.items()}
-    console = Console(stderr=as_json)
     _print(console, measure.name, found)
-    if as_json:
-        click.echo(json.dumps(found))
+    return found
 
 
 def _measure(spec: str | None, model: str | None, base_url: str | None, rubric: str, rank: bool) -> Measure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from itertools import zip_longest
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.cli import settings
-from palestra.cli.common import config_option, debug_option, json_option
+from palestra.cli.common import returns_data
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import LORA_RANK
 from palestra.core.errors import SettingError
@@ -44,8 +43,7 @@ class Count(click.ParamType):
 COUNT = Count()
 
 
-@settings.command_of_run("plan")
-@click.option("--model", metavar="NAME", help="A known model (--models lists them), a model's folder, a config.json.")
+@settings.command_of_run("plan", returns_data)
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME", help="h200, a100, rtx-4090, …, or cpu.")
 @click.option("--gpus", default=1, show_default=True, help="Number of GPUs, with FSDP2.")
 @click.option("--memory-gib", type=float, metavar="GIB", help="Memory of a GPU that is not listed.")
@@ -63,11 +61,7 @@ COUNT = Count()
 @click.option("--steps", type=int, help="Steps of the run.  [default: train.max_steps, or 100]")
 @click.option("--price", type=float, metavar="PER_HOUR", help="Price of one GPU; prints the cost.")
 @click.option("--models", "list_models", is_flag=True, help="List the models that are known by name.")
-@config_option
-@json_option
-@debug_option
 def command(
-    model: str | None,
     gpu: str,
     gpus: int,
     context: int | None,
@@ -78,13 +72,14 @@ def command(
     price: float | None,
     list_models: bool,
     config_file: Path | None,
-    as_json: bool,
+    console: Console,
     **parameters: Any,
-) -> None:
+) -> dict[str, Any] | None:
     """Predict step time, memory and cost of a training, its bottleneck, and the settings that fit.
 
     No model is loaded: the estimate is based on the model's shape, the device's data sheet, and what engine and learner
-    reached of it on an H200. Every rollout is assumed to use all of its tokens.
+    reached of it on an H200. Every rollout is assumed to use all of its tokens. --model takes a name that --models
+    lists, a model's folder, or a config.json.
 
     \b
     Examples:
@@ -95,8 +90,8 @@ def command(
     if list_models:
         for name, shape in known_shapes().items():
             click.echo(f"{name:16} {shape.parameters / 1e9:7.3f} B weights")
-        return
-    config, device = _config(model, parameters, config_file, new_tokens, context), _device(gpu, parameters)
+        return None
+    config, device = _config(parameters, config_file, new_tokens, context), _device(gpu, parameters)
     shape = find_shape(config.model.name)
     config = with_suited_step(config, shape, device, gpus=gpus)
     new, tools = config.rollout.max_new_tokens, 128 * (turns - 1) if tool_tokens is None else tool_tokens
@@ -115,19 +110,16 @@ def command(
             "--context"
         )
     planned, steps = estimate(shape, device, work), steps or config.train.max_steps or 100
-    if as_json:
-        click.echo(json.dumps(summary(planned, steps, price)))
-    else:
-        _print(Console(), config.model.name, planned, steps, price)
+    _print(console, config.model.name, planned, steps, price)
+    return summary(planned, steps, price)
 
 
 def _config(
-    model: str | None, parameters: dict[str, Any], config_file: Path | None, new_tokens: int | None, context: int | None
+    parameters: dict[str, Any], config_file: Path | None, new_tokens: int | None, context: int | None
 ) -> RunConfig:
     """The YAML file, the settings and the short options, in one."""
     options = settings.from_options(parameters)
     short = {
-        "model.name": model,
         "rollout.group_size": parameters["group"],
         "train.problems_per_step": parameters["problems"],
         "rollout.max_new_tokens": new_tokens,
@@ -138,7 +130,7 @@ def _config(
     elif parameters["method"] is not None:
         layer["lora.r"] = options.get("lora.r") or LORA_RANK
         layer["lora.load_in_4bit"] = parameters["method"] == "qlora"
-    file = settings.read_run_settings(config_file)
+    file = settings.read_settings(config_file, {}).settings
     if "rollout.max_new_tokens" not in {**file, **options, **layer}:
         layer["rollout.max_new_tokens"] = max(1, (context or _DEFAULT_CONTEXT) // 4)
     return RunRequest(settings={**file, **options, **layer}).config()

@@ -6,16 +6,14 @@ from pathlib import Path
 
 import click
 
-from palestra.cli.common import debug_option, out_option
-from palestra.cli.gateway import port_option
-from palestra.cli.serve import run_server, server_port
+from palestra.cli.common import out_option
+from palestra.cli.serve import port_option, run_server, server_port
 
 
 @click.command("record")
 @out_option("For traces.", "traces.jsonl")
 @click.option("--upstream", metavar="URL", help="The API. [default: OpenAI's or Anthropic's, by the request]")
-@port_option
-@debug_option
+@port_option(8005)
 def record(out: Path, upstream: str | None, port: int) -> None:
     """Record what an agent and an OpenAI- or Anthropic-style API say to each other, as chat JSONL.
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from palestra.cli.common import PATH, debug_option, device_option, dtype_option, load_libraries
+from palestra.cli.common import PATH, device_option, dtype_option, load_libraries
 from palestra.cli.serve import address_options, run_server, server_port
 from palestra.train.progress import task
 
@@ -32,7 +32,6 @@ SWITCH_S = 0.001  # threads that train and sample yield to the one that answers:
     type=click.IntRange(1),
     help="Rows computed together; 1: gradients do not depend on how rows are split. [default: 4 on a CPU, else all]",
 )
-@debug_option
 def tinker(
     names: tuple[str, ...],
     host: str,
