@@ -6,14 +6,14 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from palestra.agents.tools.tool import Tool, as_tool, tools_by_name
 from palestra.core.calls import call_with_limit, user_code
 from palestra.core.errors import PalestraError, RolloutError, UserCodeError, text_of
-from palestra.core.messages import as_messages
+from palestra.core.messages import as_messages, with_text
 from palestra.core.text import shorten
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
@@ -94,16 +94,6 @@ class EnvEpisode:
         return await call_with_limit(getattr(self.env, method), strip_reasoning(answer), timeout_s=STEP_TIMEOUT_S)
 
 
-def _with_text(prompt: list[Message], text: str | None, max_chars: int) -> list[Message]:
-    """The opening with a text at the end of its last user message."""
-    if text is None:
-        return prompt
-    text = shorten(str(text), max_chars)
-    if not prompt or prompt[-1].role != "user":
-        return [*prompt, Message("user", text)]
-    return [*prompt[:-1], replace(prompt[-1], text=f"{prompt[-1].text}\n\n{text}".strip())]
-
-
 class RunningEnv:
     """An Env that is set up and hands out problems and attempts."""
 
@@ -153,7 +143,8 @@ class RunningEnv:
                 env = copy.copy(self.env)
                 env.problem, env.messages, env.tool_results = problem, (), ()
                 if error is None:
-                    prompt = _with_text(prompt, env.start(), self.max_text_chars)
+                    if (text := env.start()) is not None:
+                        prompt = with_text(prompt, shorten(str(text), self.max_text_chars))
                     tools = tuple(tools_by_name(as_tool(tool) for tool in env.tools()).values())
                 if env.instructions:
                     prompt.insert(0, Message("system", env.instructions))
