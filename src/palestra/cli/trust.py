@@ -20,7 +20,6 @@ from palestra.core.show import visible
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _DEMOS = (None, "demo", "palestra.demo")  # agents that come with Palestra
-_ISOLATION = ("isolation", "allow_unsandboxed")  # settings that decide whether code of a model is isolated
 
 
 def trust_option(function: Function) -> Function:
@@ -57,7 +56,7 @@ def code_for_tools(record: Mapping[str, Any]) -> list[str]:
     if isinstance(environment, Mapping):
         settings = environment.get("settings") or {}
         name = str(environment.get("name"))
-        if _is_built_in(name) and isinstance(settings, Mapping) and not any(key in settings for key in _ISOLATION):
+        if _is_built_in(name) and isinstance(settings, Mapping) and "allow_unsandboxed" not in settings:
             return []
         return [f"the environment {name} with the settings {dict(settings) if settings else 'of its file'}"]
     source = record.get("source")

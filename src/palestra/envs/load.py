@@ -22,6 +22,7 @@ from palestra.core.errors import (
     text_of,
 )
 from palestra.core.files import import_file
+from palestra.core.removed_settings import without_removed
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
 from palestra.envs.env import Env
 from palestra.envs.running import RunningEnv
@@ -95,11 +96,13 @@ def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:
         kind = type(config).__name__
         raise UserCodeError(f"{cls.__name__}.config_init returned a {kind}; expected a pydantic model")
     fields = list(type(config).model_fields)
-    for name in settings:
-        if name not in fields:
-            raise SettingError(
-                f"unknown setting 'env.{name}'.{did_you_mean(name, fields)} This environment has: {', '.join(fields)}"
-            )
+    unknown = {f"env.{name}": value for name, value in settings.items() if name not in fields}
+    for key in without_removed(unknown, cls.__name__):
+        name = key.removeprefix("env.")
+        raise SettingError(
+            f"unknown setting {key!r}.{did_you_mean(name, fields)} This environment has: {', '.join(fields)}"
+        )
+    settings = {name: value for name, value in settings.items() if name in fields}
     try:
         return type(config).model_validate({**config.model_dump(), **{k: _read(v) for k, v in settings.items()}})
     except ValidationError as error:

@@ -87,7 +87,7 @@ class ProgramSandbox:
 
 def check_sandbox() -> None:
     """Refuse a machine on which programs cannot be isolated."""
-    if (reason := why_not("namespaces")) is not None:
+    if (reason := why_not()) is not None:
         raise UnsupportedError(f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out")
 
 
