@@ -87,8 +87,8 @@ def _validator_class() -> Any:
 
 def _explain(error: Any) -> str:
     """
-    >>> find_mismatch([1, "x"], {"items": {"anyOf": [{"type": "integer"}, {"type": "null"}]}})
-    "[1] 'x' is not of type 'integer' or [1] 'x' is not of type 'null'"
+    >>> print(find_mismatch([1, "x"], {"items": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}))
+    [1] "x" is not of type 'integer' or [1] "x" is not of type 'null'
     """
     if error.context:  # of anyOf and oneOf
         return " or ".join(dict.fromkeys(map(_explain, error.context)))
