@@ -60,7 +60,7 @@ class CallLimits:
 
 @dataclass(slots=True)
 class EndpointUsage:
-    """What an endpoint has been asked so far, and the tokens that it reported."""
+    """Requests to an endpoint so far, and the tokens that it reported."""
 
     requests: int = 0  # that were answered
     prompt_tokens: int = 0
@@ -126,7 +126,14 @@ class Budgeted:
     async def run(self, call: Any, expected_tokens: int) -> Any:
         """The answer of `call()`, which has a `usage`, in a free slot and within the limits."""
         async with self._slots.slot():
-            self._check_budget()
+            limits = self.limits
+            for name, used, most in (
+                ("max_calls", self._begun, limits.max_calls),
+                ("max_tokens", self.usage.tokens, limits.max_tokens),
+                ("max_cost", self.cost, limits.max_cost),
+            ):
+                if most is not None and used >= most:
+                    raise BudgetSpent(f"the budget of {self._what} is spent: {used:g} of {name}={most:g}; raise {name}")
             self._begun += 1
             now = time.monotonic()
             wait_s = max(self._requests.wait_s(1, now), self._tokens.wait_s(expected_tokens, now))
@@ -138,17 +145,6 @@ class Budgeted:
             taken = self.usage.tokens - before
             self._tokens.correct(taken - expected_tokens if taken else 0)
             return answer
-
-    def _check_budget(self) -> None:
-        limits = self.limits
-        spent = {
-            "max_calls": (self._begun, limits.max_calls),
-            "max_tokens": (self.usage.tokens, limits.max_tokens),
-            "max_cost": (self.cost, limits.max_cost),
-        }
-        for name, (used, most) in spent.items():
-            if most is not None and used >= most:
-                raise BudgetSpent(f"the budget of {self._what} is spent: {used:g} of {name}={most:g}; raise {name}")
 
 
 class Endpoint(Budgeted):

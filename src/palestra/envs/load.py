@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Mapping
@@ -103,17 +104,13 @@ def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:
             f"unknown setting {key!r}.{did_you_mean(name, fields)} This environment has: {', '.join(fields)}"
         )
     settings = {name: value for name, value in settings.items() if name in fields}
+    values = config.model_dump()
+    for name, value in settings.items():
+        values[name] = value
+        if isinstance(value, str) and value[:1] in ("[", "{"):  # lists and objects come from the command line as JSON
+            with contextlib.suppress(ValueError):
+                values[name] = json.loads(value)
     try:
-        return type(config).model_validate({**config.model_dump(), **{k: _read(v) for k, v in settings.items()}})
+        return type(config).model_validate(values)
     except ValidationError as error:
         raise SettingError(explain(error, fields)) from None
-
-
-def _read(value: Any) -> Any:
-    """Lists and objects come from the command line as JSON; other texts are read by their field."""
-    if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value

@@ -54,14 +54,13 @@ class SuiteEpisode:
         )
         measures = [m for m in self.measures if not m.group]
         scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in measures))
-        return {m.name: self._checked(m.name, score) for m, score in zip(measures, scores, strict=True)}
-
-    def _checked(self, name: str, score: Score) -> Score:
-        unknown = next((role for role in score.roles if role not in self.roles), None)
-        if unknown is None:
-            return score
         known = f"the agents are {', '.join(self.roles)}" if self.roles else "this agent has no roles (agent.roles)"
-        return Score(0.0, False, f"measure {name} returned a verdict for {unknown!r}; {known}", error=True)
+        checked = {}
+        for name, score in zip((m.name for m in measures), scores, strict=True):
+            unknown = next((role for role in score.roles if role not in self.roles), None)
+            wrong = f"measure {name} returned a verdict for {unknown!r}; {known}"
+            checked[name] = score if unknown is None else Score(0.0, False, wrong, error=True)
+        return checked
 
     @property
     def state_key(self) -> Any:

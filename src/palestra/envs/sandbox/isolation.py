@@ -40,8 +40,8 @@ def visible() -> dict[str, str]:
     return targets
 
 
-# What a command has no use for, by architecture: nested namespaces and mounts; memory that belongs to no process
-# (System V IPC, message queues, memfd); looking into other processes; rarely used kernel interfaces.
+# Denied system calls, by architecture: nested namespaces and mounts; memory that belongs to no process (System V IPC,
+# message queues, memfd); looking into other processes; rarely used kernel interfaces.
 DENIED = {
     "x86_64": dict(
         shmget=29, semget=64, msgget=68, ptrace=101, pivot_root=155, chroot=161, mount=165, umount2=166, reboot=169,
@@ -117,13 +117,22 @@ class Cgroup:
 
 def make_cgroup(limits: SandboxLimits, root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Cgroup | None:
     """Create a group next to or below ours; None where that is not permitted."""
-    for parent in _parents(root, own):
+    try:
+        names = [line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/")]
+    except OSError:
+        return None
+    # a group with processes in it cannot give limits to those below, so the one above it is tried too
+    parents = [path for name in names for path in (root / name, (root / name).parent) if path.is_relative_to(root)]
+    for parent in parents:
         path = parent / f"{_NAME}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         try:
             controllers = (parent / "cgroup.subtree_control").read_text().split()
             if "memory" not in controllers or "pids" not in controllers:
                 continue
-            _remove_stale(parent)
+            for stale in parent.glob(f"{_NAME}-*-*"):  # of trainers that were killed
+                if not Path("/proc", stale.name.split("-")[-2]).exists():
+                    with contextlib.suppress(OSError):
+                        stale.rmdir()
             path.mkdir()
         except OSError:
             continue
@@ -138,21 +147,3 @@ def make_cgroup(limits: SandboxLimits, root: Path = ROOT, own: Path = Path("/pro
             pass
         Cgroup(path).remove()
     return None
-
-
-def _remove_stale(parent: Path) -> None:
-    """The groups of trainers that were killed."""
-    for path in parent.glob(f"{_NAME}-*-*"):
-        pid = path.name.split("-")[-2]
-        if not Path("/proc", pid).exists():
-            with contextlib.suppress(OSError):
-                path.rmdir()
-
-
-def _parents(root: Path, own: Path) -> list[Path]:
-    """Our own group, and the one above it: a group with processes in it cannot give limits to those below."""
-    try:
-        names = [line.removeprefix("0::/") for line in own.read_text().splitlines() if line.startswith("0::/")]
-    except OSError:
-        return []
-    return [path for name in names for path in ((root / name), (root / name).parent) if path.is_relative_to(root)]
