@@ -21,7 +21,7 @@ _END_S = 10.0  # for a supervisor to end what a program has started
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimits:
-    """How long one attempt may take, how much it may write, and where it runs."""
+    """Limits of one attempt on time and output, and its isolation."""
 
     timeout_s: float = 300.0
     max_output_bytes: int = 4_000_000

@@ -45,7 +45,7 @@ class Endpoint:
         return self.base_url.removesuffix("/v1")
 
     def variables(self) -> dict[str, str]:
-        """What the clients of both providers read from the environment."""
+        """Environment variables that the clients of both providers read."""
         direct = dict.fromkeys((*_NO_PROXY, urlsplit(self.base_url).hostname))
         proxies = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *direct)))
         return {

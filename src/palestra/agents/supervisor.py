@@ -24,7 +24,7 @@ def run(command: list[str]) -> NoReturn:
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if somebody kills the supervisor
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if the supervisor is killed
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both, and a program inherits that
             signal.signal(number, signal.SIG_DFL)
         try:

@@ -57,8 +57,8 @@ def read_texts(path: Path) -> dict[str, str]:
 
 
 def _properties(tool: Tool) -> dict[str, Any]:
-    found = tool.parameters.get("properties")
-    return found if isinstance(found, dict) else {}
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def read_tool_text(text: str, parameters: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
@@ -68,26 +68,26 @@ def read_tool_text(text: str, parameters: Mapping[str, Any]) -> tuple[str, dict[
     ('Look it up.', {'item': 'Its name, in singular.'})
     """
     description: list[str] = []
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     current = None
     for line in text.strip().splitlines():
         name, colon, rest = line.strip().lstrip("-* `").partition(":")
         if colon and name.strip(" `") in parameters:
             current = name.strip(" `")
-            found[current] = rest.strip()
+            texts[current] = rest.strip()
         elif current is None:
             description.append(line.rstrip())
         else:
-            found[current] = f"{found[current]} {line.strip()}".strip()
-    return "\n".join(description).strip(), found
+            texts[current] = f"{texts[current]} {line.strip()}".strip()
+    return "\n".join(description).strip(), texts
 
 
 def _with_text(tool: Tool, text: str | None) -> Tool:
     if text is None:
         return tool
-    description, found = read_tool_text(text, _properties(tool))
+    description, texts = read_tool_text(text, _properties(tool))
     parameters = copy.deepcopy(tool.parameters)
-    for name, value in found.items():
+    for name, value in texts.items():
         if value:
             parameters["properties"][name]["description"] = value
     return replace(tool, description=description or tool.description, parameters=parameters)

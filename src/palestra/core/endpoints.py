@@ -26,7 +26,7 @@ class BudgetSpent(NotAllowedError):
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """How often a model is asked, how long for, and what it may cost. Prices are per million tokens."""
+    """Limits on the requests to a model, their time and their cost. Prices are per million tokens."""
 
     max_concurrent: int = 16
     requests_per_minute: float | None = None
@@ -100,7 +100,7 @@ class Pace:
         return max(0.0, self._free_at - now)
 
     def correct(self, amount: float) -> None:
-        """Add what a request took beyond its reservation; a negative amount is given back."""
+        """Add the tokens that a request took beyond its reservation; a negative amount is returned to the quota."""
         if self.per_minute is not None:
             self._free_at += _MINUTE_S * amount / self.per_minute
 

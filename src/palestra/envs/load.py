@@ -46,39 +46,39 @@ def find_env(name_or_file: str) -> DiscoveredEnv:
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
         raise NotFoundError(f"there is no environment file {file}.{near}")
-    found = [env for env in in_file(path) if class_name in ("", env.class_name)]
-    if not found:
+    entries = [env for env in in_file(path) if class_name in ("", env.class_name)]
+    if not entries:
         raise InputError(f"{file} defines no environment{class_name and f' {class_name}'}. {_WANTED}")
-    if len(found) > 1:
-        choices = ", ".join(f"{file}:{env.class_name}" for env in found)
+    if len(entries) > 1:
+        choices = ", ".join(f"{file}:{env.class_name}" for env in entries)
         raise SettingError(f"{file} defines several environments; name one: {choices}")
-    return found[0]
+    return entries[0]
 
 
 def load_env(name_or_file: str, settings: Mapping[str, Any] | None = None) -> RunningEnv:
     """Find, import, configure and set up an environment. `settings` are fields of its config, as text or values."""
-    found = find_env(name_or_file)
-    cls = env_class(found)
-    config = configure(cls, {**found.preset, **(settings or {})})
+    entry = find_env(name_or_file)
+    cls = env_class(entry)
+    config = configure(cls, {**entry.preset, **(settings or {})})
     return RunningEnv(cls(config))
 
 
-def env_class(found: DiscoveredEnv) -> type[Env]:
+def env_class(entry: DiscoveredEnv) -> type[Env]:
     """Import the class. Built-in ones are modules of Palestra, all others are separate files."""
-    if found.dialect != "palestra":
+    if entry.dialect != "palestra":
         raise UnsupportedError(
-            f"{found.file_path} is written for {found.dialect}; run it as a separate service: "
-            f"palestra env run-{found.dialect} {found.file_path}"
+            f"{entry.file_path} is written for {entry.dialect}; run it as a separate service: "
+            f"palestra env run-{entry.dialect} {entry.file_path}"
         )
-    if found.name.partition(":")[0] in LIBRARIES:
-        return _named(found.name.partition(":")[0])
-    if found.file_path.is_relative_to(LIBRARY):
-        module = extras.load(f"environments.{found.file_path.stem}", found.name)
+    if entry.name.partition(":")[0] in LIBRARIES:
+        return _named(entry.name.partition(":")[0])
+    if entry.file_path.is_relative_to(LIBRARY):
+        module = extras.load(f"environments.{entry.file_path.stem}", entry.name)
     else:
-        module = import_file(found.file_path, str(found.file_path), _WANTED)
-    cls = getattr(module, found.class_name, None)
+        module = import_file(entry.file_path, str(entry.file_path), _WANTED)
+    cls = getattr(module, entry.class_name, None)
     if not isinstance(cls, type) or not issubclass(cls, Env):
-        raise UserCodeError(f"{found.file_path}: {found.class_name} is not a subclass of palestra.Env when it runs")
+        raise UserCodeError(f"{entry.file_path}: {entry.class_name} is not a subclass of palestra.Env when it runs")
     return cls
 
 

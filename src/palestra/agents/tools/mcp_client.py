@@ -28,7 +28,7 @@ _LAST_WORDS = 2000  # bytes of stderr that may explain why a server did not star
 
 
 class McpToolError(Exception):
-    """What a server answered to a call that failed, or why there was no answer."""
+    """The answer of a server to a call that failed, or the reason why there was none."""
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ def _root(node: ast.AST) -> str:
 
 
 def _value(node: ast.AST, outer: dict[str, Any]) -> Any:
-    """What an expression stands for, without running any code: `stock`, `self.items`, or an entry of such a thing."""
+    """The value of an expression, without running any code: `stock`, `self.items`, or an entry of such a thing."""
     match node:
         case ast.Name(id=name):
             return outer.get(name)

@@ -1,4 +1,4 @@
-"""Where code that a model wrote runs: no network, no access to our files, and limits on all resources.
+"""The sandbox for code that a model wrote: no network, no access to our files, and limits on all resources.
 
 >>> with Sandbox() as sandbox:                                  # doctest: +SKIP
 ...     sandbox.write("hello.py", "print('hello')")

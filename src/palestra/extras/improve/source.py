@@ -10,7 +10,7 @@ from palestra.agents.texts import INSTRUCTIONS, Texts, read_tool_text
 
 
 def texts_diff(old: Texts, new: Texts) -> str:
-    """What changed, component by component."""
+    """The changes, component by component."""
     parts: list[str] = []
     for name in new:
         before, after = (text.get(name, "").splitlines() for text in (old, new))
@@ -60,10 +60,10 @@ def _replace_literal(source: str, old: str, new: str) -> str | None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in in_formatted
     ]
-    found = [each for each in literals if each[1] == old] or [each for each in literals if old in each[1]]
-    if len(found) != 1:
+    matches = [each for each in literals if each[1] == old] or [each for each in literals if old in each[1]]
+    if len(matches) != 1:
         return None
-    node, value = found[0]
+    node, value = matches[0]
     raw = source.encode()  # columns count bytes
     lines = raw.splitlines(keepends=True)
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset

@@ -110,7 +110,7 @@ class Agents:
 
     @property
     def recorded(self) -> Sequence[Attempt | WorkerAttempt]:
-        """Those whose tokens are trained."""
+        """The agents whose tokens are trained."""
         return (self.main, *self.trained.values())
 
     async def finish(self) -> tuple[Rollout, dict[str, tuple[Message, ...]]]:

@@ -94,8 +94,7 @@ class ProgramTask:
             model = parts.config.model
 
             def load(name: str) -> Completer:
-                found = model.name if name == START else name
-                return load_completer(found, dtype=model.dtype, device=model.device)
+                return load_completer(model.name if name == START else name, dtype=model.dtype, device=model.device)
 
             roles, folder = parts.config.agent.roles, parts.checkpoints
             if CHECKPOINT in roles.values() and not parts.config.checkpoint.every:
