@@ -98,25 +98,19 @@ def agent_examples(agent: Agent) -> list[Conversation]:
 def _read_examples(examples: Any, name: str) -> Iterator[Conversation]:
     from palestra.core.conversations import Conversation, conversation_from, conversation_of, read_conversations
 
-    if isinstance(examples, str | Path):
-        yield from read_conversations(Path(examples))
-        return
-    for i, example in enumerate(examples):
+    for i, example in enumerate([examples] if isinstance(examples, str | Path) else examples):
         origin = f"example {i} of agent {name!r}"
         if isinstance(example, Conversation):
             yield example
-            continue
-        if isinstance(example, str | Path):
+        elif isinstance(example, str | Path):
             yield from read_conversations(Path(example))
-            continue
-        try:
-            is_record = isinstance(example, Mapping)
-            conversation = (
-                conversation_from(dict(example), origin) if is_record else conversation_of(example, (), origin)
-            )
-        except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{origin}: {str(error).rstrip('.')}. Give a list of messages, "
-                "[{'role': 'user', 'content': …}, {'role': 'assistant', 'content': …}], or the path of a file"
-            ) from None
-        yield read
+        else:
+            try:
+                is_record = isinstance(example, Mapping)
+                read = conversation_from(dict(example), origin) if is_record else conversation_of(example, (), origin)
+            except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InputError(
+                    f"{origin}: {str(error).rstrip('.')}. Give a list of messages, "
+                    "[{'role': 'user', 'content': …}, {'role': 'assistant', 'content': …}], or the path of a file"
+                ) from None
+            yield read
