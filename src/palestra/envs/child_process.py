@@ -54,7 +54,12 @@ class ChildProcess:
     def ask(self, function: str, timeout_s: float, **arguments: Any) -> Any:
         """The value that a function of child.py returns; ChildFailed with the reason where it returns none."""
         self._number += 1
-        process = self._process = self._process or self._start()
+        if self._process is None:
+            python, env, cwd = self._options
+            stderr = subprocess.DEVNULL if self._stderr is None else self._stderr
+            command = children.isolated(_CHILD, python=python)
+            self._process = children.start(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stderr=stderr)
+        process = self._process
         assert isinstance(process.stdin, io.TextIOWrapper)
         assert process.stdout is not None
         try:
@@ -77,12 +82,6 @@ class ChildProcess:
                 reason = lines[-1] if lines else reason
         self.close()
         raise ChildFailed(reason)
-
-    def _start(self) -> subprocess.Popen[str]:
-        python, env, cwd = self._options
-        command = children.isolated(_CHILD, python=python)
-        stderr = subprocess.DEVNULL if self._stderr is None else self._stderr
-        return children.start(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stderr=stderr)
 
     def close(self) -> None:
         process, self._process = self._process, None
