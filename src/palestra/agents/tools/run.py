@@ -65,7 +65,7 @@ def _read(tool: Tool, key: str, value: Any, properties: dict[str, Any]) -> Any:
 def find_mismatch(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None) -> str | None:
     """Reason why a JSON value does not fit a schema; None when it does. References lead into `root`.
 
-    Nothing is downloaded, and no regular expression of a schema runs: one can take for ever.
+    Nothing is downloaded, and keywords that could take very long are not checked: patterns and `uniqueItems`.
     """
     try:
         return next(map(_explain, _validator_class()(root or schema).descend(value, schema)), None)
@@ -80,8 +80,14 @@ def _validator_class() -> Any:
 
     base = jsonschema.Draft202012Validator
     is_integer = base.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # 1.0 is none
-    ignored = dict.fromkeys(("pattern", "patternProperties"), lambda *_: ())
-    cls = jsonschema.validators.extend(base, ignored, type_checker=is_integer)
+
+    def additional(validator: Any, allowed: Any, value: Any, schema: dict[str, Any]) -> Any:
+        check = base.VALIDATORS["additionalProperties"]
+        return () if "patternProperties" in schema else check(validator, allowed, value, schema)
+
+    slow = ("pattern", "patternProperties", "unevaluatedProperties", "uniqueItems")
+    keywords = {**dict.fromkeys(slow, lambda *_: ()), "additionalProperties": additional}
+    cls = jsonschema.validators.extend(base, keywords, type_checker=is_integer)
     return partial(cls, registry=referencing.Registry())
 
 

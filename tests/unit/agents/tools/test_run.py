@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from palestra.agents.tools.run import run_calls
+from palestra.agents.tools.run import find_mismatch, run_calls
 from palestra.agents.tools.tool import Tool, function_tool
 from palestra.core.types import ToolCall
 
@@ -300,6 +300,17 @@ def test_a_bare_json_schema_is_checked_too(arguments, words):
     else:
         assert not result.ok
         assert words in result.content
+
+
+def test_a_slow_pattern_of_a_schema_is_not_run_and_nothing_is_downloaded():
+    slow = "^(a+)+$"
+    for schema, value in (
+        ({"type": "string", "pattern": slow}, "a" * 50 + "b"),
+        ({"patternProperties": {slow: {}}, "additionalProperties": False}, {"a" * 50 + "b": 1}),
+        ({"$ref": "http://127.0.0.1:9/schema.json"}, 1),
+        ({"type": "no such type"}, 1),
+    ):
+        assert find_mismatch(value, schema) is None
 
 
 def test_a_tool_that_sets_an_alarm_runs_in_the_main_thread():
