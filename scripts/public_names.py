@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-MODULES = ("palestra", "palestra.trl", "palestra.extras.agent_tools")
+MODULES = ("palestra", "palestra.trl", "palestra.agent_tools")
 
 
 def public_names() -> list[str]:

@@ -192,8 +192,6 @@ def train(program: Program, section: str) -> Row:
     began = time.monotonic()
     command = [sys.executable, "-m", "palestra", "train", "--agent-cmd", program.command(), "--json"]
     command += [*SETTINGS[section].split(), "--output_dir", str(BUILD / "runs")]
-    if program.file.endswith(".py"):
-        command += ["--agent.fork_server", "true"]
     if program.is_long:
         command += ["--model.name", str(LONG_MODEL), "--measure", f"{Path(__file__).resolve()}:length"]
     path = os.pathsep.join([str(program.executables), os.environ["PATH"]])

@@ -121,13 +121,12 @@ def test_the_page_works_as_given(cli, tmp_path, monkeypatch):
     Path("my_agent.py").write_text(agent)
     Path("cases.jsonl").write_text("".join(case.replace("red", color) for color in ("red", "blue", "green")))
     train = ["--agent-cmd", f"{sys.executable} my_agent.py", "--cases", "cases.jsonl", "--measure", "score.py:score"]
-    cli.ok("train", *train, *SMALL, "--agent.fork_server", "true")
+    cli.ok("train", *train, *SMALL)
     resolve = GRPOTrainer._resolve
     short = {
         "train": {"max_steps": 1, "problems_per_step": 1},
         "rollout": {"group_size": 2, "max_new_tokens": 8},
         "eval": {"cases": 1},
-        "agent": {"fork_server": True},
     }
     monkeypatch.setattr(GRPOTrainer, "_resolve", lambda self, n: RunConfig.build(resolve(self, n).model_dump(), short))
     for text in (by_command.replace('"python"', repr(sys.executable)), by_function):

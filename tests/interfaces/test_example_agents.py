@@ -48,12 +48,11 @@ def test_an_unmodified_program_solves_cases_with_the_model(model, file):
 
     async def run():
         gateway = Gateway(model, sampling)
-        limits = ProgramLimits(timeout_s=200, fork_server=True)
+        limits = ProgramLimits(timeout_s=200)
         collector = ProgramCollector(environment, agent, gateway, sampling, limits, 2, asyncio.Semaphore(2))
         try:
             return (await collector.collect(environment.problems("train")[2:3], 2, ["0/2"]))[0]
         finally:
-            await agent.close()
             await gateway.close()
 
     group = asyncio.run(run())

@@ -12,13 +12,14 @@ from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
+from palestra.core.messages import with_text
 from palestra.core.types import Array, Group, Message, Problem, Rollout, Sample, Score, Turn
 from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.result import GRPOTrainingResult
-from palestra.rollout.hints import answer_hint, with_hint
+from palestra.rollout.hints import answer_hint
 from palestra.train.distill import choose_rows
 from palestra.train.distill_teachers import SelfTeacher
 from palestra.train.schedule import Coefficients
@@ -51,7 +52,7 @@ class Student:
     def prompt(self, problem: Problem, number: str | None = None) -> Array:
         opening = [Message("user", str(problem.input))]
         hint = answer_hint(replace(problem, expect=number))
-        return self.chat.prompt(opening if hint is None else with_hint(opening, hint)).token_ids
+        return self.chat.prompt(opening if hint is None else with_text(opening, hint)).token_ids
 
     def practice(self, problem: Problem, number: str) -> Sample:
         prompt, said = self.prompt(problem, number).tolist(), self.encode(f"It is {number}.<|im_end|>")

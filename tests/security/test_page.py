@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from palestra.extras.agent_tools import RlTools, mcp_server
 from palestra.extras.agent_tools.tools import MAX_SESSIONS
 from palestra.extras.atropos import server, task
@@ -52,9 +50,8 @@ def test_the_limits_that_the_pages_name_are_those_of_the_code():
     says("SECURITY.md", f"a chat template has {RENDER_S:g} s")
 
 
-@pytest.mark.parametrize(("field", "value"), [("allow_unsandboxed", True), ("isolation", "docker")])
-def test_an_agent_cannot_switch_the_sandbox_off(field, value, tmp_path):
+def test_an_agent_cannot_switch_the_sandbox_off(tmp_path):
     tools = RlTools(RunManager(tmp_path / "home"))
     assert "error" not in tools.call("rl_select_environment", {"name": "shell"})
-    refused = tools.call("rl_edit_config", {"field": field, "value": value})
+    refused = tools.call("rl_edit_config", {"field": "allow_unsandboxed", "value": True})
     assert "locked by this site" in refused["error"]

@@ -131,7 +131,6 @@ def test_a_copy_of_a_listed_run_is_foreign(foreign, here, tmp_path) -> None:
         ({"source": "palestra.demo", "tools": ["x"]}, False),
         ({"environment": {"name": "calculator", "settings": {"operations": 1}}}, False),
         ({"environment": {"name": "shell", "settings": {"allow_unsandboxed": True}}}, True),
-        ({"environment": {"name": "python-code", "settings": {"isolation": "none"}}}, True),
         ({"environment": {"name": "gymnasium:os:X", "settings": {}}}, True),
         ({"environment": {"name": "verifiers:evil", "settings": {}}}, True),
         ({"environment": {"name": "calculator.py", "settings": {}}}, True),

@@ -1,4 +1,4 @@
-"""What is trained: an `Agent` (model, instructions, tools), or a program that calls the model over HTTP.
+"""Agents to train: an `Agent` (model, instructions, tools), or a program that calls the model over HTTP.
 
 `tools/` turns typed Python functions and MCP servers into tools.
 Agents of the OpenAI Agents SDK are accepted as they are.

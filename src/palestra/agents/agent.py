@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Agent:
-    """What is to be trained. Tools may be `@function_tool`s or plain typed functions with docstrings; MCP servers, as
+    """An agent to train. Tools may be `@function_tool`s or plain typed functions with docstrings; MCP servers, as
     commands or `McpServer`s, add theirs. Examples show how the agent solves a case: lists of messages, or the path of a
     file of them. Supervised stages train on them; they are not part of any prompt.
 
@@ -38,9 +38,9 @@ class Agent:
 
     def __post_init__(self) -> None:
         for name in ("tools", "mcp_servers"):
-            if not isinstance(given := getattr(self, name) or (), Iterable) or isinstance(given, str):
+            if not isinstance(value := getattr(self, name) or (), Iterable) or isinstance(value, str):
                 raise InputError(
-                    f"{name} of agent {self.name!r} is a {type(given).__name__}; expected a list, such as {name}=[…]"
+                    f"{name} of agent {self.name!r} is a {type(value).__name__}; expected a list, such as {name}=[…]"
                 )
         enabled = (
             tool for tool in self.tools or () if getattr(tool, "is_enabled", True) is not False
@@ -98,23 +98,19 @@ def agent_examples(agent: Agent) -> list[Conversation]:
 def _read_examples(examples: Any, name: str) -> Iterator[Conversation]:
     from palestra.core.conversations import Conversation, conversation_from, conversation_of, read_conversations
 
-    if isinstance(examples, str | Path):
-        yield from read_conversations(Path(examples))
-        return
-    for i, example in enumerate(examples):
+    for i, example in enumerate([examples] if isinstance(examples, str | Path) else examples):
         origin = f"example {i} of agent {name!r}"
         if isinstance(example, Conversation):
             yield example
-            continue
-        if isinstance(example, str | Path):
+        elif isinstance(example, str | Path):
             yield from read_conversations(Path(example))
-            continue
-        try:
-            is_record = isinstance(example, Mapping)
-            found = conversation_from(dict(example), origin) if is_record else conversation_of(example, (), origin)
-        except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{origin}: {str(error).rstrip('.')}. Give a list of messages, "
-                "[{'role': 'user', 'content': …}, {'role': 'assistant', 'content': …}], or the path of a file"
-            ) from None
-        yield found
+        else:
+            try:
+                is_record = isinstance(example, Mapping)
+                read = conversation_from(dict(example), origin) if is_record else conversation_of(example, (), origin)
+            except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InputError(
+                    f"{origin}: {str(error).rstrip('.')}. Give a list of messages, "
+                    "[{'role': 'user', 'content': …}, {'role': 'assistant', 'content': …}], or the path of a file"
+                ) from None
+            yield read

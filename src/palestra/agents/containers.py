@@ -39,10 +39,14 @@ class Containers:
         """The image with the first engine that works; PalestraError with the reason where none does."""
         reasons = []
         for engine in ("docker", "podman"):
-            if not (reason := _why_not(engine)):
+            if shutil.which(engine) is None:
+                reasons.append(f"{engine} is not installed")
+            elif (done := _ask(engine, "version")).returncode:
+                lines = done.stderr.strip().splitlines() or ["no output"]
+                reasons.append(f"`{engine} version` failed ({lines[-1]})")
+            else:
                 rootless = _ask(engine, "info", "--format", "{{.Host.Security.Rootless}}")  # an error of docker
                 return cls(engine, image, rootless.stdout.strip() == "true")
-            reasons.append(reason)
         raise MissingPackageError(
             f"--agent-image {image} needs docker or podman: {'; '.join(reasons)}. Install one or start its service, or "
             "run the program without a container by --agent-cmd"
@@ -93,15 +97,6 @@ class Containers:
         except TimeoutError:
             process.kill()
             await process.wait()
-
-
-def _why_not(engine: str) -> str:
-    """Reason why an engine cannot be used; empty if it can."""
-    if shutil.which(engine) is None:
-        return f"{engine} is not installed"
-    done = _ask(engine, "version")
-    said = done.stderr.strip().splitlines()
-    return f"`{engine} version` failed ({said[-1] if said else 'no output'})" if done.returncode else ""
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str]:

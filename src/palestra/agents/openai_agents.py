@@ -53,13 +53,8 @@ def as_agent(obj: Any) -> Agent:
             f"agent {obj.name!r} has tool_use_behavior={behavior!r}; in training the model always reads its tools' "
             "results and answers. Use 'run_llm_again' in the agent that you train."
         )
-    _refuse_model_settings(obj)
-    return Agent(obj.name, _model_name(obj), obj.instructions or "", obj.tools)
-
-
-def _refuse_model_settings(obj: Any) -> None:
-    settings = getattr(obj, "model_settings", None)
-    ignored = _HARMLESS | (_OF_THE_DEFAULT_MODEL if getattr(obj, "model", None) is None else set())
+    settings, model = getattr(obj, "model_settings", None), getattr(obj, "model", None)
+    ignored = _HARMLESS | (_OF_THE_DEFAULT_MODEL if model is None else set())
     for key, value in vars(settings).items() if settings is not None else ():
         if value is None or key in ignored or _HOW_IT_IS.get(key) == value:
             continue
@@ -68,15 +63,10 @@ def _refuse_model_settings(obj: Any) -> None:
             f"agent {obj.name!r} has model_settings.{key}={value!r}, which training would not keep. {instead}, and "
             "train agent.clone(model_settings=ModelSettings())."
         )
-
-
-def _model_name(obj: Any) -> str | None:
-    model = getattr(obj, "model", None)
-    if model is None or isinstance(model, str):
-        return model
-    name = getattr(model, "model", None)  # the SDK's model objects keep their name there
-    if not isinstance(name, str):
+    # the SDK's model objects keep their name in `model`
+    name = model if model is None or isinstance(model, str) else getattr(model, "model", None)
+    if (name is None and model is not None) or not isinstance(name, str | None):
         raise InputError(
             f"agent {obj.name!r} has a model of type {type(model).__name__} without a name; pass the name as a string"
         )
-    return name
+    return Agent(obj.name, name, obj.instructions or "", obj.tools)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from palestra.agents.agent import Agent
 from palestra.agents.containers import ENGINE_VARIABLES, FOLDER, Containers
-from palestra.agents.process import ForkServer, ProgramLimits, run_process, supervised
+from palestra.agents.process import ProgramLimits, run_process, supervised
 from palestra.core.calls import call_with_limit
 from palestra.core.children import split_command
 from palestra.core.errors import CallTimeout, InputError, RolloutError, text_of
@@ -45,7 +45,7 @@ class Endpoint:
         return self.base_url.removesuffix("/v1")
 
     def variables(self) -> dict[str, str]:
-        """What the clients of both providers read from the environment."""
+        """Environment variables that the clients of both providers read."""
         direct = dict.fromkeys((*_NO_PROXY, urlsplit(self.base_url).hostname))
         proxies = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *direct)))
         return {
@@ -86,9 +86,6 @@ class ProgramAgent(Agent):
         """Routes that it adds to the gateway."""
         return ()
 
-    async def close(self) -> None:
-        """Release what all attempts share."""
-
 
 @dataclass
 class CommandAgent(ProgramAgent):
@@ -99,7 +96,6 @@ class CommandAgent(ProgramAgent):
     cwd: str | None = None
     containers: Containers | None = None  # where it runs, if not on this machine itself
     answer_files: Sequence[Path] = ()  # cases and measures: hidden from a program in the sandbox
-    _server: ForkServer | None = field(default=None, init=False, repr=False, compare=False)
 
     async def run(self, case: Mapping[str, Any], endpoint: Endpoint, limits: ProgramLimits) -> ProgramResult:
         # files of a container's user may not be ours to remove
@@ -115,14 +111,8 @@ class CommandAgent(ProgramAgent):
     async def _run_here(self, endpoint: Endpoint, folder: Path, limits: ProgramLimits) -> ProgramResult:
         env = {**clean_environment(), **self.env, **endpoint.variables(), **_file_variables(folder)}
         self.check_exists(env)
-        if limits.fork_server:
-            if self._server is None:
-                self._server = ForkServer(self.command, {**clean_environment(), **self.env}, self.cwd)
-            command = await self._server.command(limits.timeout_s)
-        else:
-            sandbox = limits.sandbox
-            command = supervised(sandbox(self.command, folder, self.cwd) if sandbox else self.command)
-        return await run_process(command, env, folder / "case.json", self.cwd, limits)
+        command = limits.sandbox(self.command, folder, self.cwd) if limits.sandbox else self.command
+        return await run_process(supervised(command), env, folder / "case.json", self.cwd, limits)
 
     async def _run_in_container(self, endpoint: Endpoint, folder: Path, limits: ProgramLimits) -> ProgramResult:
         assert self.containers is not None
@@ -147,11 +137,6 @@ class CommandAgent(ProgramAgent):
         program = str(Path(self.cwd or "", self.command[0])) if "/" in self.command[0] else self.command[0]
         if shutil.which(program, path=env.get("PATH")) is None:
             raise RolloutError(f"the agent's command {shlex.join(self.command)} could not be started: no such program")
-
-    async def close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            await server.close()
 
 
 @dataclass

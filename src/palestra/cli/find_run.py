@@ -28,7 +28,6 @@ trust_option = click.option(
     "--trust", is_flag=True, help="Run code that a run folder from elsewhere names, without asking."
 )
 _DEMOS = (None, "demo", "palestra.demo")  # agents that come with Palestra
-_ISOLATION = ("isolation", "allow_unsandboxed")  # settings that decide whether code of a model is isolated
 RUNS = Path("runs")
 _MAX_LISTED = 5
 
@@ -220,7 +219,7 @@ def code_for_tools(record: Mapping[str, Any]) -> list[str]:
     if isinstance(environment, Mapping):
         settings = environment.get("settings") or {}
         name = str(environment.get("name"))
-        if _is_built_in(name) and isinstance(settings, Mapping) and not any(key in settings for key in _ISOLATION):
+        if _is_built_in(name) and isinstance(settings, Mapping) and "allow_unsandboxed" not in settings:
             return []
         return [f"the environment {name} with the settings {dict(settings) if settings else 'of its file'}"]
     source = record.get("source")

@@ -156,22 +156,19 @@ class _CallQueue:
                 worker = _idle_workers.pop() if _idle_workers else _Worker()
             except RuntimeError as error:
                 if not self.workers:
-                    self._refuse(error)
+                    text = (
+                        f"no thread could be started for a tool, a measure or an environment: {error}. {hung_calls()} "
+                        "calls that ran past their time limit still hold one; give what they wait for its own time "
+                        "limit, or lower rollout.max_open_episodes"
+                    )
+                    for call in self.waiting:
+                        call.error = OutOfThreads(text)
+                    self.outcomes.extend(self.waiting)
+                    self.waiting.clear()
                 return
             worker.since = time.perf_counter()
             self.workers.add(worker)
             worker.queues.put(self)
-
-    def _refuse(self, error: RuntimeError) -> None:
-        text = (
-            f"no thread could be started for a tool, a measure or an environment: {error}. {hung_calls()} calls that "
-            "ran past their time limit still hold one; give what they wait for its own time limit, or lower "
-            "rollout.max_open_episodes"
-        )
-        for call in self.waiting:
-            call.error = OutOfThreads(text)
-        self.outcomes.extend(self.waiting)
-        self.waiting.clear()
 
 
 class _Worker:
@@ -309,7 +306,7 @@ def _warn_of_blocking(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _within(timeout_s: float, outcome: Awaitable[Any], calls: Sequence[_Call] = ()) -> Any:
-    """What comes of calls, or CallTimeout."""
+    """The outcome of calls, or CallTimeout."""
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
@@ -318,8 +315,12 @@ async def _within(timeout_s: float, outcome: Awaitable[Any], calls: Sequence[_Ca
         if not scope.expired():
             raise
         hanging = [call for call in calls if call.started and not call.ended]
-        for call in hanging:
-            _count_hung(call)
+        _hung.update(hanging)
+        if hanging and (count := hung_calls()) > MAX_HUNG_CALLS:
+            raise OutOfThreads(
+                f"{count} calls of tools, measures or environments ran past their time limit and still hold a thread "
+                "each. Give what they wait for its own time limit, make them async, or raise rollout.tool_timeout_s"
+            ) from None
         raise CallTimeout(f"took longer than {timeout_s:g} s{'' if hanging else ' and was stopped'}") from None
     finally:
         _cancel(calls)
@@ -328,15 +329,6 @@ async def _within(timeout_s: float, outcome: Awaitable[Any], calls: Sequence[_Ca
 def _cancel(calls: Iterable[_Call]) -> None:
     for call in calls:
         call.wanted = False
-
-
-def _count_hung(call: _Call) -> None:
-    _hung.add(call)
-    if (count := hung_calls()) > MAX_HUNG_CALLS:
-        raise OutOfThreads(
-            f"{count} calls of tools, measures or environments ran past their time limit and still hold a thread each. "
-            "Give what they wait for its own time limit, make them async, or raise rollout.tool_timeout_s"
-        )
 
 
 def _start(fn: Callable[[], Any]) -> _Call:

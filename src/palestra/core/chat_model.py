@@ -20,7 +20,7 @@ from palestra.core.files import append_jsonl, read_jsonl
 
 POLICY = "policy"  # the model that is trained or scored
 LOCAL = "local/"  # prefix of a model that is loaded in this process
-_LOCAL_TOKENS = 1024  # new tokens of a local model's answer, unless told
+_LOCAL_TOKENS = 1024  # default number of new tokens of a local model's answer
 _MAX_CACHED = 100_000
 Chat = Sequence[Mapping[str, str]]  # messages with `role` and `content`
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def hosting(host: ModelHost) -> Iterator[None]:
 
 @dataclass(slots=True)
 class CallLog:
-    """What chat models did in one group, by their purpose."""
+    """Counts of chat models' calls in one group, by their purpose."""
 
     counts: dict[str, float] = field(default_factory=dict)
     judges: set[str] = field(default_factory=set)  # names of the measures that asked a judge
@@ -66,7 +66,7 @@ _log: ContextVar[CallLog | None] = ContextVar("call_log", default=None)
 
 @contextmanager
 def logging_calls() -> Iterator[CallLog]:
-    """Collect what chat models do in this context, and in tasks that are created in it."""
+    """Count the calls of chat models in this context, and in tasks that are created in it."""
     calls = CallLog()
     token = _log.set(calls)
     try:
@@ -135,10 +135,12 @@ class ChatModel:
 
         Raises RolloutError without an answer, ValueError without one that can be read.
         """
-        key = self._key(messages, seed)
-        if self._cache is not None:
-            return await self._cache.get(key, read, lambda: self._ask(messages, read, seed), self._count)
-        return read(await self._ask(messages, read, seed))
+        if self._cache is None:
+            return read(await self._ask(messages, read, seed))
+        endpoint = getattr(self._backend, "base_url", "")
+        parts = [self.model, endpoint, self._temperature, self._max_new_tokens, seed, list(messages)]
+        key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+        return await self._cache.get(key, read, lambda: self._ask(messages, read, seed), self._count)
 
     async def _ask(self, messages: Chat, read: Callable[[str], T], seed: int) -> str:
         """An answer that `read` accepts."""
@@ -155,7 +157,7 @@ class ChatModel:
 
     async def _complete(self, messages: Chat, seed: int) -> str:
         try:
-            answer = await (self._local(messages, seed) if self._is_local else self._remote(messages, seed))
+            answer = await (self._ask_host(messages, seed) if self._is_local else self._post(messages, seed))
             text = answer["choices"][0]["message"]["content"]
             if not isinstance(text, str):
                 raise TypeError(f"its content is a {type(text).__name__}")
@@ -175,7 +177,7 @@ class ChatModel:
         self._count("cost", usage.cost(self._limits))
         return text
 
-    async def _remote(self, messages: Chat, seed: int) -> Any:
+    async def _post(self, messages: Chat, seed: int) -> Any:
         assert isinstance(self._backend, Endpoint)
         body: dict[str, Any] = {"messages": list(messages)}
         if self._temperature is not None:
@@ -186,7 +188,7 @@ class ChatModel:
             body |= {"max_tokens": self._max_new_tokens}
         return await self._backend.post(body)
 
-    async def _local(self, messages: Chat, seed: int) -> Any:
+    async def _ask_host(self, messages: Chat, seed: int) -> Any:
         host = _host.get()
         if host is None:
             raise UnsupportedError("a model of this process is asked in a run; elsewhere, name an endpoint by base_url")
@@ -199,19 +201,14 @@ class ChatModel:
         if (calls := _log.get()) is not None:
             calls.add(f"{self.purpose}/{what}", amount)
 
-    def _key(self, messages: Chat, seed: int) -> str:
-        endpoint = getattr(self._backend, "base_url", "")
-        parts = [self.model, endpoint, self._temperature, self._max_new_tokens, seed, list(messages)]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
 
 class _Cache:
-    """Answers by content. Those that are asked for while they are on their way are waited for."""
+    """Answers by content. A request that equals one in flight waits for its answer."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._answers: OrderedDict[str, str] = OrderedDict()
-        self._on_their_way: dict[str, asyncio.Future[str]] = {}
+        self._in_flight: dict[str, asyncio.Future[str]] = {}
         if file is not None and file.is_file():
             self._answers |= {row["key"]: row["answer"] for row in read_jsonl(file) if {"key", "answer"} <= row.keys()}
 
@@ -222,14 +219,14 @@ class _Cache:
         if key in self._answers:
             count("cached", 1)
             return read(self._answers[key])
-        asked = self._on_their_way.get(key)
+        asked = self._in_flight.get(key)
         if asked is not None and asked.get_loop() is asyncio.get_running_loop():
             answer = await asyncio.shield(asked)
             count("cached", 1)
             return read(answer)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # there may be no one who waits
-        self._on_their_way[key] = future
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs the exception
+        self._in_flight[key] = future
         try:
             answer = await ask()
         except BaseException as error:
@@ -237,14 +234,11 @@ class _Cache:
             future.set_exception(RolloutError("the request was cancelled") if ended else error)
             raise
         finally:
-            self._on_their_way.pop(key, None)
+            self._in_flight.pop(key, None)
         future.set_result(answer)
-        self._store(key, answer)
-        return read(answer)
-
-    def _store(self, key: str, answer: str) -> None:
         self._answers[key] = answer
         if len(self._answers) > _MAX_CACHED:
             self._answers.popitem(last=False)
         if self._file is not None:
             append_jsonl(self._file, [{"key": key, "answer": answer}])
+        return read(answer)

@@ -31,7 +31,7 @@ def start(
     stdout: int | IO[Any] = subprocess.PIPE,
     stderr: int | IO[Any] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """Start a program. It sees `clean_environment()` unless `env` is given, and no Ctrl-C of our terminal."""
+    """Start a program with `env`, by default `clean_environment()`. It gets no Ctrl-C of our terminal."""
     visible = dict(clean_environment() if env is None else env)
     return subprocess.Popen(
         command, env=visible, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True
@@ -60,7 +60,7 @@ def isolated(*words: object, python: str | Path = sys.executable) -> list[str]:
 def end(process: subprocess.Popen[str], terminate_s: float = 0.0) -> None:
     """Kill the process and all that it has started; SIGTERM comes `terminate_s` before SIGKILL.
 
-    For a process that has ended by itself: at once, before its number can be another's.
+    Call it immediately for a process that has ended by itself, before its pid is reused.
     """
     if terminate_s and process.poll() is None:
         end_group(process.pid, signal.SIGTERM)

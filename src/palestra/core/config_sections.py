@@ -263,8 +263,6 @@ class AgentSection(Section):
     max_at_once: int = Field(32, ge=1, le=4096, description="attempts that run at a time")
     max_output_bytes: int = Field(4_000_000, ge=1000, le=1_000_000_000)
     """a program that writes more is ended, and counts as failed"""
-    fork_server: bool = False
-    """import the modules of a Python program once and fork for each attempt: starts in 0.1 s"""
     sandbox: bool = False
     """isolate each attempt of a command: it reaches the model and nothing else of the network"""
     gateway_workers: int | None = Field(None, ge=0, le=64)
@@ -283,8 +281,6 @@ class AgentSection(Section):
                 raise ValueError(f"agent.roles has the label {label!r}; use up to 32 letters, digits and _, not main")
             if variables.count(label.upper()) > 1 or not model.strip():
                 raise ValueError(f"agent.roles: give the label {label!r} once, with a model, start or train")
-        if self.sandbox and self.fork_server:
-            raise ValueError("agent.sandbox and agent.fork_server exclude each other: a forked program is not isolated")
         return self
 
 

@@ -26,7 +26,7 @@ class BudgetSpent(NotAllowedError):
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """How often a model is asked, how long for, and what it may cost. Prices are per million tokens."""
+    """Limits on the requests to a model, their time and their cost. Prices are per million tokens."""
 
     max_concurrent: int = 16
     requests_per_minute: float | None = None
@@ -60,7 +60,7 @@ class CallLimits:
 
 @dataclass(slots=True)
 class EndpointUsage:
-    """What an endpoint has been asked so far, and the tokens that it reported."""
+    """Requests to an endpoint so far, and the tokens that it reported."""
 
     requests: int = 0  # that were answered
     prompt_tokens: int = 0
@@ -100,7 +100,7 @@ class Pace:
         return max(0.0, self._free_at - now)
 
     def correct(self, amount: float) -> None:
-        """Add what a request took beyond its reservation; a negative amount is given back."""
+        """Add the tokens that a request took beyond its reservation; a negative amount is returned to the quota."""
         if self.per_minute is not None:
             self._free_at += _MINUTE_S * amount / self.per_minute
 
@@ -126,7 +126,14 @@ class Budgeted:
     async def run(self, call: Any, expected_tokens: int) -> Any:
         """The answer of `call()`, which has a `usage`, in a free slot and within the limits."""
         async with self._slots.slot():
-            self._check_budget()
+            limits = self.limits
+            for name, used, most in (
+                ("max_calls", self._begun, limits.max_calls),
+                ("max_tokens", self.usage.tokens, limits.max_tokens),
+                ("max_cost", self.cost, limits.max_cost),
+            ):
+                if most is not None and used >= most:
+                    raise BudgetSpent(f"the budget of {self._what} is spent: {used:g} of {name}={most:g}; raise {name}")
             self._begun += 1
             now = time.monotonic()
             wait_s = max(self._requests.wait_s(1, now), self._tokens.wait_s(expected_tokens, now))
@@ -138,17 +145,6 @@ class Budgeted:
             taken = self.usage.tokens - before
             self._tokens.correct(taken - expected_tokens if taken else 0)
             return answer
-
-    def _check_budget(self) -> None:
-        limits = self.limits
-        spent = {
-            "max_calls": (self._begun, limits.max_calls),
-            "max_tokens": (self.usage.tokens, limits.max_tokens),
-            "max_cost": (self.cost, limits.max_cost),
-        }
-        for name, (used, most) in spent.items():
-            if most is not None and used >= most:
-                raise BudgetSpent(f"the budget of {self._what} is spent: {used:g} of {name}={most:g}; raise {name}")
 
 
 class Endpoint(Budgeted):

@@ -42,18 +42,14 @@ def isolate() -> bool:
 
 
 def _map_ids(pid: int, uid: int, gid: int) -> None:
-    """All of them for root, whose sandboxes use other ids; one's own for everybody else."""
+    """All of them for root, whose sandboxes use other ids; one's own for other users."""
     maps = {"uid_map": f"{uid} {uid} 1", "setgroups": "deny", "gid_map": f"{gid} {gid} 1"}
-    if uid == 0:
-        maps = {name: _onto_itself(Path("/proc/self", name).read_text()) for name in ("uid_map", "gid_map")}
+    if uid == 0:  # each id that this namespace has as itself: `inside outside count` -> `inside inside count`
+        ids = {name: Path("/proc/self", name).read_text().splitlines() for name in ("uid_map", "gid_map")}
+        rows = {name: [line.split() for line in lines] for name, lines in ids.items()}
+        maps = {name: "".join(f"{inside} {inside} {count}\n" for inside, _, count in rows[name]) for name in rows}
     for name, text in maps.items():
         Path(f"/proc/{pid}/{name}").write_text(text)
-
-
-def _onto_itself(ids: str) -> str:
-    """The ids that this namespace has, each as itself: `inside outside count` -> `inside inside count`."""
-    rows = [line.split() for line in ids.splitlines()]
-    return "\n".join(f"{inside} {inside} {count}" for inside, _, count in rows) + "\n"
 
 
 def main(words: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -29,6 +30,13 @@ def to_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, A
     if message.name is not None:
         row["name"] = message.name
     return row
+
+
+def with_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with a text at the end of the last one, if it is a user's; else in a message of its own."""
+    if not messages or messages[-1].role != "user":
+        return [*messages, Message("user", text)]
+    return [*messages[:-1], replace(messages[-1], text=f"{messages[-1].text}\n\n{text}".strip())]
 
 
 def from_dict(row: Mapping[str, Any]) -> Message:

@@ -23,6 +23,11 @@ class RemovedSetting(NamedTuple):
 
 # By dotted key. A stored run that has the default still loads; any other value names the last version that had it.
 REMOVED_SETTINGS: dict[str, RemovedSetting] = {
+    "agent.fork_server": RemovedSetting(False, "each attempt starts its program; leave it out"),
+    "env.isolation": RemovedSetting("auto", "the sandbox always uses namespaces of the Linux kernel; leave it out"),
+    "env.container_image": RemovedSetting(
+        "docker.io/library/python:3.11-slim", "the sandbox uses namespaces instead of containers; leave it out"
+    ),
     "train.replay": RemovedSetting(0.0, "learn from successes in an rft stage before grpo: stages.plan = rft,grpo"),
 }
 

@@ -27,7 +27,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     One thread watches all limits: a template is rendered hundreds of times in a step, too often to start a thread.
     Limits of one thread cannot be nested.
     """
-    _start_watchdog()
+    global _watchdog
+    if _watchdog is None:
+        _watchdog = threading.Thread(target=_watch, name="palestra-time-limit", daemon=True)
+        _watchdog.start()
     thread = threading.get_ident()
     _deadlines[thread] = time.monotonic() + seconds
     _has_deadlines.set()
@@ -37,13 +40,6 @@ def time_limit(seconds: float) -> Iterator[None]:
         with _lock:
             if _deadlines.pop(thread, None) is None:  # the error may still be pending: it must not hit later code
                 _raise_in(thread, None)
-
-
-def _start_watchdog() -> None:
-    global _watchdog
-    if _watchdog is None:
-        _watchdog = threading.Thread(target=_watch, name="palestra-time-limit", daemon=True)
-        _watchdog.start()
 
 
 def _watch() -> None:

@@ -23,7 +23,7 @@ class Episode(Protocol):
     def tools(self) -> Sequence[Tool]: ...
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """What the world says to an assistant message without tool calls; nothing ends the attempt."""
+        """The replies to an assistant message without tool calls; none ends the attempt."""
         ...
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]: ...
@@ -32,7 +32,7 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """Where problems come from. Everything else (suites, other dialects) adapts to this."""
+    """A source of problems. Suites and environments of other libraries adapt to this."""
 
     def problems(self, split: Split) -> Sequence[Problem]: ...
 
@@ -40,7 +40,7 @@ class Environment(Protocol):
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """How the measures' values add up to the reward."""
+        """The weight of each measure in the reward."""
         ...
 
 

@@ -52,9 +52,14 @@ class ChildProcess:
         return self._process is not None
 
     def ask(self, function: str, timeout_s: float, **arguments: Any) -> Any:
-        """What a function of child.py returns; ChildFailed with the reason where it gives nothing."""
+        """The value that a function of child.py returns; ChildFailed with the reason where it returns none."""
         self._number += 1
-        process = self._process = self._process or self._start()
+        if self._process is None:
+            python, env, cwd = self._options
+            stderr = subprocess.DEVNULL if self._stderr is None else self._stderr
+            command = children.isolated(_CHILD, python=python)
+            self._process = children.start(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stderr=stderr)
+        process = self._process
         assert isinstance(process.stdin, io.TextIOWrapper)
         assert process.stdout is not None
         try:
@@ -70,22 +75,13 @@ class ChildProcess:
             self.close()
             raise ChildTimeout(f"it took longer than {timeout_s:g} s") from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            reason = self._last_complaint() or "its process ended without an answer"
+            reason = "its process ended without an answer"
+            if self._stderr is not None:
+                self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 2000))
+                lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
+                reason = lines[-1] if lines else reason
         self.close()
         raise ChildFailed(reason)
-
-    def _start(self) -> subprocess.Popen[str]:
-        python, env, cwd = self._options
-        command = children.isolated(_CHILD, python=python)
-        stderr = subprocess.DEVNULL if self._stderr is None else self._stderr
-        return children.start(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stderr=stderr)
-
-    def _last_complaint(self) -> str:
-        if self._stderr is None:
-            return ""
-        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 2000))
-        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else ""
 
     def close(self) -> None:
         process, self._process = self._process, None

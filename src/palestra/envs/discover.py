@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -58,8 +58,8 @@ class Discovery:
 
     def named(self, name: str) -> DiscoveredEnv:
         """The one environment of this name."""
-        found = [env for env in self.environments if env.name == name]
-        if not found:
+        matches = [env for env in self.environments if env.name == name]
+        if not matches:
             for path, reason in self.errors.items():
                 if slug(path.stem) == slug(name):
                     raise NotFoundError(f"{path}: {reason}")
@@ -67,36 +67,42 @@ class Discovery:
             if not extras.is_installed("environments"):
                 raise MissingPackageError(extras.missing("environments", f"the environment {name!r}"))
             raise NotFoundError(f"there is no environment {name!r}.{did_you_mean(name, names)} See `palestra envs`")
-        if len(found) > 1:
-            files = " and ".join(str(env.file_path) for env in found)
-            raise SettingError(f"{len(found)} environments are named {name!r}; give the file instead: {files}")
-        return found[0]
+        if len(matches) > 1:
+            files = " and ".join(str(env.file_path) for env in matches)
+            raise SettingError(f"{len(matches)} environments are named {name!r}; give the file instead: {files}")
+        return matches[0]
 
 
 def discover(paths: Iterable[Path | str] = ()) -> Discovery:
     """The built-in environments, those below `paths`, PALESTRA_ENV_PATH and ./environments, and installed ones."""
-    folders = [LIBRARY, *configured_paths(paths)]
-    sources = [read_source(path) for folder in folders for path in python_files(folder)]
-    classes = _Classes(sources)
-    found: list[DiscoveredEnv] = []
+    files = _Files()
+    sources = [files.read(path) for folder in (LIBRARY, *configured_paths(paths)) for path in python_files(folder)]
+    extended = files.extended(sources)
+    environments: list[DiscoveredEnv] = []
     for source in sources:
         origin: Origin = "built-in" if source.path.is_relative_to(LIBRARY) else "configured"
         if not source.path.name.startswith("_"):
-            found += classes.environments(source, origin)
+            environments += files.environments(source, origin, extended)
     errors = {source.path: source.error for source in sources if source.error}
-    for source, class_name in _installed(errors):
-        more = _Classes([*sources, source]).environments(source, "installed")
-        found += [env for env in more if env.class_name == class_name]
-    return Discovery(tuple(_one_for_each_task(found)), errors)
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        path = _module_file(entry.module)
+        if path is None:
+            errors[Path(entry.value)] = f"the installed environment {entry.name!r} has no source file"
+            continue
+        source = files.read(path)
+        if source.error:
+            errors[path] = source.error
+        environments += [e for e in files.environments(source, "installed", set()) if e.class_name == entry.attr]
+    return Discovery(tuple(_one_for_each_task(environments)), errors)
 
 
 def in_file(path: Path) -> list[DiscoveredEnv]:
-    """The environments of one file; its neighbours are read too, for the bases that it may have there."""
-    source = read_source(path)
+    """The environments of one file; of others, only those are read from which it imports the bases of its classes."""
+    files = _Files()
+    source = files.read(path)
     if source.error:
         raise UserCodeError(f"{path}: {source.error}")
-    neighbours = [read_source(p) for folder in (LIBRARY, path.parent) for p in python_files(folder) if p != path]
-    return _Classes([source, *neighbours]).environments(source, "configured")
+    return files.environments(source, "configured", files.extended([source]))
 
 
 def package_of(path: Path) -> tuple[str, list[Path]]:
@@ -171,83 +177,90 @@ class FileSource:
     classes: dict[str, ClassSource] = field(default_factory=dict)
     error: str | None = None
     imports: dict[str, str] = field(default_factory=dict)  # local name -> full dotted name
+    stars: tuple[str, ...] = ()  # modules of which all names are imported
 
 
-def module_names(path: Path) -> tuple[str, str]:
-    """The names by which a file may be imported: its own, or its folder's."""
-    return path.stem, path.parent.name
+class _Files:
+    """Parsed files. Bases of classes are followed from file to file by their imports; nothing is run."""
 
+    def __init__(self) -> None:
+        self._sources: dict[Path, FileSource] = {}
 
-class _Classes:
-    """The classes of many files, and which of them lead to an environment base.
+    def read(self, path: Path) -> FileSource:
+        if path not in self._sources:
+            self._sources[path] = read_source(path)
+        return self._sources[path]
 
-    Files are never imported, so a base is looked up by its own name: in the same file, otherwise in all of them,
-    unless it is imported from a module of another name.
-    """
+    def extended(self, sources: Iterable[FileSource]) -> set[tuple[Path, str]]:
+        """The classes that classes of these files extend."""
+        classes = ((source, base) for source in sources for cls in source.classes.values() for base in cls.bases)
+        parents = (self._follow(source, base) for source, base in classes)
+        return {(parent[0].path, parent[1].name) for parent in parents if isinstance(parent, tuple)}
 
-    def __init__(self, sources: Sequence[FileSource]) -> None:
-        self._by_name: dict[str, list[tuple[FileSource, ClassSource]]] = {}
-        self._sources = sources
-        self._modules = {""} | {name for source in sources for name in module_names(source.path)}
-        for source in sources:
-            for cls in source.classes.values():
-                self._by_name.setdefault(cls.name, []).append((source, cls))
-        self._extended = {
-            (home.path, parent.name)
-            for source in sources
-            for cls in source.classes.values()
-            for base in cls.bases
-            for home, parent in self._find(source, base)
-        }
-
-    def environments(self, source: FileSource, origin: Origin) -> list[DiscoveredEnv]:
+    def environments(
+        self, source: FileSource, origin: Origin, extended: Container[tuple[Path, str]]
+    ) -> list[DiscoveredEnv]:
         """The environments that a file defines. A class without a name that others extend is their base, no more."""
-        found = []
+        environments = []
         for cls in source.classes.values():
-            dialect = self._dialect(source, cls, frozenset())
-            is_base = "name" not in cls.constants and (source.path, cls.name) in self._extended
-            if dialect and not cls.name.startswith("_") and not is_base:
+            is_base = "name" not in cls.constants and (source.path, cls.name) in extended
+            dialect = None if cls.name.startswith("_") or is_base else self._dialect(source, cls, frozenset())
+            if dialect:
                 default = f"Environment from {source.path.name}"
                 line = next((text.strip() for text in cls.docstring.splitlines() if text.strip()), default)
                 name = cls.constants.get("name") or default_name(cls.name)
                 config = cls.constants.get("env_config_cls")
-                found.append(DiscoveredEnv(name, cls.name, source.path, line, origin, dialect, config))
-        return found
+                environments.append(DiscoveredEnv(name, cls.name, source.path, line, origin, dialect, config))
+        return environments
 
     def _dialect(self, source: FileSource, cls: ClassSource, seen: frozenset[tuple[Path, str]]) -> str | None:
         if (source.path, cls.name) in seen:  # a circle
             return None
-        for name in cls.bases:
-            base = self._original(name)
-            if base in BASES:
-                return BASES[base]
-            for home, parent in self._find(source, base):
-                if dialect := self._dialect(home, parent, seen | {(source.path, cls.name)}):
-                    return dialect
+        for base in cls.bases:
+            parent = self._follow(source, base)
+            if isinstance(parent, tuple):
+                parent = self._dialect(*parent, seen | {(source.path, cls.name)})
+            if parent is not None:
+                return parent
         return None
 
-    def _original(self, base: str) -> str:
-        """The full name of a base that another module re-exports: my_base.BaseEnv may be atroposlib's."""
-        for _ in range(MAX_REEXPORTS):
-            module, _dot, name = base.rpartition(".")
-            if base in BASES or not module or not name.endswith("Env"):
-                break
-            found = [s.imports.get(name) for s in self._sources if module.rpartition(".")[2] in module_names(s.path)]
-            if not any(found) and (path := _module_file(module)) is not None:
-                found = [read_source(path).imports.get(name)]
-            original = next((full for full in found if full and full != base), None)
-            if original is None:
-                break
-            base = original
-        return base
+    def _follow(
+        self, source: FileSource, name: str, reexports: int = MAX_REEXPORTS
+    ) -> str | tuple[FileSource, ClassSource] | None:
+        """The dialect of a base by its full name, or its file and class; None where there is no such source."""
+        if name in BASES:
+            return BASES[name]
+        if name in source.classes:
+            return source, source.classes[name]
+        module, dot, attr = name.rpartition(".")
+        if reexports == 0:
+            return None
+        if not dot:
+            parents = (self._follow(source, f"{star}.{name}", reexports - 1) for star in source.stars)
+            return next((parent for parent in parents if parent), None)
+        module += "" if module.strip(".") else "."  # `from . import Base`
+        if (path := _imported_file(source.path, module)) is None and attr.endswith("Env"):
+            path = _module_file(module)  # other libraries are read for names of environments alone
+        if path is None:
+            return None
+        other = self.read(path)
+        return self._follow(other, other.imports.get(attr, attr), reexports - 1)
 
-    def _find(self, source: FileSource, base: str) -> list[tuple[FileSource, ClassSource]]:
-        """Where a base may be defined."""
-        if base in source.classes:
-            return [(source, source.classes[base])]
-        module, _, name = base.rpartition(".")
-        is_among_them = module.rpartition(".")[2] in self._modules  # and not of another library
-        return self._by_name.get(name, []) if is_among_them else []
+
+def _imported_file(file: Path, module: str) -> Path | None:
+    """The file of a module that a file imports: from its own folders, or of Palestra."""
+    name = module.lstrip(".")
+    if level := len(module) - len(name):
+        return _file_below(file.parents[min(level, len(file.parents)) - 1], name)
+    first = name.partition(".")[0]
+    folders = [file.parent, *(folder.parent for folder in file.parents if folder.name == first)]
+    own = next((path for folder in folders if (path := _file_below(folder, name))), None)
+    return _module_file(module) if own is None and first == "palestra" else own
+
+
+def _file_below(folder: Path, module: str) -> Path | None:
+    path = folder.joinpath(*filter(None, module.split(".")))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def read_source(path: Path) -> FileSource:
@@ -260,10 +273,21 @@ def read_source(path: Path) -> FileSource:
         return FileSource(path, error=f"line {error.lineno}: {error.msg}")
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         return FileSource(path, error=f"{type(error).__name__}: {error}")
+    imports: dict[str, str] = {}
+    stars = []
     statements = list(_top_level(tree.body))
-    imports = _imports(statements)
+    for node in statements:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                imports[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            dot = "" if module.endswith(".") else "."
+            imports |= {alias.asname or alias.name: f"{module}{dot}{alias.name}" for alias in node.names}
+            stars += [module for alias in node.names if alias.name == "*"]
     classes = {node.name: _class(node, imports) for node in statements if isinstance(node, ast.ClassDef)}
-    return FileSource(path, classes, imports=imports)
+    return FileSource(path, classes, imports=imports, stars=tuple(stars))
 
 
 def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -275,19 +299,6 @@ def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _top_level(getattr(node, name, []))
             for handler in getattr(node, "handlers", []):
                 yield from _top_level(handler.body)
-
-
-def _imports(statements: Sequence[ast.stmt]) -> dict[str, str]:
-    """Local name -> full dotted name of what was imported under it."""
-    names: dict[str, str] = {}
-    for node in statements:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                first = alias.name.split(".")[0]
-                names[alias.asname or first] = alias.name if alias.asname else first
-        elif isinstance(node, ast.ImportFrom):
-            names |= {alias.asname or alias.name: f"{node.module or ''}.{alias.name}" for alias in node.names}
-    return names
 
 
 def _class(node: ast.ClassDef, imports: dict[str, str]) -> ClassSource:
@@ -302,14 +313,11 @@ def _class(node: ast.ClassDef, imports: dict[str, str]) -> ClassSource:
             text = value.value if isinstance(value, ast.Constant) else _dotted(value)
             if isinstance(text, str):
                 constants[target.id] = text
-    bases = [_full_name(dotted, imports) for base in node.bases if (dotted := _dotted(base))]
+    bases = []
+    for dotted in filter(None, map(_dotted, node.bases)):
+        first, dot, rest = dotted.partition(".")
+        bases.append(imports.get(first, first) + dot + rest)
     return ClassSource(node.name, tuple(bases), ast.get_docstring(node) or "", constants)
-
-
-def _full_name(dotted: str, imports: dict[str, str]) -> str:
-    """The name with its first part replaced by what was imported under it."""
-    first, dot, rest = dotted.partition(".")
-    return imports.get(first, first) + dot + rest
 
 
 def _dotted(node: ast.expr) -> str | None:
@@ -324,39 +332,22 @@ def _dotted(node: ast.expr) -> str | None:
     return None
 
 
-def _installed(errors: dict[Path, str]) -> Iterator[tuple[FileSource, str]]:
-    """The files and classes that installed packages announce, found without importing them."""
-    for entry in metadata.entry_points(group=ENTRY_POINTS):
-        path = _module_file(entry.module)
-        if path is None:
-            errors[Path(entry.value)] = f"the installed environment {entry.name!r} has no source file"
-            continue
-        source = read_source(path)
-        if source.error:
-            errors[path] = source.error
-        yield source, entry.attr
-
-
 def _module_file(module: str) -> Path | None:
-    top, *rest = module.split(".")
+    """The source file of an installed module, determined without importing it."""
+    top, _, rest = module.partition(".")
     try:
         spec = find_spec(top)
     except (ImportError, ValueError):
         return None
-    if spec is None:
-        return None
-    if not rest:
-        return Path(spec.origin) if spec.origin else None
-    for folder in spec.submodule_search_locations or ():
-        for tail in (Path(*rest).with_suffix(".py"), Path(*rest, "__init__.py")):
-            if Path(folder, tail).is_file():
-                return Path(folder, tail)
-    return None
+    if spec is None or not rest:
+        return Path(spec.origin) if spec and spec.origin else None
+    paths = (_file_below(Path(folder), rest) for folder in spec.submodule_search_locations or ())
+    return next(filter(None, paths), None)
 
 
-def _one_for_each_task(found: Iterable[DiscoveredEnv]) -> Iterator[DiscoveredEnv]:
+def _one_for_each_task(environments: Iterable[DiscoveredEnv]) -> Iterator[DiscoveredEnv]:
     """The one environment that plays any dataset, as one for each dataset."""
-    for env in found:
+    for env in environments:
         if env.name == FAMILY and env.origin == "built-in":
             for task in extras.provided("reasoning-gym")():
                 text = f"{task.replace('_', ' ').capitalize()}, from reasoning-gym."

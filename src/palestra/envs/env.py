@@ -71,7 +71,7 @@ class Env:
     run_settings: ClassVar[Mapping[str, Any]] = {}  # settings of a training that suit it: {"train.learning_rate": 1e-3}
 
     problem: Problem  # during an attempt: what is being solved,
-    messages: Sequence[Message] = ()  # what was said so far,
+    messages: Sequence[Message] = ()  # the conversation so far,
     tool_results: Sequence[ToolResult] = ()  # and, when it is scored, what the tools answered
 
     def __init__(self, config: Any = None) -> None:
@@ -110,11 +110,11 @@ class Env:
         return [getattr(self, name) for name in tool_methods(type(self))]
 
     def step(self, answer: str) -> str | None:
-        """What the world says to an answer without tool calls; None ends the attempt."""
+        """The reply to an answer without tool calls; None ends the attempt."""
         return None
 
     def score(self, answer: str) -> Any:
-        """How good the attempt was: a bool, a number in 0..1, pass_reason(…), fail_reason(…), or a dict of several."""
+        """The score of the attempt: a bool, a number in 0..1, pass_reason(…), fail_reason(…), or a dict of several."""
         if type(self).score_group is Env.score_group:
             raise NotImplementedError(f"{type(self).__name__} needs score(self, answer)")
         return {}
@@ -125,13 +125,13 @@ class Env:
         return None
 
     def state_key(self) -> Any:
-        """What names the state that the attempt is in, before each message of the model: attempts at one problem with
+        """A key of the state that the attempt is in, before each message of the model: attempts at one problem with
         equal keys are in the same state (`train.credit = gigpo`). None: states with equal observations are."""
         return None
 
     def score_group(self, attempts: Sequence[Env]) -> Any:
-        """Where siblings are judged against each other: a list with what `score` would give for each of these attempts
-        at one problem, which is added to what `score` gave. None: each is scored alone. May be async."""
+        """Scores of siblings that are judged against each other: a list with a value, as of `score`, for each of these
+        attempts at one problem. They are added to those of `score`. None: each is scored alone. May be async."""
         return None
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ _NO_TOOLS = ("reset", "get_reward", "state_key", "close")
 
 
 class FactoryEnv(Env):
-    """One new instance of the factory's class for each attempt, over problems that are given separately.
+    """One new instance of the factory's class for each attempt, over problems from elsewhere.
 
     With a dict of factories, the field `environment` of a problem's row chooses.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from palestra.core.errors import (
     text_of,
 )
 from palestra.core.files import import_file
+from palestra.core.removed_settings import without_removed
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
 from palestra.envs.env import Env
 from palestra.envs.running import RunningEnv
@@ -44,39 +46,39 @@ def find_env(name_or_file: str) -> DiscoveredEnv:
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
         raise NotFoundError(f"there is no environment file {file}.{near}")
-    found = [env for env in in_file(path) if class_name in ("", env.class_name)]
-    if not found:
+    entries = [env for env in in_file(path) if class_name in ("", env.class_name)]
+    if not entries:
         raise InputError(f"{file} defines no environment{class_name and f' {class_name}'}. {_WANTED}")
-    if len(found) > 1:
-        choices = ", ".join(f"{file}:{env.class_name}" for env in found)
+    if len(entries) > 1:
+        choices = ", ".join(f"{file}:{env.class_name}" for env in entries)
         raise SettingError(f"{file} defines several environments; name one: {choices}")
-    return found[0]
+    return entries[0]
 
 
 def load_env(name_or_file: str, settings: Mapping[str, Any] | None = None) -> RunningEnv:
     """Find, import, configure and set up an environment. `settings` are fields of its config, as text or values."""
-    found = find_env(name_or_file)
-    cls = env_class(found)
-    config = configure(cls, {**found.preset, **(settings or {})})
+    entry = find_env(name_or_file)
+    cls = env_class(entry)
+    config = configure(cls, {**entry.preset, **(settings or {})})
     return RunningEnv(cls(config))
 
 
-def env_class(found: DiscoveredEnv) -> type[Env]:
+def env_class(entry: DiscoveredEnv) -> type[Env]:
     """Import the class. Built-in ones are modules of Palestra, all others are separate files."""
-    if found.dialect != "palestra":
+    if entry.dialect != "palestra":
         raise UnsupportedError(
-            f"{found.file_path} is written for {found.dialect}; run it as a separate service: "
-            f"palestra env run-{found.dialect} {found.file_path}"
+            f"{entry.file_path} is written for {entry.dialect}; run it as a separate service: "
+            f"palestra env run-{entry.dialect} {entry.file_path}"
         )
-    if found.name.partition(":")[0] in LIBRARIES:
-        return _named(found.name.partition(":")[0])
-    if found.file_path.is_relative_to(LIBRARY):
-        module = extras.load(f"environments.{found.file_path.stem}", found.name)
+    if entry.name.partition(":")[0] in LIBRARIES:
+        return _named(entry.name.partition(":")[0])
+    if entry.file_path.is_relative_to(LIBRARY):
+        module = extras.load(f"environments.{entry.file_path.stem}", entry.name)
     else:
-        module = import_file(found.file_path, str(found.file_path), _WANTED)
-    cls = getattr(module, found.class_name, None)
+        module = import_file(entry.file_path, str(entry.file_path), _WANTED)
+    cls = getattr(module, entry.class_name, None)
     if not isinstance(cls, type) or not issubclass(cls, Env):
-        raise UserCodeError(f"{found.file_path}: {found.class_name} is not a subclass of palestra.Env when it runs")
+        raise UserCodeError(f"{entry.file_path}: {entry.class_name} is not a subclass of palestra.Env when it runs")
     return cls
 
 
@@ -95,22 +97,20 @@ def configure(cls: type[Env], settings: Mapping[str, Any]) -> Any:
         kind = type(config).__name__
         raise UserCodeError(f"{cls.__name__}.config_init returned a {kind}; expected a pydantic model")
     fields = list(type(config).model_fields)
-    for name in settings:
-        if name not in fields:
-            raise SettingError(
-                f"unknown setting 'env.{name}'.{did_you_mean(name, fields)} This environment has: {', '.join(fields)}"
-            )
+    unknown = {f"env.{name}": value for name, value in settings.items() if name not in fields}
+    for key in without_removed(unknown, cls.__name__):
+        name = key.removeprefix("env.")
+        raise SettingError(
+            f"unknown setting {key!r}.{did_you_mean(name, fields)} This environment has: {', '.join(fields)}"
+        )
+    settings = {name: value for name, value in settings.items() if name in fields}
+    values = config.model_dump()
+    for name, value in settings.items():
+        values[name] = value
+        if isinstance(value, str) and value[:1] in ("[", "{"):  # lists and objects come from the command line as JSON
+            with contextlib.suppress(ValueError):
+                values[name] = json.loads(value)
     try:
-        return type(config).model_validate({**config.model_dump(), **{k: _read(v) for k, v in settings.items()}})
+        return type(config).model_validate(values)
     except ValidationError as error:
         raise SettingError(explain(error, fields)) from None
-
-
-def _read(value: Any) -> Any:
-    """Lists and objects come from the command line as JSON; other texts are read by their field."""
-    if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value

@@ -128,21 +128,18 @@ class ProblemList(Sequence[Problem]):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index]
         if at not in self._made:
-            self._made[at] = self._make(at)
+            problem_id = f"{self.split}-{at}"
+            try:
+                with user_code():
+                    self._made[at] = as_problem(self.items[at], problem_id)
+            except Exception as error:
+                reason = text_of(error, f"making problem {problem_id}")
+                self._made[at] = BrokenProblem(problem_id, "(this problem could not be made)", reason=reason)
         return self._made[at]
-
-    def _make(self, index: int) -> Problem:
-        problem_id = f"{self.split}-{index}"
-        try:
-            with user_code():
-                return as_problem(self.items[index], problem_id)
-        except Exception as error:
-            reason = text_of(error, f"making problem {problem_id}")
-            return BrokenProblem(problem_id, "(this problem could not be made)", reason=reason)
 
 
 def problem_list(items: Any, split: Split, limit: int) -> ProblemList:
-    """What an environment gave as its problems: indexable things stay lazy, iterators are cut at `limit`."""
+    """The problems of an environment as a list: indexable things stay lazy, iterators are cut at `limit`."""
     if not hasattr(items, "__getitem__") or not hasattr(items, "__len__"):
         items = list(itertools.islice(items, limit))
     if isinstance(items, LazyProblems):

@@ -6,14 +6,14 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from palestra.agents.tools.tool import Tool, as_tool, tools_by_name
 from palestra.core.calls import call_with_limit, user_code
 from palestra.core.errors import PalestraError, RolloutError, UserCodeError, text_of
-from palestra.core.messages import as_messages
+from palestra.core.messages import as_messages, with_text
 from palestra.core.text import shorten
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
@@ -41,7 +41,7 @@ class EnvEpisode:
 
     @property
     def environment(self) -> Any:
-        """What reward functions may look at: the attempt's own copy, or what an adapter plays with."""
+        """The object that reward functions see: the attempt's own copy, or the environment of an adapter."""
         return getattr(self.env, "environment", self.env)
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -55,10 +55,10 @@ class EnvEpisode:
         scores = self.as_scores(await self._call("score", messages))
         if type(self.env).score_turns is Env.score_turns:
             return scores
-        found = await call_with_limit(self.env.score_turns, timeout_s=STEP_TIMEOUT_S)
-        if found is None:
+        of_turns = await call_with_limit(self.env.score_turns, timeout_s=STEP_TIMEOUT_S)
+        if of_turns is None:
             return scores
-        by_name = found if isinstance(found, Mapping) else {"turns": found}
+        by_name = of_turns if isinstance(of_turns, Mapping) else {"turns": of_turns}
         return {**scores, **{name: as_score(Measure(name, self.env.score_turns), v) for name, v in by_name.items()}}
 
     @property
@@ -68,7 +68,15 @@ class EnvEpisode:
     def as_scores(self, verdict: Any) -> Mapping[str, Score]:
         """Convert what `score` or `score_group` returned to scores by name."""
         verdicts = verdict if isinstance(verdict, Mapping) else {"score": verdict}
-        return {name: self._as_score(name, value) for name, value in verdicts.items()}
+        threshold, scores = self.env.pass_threshold, dict[str, Score]()
+        for name, value in verdicts.items():
+            if self.env.scores_are_bounded or isinstance(value, Score):
+                scores[name] = as_score(Measure(name, self.env.score, threshold), value)
+            elif math.isfinite(reward := float(value)):
+                scores[name] = Score(reward, reward >= threshold - 1e-9)
+            else:
+                raise RolloutError(f"the reward is {reward}; expected a finite number")
+        return scores
 
     def close(self) -> None:
         try:
@@ -77,31 +85,12 @@ class EnvEpisode:
         except Exception as error:
             log.warning("%s", text_of(error, f"{type(self.env).__name__}.close"))
 
-    def _as_score(self, name: str, value: Any) -> Score:
-        threshold = self.env.pass_threshold
-        if self.env.scores_are_bounded or isinstance(value, Score):
-            return as_score(Measure(name, self.env.score, threshold), value)
-        reward = float(value)
-        if not math.isfinite(reward):
-            raise RolloutError(f"the reward is {reward}; expected a finite number")
-        return Score(reward, reward >= threshold - 1e-9)
-
     async def _call(self, method: str, messages: Sequence[Message]) -> Any:
         if self.error:
             raise RolloutError(self.error)
         self.env.messages = tuple(messages)
         answer = next((m.text for m in reversed(messages) if m.role == "assistant"), "")
         return await call_with_limit(getattr(self.env, method), strip_reasoning(answer), timeout_s=STEP_TIMEOUT_S)
-
-
-def _with_text(prompt: list[Message], text: str | None, max_chars: int) -> list[Message]:
-    """The opening with a text at the end of its last user message."""
-    if text is None:
-        return prompt
-    text = shorten(str(text), max_chars)
-    if not prompt or prompt[-1].role != "user":
-        return [*prompt, Message("user", text)]
-    return [*prompt[:-1], replace(prompt[-1], text=f"{prompt[-1].text}\n\n{text}".strip())]
 
 
 class RunningEnv:
@@ -113,7 +102,7 @@ class RunningEnv:
         self.max_text_chars = 20_000  # of `start`; set to rollout.max_tool_result_chars by what plays the attempts
         for method in tool_methods(type(env)):
             as_tool(getattr(env, method))  # a tool without docstring or type hints is refused now, not in every attempt
-        self._outside("setup", env.setup)
+        self._required("setup", env.setup)
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -134,15 +123,15 @@ class RunningEnv:
             "train": getattr(self.env.config, "train_size", 1000),
         }
         return {
-            split: self._outside("problems", lambda split=split, n=n: problem_list(self.env.problems(split), split, n))
+            split: self._required("problems", lambda split=split, n=n: problem_list(self.env.problems(split), split, n))
             for split, n in sizes.items()
         }
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        found = self._problems[split]
-        if split == "train" and not found:
+        problems = self._problems[split]
+        if split == "train" and not problems:
             raise UserCodeError(f"the environment {self.name} gave no problems to train on")
-        return found
+        return problems
 
     def open(self, problem: Problem) -> EnvEpisode:
         env, prompt = self.env, list(as_messages(problem.input))
@@ -153,7 +142,8 @@ class RunningEnv:
                 env = copy.copy(self.env)
                 env.problem, env.messages, env.tool_results = problem, (), ()
                 if error is None:
-                    prompt = _with_text(prompt, env.start(), self.max_text_chars)
+                    if (text := env.start()) is not None:
+                        prompt = with_text(prompt, shorten(str(text), self.max_text_chars))
                     tools = tuple(tools_by_name(as_tool(tool) for tool in env.tools()).values())
                 if env.instructions:
                     prompt.insert(0, Message("system", env.instructions))
@@ -166,15 +156,15 @@ class RunningEnv:
         if type(self.env).score_group is Env.score_group:
             return None
         attempts = [episode.env for episode in episodes]
-        found = await call_with_limit(self.env.score_group, attempts, timeout_s=STEP_TIMEOUT_S)
-        if found is None:
+        verdicts = await call_with_limit(self.env.score_group, attempts, timeout_s=STEP_TIMEOUT_S)
+        if verdicts is None:
             return None
-        if len(found) != len(episodes):
-            raise RolloutError(f"score_group gave {len(found)} scores for {len(episodes)} attempts; return one each")
-        return [episode.as_scores(verdict) for episode, verdict in zip(episodes, found, strict=True)]
+        if len(verdicts) != len(episodes):
+            raise RolloutError(f"score_group gave {len(verdicts)} scores for {len(episodes)} attempts; return one each")
+        return [episode.as_scores(verdict) for episode, verdict in zip(episodes, verdicts, strict=True)]
 
-    def _outside(self, method: str, call: Any) -> Any:
-        """What is called once, before any attempt: without it there is nothing to run."""
+    def _required(self, method: str, call: Any) -> Any:
+        """Call a method that the run needs before any attempt; what it raises ends the run."""
         try:
             with user_code():
                 return call()

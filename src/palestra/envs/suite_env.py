@@ -39,7 +39,7 @@ class SuiteEpisode:
     attempt: MeasureContext | None = None  # once it has ended
     # conversations of a program's labelled agents
     agents: Mapping[str, Sequence[Message]] = field(default_factory=dict)
-    roles: Sequence[str] = ()  # whom a measure may score by name
+    roles: Sequence[str] = ()  # agents that a measure may score by name
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
         """End the attempt after the answer, unless a simulated user continues."""
@@ -54,18 +54,17 @@ class SuiteEpisode:
         )
         measures = [m for m in self.measures if not m.group]
         scores = await asyncio.gather(*(run_measure(m, context, MEASURE_TIMEOUT_S) for m in measures))
-        return {m.name: self._checked(m.name, score) for m, score in zip(measures, scores, strict=True)}
-
-    def _checked(self, name: str, score: Score) -> Score:
-        unknown = next((role for role in score.roles if role not in self.roles), None)
-        if unknown is None:
-            return score
         known = f"the agents are {', '.join(self.roles)}" if self.roles else "this agent has no roles (agent.roles)"
-        return Score(0.0, False, f"measure {name} returned a verdict for {unknown!r}; {known}", error=True)
+        checked = {}
+        for name, score in zip((m.name for m in measures), scores, strict=True):
+            unknown = next((role for role in score.roles if role not in self.roles), None)
+            wrong = f"measure {name} returned a verdict for {unknown!r}; {known}"
+            checked[name] = score if unknown is None else Score(0.0, False, wrong, error=True)
+        return checked
 
     @property
     def state_key(self) -> Any:
-        """That of the attempt's context, if it has a method of this name."""
+        """The `state_key` of the attempt's context, if it has one."""
         return getattr(self.environment, "state_key", None)
 
     def close(self) -> None:
@@ -103,7 +102,15 @@ class SuiteEnvironment:
         self._suite = train if train.context_fn or held_out is None else held_out
         self._suite_user = train.user or (held_out.user if held_out is not None else None)
         self._context: Any = None  # of the last attempt
-        _check_state(self._tools, self._suite)
+        for tool in self._tools:
+            if tool.needs_context and self._suite.context_fn is None:
+                raise InputError(
+                    f"tool {tool.name!r} takes a context, and the suite makes none. Say how: "
+                    "EvalSuite.from_records(…, context_fn=lambda record: …)"
+                )
+            if names := shared_state(tool.fn):
+                text = "tool %s changes %s, which all attempts share, so they disturb each other. Keep the state of an "
+                log.warning(text + "attempt in a context: docs/python.md", tool.name, ", ".join(names))
         self._cases = {"train": tuple(train), "held_out": tuple(held_out or ())}
         self._weights = _weights([m.name for m in self._measures], reward_weights)
 
@@ -147,19 +154,6 @@ class SuiteEnvironment:
     def close(self) -> None:
         """End the MCP servers that all attempts share."""
         self._mcp.close()
-
-
-def _check_state(tools: Sequence[Tool], suite: EvalSuite) -> None:
-    """A tool that needs a context must get one, and one that keeps its state outside of the context is warned about."""
-    for tool in tools:
-        if tool.needs_context and suite.context_fn is None:
-            raise InputError(
-                f"tool {tool.name!r} takes a context, and the suite makes none. Say how: "
-                "EvalSuite.from_records(…, context_fn=lambda record: …)"
-            )
-        if names := shared_state(tool.fn):
-            text = "tool %s changes %s, which all attempts share, so they disturb each other. Keep the state of an "
-            log.warning(text + "attempt in a context: docs/python.md", tool.name, ", ".join(names))
 
 
 def _weights(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:

@@ -60,13 +60,13 @@ class UserSimulator:
         )
 
     async def reply(self, messages: Sequence[Message], case: Problem) -> str | None:
-        """What the user says next; None where the conversation has ended. RolloutError if the model gives no answer."""
+        """The next message of the user, or None at the end; RolloutError if the model gives no answer."""
         users = [i for i, message in enumerate(messages) if message.role == "user"]
         opening = sum(1 for i in users if not any(m.role == "assistant" for m in messages[:i]))
-        said = len(users) - opening
-        if said >= self._max_messages:
+        count = len(users) - opening
+        if count >= self._max_messages:
             return None
-        text = await self._model.ask(self._chat(messages, case), str.strip, seed=said)
+        text = await self._model.ask(self._chat(messages, case), str.strip, seed=count)
         return None if not text or DONE in text else text
 
     def _chat(self, messages: Sequence[Message], case: Problem) -> list[dict[str, str]]:
@@ -79,6 +79,6 @@ class UserSimulator:
         question = "\n\n".join([*about, f"# The conversation so far\n{heard}", "What do you say next?"])
         return [{"role": "system", "content": _TASK}, {"role": "user", "content": question}]
 
-    def _of_case(self, column: str, given: OfCase | None, case: Problem) -> str:
-        value = given(case.row) if callable(given) else given if given is not None else case.row.get(column, "")
+    def _of_case(self, column: str, text: OfCase | None, case: Problem) -> str:
+        value = text(case.row) if callable(text) else text if text is not None else case.row.get(column, "")
         return str(value or "")

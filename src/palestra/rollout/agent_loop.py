@@ -13,7 +13,7 @@ from palestra.agents.tools.run import run_calls
 from palestra.agents.tools.tool import Tool
 from palestra.core.calls import call_with_limit, user_code
 from palestra.core.errors import PalestraError, RolloutError, text_of
-from palestra.core.messages import number_calls
+from palestra.core.messages import number_calls, with_text
 from palestra.core.text import encodable, shorten
 from palestra.core.types import Finish, Lineage, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
@@ -246,13 +246,6 @@ def after_summary(prompt: Sequence[Message], summary: str, last: Sequence[Messag
     """The opening of the conversation after a summary. What the environment said last is repeated as it was."""
     said = "".join(f"\n\n{message.text}" for message in last)
     return with_text(prompt, f"{SUMMARY_OPENING}\n{summary or '(nothing)'}{said}")
-
-
-def with_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages with a text at the end of the last one, if it is a user's; else in a message of its own."""
-    if not messages or messages[-1].role != "user":
-        return [*messages, Message("user", text)]
-    return [*messages[:-1], replace(messages[-1], text=f"{messages[-1].text}\n\n{text}".strip())]
 
 
 async def state_key(episode: Episode) -> str | None:

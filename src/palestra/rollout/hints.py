@@ -280,15 +280,6 @@ def opening_of(rollout: Rollout) -> tuple[Message, ...]:
     return rollout.messages[:first]
 
 
-def with_hint(opening: Sequence[Message], hint: str) -> list[Message]:
-    """The opening messages with a hint at the end of the last one of the user."""
-    last = max((i for i, m in enumerate(opening) if m.role == "user"), default=None)
-    if last is None:
-        return [*opening, Message("user", hint)]
-    changed = replace(opening[last], text=f"{opening[last].text}\n\n{hint}")
-    return [*opening[:last], changed, *opening[last + 1 :]]
-
-
 def pass_rate(rollouts: Sequence[Rollout]) -> float:
     """The share of the rollouts without error that passed; 0 where no measure decides that."""
     return share_of(lambda rollout: rollout.passed, rollouts)

@@ -44,7 +44,7 @@ SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
         "rollout.max_new_tokens", "rollout.max_tool_rounds", "rollout.tool_timeout_s", "rollout.max_tool_result_chars",
         "rollout.max_open_episodes", "rollout.constrain_tool_calls", "rollout.unexpected_call_format",
         "rollout.compact_at", "rollout.keep_reasoning", "rollout.workers", "rollout.max_staleness", "agent.timeout_s",
-        "agent.max_at_once", "agent.max_output_bytes", "agent.fork_server", "agent.gateway_workers",
+        "agent.max_at_once", "agent.max_output_bytes", "agent.gateway_workers",
         "lora.r", "lora.alpha", "lora.dropout", "lora.target_modules", "lora.load_in_4bit", "vllm.timeout_s",
         "vllm.gpu_memory_utilization", "vllm.max_model_len", "vllm.tensor_parallel_size", "ray.actors",
         "ray.cpus_per_actor", "ray.gpus_per_actor", "ray.timeout_s", "ranks.timeout_s", "echo.coefficient",

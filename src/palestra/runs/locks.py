@@ -39,7 +39,6 @@ class EnvLocks(Section):
     )
     inference_weight: float | None = Field(None, gt=0, description="this environment's share among several")
     eval_limit_ratio: float | None = Field(None, gt=0, description="share of the workers that evaluation may use")
-    isolation: str | None = Field(None, description="how code that the model writes is isolated")
     allow_unsandboxed: bool | None = Field(None, description="run the model's code even without isolation")
 
 
@@ -192,7 +191,6 @@ _SETTINGS = {
 _MODEL = "Qwen/Qwen3-8B"
 _WORKERS = 16 * (os.cpu_count() or 1)
 _PROFILES: dict[str, tuple[Any, Any]] = {
-    "env.isolation": ("auto", "auto"),
     "env.allow_unsandboxed": (False, False),
     "env.tokenizer_name": (THE_MODEL, _MODEL),
     "env.rollout_server_url": (CHOSEN_AT_START, CHOSEN_AT_START),

@@ -12,6 +12,7 @@ from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, ServiceError, SettingError, UnsupportedError
 from palestra.core.http import Request, Retries, ask
+from palestra.core.messages import with_text
 from palestra.core.types import Array, Group, Message, Problem, Rollout
 from palestra.envs.base import Environment
 from palestra.evals.rollout_stats import leaks_hint
@@ -20,7 +21,7 @@ from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel, load_model
-from palestra.rollout.hints import choose_hint, opening_of, pass_rate, with_hint
+from palestra.rollout.hints import choose_hint, opening_of, pass_rate
 from palestra.rollout.opening import tools_of
 from palestra.train.batch import Conversation
 
@@ -73,7 +74,7 @@ class SelfTeacher(Teacher):
         if hint is None:
             return None
         opening = opening_of(rollout)
-        return self.chat.prompt(with_hint(opening, hint), self._schemas(problem, rollout, opening)).token_ids
+        return self.chat.prompt(with_text(opening, hint), self._schemas(problem, rollout, opening)).token_ids
 
     def _schemas(self, problem: Problem, rollout: Rollout, opening: Sequence[Message]) -> Schemas:
         """The tools with which the rollout's own prompt is rendered, token by token; its messages are on record."""

@@ -18,10 +18,7 @@ CASE = {"id": "c-0", "input": "2 + 2? 日本 \u2028"}
 
 def attempts(agent, limits: ProgramLimits, runs: int = 1):
     async def some():
-        try:
-            return await asyncio.gather(*(agent.run(CASE, ENDPOINT, limits) for _ in range(runs)))
-        finally:
-            await agent.close()
+        return await asyncio.gather(*(agent.run(CASE, ENDPOINT, limits) for _ in range(runs)))
 
     return asyncio.run(some())
 
@@ -131,50 +128,6 @@ def test_functions_may_be_async_and_what_they_return_or_raise_is_kept() -> None:
     assert run(slow, 0.05).stopped == "time"
 
 
-class TestForkServer:
-    """The same program, forked from a process that has imported its modules already."""
-
-    def run(self, file: Path, code: str, limits: ProgramLimits, runs: int = 1):
-        file.write_text(code)
-        agent = command_agent([sys.executable, str(file), "an argument"], cwd=file.parent, env={"GIVEN": "yes"})
-        return attempts(agent, limits, runs)
-
-    def test_it_runs_as_if_it_had_been_started(self, tmp_path) -> None:
-        (tmp_path / "neighbour.py").write_text("import os\nWHERE = os.getpid()\n")
-        code = """
-import json, os, random, sys
-import neighbour
-case = json.load(sys.stdin)
-print(__name__, sys.argv[1:], case["id"], os.environ["OPENAI_API_KEY"], os.environ["GIVEN"], os.getcwd())
-print(neighbour.WHERE, random.random(), file=sys.stderr)
-json.dump(case["id"], open(os.environ["PALESTRA_RESULT_FILE"], "w"))
-sys.exit(3)
-"""
-        ended = self.run(tmp_path / "agent.py", code, ProgramLimits(timeout_s=20, fork_server=True), runs=3)
-        words = f"__main__ ['an argument'] c-0 key-of-a1 yes {tmp_path}\n"
-        assert {(e.exit_code, e.stdout, e.result) for e in ended} == {(3, words, "c-0")}
-        imported_by, numbers = zip(*(e.stderr.split() for e in ended), strict=True)
-        assert len(set(imported_by)) == 1
-        assert len(set(numbers)) == 3
-
-    def test_one_that_hangs_or_raises_or_is_killed_ends_as_it_would_alone(self, tmp_path) -> None:
-        note = tmp_path / "pid"
-        (hung,) = self.run(tmp_path / "hangs.py", write_pid(note), ProgramLimits(timeout_s=1.0, fork_server=True))
-        assert hung.stopped == "time"
-        assert has_ended(int(note.read_text()))
-        limits = ProgramLimits(timeout_s=20, fork_server=True)
-        (raised,) = self.run(tmp_path / "raises.py", "raise ValueError('no')", limits)
-        assert raised.exit_code == 1
-        assert raised.stderr.endswith("ValueError: no\n")
-        (killed,) = self.run(tmp_path / "dies.py", "import os; os.kill(os.getpid(), 9)", limits)
-        assert killed.exit_code == -9
-
-    def test_other_commands_are_refused(self) -> None:
-        agent = command_agent("node agent.mjs")
-        with pytest.raises(RolloutError, match="fork_server is for commands such as"):
-            asyncio.run(agent.run(CASE, ENDPOINT, ProgramLimits(fork_server=True)))
-
-
 DAEMON = """
 import os, subprocess, sys, time
 note, kind, hangs = sys.argv[1:]
@@ -201,21 +154,15 @@ if hangs == "hangs":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
 @pytest.mark.parametrize(
-    ("kind", "fork_server", "hangs"),
-    [
-        ("exec", False, "ends"),
-        ("empty environment", False, "ends"),
-        ("fork", False, "hangs"),
-        ("empty environment", True, "hangs"),
-        ("fork", True, "ends"),
-    ],
+    ("kind", "hangs"),
+    [("exec", "ends"), ("empty environment", "ends"), ("empty environment", "hangs"), ("fork", "hangs")],
 )
-def test_a_process_in_a_session_of_its_own_ends_with_its_attempt(tmp_path, kind, fork_server, hangs) -> None:
+def test_a_process_in_a_session_of_its_own_ends_with_its_attempt(tmp_path, kind, hangs) -> None:
     program, note = tmp_path / "agent.py", tmp_path / "pid"
     program.write_text(DAEMON)
     agent = command_agent([sys.executable, str(program), str(note), kind, hangs])
     timeout_s = 2.0 if hangs == "hangs" else 60.0
-    (ended,) = attempts(agent, ProgramLimits(timeout_s=timeout_s, fork_server=fork_server))
+    (ended,) = attempts(agent, ProgramLimits(timeout_s=timeout_s))
     assert (ended.stopped == "time") == (hangs == "hangs"), ended
     assert has_ended(int(note.read_text()))
 

@@ -1,11 +1,11 @@
-"""The texts of an agent: read, exchanged, stored, and written into its file."""
+"""The texts of an agent: read, exchanged and stored."""
 
 from pathlib import Path
 
 import pytest
 
 from palestra import Agent
-from palestra.agents.texts import edit_source, read_texts, texts_of, with_texts, write_texts
+from palestra.agents.texts import read_texts, texts_of, with_texts, write_texts
 from palestra.core.errors import NotFoundError, UnreadableFileError
 
 SOURCE = '''from palestra import Agent, function_tool
@@ -76,21 +76,3 @@ def test_texts_are_stored_and_a_wrong_file_is_explained(tmp_path: Path) -> None:
     for name in ("bad.json", "none.json"):
         with pytest.raises(UnreadableFileError, match="palestra improve"):
             read_texts(tmp_path / name)
-
-
-@pytest.mark.parametrize("instructions", ['One\n"two"', 'Say «x» \\ "y".', 'Ends with """'])
-def test_a_file_gets_the_new_texts_and_nothing_else_changes(instructions: str) -> None:
-    old = texts_of(load(SOURCE))
-    new = {"instructions": instructions, "tool price": "The price.\nitem: Its singular.\nshop: Which shop."}
-    edited, missing = edit_source(SOURCE, old, new)
-    assert missing == []
-    assert texts_of(load(edited)) == new
-    assert "return 3" in edited
-    assert 'shop: str = "main"' in edited
-
-
-def test_a_text_that_stands_nowhere_or_twice_is_not_written() -> None:
-    old = {"instructions": "Use the tools."}
-    doubled = 'a = "Use the tools."\nb = "Use the tools."\n'
-    for source in (doubled, "a = 1\n"):
-        assert edit_source(source, old, {"instructions": "New."}) == (source, ["instructions"])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
+from palestra.envs import discover as discovery
 from palestra.envs.config_fields import describe_env
-from palestra.envs.discover import discover, in_file, package_of
+from palestra.envs.discover import discover, in_file, package_of, read_source
 from palestra.envs.load import find_env, load_env
 
 
@@ -78,6 +79,17 @@ def test_bases_are_followed_through_imports_and_files(write, text):
     write("_again.py", "from _common import Base")
     write("a.py", text)
     assert [env.class_name for env in configured()] == ["A"]
+
+
+def test_of_the_files_around_an_environment_only_the_homes_of_its_bases_are_read(write, monkeypatch):
+    write("_common.py", "from palestra import Env\nclass Base(Env): ...")
+    write("unrelated.py", "from palestra import Env\nclass Other(Env): ...")
+    path = write("mine.py", "import json\nfrom pydantic import BaseModel\nfrom _common import Base\n"
+                 "class Config(BaseModel): ...\nclass Mine(Base): ...")  # fmt: skip
+    read = []
+    monkeypatch.setattr(discovery, "read_source", lambda path: read.append(path.name) or read_source(path))
+    assert [env.class_name for env in in_file(path)] == ["Mine"]
+    assert read == ["mine.py", "_common.py"]
 
 
 def test_atropos_environments_are_recognised_also_by_a_base_that_another_module_re_exports(write):

@@ -19,6 +19,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.distill import TEACHER, WEIGHT
 from palestra.core.config import RunConfig
 from palestra.core.errors import ServiceError, SettingError, UnsupportedError
+from palestra.core.messages import with_text
 from palestra.core.types import Group, Message, Problem, SamplingParams, Score
 from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
@@ -27,7 +28,7 @@ from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector, token_speakers
-from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint, with_hint
+from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
 from palestra.train.batch import to_batch
@@ -119,8 +120,8 @@ def test_reasons_of_measures_that_passed_failed_to_run_or_do_not_count_are_no_fe
 
 def test_a_hint_is_added_to_the_last_message_of_the_user_before_the_models_first_message() -> None:
     system, user = Message("system", "Use tools."), Message("user", "What?")
-    assert with_hint([system, user], "It is 5.") == [system, Message("user", "What?\n\nIt is 5.")]
-    assert with_hint([system], "It is 5.") == [system, Message("user", "It is 5.")]
+    assert with_text([system, user], "It is 5.") == [system, Message("user", "What?\n\nIt is 5.")]
+    assert with_text([system], "It is 5.") == [system, Message("user", "It is 5.")]
     shown = (Message("user", "1 + 1?"), Message("assistant", "2"), Message("user", "2 + 3?"))  # an example
     assert opening_of(rollout(messages=(*shown, Message("assistant", "5")))) == shown
 
@@ -140,7 +141,7 @@ def test_targets_are_the_students_candidates_with_the_hinted_models_log_probabil
         expected = np.argsort(-ours, axis=-1)[:, :K]
         hint = choose_hint(config.distill.context, mixed, attempt, PROBLEMS[0])
         assert hint is not None
-        prompt = chat.prompt(with_hint(opening_of(attempt), hint), [add.schema]).token_ids
+        prompt = chat.prompt(with_text(opening_of(attempt), hint), [add.schema]).token_ids
         own_prompt = len(attempt.turns[0].token_ids)
         read = np.concatenate([prompt, ids[own_prompt:]])
         theirs = dense(tiny.model, read)[places - 1 + len(prompt) - own_prompt]

@@ -28,7 +28,7 @@ _LAST_WORDS = 2000  # bytes of stderr that may explain why a server did not star
 
 
 class McpToolError(Exception):
-    """What a server answered to a call that failed, or why there was no answer."""
+    """The answer of a server to a call that failed, or the reason why there was none."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ class McpTools:
         opened: list[McpConnection] = []
         try:
             for at, server in enumerate(self._servers):
-                opened.append(self._share(at) if server.shared else McpConnection(server))
+                if not server.shared:
+                    opened.append(McpConnection(server))
+                    continue
+                with self._lock:
+                    if at not in self._shared:
+                        self._shared[at] = McpConnection(server)
+                    opened.append(self._shared[at])
         except PalestraError:
             close_connections(opened)
             raise
         return opened
-
-    def _share(self, at: int) -> McpConnection:
-        with self._lock:
-            if at not in self._shared:
-                self._shared[at] = McpConnection(self._servers[at])
-            return self._shared[at]
 
     def close(self) -> None:
         """End the shared servers."""
@@ -117,23 +117,26 @@ class McpConnection:
     def __init__(self, server: McpServer) -> None:
         self.server = server
         self._live = _wait(_start(server), server.start_timeout_s + 10)
-        self.tools: tuple[Tool, ...] = tuple(tools_by_name(self._tool(found) for found in self._live.tools).values())
+        self.tools: tuple[Tool, ...] = tuple(tools_by_name(map(self._tool, self._live.tools)).values())
         self._restart = asyncio.Lock()
 
     def close(self) -> None:
         """Close without waiting; the client gives a server two seconds to exit."""
         _loop().call_soon_threadsafe(self._live.stop.set)
 
-    def _tool(self, found: Any) -> Tool:
+    def _tool(self, served: Any) -> Tool:
         async def call(**arguments: Any) -> str:
-            return await asyncio.wrap_future(_submit(self._call(found.name, arguments)))
+            return await asyncio.wrap_future(_submit(self._call(served.name, arguments)))
 
-        return Tool(found.name, found.description or "", dict(found.input_schema), call)
+        return Tool(served.name, served.description or "", dict(served.input_schema), call)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         from mcp import MCPError
 
-        live = await self._alive()
+        async with self._restart:
+            if self._live.task.done() or self._live.stop.is_set():
+                self._live = await _start(self.server)
+            live = self._live
         try:
             result = await live.client.call_tool(name, arguments)
         except MCPError as error:
@@ -146,12 +149,6 @@ class McpConnection:
         if result.is_error:
             raise McpToolError(text)
         return text
-
-    async def _alive(self) -> _Live:
-        async with self._restart:
-            if self._live.task.done() or self._live.stop.is_set():
-                self._live = await _start(self.server)
-            return self._live
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +177,13 @@ async def _start(server: McpServer) -> _Live:
             await asyncio.wait([task], timeout=10)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise ServiceError(f"the MCP server {server} did not start: {_why(error, server, complaints)}") from None
+            if isinstance(error, TimeoutError):
+                reason = f"it gave no answer within {server.start_timeout_s:g} s"
+            else:
+                complaints.seek(0)
+                lines = complaints.read()[-_LAST_WORDS:].strip().splitlines()
+                reason = f"{error}" + (f"; its last line was: {lines[-1]}" if lines else "")
+            raise ServiceError(f"the MCP server {server} did not start: {reason}") from None
     return _Live(client, tools, stop, task)
 
 
@@ -204,24 +207,13 @@ async def _live(server: McpServer, ready: asyncio.Future[Any], stop: asyncio.Eve
             await stop.wait()
     except BaseException as error:
         if not ready.done():
-            ready.set_exception(ServiceError(_first_leaf(error)))
+            first = error
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            ready.set_exception(ServiceError(f"{type(first).__name__}: {first}".removesuffix(": ")))
         elif isinstance(error, asyncio.CancelledError):
             raise
         # after that a broken connection shows in the calls
-
-
-def _first_leaf(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def _why(error: BaseException, server: McpServer, complaints: Any) -> str:
-    if isinstance(error, TimeoutError):
-        return f"it gave no answer within {server.start_timeout_s:g} s"
-    complaints.seek(0)
-    words = complaints.read()[-_LAST_WORDS:].strip().splitlines()
-    return f"{error}" + (f"; its last line was: {words[-1]}" if words else "")
 
 
 @cache

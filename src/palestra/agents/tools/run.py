@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import operator
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from pydantic_core import ValidationError, to_jsonable_python
@@ -18,15 +18,7 @@ from palestra.core.errors import did_you_mean, text_of
 from palestra.core.text import encodable, shorten
 from palestra.core.types import ToolCall, ToolResult
 
-_BOUNDS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
-    ("minimum", "at least", operator.ge),
-    ("maximum", "at most", operator.le),
-    ("exclusiveMinimum", "more than", operator.gt),
-    ("exclusiveMaximum", "less than", operator.lt),
-)
-
-
-_KINDS: dict[str, Any] = dict(string=str, integer=int, number=(int, float), array=list, object=dict, null=type(None))
+MAX_ERROR_CHARS = 300
 
 
 class ArgumentError(Exception):
@@ -54,84 +46,60 @@ def read_arguments(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _read(tool: Tool, key: str, value: Any, properties: dict[str, Any]) -> Any:
     if key in tool.readers:
-        return _convert(tool.readers[key], key, value)
+        try:
+            # JSON mode: an Enum or a date may come as text, while strict keeps "3" from being an int
+            return tool.readers[key].validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = "".join(f"[{part!r}]" for part in first["loc"])
+            raise ArgumentError(f"argument {key!r}{where}: {first['msg']}, got {_short(first['input'])}") from None
     if key in properties:
-        problem = find_mismatch(value, properties[key], tool.parameters)
-        if problem:
-            raise ArgumentError(f"argument {key!r} {problem}")
+        if problem := find_mismatch(value, properties[key], tool.parameters):
+            raise ArgumentError(f"argument {key!r}: {problem}")
     elif tool.parameters.get("additionalProperties", False) is False:
         guess = did_you_mean(key, properties)
         raise ArgumentError(f"unknown argument {key!r}{f' ({guess.strip()})' if guess else ''}")
     return value
 
 
-def _convert(reader: Any, key: str, value: Any) -> Any:
+def find_mismatch(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None) -> str | None:
+    """Reason why a JSON value does not fit a schema; None when it does. References lead into `root`.
+
+    Nothing is downloaded, and keywords that could take very long are not checked: patterns and `uniqueItems`.
+    """
     try:
-        # JSON mode: an Enum or a date may come as text, while strict keeps "3" from being an int
-        return reader.validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = "".join(f"[{part!r}]" for part in first["loc"])
-        raise ArgumentError(f"argument {key!r}{where}: {first['msg']}, got {_short(first['input'])}") from None
-
-
-def find_mismatch(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """Why a JSON value does not fit a JSON schema; None when it does. Keywords unknown here are not checked."""
-    if "$ref" in schema:
-        return find_mismatch(value, _referred(schema, root), root)
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            found = [find_mismatch(value, option, root) for option in schema[key]]
-            return None if None in found else " or ".join(dict.fromkeys(text for text in found if text))
-    if "enum" in schema and value not in schema["enum"]:
-        return f"should be one of {json.dumps(schema['enum'], ensure_ascii=False)}, got {_short(value)}"
-    if "const" in schema and value != schema["const"]:
-        return f"should be {json.dumps(schema['const'], ensure_ascii=False)}, got {_short(value)}"
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(_is_kind(value, kind) for kind in kinds):
-        return f"should be of type {' or '.join(kinds)}, got {_short(value)}"
-    return _find_out_of_bounds(value, schema) or _find_inside(value, schema, root)
-
-
-def _referred(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    target: Any = root
-    for part in str(schema["$ref"]).removeprefix("#/").split("/"):
-        target = target.get(part, {})
-    return dict(target)
-
-
-def _find_out_of_bounds(value: Any, schema: dict[str, Any]) -> str | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+        return next(map(_explain, _validator_class()(root or schema).descend(value, schema)), None)
+    except Exception:  # a schema that is none: the tool itself decides
         return None
-    for keyword, words, holds in _BOUNDS:
-        if keyword in schema and not holds(value, schema[keyword]):
-            return f"should be {words} {schema[keyword]}, got {_short(value)}"
-    return None
 
 
-def _find_inside(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    if isinstance(value, list) and isinstance(schema.get("items"), dict):
-        for index, item in enumerate(value):
-            if problem := find_mismatch(item, schema["items"], root):
-                return f"item {index} {problem}"
-    if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        for key in schema.get("required", ()):
-            if key not in value:
-                return f"needs the key {key!r}"
-        for key, item in value.items():
-            if key not in properties and schema.get("additionalProperties") is False:
-                return f"has the unknown key {key!r}"
-            if problem := find_mismatch(item, properties.get(key, {}), root):
-                return f"key {key!r} {problem}"
-    return None
+@cache
+def _validator_class() -> Any:
+    import jsonschema  # here: it takes 0.1 s
+    import referencing
+
+    base = jsonschema.Draft202012Validator
+    is_integer = base.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # 1.0 is none
+
+    def additional(validator: Any, allowed: Any, value: Any, schema: dict[str, Any]) -> Any:
+        check = base.VALIDATORS["additionalProperties"]
+        return () if "patternProperties" in schema else check(validator, allowed, value, schema)
+
+    slow = ("pattern", "patternProperties", "unevaluatedProperties", "uniqueItems")
+    keywords = {**dict.fromkeys(slow, lambda *_: ()), "additionalProperties": additional}
+    cls = jsonschema.validators.extend(base, keywords, type_checker=is_integer)
+    return partial(cls, registry=referencing.Registry())
 
 
-def _is_kind(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return kind in _KINDS and isinstance(value, _KINDS[kind])
+def _explain(error: Any) -> str:
+    """
+    >>> print(find_mismatch([1, "x"], {"items": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}))
+    [1] "x" is not of type 'integer' or [1] "x" is not of type 'null'
+    """
+    if error.context:  # of anyOf and oneOf
+        return " or ".join(dict.fromkeys(map(_explain, error.context)))
+    where = "".join(f"[{part!r}]" for part in error.absolute_path)
+    return f"{where} {error.message.replace(repr(error.instance), _short(error.instance))}".strip()
 
 
 def _signature(tool: Tool) -> str:
@@ -147,9 +115,12 @@ def _signature(tool: Tool) -> str:
 
 
 def _kind(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """What a schema takes, in a word or two: `integer or null` for an `int | None`."""
+    """The type that a schema takes, in a word or two: `integer or null` for an `int | None`."""
     if "$ref" in schema:
-        return _kind(_referred(schema, root), {})  # not further: a type may hold itself
+        target: Any = root
+        for part in str(schema["$ref"]).removeprefix("#/").split("/"):
+            target = target.get(part, {})
+        return _kind(target, {})  # not further: a type may hold itself
     if options := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(dict.fromkeys(_kind(option, root) for option in options))
     kind = schema.get("type", "any")
@@ -159,9 +130,6 @@ def _kind(schema: dict[str, Any], root: dict[str, Any]) -> str:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "…"
-
-
-MAX_ERROR_CHARS = 300
 
 
 async def run_calls(

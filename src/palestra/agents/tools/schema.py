@@ -47,7 +47,7 @@ def is_context(annotation: Any) -> bool:
 
 
 def parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:
-    """What the function does, and what each parameter means; for docstrings of Google, NumPy and Sphinx style.
+    """The description of a function, and of each parameter; for docstrings of Google, NumPy and Sphinx style.
 
     >>> parse_docstring("Add.\\n\\nArgs:\\n    a: The first number.")
     ('Add.', {'a': 'The first number.'})
@@ -73,7 +73,7 @@ EXAMPLE = '''
 
 @dataclass(frozen=True)
 class FunctionSchema:
-    """What a model sees of a function, and the readers that turn JSON values into its arguments."""
+    """The description of a function for a model, and the readers that turn JSON values into its arguments."""
 
     description: str
     parameters: dict[str, Any]
@@ -110,7 +110,13 @@ def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
     if inspect.isasyncgenfunction(fn):
         raise InputError(f"tool {name!r} is an async generator, of which a model would see no item; return a list")
     description, texts = parse_docstring(docstring)
-    hints = _type_hints(fn, name)
+    try:
+        hints = typing.get_type_hints(fn if inspect.isroutine(fn) else type(fn).__call__, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise InputError(
+            f"the type hints of tool {name!r} cannot be read: {error}. "
+            "Define the types that it uses at the top of its module."
+        ) from None
     properties: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
     readers: dict[str, TypeAdapter[Any]] = {}
@@ -141,17 +147,6 @@ def _function_schema(fn: Callable[..., Any]) -> FunctionSchema:
         parameters["$defs"] = definitions
     parameters["additionalProperties"] = False
     return FunctionSchema(description, parameters, readers, context)
-
-
-def _type_hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
-    target = fn if inspect.isroutine(fn) else type(fn).__call__
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except (NameError, TypeError) as error:
-        raise InputError(
-            f"the type hints of tool {name!r} cannot be read: {error}. "
-            "Define the types that it uses at the top of its module."
-        ) from None
 
 
 def _annotation(parameter: inspect.Parameter, hints: dict[str, Any], name: str) -> Any:

@@ -157,16 +157,12 @@ def from_openai_agents(sdk_tool: Any) -> Tool:
             raise RuntimeError(result)  # the SDK reports its tools' exceptions as ordinary text
         return result
 
-    fn = invoke if _reads_context(sdk_tool) else partial(invoke, palestra_context=None)
+    # where the SDK does not show the function, it counts as one without a parameter for the context
+    inner = getattr(sdk_tool.on_invoke_tool, "_invoke_tool_impl", sdk_tool.on_invoke_tool)
+    shown = inspect.getclosurevars(inner).nonlocals.get("schema") if inspect.isfunction(inner) else None
+    fn = invoke if getattr(shown, "takes_context", False) else partial(invoke, palestra_context=None)
     schema = dict(sdk_tool.params_json_schema)
     return Tool(sdk_tool.name, sdk_tool.description or "", schema, fn, context="palestra_context")
-
-
-def _reads_context(sdk_tool: Any) -> bool:
-    """Whether its function has a parameter for the SDK's context; False where the SDK does not show the function."""
-    invoke = getattr(sdk_tool.on_invoke_tool, "_invoke_tool_impl", sdk_tool.on_invoke_tool)
-    schema = inspect.getclosurevars(invoke).nonlocals.get("schema") if inspect.isfunction(invoke) else None
-    return bool(getattr(schema, "takes_context", False))
 
 
 def _refuse_untrainable(sdk_tool: Any) -> None:
@@ -216,21 +212,17 @@ def shared_state(fn: Callable[..., Any]) -> list[str]:
     ['stock']
     """
     try:
-        outer = _outer_variables(fn)
         tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+        code, outer = fn.__code__, {}
+        if inspect.ismethod(fn):
+            outer[code.co_varnames[0]] = fn.__self__
+        cells = zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=False)
+        outer |= {name: cell.cell_contents for name, cell in cells}
+        outer |= {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
     except (OSError, TypeError, AttributeError, SyntaxError, IndexError):
         return []  # no source, or no function of Python
+    outer = {name: value for name, value in outer.items() if not isinstance(value, ModuleType)}
     return list(dict.fromkeys(name for node in ast.walk(tree) for name in _changed(node, outer)))
-
-
-def _outer_variables(fn: Callable[..., Any]) -> dict[str, Any]:
-    code, values = fn.__code__, {}
-    if inspect.ismethod(fn):
-        values[code.co_varnames[0]] = fn.__self__
-    cells = zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=False)
-    values |= {name: cell.cell_contents for name, cell in cells}
-    values |= {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
-    return {name: value for name, value in values.items() if not isinstance(value, ModuleType)}
 
 
 def _changed(node: ast.AST, outer: dict[str, Any]) -> Iterator[str]:
@@ -254,7 +246,7 @@ def _root(node: ast.AST) -> str:
 
 
 def _value(node: ast.AST, outer: dict[str, Any]) -> Any:
-    """What an expression stands for, without running any code: `stock`, `self.items`, or an entry of such a thing."""
+    """The value of an expression, without running any code: `stock`, `self.items`, or an entry of such a thing."""
     match node:
         case ast.Name(id=name):
             return outer.get(name)

@@ -1,4 +1,4 @@
-"""Where code that a model wrote runs."""
+"""The sandbox for code that a model wrote."""
 
 from palestra.envs.sandbox.isolation import PYTHON, Isolation, SandboxLimits
 from palestra.envs.sandbox.sandbox import CommandResult, Sandbox

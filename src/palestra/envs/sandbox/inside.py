@@ -66,7 +66,7 @@ def remove_tree(path: str) -> None:
 
 
 def _unlink_files(folder: int) -> str | None:
-    """Delete what is no folder; the first folder that is met is given back."""
+    """Delete files and links up to the first folder, and return its name."""
     for name in os.listdir(folder):
         if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             return name
@@ -95,14 +95,14 @@ def folder_size(path: str) -> tuple[float, int]:
 
 def processes() -> dict[int, int]:
     """All processes that are seen from here, with their parents."""
-    found = {}
+    parents = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         try:
             with open(f"/proc/{int(name)}/stat", encoding="utf-8", errors="replace") as file:
-                found[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+                parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
         except (ValueError, OSError, IndexError):  # no process, or one that has just ended
             continue
-    return found
+    return parents
 
 
 def memory(pids: list[int]) -> int:
@@ -244,11 +244,11 @@ class CommandRunner:
     def descendants(self) -> list[int]:
         """The processes of the command. Orphans come to this process, so all have it above them."""
         parents = processes()
-        found: list[int] = []
+        below: list[int] = []
         above = {os.getpid()}
-        while above := {pid for pid, parent in parents.items() if parent in above and pid not in found}:
-            found += above
-        return found
+        while above := {pid for pid, parent in parents.items() if parent in above and pid not in below}:
+            below += above
+        return below
 
     def reap(self, process: subprocess.Popen[bytes]) -> int | None:
         """The exit code of the command, if it has ended. The orphans that ended are forgotten."""

@@ -1,4 +1,4 @@
-"""Runs a command in new namespaces, with its own root folder. Replaces bubblewrap where that is not installed.
+"""Runs a command in new namespaces, with its own root folder.
 
     python3 -IS namespaces.py '{"visible": …, "root": false, "disk_mib": 64, "files": 2000}' COMMAND…
 

@@ -57,7 +57,7 @@ _READ = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ProgramSandbox:
-    """Where programs run that may reach the gateway, and nothing else. `socket` is the gateway's."""
+    """Isolation of programs that may reach the gateway alone. `socket` is the gateway's."""
 
     port: int
     socket: str
@@ -87,19 +87,19 @@ class ProgramSandbox:
 
 def check_sandbox() -> None:
     """Refuse a machine on which programs cannot be isolated."""
-    if (reason := why_not("namespaces")) is not None:
+    if (reason := why_not()) is not None:
         raise UnsupportedError(f"agent.sandbox needs namespaces, which do not work here: {reason}; leave it out")
 
 
 def program_paths(command: Sequence[str], cwd: Path) -> list[str]:
     """The folders of the files that a command names; of one in `bin` the folder above, where its libraries are."""
     files = [Path(shutil.which(command[0]) or command[0]), *(cwd / word for word in command[1:])]
-    found: list[Path] = []
+    paths: list[Path] = []
     for file in (path for each in files if each.is_file() for path in (each.absolute(), each.resolve())):
         folder = file.parent.parent if file.parent.name == "bin" else file.parent
         is_broad = Path.home().is_relative_to(folder) or folder == Path("/tmp")
-        found.append(file if is_broad else folder)
-    roots = {path for path in found if not any(path != other and path.is_relative_to(other) for other in found)}
+        paths.append(file if is_broad else folder)
+    roots = {path for path in paths if not any(path != other and path.is_relative_to(other) for other in paths)}
     return sorted(str(path) for path in roots if not path.is_relative_to("/usr"))
 
 

@@ -1,4 +1,4 @@
-"""Where code that a model wrote runs: no network, no access to our files, and limits on all resources.
+"""The sandbox for code that a model wrote: no network, no access to our files, and limits on all resources.
 
 >>> with Sandbox() as sandbox:                                  # doctest: +SKIP
 ...     sandbox.write("hello.py", "print('hello')")
@@ -26,23 +26,23 @@ from typing import Any, Literal, Self
 from palestra.core.errors import NotAllowedError, PalestraError, ServiceError, UnsupportedError
 from palestra.envs.sandbox.inside import remove_tree
 from palestra.envs.sandbox.isolation import (
-    CONTAINER_IMAGE,
+    ENVIRONMENT,
     PYTHON,
     Cgroup,
     Isolation,
     SandboxLimits,
-    environment,
-    installed,
     make_cgroup,
     seccomp_filter,
-    shut_in,
+    visible,
 )
 
 Stopped = Literal["time", "output", "memory", "processes", "disk", "lost"]
 
-_START_S = 30.0  # the first process inside answers by then; a container may have to be made
+_START_S = 30.0  # the first process inside answers by then
 _GRACE_S = 5.0  # for what comes after a command's own time: ending its processes, sending its output
 _INSIDE = Path(__file__).with_name("inside.py")
+_NAMESPACES = Path(__file__).with_name("namespaces.py")
+_BOOT = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"  # reads inside.py from stdin
 log = logging.getLogger("palestra")
 
 
@@ -64,25 +64,20 @@ class CommandResult:
 class Sandbox:
     """Files, and commands that can reach nothing else. One for each attempt; it starts with the first command."""
 
+    python = PYTHON  # the interpreter inside
+
     def __init__(
         self,
         limits: SandboxLimits | None = None,
         isolation: Isolation | None = None,
         *,
         allow_unsandboxed: bool = False,
-        image: str = CONTAINER_IMAGE,
     ) -> None:
         self.limits = limits or SandboxLimits()
         self.isolation = isolation or choose_isolation(allow_unsandboxed)
-        self._image = image
         self._files: dict[str, str] = {}  # to be written before the next command
         self._first: _FirstProcess | None = None
         self._lost = False
-
-    @property
-    def python(self) -> str:
-        """The Python interpreter inside."""
-        return "python3" if self.isolation in ("podman", "docker") else PYTHON
 
     def write(self, name: str, text: str) -> None:
         """Put a file into the sandbox's folder, in the place of whatever has that name."""
@@ -124,7 +119,7 @@ class Sandbox:
         if self._lost:
             return None
         if self._first is None:
-            self._first = _FirstProcess(self.limits, self.isolation, self._image)
+            self._first = _FirstProcess(self.limits, self.isolation)
         try:
             return self._first.ask(request, seconds)
         except (OSError, ValueError):
@@ -135,40 +130,46 @@ class Sandbox:
 class _FirstProcess:
     """The process inside that runs the commands, and the socket that leads to it. It ends when the socket is closed."""
 
-    def __init__(self, limits: SandboxLimits, isolation: Isolation, image: str) -> None:
+    def __init__(self, limits: SandboxLimits, isolation: Isolation) -> None:
         # root is exempt from the limit on processes, so commands run as a user id that no other process has
         uid = random.SystemRandom().randrange(2_000_000, 2**31) if os.geteuid() == 0 else None
         self._folder = Path(tempfile.mkdtemp(prefix="palestra-sandbox-")) if isolation == "none" else None
         if self._folder and uid is not None:
             os.chown(self._folder, uid, uid)
-        name = self._folder or Path(f"palestra-sandbox-{random.SystemRandom().getrandbits(64):x}")
-        self._shell = shut_in(isolation, limits, name, uid, image)
-        self._cgroup: Cgroup | None = None if self._shell.remove else make_cgroup(limits)
+        place, command = str(self._folder or "/work"), [PYTHON, "-ISc", _BOOT]
+        if isolation == "namespaces":
+            outside = {
+                "visible": visible(),
+                "root": uid is not None,
+                "disk_mib": limits.disk_mib,
+                "files": limits.files,
+            }
+            command = [PYTHON, "-IS", str(_NAMESPACES), json.dumps(outside), *command]
+        self._cgroup: Cgroup | None = make_cgroup(limits)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket, theirs = socket.socketpair()
         self._read = self._socket.makefile("rb")
-        command = [*(self._cgroup.enter() if self._cgroup else ()), *self._shell.command]
+        command = [*(self._cgroup.enter() if self._cgroup else ()), *command]
         try:
             with theirs:
                 self._process = subprocess.Popen(
                     command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.PIPE,
-                    env=environment(self._shell), cwd="/", start_new_session=True,
+                    env=ENVIRONMENT | {"HOME": place, "TMPDIR": place}, cwd="/", start_new_session=True,
                 )  # fmt: skip
-            self._start(limits)
+            self._start(limits, place, uid)
         except (OSError, ValueError) as error:
             reason = self.close() or str(error)
             raise ServiceError(f"a sandbox ({isolation}) could not be started: {reason}") from None
 
-    def _start(self, limits: SandboxLimits) -> None:
-        source, shell = _INSIDE.read_bytes(), self._shell
-        refused = seccomp_filter(os.uname().machine)
-        if refused is None and shell.tmpfs:
+    def _start(self, limits: SandboxLimits, place: str, uid: int | None) -> None:
+        source, refused = _INSIDE.read_bytes(), seccomp_filter(os.uname().machine)
+        if refused is None and self._folder is None:
             raise ValueError(f"there is no list of system calls for {os.uname().machine}")
         setup = {
             "limits": asdict(limits),
-            "folder": shell.folder,
-            "tmpfs": shell.tmpfs,
-            "uid": shell.uid,
+            "folder": place,
+            "tmpfs": self._folder is None,
+            "uid": uid,
             "seccomp": (refused or b"").hex(),
         }
         self._socket.settimeout(_START_S)
@@ -198,8 +199,6 @@ class _FirstProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)
                 _, complaint = process.communicate()
-        if self._shell.remove:
-            subprocess.run(self._shell.remove, capture_output=True, check=False, timeout=60)
         if self._cgroup:
             self._cgroup.remove()
         if self._folder and self._folder.exists():
@@ -218,31 +217,28 @@ def _checked(name: str) -> str:
 
 def choose_isolation(allow_unsandboxed: bool = False) -> Isolation:
     """The isolation that works here; without one, running code is refused unless it is explicitly allowed."""
-    kinds: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
-    for kind in kinds:
-        if why_not(kind) is None:
-            return kind
+    reason = why_not()
+    if reason is None:
+        return "namespaces"
     if not allow_unsandboxed:
         raise UnsupportedError(
-            f"code that a model writes cannot be isolated on this machine: {why_not('bubblewrap')}; "
-            f"{why_not('namespaces')}. Install bubblewrap or permit user namespaces, set isolation to podman or "
-            "docker, or set allow_unsandboxed=true to run it without a sandbox"
+            f"code that a model writes cannot be isolated on this machine: {reason}. Permit user namespaces (sysctl "
+            "kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0; in a container, "
+            "--privileged), or set allow_unsandboxed=true to run it without a sandbox"
         )
     _warn_unsandboxed()
     return "none"
 
 
 @cache
-def why_not(isolation: Isolation, image: str = CONTAINER_IMAGE) -> str | None:
-    """Why a kind of isolation does not work on this machine, found by trying; None if it does."""
-    if not installed(isolation):
-        return f"{isolation} is not installed"
+def why_not() -> str | None:
+    """Reason why namespaces do not work on this machine, determined by trying; None if they do."""
     try:
-        with Sandbox(SandboxLimits(), isolation, image=image) as sandbox:
+        with Sandbox(SandboxLimits(), "namespaces") as sandbox:
             ran = sandbox.run(["true"])
     except PalestraError as error:
         return str(error)
-    return None if ran.ok else f"{isolation}: a first command failed: {ran.output.strip() or ran.stopped}"
+    return None if ran.ok else f"a first command in namespaces failed: {ran.output.strip() or ran.stopped}"
 
 
 @cache

@@ -88,14 +88,14 @@ class ConfigField:
         if isinstance(value, float) and not math.isfinite(value):
             raise self._refusal("should be a finite number", value)
         for candidate in _meanings(value):
-            if find_mismatch(candidate, dict(self.schema), dict(self.schema)) is None:
+            if find_mismatch(candidate, dict(self.schema)) is None:
                 return candidate
-        problem = find_mismatch(value, dict(self.schema), dict(self.schema)) or "does not fit"
+        problem = find_mismatch(value, dict(self.schema)) or "does not fit"
         raise self._refusal(problem, value)
 
     def _refusal(self, problem: str, value: Any) -> Refusal:
         return Refusal(
-            f"{self.name} {short(problem, 300)}; expected {self.type}",
+            f"{self.name}: {short(problem, 300)}; expected {self.type}",
             field=self.name,
             expected_type=self.type,
             got=short(json.dumps(value, ensure_ascii=False)),

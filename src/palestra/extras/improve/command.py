@@ -14,7 +14,7 @@ from rich.table import Table
 
 from palestra.agent_source import DEMO, AgentFile, AgentOptions
 from palestra.agents.programs import ProgramAgent
-from palestra.agents.texts import edit_source, source_diff, write_texts
+from palestra.agents.texts import write_texts
 from palestra.cli import settings
 from palestra.cli.common import PATH, load_libraries
 from palestra.cli.find_run import with_model_of_run
@@ -25,6 +25,7 @@ from palestra.core.files import write_jsonl
 from palestra.core.show import visible
 from palestra.evals.report import compare
 from palestra.extras.improve.improve import Improvement, improve
+from palestra.extras.improve.source import edit_source, source_diff
 from palestra.runs.request import RunRequest
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
-from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, texts_diff, texts_of, with_texts
+from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, texts_of, with_texts
 from palestra.core.chat_model import POLICY, ChatModel, hosting
 from palestra.core.config import RunConfig
 from palestra.core.endpoints import BudgetSpent, CallLimits
@@ -27,6 +27,7 @@ from palestra.evals.judge import conversation_text
 from palestra.evals.report import EvalReport, pair
 from palestra.evals.suite import EvalSuite, hold_out
 from palestra.extras.improve.search import Candidate, Limits, ReflectorSpent, Search, Trial
+from palestra.extras.improve.source import texts_diff
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
 from palestra.rollout.evaluate import evaluate

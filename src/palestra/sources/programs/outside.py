@@ -30,7 +30,7 @@ MAX_BODY = 4 * MIB
 
 
 class RewardBody(BaseModel):
-    """What an agent posts: `result` is for the measures; `error` marks the attempt as failed."""
+    """The body of a posted reward: `result` is for the measures; `error` marks the attempt as failed."""
 
     model_config = ConfigDict(extra="forbid")
     reward: float | None = Field(None, allow_inf_nan=False)

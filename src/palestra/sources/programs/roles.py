@@ -21,6 +21,7 @@ from palestra.servers.gateway.workers import WorkerAttempt, WorkerPrompts
 from palestra.servers.openai.completer import Completer
 
 TRAIN, START, CHECKPOINT = "train", "start", "checkpoint"
+ENDPOINTS = ("http://", "https://")  # models elsewhere begin with these
 GroupModels = dict[str, tuple[SharedPrompts | WorkerPrompts, Completer | None]]
 KEY_VARIABLE = "PALESTRA_ROLE_KEY_"  # + the label: the key of an endpoint
 
@@ -40,13 +41,13 @@ class Roles:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What measures may call the agents; none where there is only one."""
+        """The names of the agents in measures; none where there is only one."""
         return (MAIN_ROLE, *self.models) if self.models else ()
 
     def load_models(self) -> None:
         """Load the frozen models that are not loaded yet, and the newest checkpoint."""
         for model in self.models.values():
-            if _is_elsewhere(model) or model == TRAIN:
+            if model.startswith(ENDPOINTS) or model == TRAIN:
                 continue
             assert self.load is not None
             if model == CHECKPOINT:
@@ -80,7 +81,7 @@ class Roles:
         others: dict[str, Attempt | ForwardedAgent] = {}
         trained: dict[str, Attempt | WorkerAttempt] = {}
         for label, model in self.models.items():
-            if _is_elsewhere(model):
+            if model.startswith(ENDPOINTS):
                 url, _, name = model.partition("#")
                 api_key = os.environ.get(f"{KEY_VARIABLE}{label.upper()}")
                 others[label] = gateway.open_elsewhere(url, name or None, api_key)
@@ -109,7 +110,7 @@ class Agents:
 
     @property
     def recorded(self) -> Sequence[Attempt | WorkerAttempt]:
-        """Those whose tokens are trained."""
+        """The agents whose tokens are trained."""
         return (self.main, *self.trained.values())
 
     async def finish(self) -> tuple[Rollout, dict[str, tuple[Message, ...]]]:
@@ -152,7 +153,3 @@ def role_metrics(group: Group, weights: Mapping[str, float]) -> dict[str, Any]:
         / len(good)
         for role in roles
     }
-
-
-def _is_elsewhere(model: str) -> bool:
-    return model.startswith(("http://", "https://"))

@@ -64,10 +64,9 @@ class ProgramTask:
         return evaluator_of(self.environment, self._collector(parts, training=False), parts)
 
     def close(self, runner: asyncio.Runner) -> None:
-        """Close the gateway and the resources that the program's attempts share."""
+        """Close the gateway."""
         if self.gateway is not None:
             runner.run(self.gateway.close())
-            runner.run(self.program.close())
 
     def _collector(self, parts: Parts, *, training: bool) -> ProgramCollector:
         agent, gateway = parts.config.agent, self._gateway(parts)
@@ -80,7 +79,7 @@ class ProgramTask:
             self.program,
             gateway,
             attempt_limits(parts.config, training=training).sampling,
-            ProgramLimits(agent.timeout_s, agent.max_output_bytes, agent.fork_server, sandbox),
+            ProgramLimits(agent.timeout_s, agent.max_output_bytes, sandbox),
             agent.max_at_once,
             asyncio.Semaphore(agent.max_at_once),
             rewards_of(self.environment, self.reward_functions, parts),
@@ -95,8 +94,7 @@ class ProgramTask:
             model = parts.config.model
 
             def load(name: str) -> Completer:
-                found = model.name if name == START else name
-                return load_completer(found, dtype=model.dtype, device=model.device)
+                return load_completer(model.name if name == START else name, dtype=model.dtype, device=model.device)
 
             roles, folder = parts.config.agent.roles, parts.checkpoints
             if CHECKPOINT in roles.values() and not parts.config.checkpoint.every:
@@ -124,7 +122,7 @@ class ProgramTask:
                 check_sandbox()
             address: dict[str, Any] = {"host": program.host, "port": program.port, "token": program.token}
             if isinstance(program, CommandAgent) and program.containers is not None:
-                parts.config.refuse(["agent.sandbox", "agent.fork_server"], "each attempt is a container")
+                parts.config.refuse(["agent.sandbox"], "each attempt is a container")
                 if is_loopback(program.host):
                     address |= {"host": program.containers.gateway_host(), "token": secrets.token_urlsafe()}
             elif isinstance(program, CommandAgent) and program.answer_files and not in_sandbox:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from palestra.agents.tools.run import run_calls
+from palestra.agents.tools.run import find_mismatch, run_calls
 from palestra.agents.tools.tool import Tool, function_tool
 from palestra.core.types import ToolCall
 
@@ -279,14 +279,15 @@ RAW = Tool(
     ("arguments", "words"),
     [
         ({"mode": "a", "size": None, "tags": ["x"], "place": {"x": 1}, "anything": [{}]}, None),
-        ({"mode": "c"}, 'should be one of ["a", "b"], got "c"'),
-        ({"mode": "a", "size": "3"}, "should be of type integer"),
-        ({"mode": "a", "size": True}, "should be of type integer"),
-        ({"mode": "a", "tags": ["x", 1]}, "item 1 should be of type string, got 1"),
-        ({"mode": "a", "tags": "x"}, "should be of type array"),
-        ({"mode": "a", "place": {"x": "1"}}, "key 'x' should be of type number"),
-        ({"mode": "a", "place": {}}, "needs the key 'x'"),
-        ({"mode": "a", "place": {"x": 1, "y": 2}}, "has the unknown key 'y'"),
+        ({"mode": "c"}, "argument 'mode': \"c\" is not one of ['a', 'b']"),
+        ({"mode": "a", "size": "3"}, "\"3\" is not of type 'integer'"),
+        ({"mode": "a", "size": True}, "true is not of type 'integer'"),
+        ({"mode": "a", "size": 3.0}, "3.0 is not of type 'integer'"),
+        ({"mode": "a", "tags": ["x", 1]}, "argument 'tags': [1] 1 is not of type 'string'"),
+        ({"mode": "a", "tags": "x"}, "is not of type 'array'"),
+        ({"mode": "a", "place": {"x": "1"}}, "['x'] \"1\" is not of type 'number'"),
+        ({"mode": "a", "place": {}}, "'x' is a required property"),
+        ({"mode": "a", "place": {"x": 1, "y": 2}}, "('y' was unexpected)"),
         ({"mode": "a", "moed": 1}, "unknown argument 'moed'"),
     ],
     ids=str,
@@ -299,6 +300,17 @@ def test_a_bare_json_schema_is_checked_too(arguments, words):
     else:
         assert not result.ok
         assert words in result.content
+
+
+def test_a_slow_pattern_of_a_schema_is_not_run_and_nothing_is_downloaded():
+    slow = "^(a+)+$"
+    for schema, value in (
+        ({"type": "string", "pattern": slow}, "a" * 50 + "b"),
+        ({"patternProperties": {slow: {}}, "additionalProperties": False}, {"a" * 50 + "b": 1}),
+        ({"$ref": "http://127.0.0.1:9/schema.json"}, 1),
+        ({"type": "no such type"}, 1),
+    ):
+        assert find_mismatch(value, schema) is None
 
 
 def test_a_tool_that_sets_an_alarm_runs_in_the_main_thread():

@@ -185,7 +185,7 @@ class TestOpenAIAgents:
         assert call(tool, a=2).content == "3", "a default, although the SDK's strict schema requires all"
         wrong = call(tool, a="2")
         assert not wrong.ok
-        assert "'a' should be of type integer" in wrong.content, "found before the SDK converts it"
+        assert "is not of type 'integer'" in wrong.content, "found before the SDK converts it"
 
     def test_an_exception_that_the_sdk_turns_into_text_is_still_a_failure(self, sdk):
         @sdk.function_tool

@@ -12,11 +12,10 @@ from scripted_model import END, completer
 
 from palestra.agent_source import AgentOptions
 from palestra.agents.programs import Endpoint, ProgramLimits, command_agent
-from palestra.core.config import RunConfig
 from palestra.envs.sandbox.program import ProgramSandbox, paths_below, program_paths
 from palestra.envs.sandbox.sandbox import why_not
 
-needs_namespaces = pytest.mark.skipif(why_not("namespaces") is not None, reason=str(why_not("namespaces")))
+needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 PROGRAM = """
 import json, os, socket, sys, urllib.request
 case = json.load(sys.stdin)
@@ -126,11 +125,6 @@ def test_a_sandbox_shows_a_program_its_own_folders_and_no_home(tmp_path, monkeyp
         (tmp_path / file).write_text("")
     assert program_paths(["sh", "at_home.py"], tmp_path) == [str(tmp_path / "at_home.py")]
     assert program_paths(["sh", "project/agent.py"], tmp_path) == [str(tmp_path / "project")]
-
-
-def test_a_forked_program_cannot_be_shut_in():
-    with pytest.raises(ValueError, match="exclude each other"):
-        RunConfig.model_validate({"agent": {"sandbox": True, "fork_server": True}})
 
 
 def test_a_result_that_is_a_link_is_not_read(tmp_path):
