@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -142,7 +142,18 @@ class LocalPolicy(Policy[Session]):
         waits_for_all_tools: bool = False,
         **engine_options: Any,
     ) -> None:
-        self.engine = Engine(model, tokenizer, compile_grammar=_compiler(tokenizer), **engine_options)
+        # clients of a server may send any text
+        compile_grammar = grammar_compiler(tokenizer)
+
+        def compile_text(text: str) -> Grammar:
+            try:
+                return compile_grammar(text)
+            except PalestraError:
+                raise
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise SettingError(f"the grammar cannot be read ({text_of(error)}); leave it out") from error
+
+        self.engine = Engine(model, tokenizer, compile_grammar=compile_text, **engine_options)
         self._waiters: dict[Job, asyncio.Future[Turn]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._calls = 0  # of `sample`
@@ -231,7 +242,22 @@ class LocalPolicy(Policy[Session]):
         await self.tool_barrier.wait_for_expected()
         while self._waiters:
             try:
-                await self._one_step()
+                self._step = self.engine.launch()
+                if self._step is None and not self._ended:
+                    # the callers of turns that have ended may give the missing pages back
+                    await self._others()
+                    self._step = self.engine.launch()
+                    if self._step is None:
+                        self._ended.extend(self.engine.truncate_when_cache_full())
+                if self.engine.runner.overlaps:
+                    calls = self._calls
+                    self._hand_out(self.turns_at_once)
+                    await self._others()
+                    self._collect(until_one_ends=not self._ended and calls == self._calls)
+                else:
+                    self._collect()
+                    self._hand_out(len(self._ended))
+                    await self._others()
             except Exception as error:
                 self._step = None
                 self._ended.clear()
@@ -239,23 +265,6 @@ class LocalPolicy(Policy[Session]):
                     if not waiter.done():
                         waiter.set_exception(error)
                 return
-
-    async def _one_step(self) -> None:
-        self._step = self.engine.launch()
-        if self._step is None and not self._ended:
-            await self._others()  # the callers of turns that have ended may give the pages back that are missing
-            self._step = self.engine.launch()
-            if self._step is None:
-                self._ended.extend(self.engine.truncate_when_cache_full())
-        if self.engine.runner.overlaps:
-            calls = self._calls
-            self._hand_out(self.turns_at_once)
-            await self._others()
-            self._collect(until_one_ends=not self._ended and calls == self._calls)
-        else:
-            self._collect()
-            self._hand_out(len(self._ended))
-            await self._others()
 
     async def _others(self) -> None:
         """Yield to the callers of finished turns, and wait for those that return quickly."""
@@ -288,18 +297,3 @@ class LocalPolicy(Policy[Session]):
             if waiter is not None and not waiter.done():
                 self.tool_barrier.turn_ended(job.session)
                 waiter.set_result(job.result())
-
-
-def _compiler(tokenizer: Any) -> Callable[[str], Grammar]:
-    """A grammar compiler that rejects a text it cannot read as invalid input: clients of a server may send any."""
-    compile_grammar = grammar_compiler(tokenizer)
-
-    def compile_text(text: str) -> Grammar:
-        try:
-            return compile_grammar(text)
-        except PalestraError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise SettingError(f"the grammar cannot be read ({text_of(error)}); leave it out") from error
-
-    return compile_text

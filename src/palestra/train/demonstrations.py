@@ -93,7 +93,12 @@ def demonstration(
     """
     schemas = list(tools or conversation.tools)
     try:
-        _check_tools(conversation, schemas)
+        known = [str(schema.get("function", schema).get("name")) for schema in schemas]
+        for message in conversation.messages:
+            for call in message.tool_calls:
+                if call.name not in known:
+                    has = f"the tools are {', '.join(known)}" if known else "it has no tools"
+                    raise InputError(f"it calls {call.name!r}, and {has}; give the schema of that tool, or take it out")
         rollout = _demonstration(conversation, _steps(conversation, chat), chat, schemas)
     except PalestraError as error:
         raise InputError(f"{conversation.origin}: {error}") from None
@@ -167,15 +172,6 @@ def _passed(folder: RunFolder) -> Iterator[Rollout]:
             ) from None
         if rollout.error is None and not rollout.cut_off:
             yield rollout
-
-
-def _check_tools(conversation: Conversation, schemas: Schemas) -> None:
-    known = [str(schema.get("function", schema).get("name")) for schema in schemas]
-    for message in conversation.messages:
-        for call in message.tool_calls:
-            if call.name not in known:
-                has = f"the tools are {', '.join(known)}" if known else "it has no tools"
-                raise InputError(f"it calls {call.name!r}, and {has}; give the schema of that tool, or take it out")
 
 
 def _steps(conversation: Conversation, chat: ChatFormat) -> list[_Step]:

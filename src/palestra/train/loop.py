@@ -228,7 +228,11 @@ class Training:
         def on_host() -> None:
             """What needs no weights is done while a GPU changes them."""
             if not metrics:
-                self._prepare_next()
+                left = self.steps_left or 0  # an evaluation's episodes may need the room of prepared ones
+                continues = left > 1 and not self.evaluates_after(state.step + 1)
+                if continues and self.learner_thread is None and self.demonstrations is None:
+                    with phases("preparing"):
+                        self.runner.run(self.source.prepare(self.config.train.problems_per_step))
                 metrics.update(self._rollout_metrics(rollouts, advantages))
                 with phases("records"):
                     self.tracker.rollouts(state.step + 1, groups)
@@ -318,13 +322,6 @@ class Training:
         if hung := hung_calls():
             found["hung_calls"] = float(hung)
         return {"peak_memory_gib": peak_memory_gib()} | found
-
-    def _prepare_next(self) -> None:
-        """Let the source begin with the next step; not before an evaluation, whose episodes may need the room."""
-        goes_on = self.steps_left is not None and self.steps_left > 1 and not self.evaluates_after(self.state.step + 1)
-        if goes_on and self.learner_thread is None and self.demonstrations is None:
-            with phases("preparing"):
-                self.runner.run(self.source.prepare(self.config.train.problems_per_step))
 
     def _compute(self, work: Callable[[], T]) -> T:
         """Run the learner; in a thread if groups are sampled ahead, so that the event loop continues."""

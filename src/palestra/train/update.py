@@ -73,7 +73,7 @@ def update(
                 parts[i].old_logprobs = filled(parts[i].old_logprobs, outputs.logprobs())
     seconds = time.perf_counter() - started
     metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
-    if not any_logprobs(batch):  # then these compare the policy with itself
+    if not bool(np.isfinite(batch.logprobs[batch.policy_mask]).any()):  # then these compare the policy with itself
         metrics = {name: value for name, value in metrics.items() if name not in SAMPLER_METRICS}
     computed = metrics.get("tokens_computed", 0.0)
     return metrics | {
@@ -140,10 +140,6 @@ def check_batch(batch: Batch) -> None:
     if len(bad):
         group = batch.groups[batch.row_of(bad[0])]
         raise UserCodeError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
-
-
-def any_logprobs(batch: Batch) -> bool:
-    return bool(np.isfinite(batch.logprobs[batch.policy_mask]).any())
 
 
 def objective_of(config: RunConfig) -> Objective:
