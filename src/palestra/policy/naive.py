@@ -21,7 +21,7 @@ from palestra.core.weights import Weights
 from palestra.engine.sampler import SamplingRow, StopStrings, check_params, sample
 from palestra.models.chat.grammars import grammar_compiler
 from palestra.policy.base import Policy
-from palestra.policy.module import load_weights
+from palestra.policy.local import load_weights
 
 
 @dataclass(eq=False, slots=True)

@@ -20,8 +20,8 @@ from palestra.learner.frozen import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel, load_model
+from palestra.rollout.collect import tools_of
 from palestra.rollout.hints import choose_hint, opening_of, pass_rate, with_hint
-from palestra.rollout.opening import tools_of
 from palestra.train.batch import Conversation
 
 Schemas = Sequence[dict[str, Any]]

@@ -28,7 +28,7 @@ from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker
-from palestra.train.batch import trainable_batch
+from palestra.train.batch import peak_memory_gib, rollout_metrics, trainable_batch
 from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
@@ -37,7 +37,6 @@ from palestra.train.distill_teachers import Teacher
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts
-from palestra.train.metrics import peak_memory_gib, rollout_metrics
 from palestra.train.safety_net import Snapshots, collapse_reason
 from palestra.train.schedule import (
     Coefficients,
@@ -47,8 +46,7 @@ from palestra.train.schedule import (
     step_scale,
     token_limit_reason,
 )
-from palestra.train.token_record import TokenRecord
-from palestra.train.update import update
+from palestra.train.update import TokenRecord, update
 from palestra.train.watcher import Watcher
 
 log = logging.getLogger("palestra")

@@ -25,10 +25,10 @@ from palestra.models.loading import (
 )
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
-from palestra.policy.module import sampling_copy
+from palestra.policy.local import sampling_copy
 from palestra.policy.remote import RemotePolicy
 from palestra.runs.limits import count_gpus, require_gpus
-from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit, with_step_size
+from palestra.train.forecast import kv_memory_for, parameter_count, refuse_what_cannot_fit, with_step_size
 from palestra.train.ranks import join
 
 
@@ -68,11 +68,6 @@ def use_threads(threads: int | None, config: RunConfig) -> None:
     """Go on with as many CPU threads as a run began with: their sums differ in the last bits."""
     if threads is not None and config.model.threads is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
-
-
-def parameter_count(model: Any) -> int:
-    """All weights; of those in 4 bits there are two in a byte."""
-    return sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())
 
 
 def suited_to(

@@ -13,9 +13,9 @@ from typing import Any
 from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.encode import ForgedTexts, Piece, not_append_only, with_texts
-from palestra.models.chat.reasoning import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
 from palestra.models.chat.render import TemplateRefusal
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.toolcalls import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
 
 Schemas = Sequence[dict[str, Any]]
 _QUESTION, _NEXT = "PALESTRAQUESTION", "PALESTRANEXT"

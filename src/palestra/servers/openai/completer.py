@@ -38,7 +38,7 @@ _MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
 
 T = TypeVar("T")
-# `policy.module.token_logprobs` of a model, or of one in another process
+# `policy.local.token_logprobs` of a model, or of one in another process
 ScoresTokens = Callable[..., Iterator[TokenLogprobs] | AsyncIterator[TokenLogprobs]]
 
 
