@@ -24,8 +24,8 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.show import show_call, visible
 from palestra.core.types import Message, SamplingParams
 from palestra.envs.load import load_env
-from palestra.models.chat.roundtrip import check_tool_calls
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.written import check_tool_calls
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.train.progress import task
 

@@ -25,7 +25,7 @@ class CollectsGroups(Protocol):
     ) -> list[Group]: ...
 
     def groups_at_once(self, group_size: int) -> int:
-        """How many groups may be in progress together."""
+        """Maximum number of groups in flight."""
         ...
 
 
@@ -38,7 +38,7 @@ class PreparesGroups(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Nobody will collect what was prepared."""
+        """Discard prepared groups that will not be collected."""
         ...
 
 

@@ -68,7 +68,10 @@ class RewardFunctions:
                     f"{function!r} is not a reward function; expected one of TRL's form, (prompts, completions, "
                     "**columns) -> numbers, or an object with calculate_combined_reward(output, expected_answer)"
                 )
-            self._functions[_new_name(function, {*measures, *self._functions})] = function
+            taken = {*measures, *self._functions}
+            name = getattr(function, "__name__", type(function).__name__)
+            numbers = (f"{name}_{i}" for i in range(2, len(taken) + 3))
+            self._functions[(name if name not in taken else next(n for n in numbers if n not in taken))] = function
         self._state = state
         self._locks = {name: threading.Lock() for name in self._functions}  # one call at a time, as in TRL
         self._calls: Counter[str] = Counter()
@@ -240,12 +243,6 @@ def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> Mapping
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
     return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-
-
-def _new_name(function: RewardFunction, taken: set[str]) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
-    numbers = (f"{name}_{i}" for i in range(2, len(taken) + 3))
-    return name if name not in taken else next(n for n in numbers if n not in taken)
 
 
 def _final_text(completion: Sequence[Mapping[str, Any]]) -> str:

@@ -23,9 +23,8 @@ from palestra.core.files import append_jsonl, read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Rollout, ToolCall, ToolResult, Turn
-from palestra.models.chat.roundtrip import takes_parallel_calls
 from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
-from palestra.models.chat.written import write_reply
+from palestra.models.chat.written import takes_parallel_calls, write_reply
 from palestra.train.group_source import GroupSource, draw
 
 log = logging.getLogger("palestra")

@@ -32,8 +32,7 @@ from palestra.train.batch import peak_memory_gib, rollout_metrics, trainable_bat
 from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
-from palestra.train.distill import DistillRows, choose_rows
-from palestra.train.distill_teachers import Teacher
+from palestra.train.distill import DistillRows, Teacher, choose_rows
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts

@@ -163,7 +163,8 @@ def prompt_collector(
     def start(episodes: Sequence[Episode]) -> list[Speaker]:
         first: Any = episodes[0]
         ids = encode_prompt(tokenizer, first.problem.input)
-        prompt, texts = Turn("template", ids), _Texts(tokenizer)  # type: ignore[arg-type]
+        texts: Any = _Texts(tokenizer)
+        prompt = Turn("template", ids)  # type: ignore[arg-type]
         sessions = policy.fork(policy.open(ids), len(episodes))
         return [TokenSpeaker(policy, session, texts, prompt) for session in sessions]
 

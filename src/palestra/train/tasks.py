@@ -20,8 +20,8 @@ from palestra.envs.base import Environment
 from palestra.evals.case_rates import CaseRates
 from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler
-from palestra.models.chat.roundtrip import check_tool_calls, tool_call_problem
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.written import check_tool_calls, tool_call_problem
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.rollout.collect import Collector, OpenTimeout, tools_of

@@ -21,8 +21,7 @@ from palestra.core.types import Problem, Rollout, Score, ToolCall, ToolResult
 from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.report import EvalReport
 from palestra.models.loading import LoadedModel
-from palestra.train import backend
-from palestra.train import overview as overview_module
+from palestra.train import forecast as forecast_module
 from palestra.train import run as run_module
 from palestra.train.group_source import ProblemSource
 from palestra.train.interrupt import Interrupted
@@ -323,7 +322,7 @@ with hold(Path({str(lab.folder.path)!r})): print('held', flush=True); time.sleep
 
 
 def test_a_run_that_cannot_be_saved_does_not_start(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overview_module, "free_bytes", lambda path: 10)
+    monkeypatch.setattr(forecast_module, "free_bytes", lambda path: 10)
     with pytest.raises(ResourceError, match=r" free; .*checkpoint\.every=0"):
         lab.train()
     assert lab.evaluator.phases == []
