@@ -217,7 +217,7 @@ _SCHEMA = {
     "type": "function",
     "function": {"name": _TOOL, "description": "Look something up.", "parameters": _PARAMETERS},
 }
-_QUESTION, _RESULT = "PALESTRAQUESTION", "PALESTRARESULT"
+_RESULT = "PALESTRARESULT"
 # tokenizer -> its template, and why the check failed
 _checked: WeakKeyDictionary[Any, dict[tuple[str, bool], str | None]] = WeakKeyDictionary()
 
