@@ -35,8 +35,11 @@ def advantages(
     siblings to compare with: its advantage is 0. Equal rewards give exactly 0.
     """
     reward = _finite(torch.as_tensor(rewards, dtype=torch.float64), "reward of row {}")  # [R]
-    row_group, size = _dense(group, len(reward))
-    groups = len(size)
+    ids = torch.as_tensor(group, dtype=torch.int64)
+    if ids.shape != reward.shape:
+        raise InputError(f"{len(reward)} rewards but a group list of shape {list(ids.shape)}; expected one group a row")
+    _, row_group, counts = ids.unique(return_inverse=True, return_counts=True)
+    groups, size = len(counts), counts.double()
 
     # Measured from the group's lowest reward, equal rewards are exact zeros and stay so.
     lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, row_group, reward, "amin")
@@ -81,15 +84,6 @@ def combine_measures(
         _finite(one.masked_fill(~rows, 0.0), f"measure {measure} of row {{}}")
         total[rows] += factor * advantages(one[rows], members[rows], scale=scale, leave_one_out=leave_one_out)
     return total
-
-
-def _dense(group: Sequence[int] | Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Groups numbered 0, 1, … for each row, and the size of each."""
-    ids = torch.as_tensor(group, dtype=torch.int64)
-    if ids.shape != (rows,):
-        raise InputError(f"{rows} rewards but a group list of shape {list(ids.shape)}; expected one group a row")
-    _, row_group, size = ids.unique(return_inverse=True, return_counts=True)
-    return row_group, size.double()
 
 
 def _sums(values: Tensor, row_group: Tensor, groups: int) -> Tensor:

@@ -19,9 +19,9 @@ from palestra.cli.find_run import find_run, model_of
 from palestra.cli.summary import shorten
 from palestra.cli.trust import code_for_tools, require_trust, trust_option
 from palestra.core.errors import PalestraError
-from palestra.core.messages import to_dict
+from palestra.core.messages import show_call, to_dict
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_call, visible
+from palestra.core.show import visible
 from palestra.core.types import Message, SamplingParams
 from palestra.envs.load import load_env
 from palestra.models.chat.template import ChatFormat

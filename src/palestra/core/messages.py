@@ -142,3 +142,14 @@ def number_calls(
         call = _with_id(r.call, call_id or r.call.id)
         renamed.append(r if call is r.call else ToolResult(call, r.content, r.ok, r.seconds, r.raised))
     return numbered, renamed
+
+
+def show_call(call: ToolCall) -> str:
+    """
+    >>> show_call(ToolCall("1", "add", {"a": 1, "b": 2}))
+    'add(a=1, b=2)'
+    """
+    if call.error:
+        return f"{call.name or 'a tool'}, in a form that cannot be parsed"
+    arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.arguments.items())
+    return f"{call.name}({arguments})"

@@ -71,7 +71,7 @@ class RewardFunctions:
             taken = {*measures, *self._functions}
             name = getattr(function, "__name__", type(function).__name__)
             numbers = (f"{name}_{i}" for i in range(2, len(taken) + 3))
-            self._functions[(name if name not in taken else next(n for n in numbers if n not in taken))] = function
+            self._functions[name if name not in taken else next(n for n in numbers if n not in taken)] = function
         self._state = state
         self._locks = {name: threading.Lock() for name in self._functions}  # one call at a time, as in TRL
         self._calls: Counter[str] = Counter()
@@ -154,7 +154,8 @@ class RewardFunctions:
         error = rollout.error or self._why_unknown(scores, weights)
         if not all(weights.get(name, 1.0) for name in scores):
             scores = {n: s if weights.get(n, 1.0) else replace(s, counts=False) for n, s in scores.items()}
-        return replace(rollout, reward=weighted_reward(scores, weights), scores=scores, error=error)
+        reward = sum(weights.get(name, 1.0) * score.value for name, score in scores.items())
+        return replace(rollout, reward=reward, scores=scores, error=error)
 
     def _why_unknown(self, scores: Mapping[str, Score], weights: Mapping[str, float]) -> str | None:
         """Why there is no reward: a measure that counts has failed, which is no fault of the model, or none was run."""
@@ -190,11 +191,6 @@ class _Logged:
     def text(self, function: str, rollout: int) -> str:
         columns = self._extras.get(function, {}).items()
         return ", ".join(f"{column}: {values[rollout]}" for column, values in columns if rollout < len(values))
-
-
-def weighted_reward(scores: Mapping[str, Score], weights: Mapping[str, float]) -> float:
-    """The scores' values, weighed and added; a rollout that failed earns nothing."""
-    return sum(weights.get(name, 1.0) * score.value for name, score in scores.items())
 
 
 def _for_each_turn(name: str, score: Score, rollout: Rollout) -> Score:

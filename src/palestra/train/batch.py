@@ -36,7 +36,13 @@ def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-
 
 def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapping[str, float]) -> list[list[float]]:
     """The advantage of every rollout, by group. A rollout that failed has none and is in no baseline."""
-    _require_finite(groups)
+    for group in groups:
+        for i, reward in enumerate(group.rewards):
+            if not math.isfinite(reward):
+                raise UserCodeError(
+                    f"the reward of rollout {i} in the group of problem {group.problem_id!r} is {reward}; "
+                    "a measure or reward function must return finite numbers"
+                )
     rows = [(g, i) for g, group in enumerate(groups) for i, r in enumerate(group.rollouts) if r.error is None]
     result = [[0.0] * len(group.rollouts) for group in groups]
     if not rows:
@@ -56,16 +62,6 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
     for (g, i), value in zip(rows, values_out.tolist(), strict=True):
         result[g][i] = value
     return result
-
-
-def _require_finite(groups: Sequence[Group]) -> None:
-    for group in groups:
-        for i, reward in enumerate(group.rewards):
-            if not math.isfinite(reward):
-                raise UserCodeError(
-                    f"the reward of rollout {i} in the group of problem {group.problem_id!r} is {reward}; "
-                    "a measure or reward function must return finite numbers"
-                )
 
 
 @dataclass(frozen=True, slots=True)

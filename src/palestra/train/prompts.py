@@ -74,17 +74,6 @@ def as_input(prompt: Prompt) -> Input:
     return prompt if isinstance(prompt, str) else as_messages(prompt)
 
 
-def encode_prompt(tokenizer: Any, prompt: Input) -> tuple[int, ...]:
-    """Text as the tokenizer takes it; messages through its chat template."""
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt).input_ids
-    else:
-        ids = ChatFormat(tokenizer).prompt(prompt).token_ids.tolist()
-    if not ids:
-        raise InputError("a prompt has no tokens; give it some text")
-    return tuple(ids)
-
-
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Whatever model, tokenizer and chat template take for the end of an answer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -162,7 +151,12 @@ def prompt_collector(
 
     def start(episodes: Sequence[Episode]) -> list[Speaker]:
         first: Any = episodes[0]
-        ids = encode_prompt(tokenizer, first.problem.input)
+        if isinstance(text := first.problem.input, str):
+            ids = tokenizer(text).input_ids
+        else:
+            ids = ChatFormat(tokenizer).prompt(text).token_ids.tolist()
+        if not ids:
+            raise InputError("a prompt has no tokens; give it some text")
         texts: Any = _Texts(tokenizer)
         prompt = Turn("template", ids)  # type: ignore[arg-type]
         sessions = policy.fork(policy.open(ids), len(episodes))
