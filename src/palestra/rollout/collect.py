@@ -209,7 +209,8 @@ async def scored_together(
 
 def with_call_metrics(group: Group, calls: CallLog) -> Group:
     """Add the metrics of a group's judges and simulated users."""
-    return replace(group, metrics={**group.metrics, **calls.counts, **length_metrics(group.rollouts, calls.judges)})
+    lengths = length_metrics(group.rollouts, calls.judges) if calls.judges else {}
+    return replace(group, metrics={**group.metrics, **calls.counts, **lengths})
 
 
 async def begun(attempts: Iterable[Coroutine[Any, Any, Group]], at_once: int) -> list[asyncio.Task[Group]]:
