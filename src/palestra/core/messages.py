@@ -102,10 +102,10 @@ def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message
 
     Ids that a model or a server made are kept, and so are all ids before the message `first`.
     """
-    found = list(messages[:first])
+    numbered = list(messages[:first])
     if not any(message.tool_calls for message in messages[first:]):
         return list(messages)
-    taken = {call.id for message in found for call in message.tool_calls}
+    taken = {call.id for message in numbered for call in message.tool_calls}
     free = (name for number in count() if (name := f"call_{number}") not in taken)
     new_ids: dict[str | None, str] = {}  # of the last assistant message's calls, by their old ids
     for message in messages[first:]:
@@ -117,8 +117,8 @@ def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message
             result_of = new_ids.get(result_of, result_of)
         if calls != message.tool_calls or result_of != message.tool_call_id:
             message = Message(message.role, message.text, calls, result_of, message.name, message.reasoning)
-        found.append(message)
-    return found
+        numbered.append(message)
+    return numbered
 
 
 def _with_id(call: ToolCall, call_id: str) -> ToolCall:

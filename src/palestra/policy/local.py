@@ -355,7 +355,7 @@ def token_logprobs(
 
 
 def _read(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-    """What logits [T, V] say of the tokens [T]."""
+    """Log-probabilities of the tokens [T] by logits [T, V], with the `top` alternatives."""
     logprobs = logits.float().log_softmax(-1)
     values, best = logprobs.topk(min(top, logprobs.shape[1]))
     pairs = [list(zip(i, v, strict=True)) for i, v in zip(best.tolist(), values.tolist(), strict=True)]

@@ -197,12 +197,12 @@ async def scored_together(
         return rollouts
     scored = list(rollouts)
     try:
-        found = await from_outside("score_group", environment.score_group([episodes[i] for i in good]))
+        group_scores = await from_outside("score_group", environment.score_group([episodes[i] for i in good]))
     except PalestraError as failure:
         for i in good:
             scored[i] = replace(rollouts[i], stop="failed", error=str(failure))
         return scored
-    for i, verdicts in zip(good, found or (), strict=found is not None):
+    for i, verdicts in zip(good, group_scores or (), strict=group_scores is not None):
         scored[i] = replace(rollouts[i], scores={**rollouts[i].scores, **verdicts})
     return scored
 
@@ -229,7 +229,7 @@ async def begun(attempts: Iterable[Coroutine[Any, Any, Group]], at_once: int) ->
 
 
 async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFunctions) -> list[Group]:
-    """What the tasks give, by rewards that work; none is left in progress if one fails."""
+    """Wait for all groups; if one fails, cancel the others. Raise if a reward function never worked."""
     try:
         groups = list(await asyncio.gather(*tasks))
         rewards.require_working()
@@ -389,12 +389,12 @@ def tools_of(environment: Environment, problem: Problem) -> list[Tool]:
 
     threading.Thread(target=look, name="palestra-first-episode", daemon=True).start()
     try:
-        found = outcome.get(timeout=OPEN_LIMIT_S)
+        result = outcome.get(timeout=OPEN_LIMIT_S)
     except queue.Empty:
         raise OpenTimeout(
             f"the environment's first episode did not open within {OPEN_LIMIT_S:g} s; "
             "check that the servers and containers it needs are running"
         ) from None
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    if isinstance(result, BaseException):
+        raise result
+    return result

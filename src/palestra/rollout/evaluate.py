@@ -18,7 +18,7 @@ ATTEMPTS_BETWEEN_WRITES = 64  # of an evaluation with a file; enough to keep a s
 
 
 class CollectsGroups(Protocol):
-    """What turns problems into groups: attempts by a policy or an endpoint, or a user's function."""
+    """Collects groups for problems: attempts by a policy or an endpoint, or a user's function."""
 
     async def collect(
         self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: OnRollout = ...
@@ -34,7 +34,7 @@ class PreparesGroups(Protocol):
     """A collector that can begin before the policy may be asked."""
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        """Make ready what needs no policy, for the problems that `collect` will be given next."""
+        """Do the work that needs no policy for the next problems of `collect`."""
         ...
 
     def abandon(self) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger("palestra")
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What reward functions get as `trainer_state`: how far the training is."""
+    """Progress of the training, passed to reward functions as `trainer_state`."""
 
     global_step: int = 0  # updates so far
     max_steps: int = 0
@@ -111,7 +111,7 @@ class RewardFunctions:
     def _arguments(
         self, problem: Problem, rollouts: Sequence[Rollout], episodes: Sequence[Episode]
     ) -> dict[str, Sequence[Any] | Any]:
-        """What TRL gives its reward functions, and the columns of the problem's row."""
+        """Arguments of TRL's reward functions, and the columns of the problem's row."""
         worlds = [w for e in episodes if (w := getattr(e, "environment", None)) is not None]  # not all have one
         return {
             **{key: [value] * len(rollouts) for key, value in problem.row.items()},
@@ -173,7 +173,7 @@ def as_list(functions: Any) -> tuple[RewardFunction, ...]:
 
 
 class _Logged:
-    """What reward functions log on one group: numbers for the step's metrics, and more about each rollout."""
+    """Values that reward functions log for one group: metrics of the step, and texts about each rollout."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, list[float]] = {}

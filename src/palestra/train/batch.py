@@ -83,12 +83,12 @@ class Conversation:
 
 def conversations_of(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Conversation]:
     """All conversations of a step, also of rollouts that failed."""
-    found: list[Conversation] = []
+    conversations: list[Conversation] = []
     for g, (group, row) in enumerate(zip(groups, advantages, strict=True)):
         for rollout, advantage in zip(group.rollouts, row, strict=True):
             for turns in rollout.conversations:
-                found.append(Conversation(len(found), g, rollout, turns, advantage))
-    return found
+                conversations.append(Conversation(len(conversations), g, rollout, turns, advantage))
+    return conversations
 
 
 def to_batch(
@@ -253,9 +253,9 @@ def _reinforced(rollouts: Sequence[tuple[Rollout, float]]) -> dict[str, float]:
     """Count the rollouts with a positive advantage, and those of them in which no tool call succeeded."""
     if not any(r.tool_names for r, _ in rollouts):
         return {}
-    found = [r for r, advantage in rollouts if advantage > 1e-6 and r.tool_names]
-    without = sum(not called_successfully(r) for r in found)
-    return {"reinforced_rollouts": float(len(found)), "reinforced_without_tools": float(without)}
+    reinforced = [r for r, advantage in rollouts if advantage > 1e-6 and r.tool_names]
+    without = sum(not called_successfully(r) for r in reinforced)
+    return {"reinforced_rollouts": float(len(reinforced)), "reinforced_without_tools": float(without)}
 
 
 def _mean_advantage(rollout: Rollout) -> float:

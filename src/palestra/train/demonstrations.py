@@ -147,7 +147,7 @@ def read_run(folder: RunFolder, per_problem: int | None = None) -> list[Rollout]
 
 
 def run_conversations(folder: RunFolder, tools: Schemas = ()) -> list[Conversation]:
-    """What an earlier run's rollouts that passed say, for another model. Each conversation comes once."""
+    """Conversations of an earlier run's rollouts that passed, for another model. Each comes once."""
     found: dict[str, Conversation] = {}
     for number, rollout in enumerate(_passed(folder)):
         origin = f"{folder.rollouts_file}, rollout {number} that passed"

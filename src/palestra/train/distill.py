@@ -175,11 +175,11 @@ class Teacher:
         raise NotImplementedError
 
     def weight(self, group: Group) -> float:
-        """What the tokens of a group count in the loss."""
+        """Weight of a group's tokens in the loss."""
         return 1.0
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """What the step reports of its rollouts."""
+        """Metrics of the step's rollouts."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What a run will need: the cost model's estimate of a step, whether it can fit, and the overview before it starts."""
+"""Forecast of a run: the estimate of a step by the cost model, whether it fits, and the overview before it starts."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Overview:
 
     @property
     def state_bytes(self) -> int:
-        """What the optimizer keeps."""
+        """Size of the optimizer's state."""
         has_master = self.bytes_per_weight < 4 and self.config.model.master_weights and not self.config.lora.r
         return self.trainable * (_MOMENTS_BYTES + (_MASTER_BYTES if has_master else 0))
 

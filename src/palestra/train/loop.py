@@ -223,7 +223,7 @@ class Training:
         learned: dict[str, float] = {}
 
         def on_host() -> None:
-            """What needs no weights is done while a GPU changes them."""
+            """Do the work that needs no weights while a GPU changes them."""
             if not metrics:
                 left = self.steps_left or 0  # an evaluation's episodes may need the room of prepared ones
                 continues = left > 1 and not self.evaluates_after(state.step + 1)
@@ -461,7 +461,7 @@ class Training:
         self.state = state
 
     def failure(self, doing: str, error: Exception) -> PalestraError:
-        """What failed, doing what, how to get by with less memory if that was it, and what is left."""
+        """An error with the step, the cause, settings that save memory if that was it, and the last checkpoint."""
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         left = f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
         return TrainingError(f"{doing}: {text_of(error).rstrip('.')}. {memory_remedy(error, self.config)}{left}")

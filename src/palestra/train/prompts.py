@@ -75,7 +75,7 @@ def as_input(prompt: Prompt) -> Input:
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Whatever model, tokenizer and chat template take for the end of an answer."""
+    """Token ids that model, tokenizer or chat template define as the end of an answer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     found = {end for end in ends if end is not None}
@@ -127,7 +127,7 @@ class PromptEnvironment:
 
 
 class _Texts:
-    """What a TokenSpeaker reads answers with: all text, no tool calls."""
+    """Stands in for a ChatFormat: answers are text without tool calls."""
 
     shows_call_ids = False
 

@@ -38,7 +38,7 @@ ENOUGH_CASES = 96  # that plain attempts solved: a round with as many needs no h
 
 @dataclass(slots=True)
 class Round:
-    """What a round found."""
+    """Rollouts of one round."""
 
     number: int
     plain: list[Rollout] = field(default_factory=list)

@@ -98,7 +98,7 @@ def samples_from_server(config: RunConfig) -> bool:
 
 
 def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
-    """What a run samples with: the model in this process, or a server that is given its weights after each step."""
+    """The policy of a run: the model in this process, or a server that gets its weights after each step."""
     if config.vllm_mode != "off":
         return provided("vllm.mode")(model, tokenizer, config)
     if config.rollout.policy_url is None:
@@ -124,7 +124,7 @@ Record = Mapping[str, Any]  # of the run folder
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What trains and samples the model, and how it is written to disk."""
+    """Learner and policy of a run, and how its model is written to disk."""
 
     config: RunConfig  # suited to the model
     model: Any  # the module; None where it is not in this process

@@ -46,7 +46,7 @@ RFT_PASS = 4  # steps' worth of attempts in one pass over the cases
 
 @dataclass(slots=True)
 class StageResult:
-    """What one stage did; the rates are of held-out cases, None where nothing could be scored."""
+    """The result of one stage; the rates are of held-out cases, None where nothing could be scored."""
 
     name: str
     first_step: int
@@ -65,7 +65,7 @@ class StageResult:
 
 @dataclass(slots=True)
 class Stages:
-    """Takes a training from stage to stage. The training that is given is in the grpo stage."""
+    """Takes a training from stage to stage. Its initial settings are those of the grpo stage."""
 
     training: Training
     parts: Parts

@@ -152,12 +152,12 @@ def combine(updates: Sequence[dict[str, float]], iterations: int) -> dict[str, f
     names = dict.fromkeys(name for update in updates for name in update)
     values = {name: [update[name] for update in updates if name in update] for name in names}
 
-    def one(name: str, found: list[float]) -> float:
+    def one(name: str, column: list[float]) -> float:
         if name.endswith("_max") or name == "peak_memory_gib":
-            return max(found)
-        return sum(found) / (iterations if name.startswith("tokens_") else len(found))
+            return max(column)
+        return sum(column) / (iterations if name.startswith("tokens_") else len(column))
 
-    return {name: one(name, found) for name, found in values.items()}
+    return {name: one(name, column) for name, column in values.items()}
 
 
 LEARNED = ("learner_logprob", "ratio", "entropy")

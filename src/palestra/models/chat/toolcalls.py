@@ -172,23 +172,23 @@ def split_reasoning(text: str, is_open: bool = False, before: str | None = None)
     """
     if not is_open and _MARKS.search(text) is None:
         return "", text
-    found = [match[1].strip() for match in _ANALYSIS.finditer(text)]
-    text = _ANALYSIS.sub("", text) if found else text
+    parts = [match[1].strip() for match in _ANALYSIS.finditer(text)]
+    text = _ANALYSIS.sub("", text) if parts else text
     close, opening = text.find("</think>"), text.find("<think>")
     call = text.find(before) if before else -1
     closes_first = (opening < 0 or close < opening) and (call < 0 or close < call)
     if is_open or (close >= 0 and closes_first):
         places = [(text.find(tag), tag) for _, tag in TAGS if tag in text]
         reasoning, _, text = text.partition(min(places)[1]) if places else (text, "", "")
-        found.append(reasoning)
+        parts.append(reasoning)
     position = 0
     while block := _BLOCK.match(text, position):
-        found.append(block[block.lastindex or 0])
+        parts.append(block[block.lastindex or 0])
         position = block.end()
     text = text[position:]
-    if found and text.lstrip().startswith("<response>"):  # Granite 3 wraps its answer when it thinks
+    if parts and text.lstrip().startswith("<response>"):  # Granite 3 wraps its answer when it thinks
         text = text.strip().removeprefix("<response>").removesuffix("</response>")
-    return "\n".join(part.strip() for part in found if part.strip()), text
+    return "\n".join(part.strip() for part in parts if part.strip()), text
 
 
 def strip_reasoning(text: str) -> str:
