@@ -158,7 +158,7 @@ def prompt_collector(
         if not ids:
             raise InputError("a prompt has no tokens; give it some text")
         texts: Any = _Texts(tokenizer)
-        prompt = Turn("template", ids)  # type: ignore[arg-type]
+        prompt = Turn("template", ids)
         sessions = policy.fork(policy.open(ids), len(episodes))
         return [TokenSpeaker(policy, session, texts, prompt) for session in sessions]
 
