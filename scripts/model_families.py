@@ -34,10 +34,10 @@ from transformers import PreTrainedTokenizerFast
 from palestra.core.types import Message, Problem, SamplingParams, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY
 from palestra.models.chat.grammars import GrammarText, grammar_compiler
-from palestra.models.chat.reasoning import closing_tag
 from palestra.models.chat.render import prepare
-from palestra.models.chat.roundtrip import check_tool_calls
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.toolcalls import closing_tag
+from palestra.models.chat.written import check_tool_calls
 from palestra.policy.base import Policy
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway

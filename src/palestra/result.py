@@ -143,8 +143,8 @@ class GRPOTrainingResult:
         `context` is the state that tools with a Context parameter work on.
         """
         from palestra.core.event_loop import outside_event_loop
-        from palestra.models.chat.reasoning import strip_reasoning
         from palestra.models.chat.template import ChatFormat
+        from palestra.models.chat.toolcalls import strip_reasoning
         from palestra.rollout.agent_loop import AttemptLimits
         from palestra.rollout.converse import converse
 

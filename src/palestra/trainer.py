@@ -222,7 +222,13 @@ class GRPOTrainer:
             lambda config: self._task(environment, config),
             lambda: self._resolve(len(environment.problems("train"))),
             name=self._name,
-            record=self._record() | dict(record or {}),
+            record={
+                "source": self._source,
+                "agent": self.agent.name,
+                "instructions": self.agent.instructions,
+                "tools": [tool.schema for tool in self.agent.tools],
+                **(record or {}),
+            },
             folder=self._folder,
             resume=resume,
             watching=self._watching,
@@ -232,14 +238,6 @@ class GRPOTrainer:
         )
         self._result = GRPOTrainingResult(self.agent, run, outcome, self)
         return self._result
-
-    def _record(self) -> dict[str, Any]:
-        return {
-            "source": self._source,
-            "agent": self.agent.name,
-            "instructions": self.agent.instructions,
-            "tools": [tool.schema for tool in self.agent.tools],
-        }
 
     def _task(self, environment: Environment, config: RunConfig) -> Task:
         """What is trained on: our agent loop in an environment, or a program at the gateway."""

@@ -16,7 +16,8 @@ from palestra.envs.running import RunningEnv
 from palestra.extras.environments.reasoning_gym_tasks import WRONG_SCORERS, task_names
 from palestra.extras.environments.treasure import way
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, endpoint_speakers
+from palestra.rollout.collect import Collector
+from palestra.rollout.speakers import endpoint_speakers
 
 Solver = Callable[[Problem, Sequence[Message]], Message]
 

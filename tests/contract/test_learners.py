@@ -27,7 +27,7 @@ from palestra.core.weights import Weights
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
-from palestra.policy.module import load_weights
+from palestra.policy.local import load_weights
 
 VOCABULARY = 64
 RATE = 1e-2

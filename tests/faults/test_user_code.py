@@ -23,7 +23,7 @@ from palestra.core.errors import UserCodeError
 from palestra.core.types import Message, SamplingParams, ToolCall
 from palestra.envs import running, suite_env
 from palestra.envs.running import RunningEnv
-from palestra.rollout import agent_loop, opening, rewards
+from palestra.rollout import agent_loop, collect, rewards
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector
 from palestra.rollout.rewards import RewardFunctions
@@ -340,10 +340,10 @@ def outcome(rollout: Any) -> str:
 def shorten_limits(patch: Any) -> None:
     for module, name in (
         (running, "STEP_TIMEOUT_S"), (agent_loop, "STEP_TIMEOUT_S"), (suite_env, "MEASURE_TIMEOUT_S"),
-        (rewards, "REWARD_TIMEOUT_S"), (opening, "CLOSE_LIMIT_S"),
+        (rewards, "REWARD_TIMEOUT_S"), (collect, "CLOSE_LIMIT_S"),
     ):  # fmt: skip
         patch(module, name, LIMIT_S)
-    patch(opening.Opener.open, "__defaults__", (LIMIT_S,))
+    patch(collect.Opener.open, "__defaults__", (LIMIT_S,))
 
 
 def ends_the_process(hook: str, kind: str, workers: int) -> bool:

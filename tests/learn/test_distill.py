@@ -20,8 +20,7 @@ from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.hints import answer_hint
-from palestra.train.distill import choose_rows
-from palestra.train.distill_teachers import SelfTeacher
+from palestra.train.distill import SelfTeacher, choose_rows
 from palestra.train.schedule import Coefficients
 from palestra.train.update import update
 

@@ -8,7 +8,8 @@ from typing import Any
 from palestra.core.types import Group, Message, SamplingParams
 from palestra.envs.base import Environment
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, endpoint_speakers, require_one_good
+from palestra.rollout.collect import Collector, require_one_good
+from palestra.rollout.speakers import endpoint_speakers
 
 
 @dataclass

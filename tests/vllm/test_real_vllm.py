@@ -25,7 +25,7 @@ from palestra.extras.vllm.server import VllmServerPolicy
 from palestra.learner.lora import add_lora
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, load_model
-from palestra.policy.module import token_logprobs
+from palestra.policy.local import token_logprobs
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [

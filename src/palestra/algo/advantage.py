@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from palestra.core.errors import InputError, UserCodeError
+from palestra.core.types import Array
 
 Scale = Literal["group", "batch", "mean", "none"]
 Numbers = Sequence[float] | Tensor
@@ -33,8 +35,11 @@ def advantages(
     siblings to compare with: its advantage is 0. Equal rewards give exactly 0.
     """
     reward = _finite(torch.as_tensor(rewards, dtype=torch.float64), "reward of row {}")  # [R]
-    row_group, size = _dense(group, len(reward))
-    groups = len(size)
+    ids = torch.as_tensor(group, dtype=torch.int64)
+    if ids.shape != reward.shape:
+        raise InputError(f"{len(reward)} rewards but a group list of shape {list(ids.shape)}; expected one group a row")
+    _, row_group, counts = ids.unique(return_inverse=True, return_counts=True)
+    groups, size = len(counts), counts.double()
 
     # Measured from the group's lowest reward, equal rewards are exact zeros and stay so.
     lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, row_group, reward, "amin")
@@ -81,15 +86,6 @@ def combine_measures(
     return total
 
 
-def _dense(group: Sequence[int] | Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Groups numbered 0, 1, … for each row, and the size of each."""
-    ids = torch.as_tensor(group, dtype=torch.int64)
-    if ids.shape != (rows,):
-        raise InputError(f"{rows} rewards but a group list of shape {list(ids.shape)}; expected one group a row")
-    _, row_group, size = ids.unique(return_inverse=True, return_counts=True)
-    return row_group, size.double()
-
-
 def _sums(values: Tensor, row_group: Tensor, groups: int) -> Tensor:
     return torch.zeros(groups, dtype=values.dtype).index_add(0, row_group, values)
 
@@ -102,3 +98,51 @@ def _finite(values: Tensor, name: str) -> Tensor:
             f"{name.format(row)} is {values[row].item()}; expected a finite number. Look at the measure that gave it"
         )
     return values
+
+
+def returns_to_go(rewards: Sequence[float] | Array, discount: float) -> Array:
+    """[K] float64: of each turn, Σ discount^(j−k) · reward_j over itself and the turns j after it."""
+    returns = np.array(rewards, np.float64)
+    for k in range(len(returns) - 2, -1, -1):
+        returns[k] += discount * returns[k + 1]
+    return returns
+
+
+def return_advantages(
+    turn_rewards: Sequence[Array],  # of each rollout, [turns]
+    group: Sequence[int],  # of each rollout
+    *,
+    discount: float,
+    scale: Scale = "group",
+) -> list[Array]:
+    """The advantage of every turn: its return, compared with those of all turns of the group's rollouts."""
+    returns = [returns_to_go(rewards, discount) for rewards in turn_rewards]
+    members = np.repeat(np.array(group, int), [len(row) for row in returns])
+    return _split(advantages(_flat(returns), torch.from_numpy(members), scale=scale).numpy(), returns)
+
+
+def gigpo_advantages(
+    episode: Sequence[float],  # the advantage of each rollout
+    turn_rewards: Sequence[Array],  # of each rollout, [turns]
+    states: Sequence[Sequence[Hashable]],  # of each rollout, the state in which each of its turns began
+    group: Sequence[int],  # of each rollout
+    *,
+    discount: float,
+    step_weight: float = 1.0,
+    scale: Scale = "group",
+) -> list[Array]:
+    """GiGPO (arXiv 2505.10978): the rollout's advantage + step_weight · that of the turn, by its return among all turns
+    of the group that began in the same state. A state that was met once says nothing: the second part is 0."""
+    returns = [returns_to_go(rewards, discount) for rewards in turn_rewards]
+    numbers: dict[tuple[int, Hashable], int] = {}
+    met = [numbers.setdefault((g, s), len(numbers)) for g, row in zip(group, states, strict=True) for s in row]
+    rows = _split(advantages(_flat(returns), met, scale=scale).numpy(), returns)
+    return [whole + step_weight * row for whole, row in zip(episode, rows, strict=True)]
+
+
+def _flat(rows: Sequence[Array]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0), *rows]))
+
+
+def _split(flat: Array, rows: Sequence[Array]) -> list[Array]:
+    return np.split(flat, np.cumsum([len(row) for row in rows])[:-1]) if rows else []

@@ -143,7 +143,32 @@ def pack(
     limit = max_tokens - root
     if evenly:
         limit = _even_limit([_tokens(scored, root, *family) for family in families], limit)
-    divided = _divide(scored, root, families, limit, max_rows or batch.rows)
+    batches: list[_Trees] = [[]]
+    used = count = 0
+
+    def close() -> None:
+        nonlocal used, count
+        batches.append([])
+        used = count = 0
+
+    for prompt_length, family in families:
+        whole = _tokens(scored, root, prompt_length, family)
+        shared = max(prompt_length, root)
+        if used + whole > limit >= whole:
+            close()
+        tree: list[int] = []
+        for row in family:
+            new = scored.fed[row] - (shared if tree else root)
+            if used and (used + new > limit or count == (max_rows or batch.rows)):
+                if tree:
+                    batches[-1].append((prompt_length, tree))
+                close()
+                tree, new = [], scored.fed[row] - root
+            tree.append(row)
+            used += new
+            count += 1
+        batches[-1].append((prompt_length, tree))
+    divided = [trees for trees in batches if trees]
     return [_micro_batch(scored, root if len(trees) > 1 else 0, trees) for trees in divided]
 
 
@@ -162,36 +187,6 @@ def _common_beginning(scored: _Scored, families: _Trees) -> int:
     while length + 1 in behind:
         length -= 1
     return max(length, 0)
-
-
-def _divide(scored: _Scored, root: int, families: _Trees, max_tokens: int, max_rows: int) -> list[_Trees]:
-    """The trees of each micro-batch; `max_tokens` counts those behind the root."""
-    batches: list[_Trees] = [[]]
-    used = count = 0
-
-    def close() -> None:
-        nonlocal used, count
-        batches.append([])
-        used = count = 0
-
-    for prompt_length, family in families:
-        whole = _tokens(scored, root, prompt_length, family)
-        shared = max(prompt_length, root)
-        if used + whole > max_tokens >= whole:
-            close()
-        tree: list[int] = []
-        for row in family:
-            new = scored.fed[row] - (shared if tree else root)
-            if used and (used + new > max_tokens or count == max_rows):
-                if tree:
-                    batches[-1].append((prompt_length, tree))
-                close()
-                tree, new = [], scored.fed[row] - root
-            tree.append(row)
-            used += new
-            count += 1
-        batches[-1].append((prompt_length, tree))
-    return [trees for trees in batches if trees]
 
 
 def _tokens(scored: _Scored, root: int, prompt_length: int, family: list[int]) -> int:

@@ -18,13 +18,13 @@ from palestra.cli.common import device_option, dtype_option, load_libraries
 from palestra.cli.find_run import code_for_tools, find_run, model_of, require_trust, trust_option
 from palestra.cli.summary import shorten
 from palestra.core.errors import PalestraError
-from palestra.core.messages import to_dict
+from palestra.core.messages import show_call, to_dict
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_call, visible
+from palestra.core.show import visible
 from palestra.core.types import SamplingParams
 from palestra.envs.load import load_env
-from palestra.models.chat.roundtrip import check_tool_calls
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.written import check_tool_calls
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.train.progress import task
 

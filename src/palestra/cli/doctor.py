@@ -87,8 +87,8 @@ def examine() -> list[Check]:
 def examine_model(name: str) -> Iterator[Check]:
     """Check that a model's chat template works, and that the tool calls it writes are read back."""
     from palestra.core.errors import PalestraError
-    from palestra.models.chat.roundtrip import check_tool_calls
     from palestra.models.chat.template import ChatFormat
+    from palestra.models.chat.written import check_tool_calls
     from palestra.models.loading import load_tokenizer
 
     part, about = "chat template", name

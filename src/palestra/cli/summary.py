@@ -14,8 +14,9 @@ from rich.text import Text
 
 from palestra.agent_source import AgentOptions
 from palestra.cli.common import table
+from palestra.core.messages import show_call
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_call, show_path, show_seconds, visible
+from palestra.core.show import show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score
 from palestra.evals.capability import Capability, by_problem
 from palestra.evals.evidence import Finding, RunFacts

@@ -104,16 +104,12 @@ def _to_chat(record: Json) -> Json:
         record = {**record, "messages": _prompt_and_completion(record["prompt"], record["completion"])}
     if not isinstance(record.get("messages"), list):
         raise ValueError(f"the format of an object with the keys {sorted(record)} is not known; use {FORMATS}")
-    if _is_anthropic(record):
-        return provided("traces of other programs")(record)
-    return {"messages": list(map(_without_function_call, record["messages"])), "tools": chat_tools(record.get("tools"))}
-
-
-def _is_anthropic(record: Json) -> bool:
     blocks = [b for m in record["messages"] if isinstance(m.get("content"), list) for b in m["content"]]
     tools = record.get("tools")
     has_schemas = isinstance(tools, list) and any("input_schema" in tool for tool in tools)
-    return "system" in record or has_schemas or any(block.get("type") in ANTHROPIC_BLOCKS for block in blocks)
+    if "system" in record or has_schemas or any(block.get("type") in ANTHROPIC_BLOCKS for block in blocks):
+        return provided("traces of other programs")(record)
+    return {"messages": list(map(_without_function_call, record["messages"])), "tools": chat_tools(record.get("tools"))}
 
 
 def _without_function_call(message: Json) -> Json:
@@ -156,7 +152,10 @@ def conversation_of(
             raise ValueError(f"message {i} is {given!r:.100}; expected an object with `role` and `content`")
         row, message = ({}, given) if isinstance(given, Message) else (given, from_dict(given))
         if message.role == "assistant":
-            if not _weight(row, i):
+            weight = row.get("weight")
+            if weight not in (None, 0, 1):
+                raise ValueError(f"message {i} has the weight {weight!r}; expected 0 (not trained) or 1")
+            if weight == 0:
                 untrained.add(i)
             if message.reasoning:
                 reasoning[i] = message.reasoning
@@ -165,25 +164,14 @@ def conversation_of(
             raise ValueError(f"message {i} of the role {message.role} has {key!r}, which only an assistant's may have")
         found.append(message)
     named = tuple(_with_results_named(found))
-    _require_an_answer(named, untrained)
-    return Conversation(named, tuple(tools), origin, frozenset(untrained), reasoning)
-
-
-def _require_an_answer(messages: Sequence[Message], untrained: set[int]) -> None:
-    answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    answers = [i for i, message in enumerate(named) if message.role == "assistant"]
     if not answers:
         raise ValueError("it has no assistant message, so there is nothing to learn from; add the answer")
     if set(answers) <= untrained:
         raise ValueError('every assistant message has "weight": 0, so there is nothing to learn from; take one out')
     if answers[0] == 0:
         raise ValueError("it begins with an assistant message; put a user or system message in front")
-
-
-def _weight(row: Mapping[str, Any], index: int) -> bool:
-    weight = row.get("weight")
-    if weight not in (None, 0, 1):
-        raise ValueError(f"message {index} has the weight {weight!r}; expected 0 (not trained) or 1")
-    return weight is None or bool(weight)
+    return Conversation(named, tuple(tools), origin, frozenset(untrained), reasoning)
 
 
 def _with_results_named(messages: Sequence[Message]) -> Iterator[Message]:

@@ -157,19 +157,22 @@ def _rollout_from_dict(
     scores = {name: _score_from_dict(verdict) for name, verdict in (verdicts or {}).items()}
     if verdicts is None and record["error"] is None:
         scores = {"score": Score(reward, reward >= 1.0)}
+    row = _entry(columns, "advantages", i)
     return _rollout(
         record,
         problem_id,
         turns=_turns(columns, i, trained, shared, version),
         messages=_messages(columns, i),
         scores=scores,
-        advantages=_advantages(columns, i, trained),
+        advantages=(None if row is None else np.where(trained, np.asarray(row, dtype=np.float32), np.float32(0.0))),
     )
 
 
 def _turns(columns: Mapping[str, Any], i: int, trained: Array, shared: int, version: int) -> tuple[Turn, ...]:
     ids = np.asarray(columns["tokens"][i], dtype=np.int32)
-    logprobs = _logprobs(columns, i, len(ids))
+    row = _entry(columns, "inference_logprobs", i)
+    values = np.full(len(ids), np.nan) if row is None else np.asarray(row, dtype=np.float32)
+    logprobs = np.where(values > 0, np.nan, values)
     versions = np.asarray(_entry(columns, "versions", i) or np.full(len(ids), version), dtype=np.int32)
     runs = _entry(columns, "turns", i)
     if runs is None or _is_overridden(columns, i):
@@ -206,18 +209,6 @@ def _shared_prompt(tokens: Sequence[Sequence[int]], trained: Sequence[Array]) ->
     columns = zip(zip(*tokens, strict=False), zip(*trained, strict=False), strict=True)
     alike = sum(1 for _ in takewhile(lambda column: len(set(column[0])) == 1 and not any(column[1]), columns))
     return min(alike, min(map(len, tokens)) - 1)
-
-
-def _logprobs(columns: Mapping[str, Any], i: int, length: int) -> Array:
-    """[T] the sampler's; NaN where they are not known."""
-    row = _entry(columns, "inference_logprobs", i)
-    values = np.full(length, np.nan) if row is None else np.asarray(row, dtype=np.float32)
-    return np.where(values > 0, np.nan, values)
-
-
-def _advantages(columns: Mapping[str, Any], i: int, trained: Array) -> Array | None:
-    row = _entry(columns, "advantages", i)
-    return None if row is None else np.where(trained, np.asarray(row, dtype=np.float32), np.float32(0.0))
 
 
 def _messages(columns: Mapping[str, Any], i: int) -> tuple[Message, ...]:
@@ -277,7 +268,8 @@ def _turn_to_dict(turn: Turn, exact: bool, with_routing: bool = False) -> dict[s
         if exact:
             record |= {"versions": turn.versions.tolist(), "finish": turn.finish}
     if with_routing and turn.routing is not None:
-        record["routing"] = _array_to_dict(turn.routing)
+        data = base64.b64encode(zlib.compress(np.ascontiguousarray(turn.routing).tobytes(), 1)).decode()
+        record["routing"] = {"dtype": str(turn.routing.dtype), "shape": list(turn.routing.shape), "data": data}
     return record
 
 
@@ -289,12 +281,6 @@ def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
     versions = record["versions"] if "versions" in record else record["policy_version"]
     logprobs = record.get("logprobs") or [np.nan] * len(ids)
     return Turn("model", ids, logprobs, versions, record.get("finish"), routing)  # type: ignore[arg-type]
-
-
-def _array_to_dict(array: Array) -> dict[str, Any]:
-    """Small integers, compressed: as JSON numbers they would take many times the space of all else."""
-    data = base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 1)).decode()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def _array_from_dict(record: Mapping[str, Any]) -> Array:

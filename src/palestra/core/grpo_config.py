@@ -100,7 +100,8 @@ class GRPOTrainingConfig(BaseModel):
         return RunConfig.build(self._settings(problems))
 
     def _settings(self, problems: int | None = None) -> dict[str, Any]:
-        batch = self._problems_per_step()
+        sizes = (self.per_device_batch_size, self.gradient_accumulation_steps)
+        batch = None if sizes == (None, None) else (sizes[0] or 2) * (sizes[1] or 2)
         same = {key: getattr(self, name) for name, key in _SAME.items()}
         return (
             same
@@ -169,10 +170,6 @@ class GRPOTrainingConfig(BaseModel):
 
     def _lora_rank(self) -> int:
         return self.lora_r if self.use_lora or self.load_in_4bit else 0
-
-    def _problems_per_step(self) -> int | None:
-        sizes = (self.per_device_batch_size, self.gradient_accumulation_steps)
-        return None if sizes == (None, None) else (sizes[0] or 2) * (sizes[1] or 2)
 
     def _save_every(self, batch: int | None, problems: int | None) -> int:
         match self.save_strategy:

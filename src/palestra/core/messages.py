@@ -110,10 +110,10 @@ def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message
 
     Ids that a model or a server made are kept, and so are all ids before the message `first`.
     """
-    found = list(messages[:first])
+    numbered = list(messages[:first])
     if not any(message.tool_calls for message in messages[first:]):
         return list(messages)
-    taken = {call.id for message in found for call in message.tool_calls}
+    taken = {call.id for message in numbered for call in message.tool_calls}
     free = (name for number in count() if (name := f"call_{number}") not in taken)
     new_ids: dict[str | None, str] = {}  # of the last assistant message's calls, by their old ids
     for message in messages[first:]:
@@ -125,8 +125,8 @@ def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message
             result_of = new_ids.get(result_of, result_of)
         if calls != message.tool_calls or result_of != message.tool_call_id:
             message = Message(message.role, message.text, calls, result_of, message.name, message.reasoning)
-        found.append(message)
-    return found
+        numbered.append(message)
+    return numbered
 
 
 def _with_id(call: ToolCall, call_id: str) -> ToolCall:
@@ -150,3 +150,14 @@ def number_calls(
         call = _with_id(r.call, call_id or r.call.id)
         renamed.append(r if call is r.call else ToolResult(call, r.content, r.ok, r.seconds, r.raised))
     return numbered, renamed
+
+
+def show_call(call: ToolCall) -> str:
+    """
+    >>> show_call(ToolCall("1", "add", {"a": 1, "b": 2}))
+    'add(a=1, b=2)'
+    """
+    if call.error:
+        return f"{call.name or 'a tool'}, in a form that cannot be parsed"
+    arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.arguments.items())
+    return f"{call.name}({arguments})"

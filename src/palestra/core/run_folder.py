@@ -94,7 +94,7 @@ class RunFolder:
     config_file = PathBelow("config.yaml")  # the resolved config
     metrics_file = PathBelow("metrics.jsonl")  # one object a step
     rollouts_file = PathBelow("rollouts.jsonl")  # one object a rollout of training: messages, scores, token ids
-    tokens = PathBelow("tokens")  # step-000050.npy: what the learner found for each token (`train.token_record`)
+    tokens = PathBelow("tokens")  # step-000050.npy: what the learner found for each token (`train.update`)
     queue_file = PathBelow("queue.sqlite")  # groups sampled ahead of their step, with rollout.max_staleness
     demonstrations_file = PathBelow("demonstrations.jsonl")  # what sft and rft stages learn from, one rollout a line
     teacher_file = PathBelow("teacher.jsonl")  # a teacher's conversations that passed, in OpenAI's chat form

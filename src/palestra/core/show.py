@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from pathlib import Path
-
-from palestra.core.types import ToolCall
 
 # all but tab and newline; also those that reverse the direction of writing, and lone surrogates
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -46,17 +43,6 @@ def show_size(count: float) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}" if unit == "GB" else f"{count / size:.0f} {unit}"
     return f"{count / 1e3:.0f} kB"
-
-
-def show_call(call: ToolCall) -> str:
-    """
-    >>> show_call(ToolCall("1", "add", {"a": 1, "b": 2}))
-    'add(a=1, b=2)'
-    """
-    if call.error:
-        return f"{call.name or 'a tool'}, in a form that cannot be parsed"
-    arguments = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.arguments.items())
-    return f"{call.name}({arguments})"
 
 
 def visible(text: str) -> str:

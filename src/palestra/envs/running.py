@@ -20,7 +20,7 @@ from palestra.envs.base import Split
 from palestra.envs.env import Env, env_name, tool_methods
 from palestra.envs.problems import BrokenProblem, ProblemList, problem_list
 from palestra.evals.measures import Measure, as_score
-from palestra.models.chat.reasoning import strip_reasoning
+from palestra.models.chat.toolcalls import strip_reasoning
 
 STEP_TIMEOUT_S = 300.0
 log = logging.getLogger("palestra")

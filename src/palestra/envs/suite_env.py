@@ -69,7 +69,8 @@ class SuiteEpisode:
 
     def close(self) -> None:
         """End the MCP servers that are this attempt's own."""
-        close_connections(self.connections)
+        if self.connections:
+            close_connections(self.connections)
 
 
 class SuiteEnvironment:

@@ -12,8 +12,8 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import last_lines, parse_row
 from palestra.core.group_codec import rollout_from_dict
+from palestra.core.messages import show_call
 from palestra.core.run_folder import RunFolder, RunKind
-from palestra.core.show import show_call
 from palestra.core.types import Rollout
 from palestra.evals.rollout_stats import (
     CALL_PROBLEM_RATES,

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from palestra.core.errors import PalestraError, SettingError, text_of
 from palestra.core.types import Grammar, SamplingParams, Turn
 from palestra.core.weights import Weights
+from palestra.engine.attention import plain_forward
 from palestra.engine.engine import Engine, Step
 from palestra.engine.session import Job, Session
 from palestra.models.chat.grammars import grammar_compiler
-from palestra.policy.base import Policy
-from palestra.policy.module import load_weights
+from palestra.policy.base import Policy, TokenLogprobs
 
 _BEGIN_S = 60.0  # for which a first step waits for attempts of other processes
 _QUICK_WORKERS_S = 0.25  # processes of a busy machine wait for each other
@@ -142,7 +144,18 @@ class LocalPolicy(Policy[Session]):
         waits_for_all_tools: bool = False,
         **engine_options: Any,
     ) -> None:
-        self.engine = Engine(model, tokenizer, compile_grammar=_compiler(tokenizer), **engine_options)
+        # clients of a server may send any text
+        compile_grammar = grammar_compiler(tokenizer)
+
+        def compile_text(text: str) -> Grammar:
+            try:
+                return compile_grammar(text)
+            except PalestraError:
+                raise
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise SettingError(f"the grammar cannot be read ({text_of(error)}); leave it out") from error
+
+        self.engine = Engine(model, tokenizer, compile_grammar=compile_text, **engine_options)
         self._waiters: dict[Job, asyncio.Future[Turn]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._calls = 0  # of `sample`
@@ -231,7 +244,22 @@ class LocalPolicy(Policy[Session]):
         await self.tool_barrier.wait_for_expected()
         while self._waiters:
             try:
-                await self._one_step()
+                self._step = self.engine.launch()
+                if self._step is None and not self._ended:
+                    # the callers of turns that have ended may give the missing pages back
+                    await self._others()
+                    self._step = self.engine.launch()
+                    if self._step is None:
+                        self._ended.extend(self.engine.truncate_when_cache_full())
+                if self.engine.runner.overlaps:
+                    calls = self._calls
+                    self._hand_out(self.turns_at_once)
+                    await self._others()
+                    self._collect(until_one_ends=not self._ended and calls == self._calls)
+                else:
+                    self._collect()
+                    self._hand_out(len(self._ended))
+                    await self._others()
             except Exception as error:
                 self._step = None
                 self._ended.clear()
@@ -239,23 +267,6 @@ class LocalPolicy(Policy[Session]):
                     if not waiter.done():
                         waiter.set_exception(error)
                 return
-
-    async def _one_step(self) -> None:
-        self._step = self.engine.launch()
-        if self._step is None and not self._ended:
-            await self._others()  # the callers of turns that have ended may give the pages back that are missing
-            self._step = self.engine.launch()
-            if self._step is None:
-                self._ended.extend(self.engine.truncate_when_cache_full())
-        if self.engine.runner.overlaps:
-            calls = self._calls
-            self._hand_out(self.turns_at_once)
-            await self._others()
-            self._collect(until_one_ends=not self._ended and calls == self._calls)
-        else:
-            self._collect()
-            self._hand_out(len(self._ended))
-            await self._others()
 
     async def _others(self) -> None:
         """Yield to the callers of finished turns, and wait for those that return quickly."""
@@ -290,16 +301,62 @@ class LocalPolicy(Policy[Session]):
                 waiter.set_result(job.result())
 
 
-def _compiler(tokenizer: Any) -> Callable[[str], Grammar]:
-    """A grammar compiler that rejects a text it cannot read as invalid input: clients of a server may send any."""
-    compile_grammar = grammar_compiler(tokenizer)
+@torch.no_grad()
+def load_weights(model: Any, weights: Weights) -> None:
+    """Copy the tensors by name; nothing to do where the learner trains this module itself."""
+    if weights.module is model:
+        return
+    own = dict(model.named_parameters())
+    tensors = weights.tensors()
+    for name, tensor in tensors.items():
+        if name not in own or own[name].shape != tensor.shape:
+            has = f"has the shape {list(own[name].shape)}" if name in own else "is missing"
+            raise SettingError(
+                f"version {weights.version} brings {name} of shape {list(tensor.shape)}, which {has} here; "
+                "learner and policy must load the same model, with the same lora settings"
+            )
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)
 
-    def compile_text(text: str) -> Grammar:
-        try:
-            return compile_grammar(text)
-        except PalestraError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise SettingError(f"the grammar cannot be read ({text_of(error)}); leave it out") from error
 
-    return compile_text
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def sampling_copy(model: Model) -> Model:
+    """The model with its frozen parameters shared and its trainable ones copied.
+
+    A policy on the copy samples the current weights until `policy.update(learner.weights(…))` brings newer ones.
+    With LoRA only the adapters are held twice.
+
+    >>> policy = LocalPolicy(sampling_copy(model))    # doctest: +SKIP
+    """
+    frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    copied = copy.deepcopy(model, frozen)
+    return copied.eval().requires_grad_(False)
+
+
+_CHUNK = 512  # tokens whose logits are held at once
+
+
+def token_logprobs(
+    model: Any, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
+) -> Iterator[TokenLogprobs]:
+    """The tokens from place `start` (1 or more) on, given all before them; a piece after each chunk of work."""
+    ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
+    cache = None
+    for begin in range(0, ids.shape[1] - 1, _CHUNK):
+        end = min(begin + _CHUNK, ids.shape[1] - 1)
+        scored = end - max(begin, start - 1)  # the last of the chunk predict them
+        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": max(scored, 1)}
+        out = plain_forward(model, ids[:, begin:end], **options)
+        cache = out.past_key_values
+        if scored > 0:
+            yield _read(out.logits[0] / temperature, ids[0, end + 1 - scored : end + 1], top)
+
+
+def _read(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+    """Log-probabilities of the tokens [T] by logits [T, V], with the `top` alternatives."""
+    logprobs = logits.float().log_softmax(-1)
+    values, best = logprobs.topk(min(top, logprobs.shape[1]))
+    pairs = [list(zip(i, v, strict=True)) for i, v in zip(best.tolist(), values.tolist(), strict=True)]
+    return TokenLogprobs(logprobs.gather(1, tokens[:, None])[:, 0].tolist(), pairs)

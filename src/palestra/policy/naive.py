@@ -21,7 +21,7 @@ from palestra.core.weights import Weights
 from palestra.engine.sampler import SamplingRow, StopStrings, check_params, sample
 from palestra.models.chat.grammars import grammar_compiler
 from palestra.policy.base import Policy
-from palestra.policy.module import load_weights
+from palestra.policy.local import load_weights
 
 
 @dataclass(eq=False, slots=True)
@@ -163,13 +163,7 @@ class NaivePolicy(Policy[NaiveSession]):
             use_cache=True,
             logits_to_keep=1,
         )
-        next_ids = self._advance(batch, out.logits[:, -1].float())
-        mask = torch.cat([kv.mask, kv.mask.new_ones(len(batch), 1)], dim=-1)
-        return _KV(out.past_key_values, next_ids, mask, self._version)
-
-    def _advance(self, batch: list[_Request], logits: Tensor) -> Tensor:
-        """Sample a token for each unfinished request; the next input ids [B, 1]."""
-        tokens, logprobs = sample(logits, [request.row for request in batch])
+        tokens, logprobs = sample(out.logits[:, -1].float(), [request.row for request in batch])
         for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
             if request.finish is None:
                 request.ids.append(token)
@@ -178,7 +172,9 @@ class NaivePolicy(Policy[NaiveSession]):
                 if request.matching is not None:
                     request.matching.accept(token)
                 request.finish = self._finish(request)
-        return tokens[:, None]
+        next_ids = tokens[:, None]
+        mask = torch.cat([kv.mask, kv.mask.new_ones(len(batch), 1)], dim=-1)
+        return _KV(out.past_key_values, next_ids, mask, self._version)
 
     def _finish(self, request: _Request) -> Finish | None:
         params = request.params

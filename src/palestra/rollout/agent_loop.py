@@ -265,7 +265,8 @@ async def replies_to(
     """The replies to the last message: the results of its tool calls, or those of the environment."""
     if calls := messages[-1].tool_calls:
         results = await run_calls(tools, calls, limits.tool_timeout_s, limits.max_tool_result_chars)
-        return [tool_message(result) for result in results], results
+        said = [Message("tool", r.content, tool_call_id=r.call.id, name=r.call.name) for r in results]
+        return said, results
     replies = await from_outside("the environment's reply", episode.reply(messages))
     return [replace(m, text=shorten(m.text, limits.max_tool_result_chars)) for m in replies], []
 
@@ -277,7 +278,3 @@ async def from_outside(boundary: str, call: Awaitable[T]) -> T:
             return await call
     except Exception as error:
         raise RolloutError(text_of(error, boundary)) from error
-
-
-def tool_message(result: ToolResult) -> Message:
-    return Message("tool", result.content, tool_call_id=result.call.id, name=result.call.name)

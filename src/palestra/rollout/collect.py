@@ -1,29 +1,39 @@
-"""Groups of sibling attempts, running together."""
+"""Groups of sibling attempts that run together; their episodes open within a time limit, all or none."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
-from palestra.core.calls import OutOfThreads
+from palestra.agents.tools.tool import Tool
+from palestra.core.calls import OutOfThreads, call_with_limit, calls_with_limit, user_code
 from palestra.core.chat_model import CallLog, ModelHost, hosting, logging_calls
-from palestra.core.errors import NotFiniteError, PalestraError, ResourceError, TrainingError, UserCodeError
-from palestra.core.phases import phases
-from palestra.core.types import Group, Message, Problem, Rollout, Turn
+from palestra.core.errors import (
+    CallTimeout,
+    NotFiniteError,
+    PalestraError,
+    ResourceError,
+    ServiceError,
+    TrainingError,
+    UserCodeError,
+    text_of,
+)
+from palestra.core.types import Group, Message, Problem, Rollout
 from palestra.envs.base import Environment, Episode, ScoresGroups
 from palestra.envs.running import RunningEnv
 from palestra.evals.judge_stats import length_metrics
-from palestra.models.chat.template import ChatFormat
-from palestra.models.chat.toolcalls import UnexpectedCalls
-from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import AttemptLimits, Speaker, from_outside, run_attempt
 from palestra.rollout.local_models import LocalModels
-from palestra.rollout.opening import NotOpened, Opener, abandon, close_episodes, close_now
 from palestra.rollout.rewards import RewardFunctions
-from palestra.rollout.speakers import NOT_FINITE, ChatEndpoint, EndpointSpeaker, TokenSpeaker
+from palestra.rollout.speakers import NOT_FINITE
 
 OnRollout = Callable[[Rollout], None]
 BEGUN_AT_ONCE = 128  # rollouts
@@ -75,7 +85,13 @@ class Collector:
         `on_group` gets the number of each problem and its group when that is complete.
         """
         at_once = self.groups_at_once(group_size)
-        started = self._take_prepared(problems, group_size)
+        started = dict[int, Started]()
+        for i, group in enumerate(self._prepared):
+            if i < len(problems) and group.problem is problems[i] and len(group.episodes) == group_size:
+                started[i] = group
+            else:
+                group.abandon()
+        self._prepared.clear()
         opening = {
             i: asyncio.create_task(self._opener.open(problem, group_size))
             for i, problem in enumerate(problems[:at_once])
@@ -84,13 +100,17 @@ class Collector:
         slots = asyncio.Semaphore(at_once)
 
         async def group_of(i: int, problem: Problem, key: str) -> Group:
-            if i in started:
-                return await self._attempts(started.pop(i), key, on_rollout)
-            opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
-            opening.pop(i, None)  # from here on the group closes them
-            if isinstance(opened, NotOpened):
-                return failed_group(problem, opened.reason, group_size, on_rollout)
-            return await self._group(problem, opened, key, on_rollout)
+            if i not in started:
+                opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
+                opening.pop(i, None)  # from here on the group closes them
+                if isinstance(opened, NotOpened):
+                    return failed_group(problem, opened.reason, group_size, on_rollout)
+                try:
+                    started[i] = Started(problem, opened, self.start(opened))
+                except PalestraError as refused:  # a prompt that is too long, or that the chat template does not take
+                    await close_episodes(opened)
+                    return failed_group(problem, str(refused), group_size, on_rollout, tuple(opened[0].prompt))
+            return await self._attempts(started.pop(i), key, on_rollout)
 
         async def attempted(i: int, problem: Problem, key: str) -> Group:
             async with slots:
@@ -137,19 +157,8 @@ class Collector:
         while self._prepared:
             self._prepared.pop().abandon()
 
-    def _take_prepared(self, problems: Sequence[Problem], group_size: int) -> dict[int, Started]:
-        """What was prepared of these groups, by their number; the rest is given up."""
-        prepared, self._prepared[:] = list(self._prepared), []
-        found = dict[int, Started]()
-        for i, group in enumerate(prepared):
-            if i < len(problems) and group.problem is problems[i] and len(group.episodes) == group_size:
-                found[i] = group
-            else:
-                group.abandon()
-        return found
-
     def groups_at_once(self, group_size: int) -> int:
-        """How many groups may be in progress together."""
+        """Maximum number of groups in flight."""
         limit = getattr(self.environment, "max_episodes", None)
         if limit is not None and limit < group_size:
             raise ResourceError(
@@ -158,23 +167,17 @@ class Collector:
             )
         return max(1, min(limit or self.max_open_episodes, self.max_open_episodes) // group_size)
 
-    async def _group(
-        self, problem: Problem, episodes: Sequence[Episode], seed_key: str, on_rollout: OnRollout
-    ) -> Group:
-        try:
-            speakers = self.start(episodes)
-        except PalestraError as refused:  # a prompt that is too long, or that the chat template does not take
-            await close_episodes(episodes)
-            return failed_group(problem, str(refused), len(episodes), on_rollout, tuple(episodes[0].prompt))
-        return await self._attempts(Started(problem, episodes, speakers), seed_key, on_rollout)
-
     async def _attempts(self, group: Started, seed_key: str, on_rollout: OnRollout) -> Group:
         problem, episodes = group.problem, group.episodes
+
+        async def attempt(i: int) -> Rollout:
+            seed = seed_of(f"{seed_key}/{i}")
+            rollout = await run_attempt(group.speakers[i], episodes[i], problem, self.limits, seed)
+            on_rollout(rollout)
+            return rollout
+
         with logging_calls() as calls:
-            tasks = [
-                asyncio.create_task(self._one(problem, episode, speaker, seed_of(f"{seed_key}/{i}"), on_rollout))
-                for i, (episode, speaker) in enumerate(zip(episodes, group.speakers, strict=True))
-            ]
+            tasks = [asyncio.create_task(attempt(i)) for i in range(len(episodes))]
             try:
                 rollouts = await scored_together(self.environment, episodes, await asyncio.gather(*tasks))
                 rewarded = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
@@ -183,13 +186,6 @@ class Collector:
                 for task in tasks:
                     task.cancel()
                 await close_episodes(episodes)
-
-    async def _one(
-        self, problem: Problem, episode: Episode, speaker: Speaker, seed: int, on_rollout: OnRollout
-    ) -> Rollout:
-        rollout = await run_attempt(speaker, episode, problem, self.limits, seed)
-        on_rollout(rollout)
-        return rollout
 
 
 async def scored_together(
@@ -201,19 +197,20 @@ async def scored_together(
         return rollouts
     scored = list(rollouts)
     try:
-        found = await from_outside("score_group", environment.score_group([episodes[i] for i in good]))
+        group_scores = await from_outside("score_group", environment.score_group([episodes[i] for i in good]))
     except PalestraError as failure:
         for i in good:
             scored[i] = replace(rollouts[i], stop="failed", error=str(failure))
         return scored
-    for i, verdicts in zip(good, found or (), strict=found is not None):
+    for i, verdicts in zip(good, group_scores or (), strict=group_scores is not None):
         scored[i] = replace(rollouts[i], scores={**rollouts[i].scores, **verdicts})
     return scored
 
 
 def with_call_metrics(group: Group, calls: CallLog) -> Group:
-    """The group with the metrics of its judges and simulated users."""
-    return replace(group, metrics={**group.metrics, **calls.counts, **length_metrics(group.rollouts, calls.judges)})
+    """Add the metrics of a group's judges and simulated users."""
+    lengths = length_metrics(group.rollouts, calls.judges) if calls.judges else {}
+    return replace(group, metrics={**group.metrics, **calls.counts, **lengths})
 
 
 async def begun(attempts: Iterable[Coroutine[Any, Any, Group]], at_once: int) -> list[asyncio.Task[Group]]:
@@ -232,7 +229,7 @@ async def begun(attempts: Iterable[Coroutine[Any, Any, Group]], at_once: int) ->
 
 
 async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFunctions) -> list[Group]:
-    """What the tasks give, by rewards that work; none is left in progress if one fails."""
+    """Wait for all groups; if one fails, cancel the others. Raise if a reward function never worked."""
     try:
         groups = list(await asyncio.gather(*tasks))
         rewards.require_working()
@@ -242,51 +239,6 @@ async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFuncti
     finally:
         for task in tasks:
             task.cancel()
-
-
-def token_speakers(
-    policy: Policy[Any], chat: ChatFormat, unexpected: UnexpectedCalls = "execute"
-) -> Callable[[Sequence[Episode]], list[Speaker]]:
-    """Sessions of a policy; siblings with the same prompt share its computation."""
-
-    def start(episodes: Sequence[Episode]) -> list[Speaker]:
-        openings = [(e.prompt, [t.schema for t in e.tools]) for e in episodes]
-        if all(opening == openings[0] for opening in openings):
-            with phases("template"):
-                prompts = [chat.prompt(*openings[0])] * len(openings)
-            sessions = policy.fork(policy.open(prompts[0].token_ids.tolist()), len(prompts))
-        else:
-            with phases("template"):
-                prompts = [chat.prompt(*opening) for opening in openings]
-            sessions = _open_all(policy, prompts)
-        return [
-            TokenSpeaker(policy, session, chat, prompt, tools, unexpected)
-            for session, prompt, (_, tools) in zip(sessions, prompts, openings, strict=True)
-        ]
-
-    return start
-
-
-def _open_all(policy: Policy[Any], prompts: Sequence[Turn]) -> list[Any]:
-    """A session for each prompt, or none if one is refused."""
-    sessions: list[Any] = []
-    try:
-        for prompt in prompts:
-            sessions.append(policy.open(prompt.token_ids.tolist()))
-    except PalestraError:
-        for session in sessions:
-            policy.close(session)
-        raise
-    return sessions
-
-
-def endpoint_speakers(endpoint: ChatEndpoint) -> Callable[[Sequence[Episode]], list[Speaker]]:
-    """Conversations with a chat endpoint."""
-
-    def start(episodes: Sequence[Episode]) -> list[Speaker]:
-        return [EndpointSpeaker(endpoint, e.prompt, [t.schema for t in e.tools]) for e in episodes]
-
-    return start
 
 
 def failed_group(
@@ -316,3 +268,133 @@ def require_one_good(groups: Sequence[Group]) -> None:
 def seed_of(key: str) -> int:
     """A seed that depends on the key alone, so that a resumed run samples what the first would have."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
+
+
+OPEN_LIMIT_S = 300.0  # an environment may start a container
+CLOSE_LIMIT_S = 60.0
+QUICK_S, SLOW_S = 0.001, 0.02
+
+log = logging.getLogger("palestra")
+
+
+class OpenTimeout(ServiceError):
+    """An environment does not open an episode in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotOpened:
+    """Reason the episodes of a problem failed to open."""
+
+    reason: str
+
+
+class Opener:
+    """Opens the episodes of one environment, which may start a program or call a server for each: in a thread each, or
+    one after the other in one thread, where the last ones took less time than it takes to hand a thread a call.
+
+    Judged by the median: on a busy machine a quick one takes a few milliseconds now and then.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self.is_quick = False
+
+    async def open(self, problem: Problem, count: int, limit_s: float = OPEN_LIMIT_S) -> list[Episode] | NotOpened:
+        """Open all episodes, or close any that opened and return the reason."""
+        opening = _Opening(self._environment, problem)
+        try:
+            if self.is_quick:
+                await call_with_limit(opening.open_while_quick, count, timeout_s=limit_s)
+            await calls_with_limit([opening.open] * (count - len(opening.episodes)), timeout_s=limit_s)
+        except BaseException as error:  # also Ctrl-C: threads cannot be ended; what they open from now on is closed
+            opening.abandon()
+            if not isinstance(error, Exception):
+                raise
+            return NotOpened(text_of(error, "opening an episode"))
+        self.is_quick = median(opening.seconds) < QUICK_S and max(opening.seconds) < SLOW_S
+        return opening.episodes
+
+
+class _Opening:
+    """Episodes that threads are opening. Once it is abandoned all are closed, also those that open later."""
+
+    def __init__(self, environment: Environment, problem: Problem) -> None:
+        self.episodes: list[Episode] = []
+        self.seconds: list[float] = []  # that each took
+        self._environment = environment
+        self._problem = problem
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+
+    def open(self) -> None:
+        began = time.perf_counter()
+        episode = self._environment.open(self._problem)
+        self.seconds.append(time.perf_counter() - began)
+        with self._lock:
+            if not self._is_abandoned:
+                self.episodes.append(episode)
+                return
+        episode.close()
+
+    def open_while_quick(self, count: int) -> None:
+        """Open up to `count` episodes; return early if one is slow."""
+        while len(self.episodes) < count and not self._is_abandoned:
+            self.open()
+            if self.seconds[-1] >= QUICK_S:
+                return
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._is_abandoned = True
+        close_now(self.episodes)
+
+
+def abandon(opening: Iterable[asyncio.Task[list[Episode] | NotOpened]]) -> None:
+    """Cancel episodes that are still opening, and close those that were not taken."""
+    for task in opening:
+        if not task.cancel() and not task.cancelled() and task.exception() is None:
+            opened = task.result()
+            close_now(opened if isinstance(opened, list) else [])
+
+
+async def close_episodes(episodes: Sequence[Episode]) -> None:
+    """In a thread: closing may end a program, or wait for a server. One that takes long costs no attempt."""
+    try:
+        await call_with_limit(close_now, episodes, timeout_s=CLOSE_LIMIT_S)
+    except CallTimeout as error:
+        log.warning("closing the %d episodes of a group %s; it continues in the background", len(episodes), error)
+
+
+def close_now(episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        episode.close()
+
+
+def tools_of(environment: Environment, problem: Problem) -> list[Tool]:
+    """The tools of a problem's episode, which is opened and closed in a thread, within OPEN_LIMIT_S.
+
+    Raises what opening it raises, and PalestraError when that takes too long. For use before a run, without event loop.
+    """
+    outcome: queue.SimpleQueue[list[Tool] | BaseException] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            with user_code():
+                episode = environment.open(problem)
+                tools = list(episode.tools)
+                episode.close()
+            outcome.put(tools)
+        except BaseException as error:
+            outcome.put(error)
+
+    threading.Thread(target=look, name="palestra-first-episode", daemon=True).start()
+    try:
+        result = outcome.get(timeout=OPEN_LIMIT_S)
+    except queue.Empty:
+        raise OpenTimeout(
+            f"the environment's first episode did not open within {OPEN_LIMIT_S:g} s; "
+            "check that the servers and containers it needs are running"
+        ) from None
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -17,9 +17,16 @@ from palestra.envs.base import Environment, Episode
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import from_outside
-from palestra.rollout.collect import OnRollout, failed_group, scored_together, with_call_metrics
+from palestra.rollout.collect import (
+    NotOpened,
+    OnRollout,
+    Opener,
+    close_episodes,
+    failed_group,
+    scored_together,
+    with_call_metrics,
+)
 from palestra.rollout.local_models import LocalModels
-from palestra.rollout.opening import NotOpened, Opener, close_episodes
 from palestra.rollout.rewards import RewardFunctions
 
 # (prompts, trainer) -> {"prompt_ids": …, "completion_ids": …, "logprobs": …, further columns}, one entry a prompt.

@@ -18,14 +18,14 @@ ATTEMPTS_BETWEEN_WRITES = 64  # of an evaluation with a file; enough to keep a s
 
 
 class CollectsGroups(Protocol):
-    """What turns problems into groups: attempts by a policy or an endpoint, or a user's function."""
+    """Collects groups for problems: attempts by a policy or an endpoint, or a user's function."""
 
     async def collect(
         self, problems: Sequence[Problem], group_size: int, seed_keys: Sequence[str], on_rollout: OnRollout = ...
     ) -> list[Group]: ...
 
     def groups_at_once(self, group_size: int) -> int:
-        """How many groups may be in progress together."""
+        """Maximum number of groups in flight."""
         ...
 
 
@@ -34,11 +34,11 @@ class PreparesGroups(Protocol):
     """A collector that can begin before the policy may be asked."""
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        """Make ready what needs no policy, for the problems that `collect` will be given next."""
+        """Do the work that needs no policy for the next problems of `collect`."""
         ...
 
     def abandon(self) -> None:
-        """Nobody will collect what was prepared."""
+        """Discard prepared groups that will not be collected."""
         ...
 
 

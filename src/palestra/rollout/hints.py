@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from palestra.core.config_stages import HintName
-from palestra.core.show import show_call
+from palestra.core.messages import show_call
 from palestra.core.types import Group, Message, Problem, Rollout, Score, ToolResult
 from palestra.envs.base import Environment, Episode, ScoresGroups, Split
 from palestra.evals.rollout_stats import call_problem, called_successfully, calls_of, model_messages

@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.core.chat_model import hosting
 from palestra.core.group_codec import rollout_from_dict
-from palestra.core.types import Problem, Rollout, Score, ToolResult
+from palestra.core.types import Problem, Rollout, Score
 from palestra.evals.measures import Measure, MeasureContext, run_group_measure
 from palestra.rollout.local_models import LocalModels
 
@@ -117,18 +117,13 @@ async def _run(
 
 def _context(rollout: Rollout, problems: Mapping[str, Problem]) -> MeasureContext:
     problem = problems.get(rollout.problem_id) or Problem(rollout.problem_id, "")
-    return MeasureContext(rollout.messages, _with_texts(rollout), problem.expect, problem)
-
-
-def _with_texts(rollout: Rollout) -> list[ToolResult]:
-    """The tool results with what they said, which is stored among the messages alone."""
     texts = [message.text for message in rollout.messages if message.role == "tool"]
     calls = [call for message in rollout.messages for call in message.tool_calls]
     found = []
     for i, result in enumerate(rollout.tool_results):
         call = calls[i] if i < len(calls) and calls[i].name == result.call.name else result.call
         found.append(replace(result, call=call, content=texts[i] if i < len(texts) else ""))
-    return found
+    return MeasureContext(rollout.messages, found, problem.expect, problem)
 
 
 def _rates(scores: Sequence[Score]) -> dict[str, float | None]:

@@ -32,7 +32,7 @@ log = logging.getLogger("palestra")
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What reward functions get as `trainer_state`: how far the training is."""
+    """Progress of the training, passed to reward functions as `trainer_state`."""
 
     global_step: int = 0  # updates so far
     max_steps: int = 0
@@ -68,7 +68,10 @@ class RewardFunctions:
                     f"{function!r} is not a reward function; expected one of TRL's form, (prompts, completions, "
                     "**columns) -> numbers, or an object with calculate_combined_reward(output, expected_answer)"
                 )
-            self._functions[_new_name(function, {*measures, *self._functions})] = function
+            taken = {*measures, *self._functions}
+            name = getattr(function, "__name__", type(function).__name__)
+            numbers = (f"{name}_{i}" for i in range(2, len(taken) + 3))
+            self._functions[name if name not in taken else next(n for n in numbers if n not in taken)] = function
         self._state = state
         self._locks = {name: threading.Lock() for name in self._functions}  # one call at a time, as in TRL
         self._calls: Counter[str] = Counter()
@@ -108,7 +111,7 @@ class RewardFunctions:
     def _arguments(
         self, problem: Problem, rollouts: Sequence[Rollout], episodes: Sequence[Episode]
     ) -> dict[str, Sequence[Any] | Any]:
-        """What TRL gives its reward functions, and the columns of the problem's row."""
+        """Arguments of TRL's reward functions, and the columns of the problem's row."""
         worlds = [w for e in episodes if (w := getattr(e, "environment", None)) is not None]  # not all have one
         return {
             **{key: [value] * len(rollouts) for key, value in problem.row.items()},
@@ -151,7 +154,8 @@ class RewardFunctions:
         error = rollout.error or self._why_unknown(scores, weights)
         if not all(weights.get(name, 1.0) for name in scores):
             scores = {n: s if weights.get(n, 1.0) else replace(s, counts=False) for n, s in scores.items()}
-        return replace(rollout, reward=weighted_reward(scores, weights), scores=scores, error=error)
+        reward = sum(weights.get(name, 1.0) * score.value for name, score in scores.items())
+        return replace(rollout, reward=reward, scores=scores, error=error)
 
     def _why_unknown(self, scores: Mapping[str, Score], weights: Mapping[str, float]) -> str | None:
         """Why there is no reward: a measure that counts has failed, which is no fault of the model, or none was run."""
@@ -169,7 +173,7 @@ def as_list(functions: Any) -> tuple[RewardFunction, ...]:
 
 
 class _Logged:
-    """What reward functions log on one group: numbers for the step's metrics, and more about each rollout."""
+    """Values that reward functions log for one group: metrics of the step, and texts about each rollout."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, list[float]] = {}
@@ -187,11 +191,6 @@ class _Logged:
     def text(self, function: str, rollout: int) -> str:
         columns = self._extras.get(function, {}).items()
         return ", ".join(f"{column}: {values[rollout]}" for column, values in columns if rollout < len(values))
-
-
-def weighted_reward(scores: Mapping[str, Score], weights: Mapping[str, float]) -> float:
-    """The scores' values, weighed and added; a rollout that failed earns nothing."""
-    return sum(weights.get(name, 1.0) * score.value for name, score in scores.items())
 
 
 def _for_each_turn(name: str, score: Score, rollout: Rollout) -> Score:
@@ -240,12 +239,6 @@ def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> Mapping
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
     return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-
-
-def _new_name(function: RewardFunction, taken: set[str]) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
-    numbers = (f"{name}_{i}" for i in range(2, len(taken) + 3))
-    return name if name not in taken else next(n for n in numbers if n not in taken)
 
 
 def _final_text(completion: Sequence[Mapping[str, Any]]) -> str:

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from palestra.core.errors import RolloutError
+from palestra.core.errors import PalestraError, RolloutError
 from palestra.core.phases import phases
 from palestra.core.types import Finish, Message, SamplingParams, Turn
-from palestra.models.chat.template import PROMPT_END_TOKENS
+from palestra.envs.base import Episode
+from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.models.chat.toolcalls import UnexpectedCalls
 from palestra.policy.base import Policy
+from palestra.policy.openai import OpenAIChat
+from palestra.rollout.agent_loop import Speaker
 
 NOT_FINITE = "the model gave log-probabilities that are not finite; its weights may be broken"
 
 _CHARACTERS_PER_TOKEN = 4  # a guess, for endpoints that do not say how many tokens they sampled
-
-
-class ReadsTokens(Protocol):
-    """What a speaker needs of a chat format: messages out of tokens and tokens for replies."""
-
-    shows_call_ids: bool
-
-    def read(
-        self,
-        token_ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]] = (),
-        prompt_end: Sequence[int] = (),
-        unexpected: UnexpectedCalls = "execute",
-    ) -> Message: ...
-
-    def continuation(self, replies: Sequence[Message], *, last_token: int | None = None) -> Sequence[Turn]: ...
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Turn: ...
 
 
 class TokenSpeaker:
@@ -43,7 +28,7 @@ class TokenSpeaker:
         self,
         policy: Policy[Any],
         session: Any,
-        chat: ReadsTokens,
+        chat: ChatFormat,
         prompt: Turn,
         tools: Sequence[dict[str, Any]] = (),
         unexpected: UnexpectedCalls = "execute",
@@ -126,18 +111,10 @@ def check_tokens(session: Any, start: int, token_ids: list[int]) -> int:
     return end
 
 
-class ChatEndpoint(Protocol):
-    """Something that gives the next assistant message, why it ended, and how many tokens it took, if known."""
-
-    async def complete(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, object]], sampling: SamplingParams
-    ) -> tuple[Message, Finish, int | None]: ...
-
-
 class EndpointSpeaker:
     """A chat endpoint. Without token ids its attempts can be scored, not trained."""
 
-    def __init__(self, endpoint: ChatEndpoint, messages: Sequence[Message], tools: Sequence[dict[str, object]]) -> None:
+    def __init__(self, endpoint: OpenAIChat, messages: Sequence[Message], tools: Sequence[dict[str, object]]) -> None:
         self.turns: list[Turn] = []
         self.sampled_tokens = 0
         self.shows_call_ids = False
@@ -163,3 +140,42 @@ class EndpointSpeaker:
 
     def close(self) -> None:
         """The endpoint keeps no state."""
+
+
+def token_speakers(
+    policy: Policy[Any], chat: ChatFormat, unexpected: UnexpectedCalls = "execute"
+) -> Callable[[Sequence[Episode]], list[Speaker]]:
+    """Sessions of a policy; siblings with the same prompt share its computation."""
+
+    def start(episodes: Sequence[Episode]) -> list[Speaker]:
+        openings = [(e.prompt, [t.schema for t in e.tools]) for e in episodes]
+        if all(opening == openings[0] for opening in openings):
+            with phases("template"):
+                prompts = [chat.prompt(*openings[0])] * len(openings)
+            sessions = policy.fork(policy.open(prompts[0].token_ids.tolist()), len(prompts))
+        else:
+            with phases("template"):
+                prompts = [chat.prompt(*opening) for opening in openings]
+            sessions = []
+            try:
+                for prompt in prompts:
+                    sessions.append(policy.open(prompt.token_ids.tolist()))
+            except PalestraError:
+                for session in sessions:
+                    policy.close(session)
+                raise
+        return [
+            TokenSpeaker(policy, session, chat, prompt, tools, unexpected)
+            for session, prompt, (_, tools) in zip(sessions, prompts, openings, strict=True)
+        ]
+
+    return start
+
+
+def endpoint_speakers(endpoint: OpenAIChat) -> Callable[[Sequence[Episode]], list[Speaker]]:
+    """Conversations with a chat endpoint."""
+
+    def start(episodes: Sequence[Episode]) -> list[Speaker]:
+        return [EndpointSpeaker(endpoint, e.prompt, [t.schema for t in e.tools]) for e in episodes]
+
+    return start

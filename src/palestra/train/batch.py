@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import resource
+import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +17,9 @@ from palestra.algo.advantage import combine_measures
 from palestra.algo.batch import Batch
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import InputError, UserCodeError
-from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout, Score, Turn
+from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout, Score, Turn, oldest_version
+from palestra.evals.judge_stats import is_total
+from palestra.evals.rollout_stats import called_successfully, is_judged, rollout_stats
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
@@ -31,7 +36,13 @@ def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-
 
 def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapping[str, float]) -> list[list[float]]:
     """The advantage of every rollout, by group. A rollout that failed has none and is in no baseline."""
-    _require_finite(groups)
+    for group in groups:
+        for i, reward in enumerate(group.rewards):
+            if not math.isfinite(reward):
+                raise UserCodeError(
+                    f"the reward of rollout {i} in the group of problem {group.problem_id!r} is {reward}; "
+                    "a measure or reward function must return finite numbers"
+                )
     rows = [(g, i) for g, group in enumerate(groups) for i, r in enumerate(group.rollouts) if r.error is None]
     result = [[0.0] * len(group.rollouts) for group in groups]
     if not rows:
@@ -53,16 +64,6 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
     return result
 
 
-def _require_finite(groups: Sequence[Group]) -> None:
-    for group in groups:
-        for i, reward in enumerate(group.rewards):
-            if not math.isfinite(reward):
-                raise UserCodeError(
-                    f"the reward of rollout {i} in the group of problem {group.problem_id!r} is {reward}; "
-                    "a measure or reward function must return finite numbers"
-                )
-
-
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One conversation of a step's rollouts: a row of the batch if it is trained."""
@@ -82,12 +83,12 @@ class Conversation:
 
 def conversations_of(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Conversation]:
     """All conversations of a step, also of rollouts that failed."""
-    found: list[Conversation] = []
+    conversations: list[Conversation] = []
     for g, (group, row) in enumerate(zip(groups, advantages, strict=True)):
         for rollout, advantage in zip(group.rollouts, row, strict=True):
             for turns in rollout.conversations:
-                found.append(Conversation(len(found), g, rollout, turns, advantage))
-    return found
+                conversations.append(Conversation(len(conversations), g, rollout, turns, advantage))
+    return conversations
 
 
 def to_batch(
@@ -200,3 +201,65 @@ class TurnColumns:
             if conversation.turns.advantages is not None:
                 advantages[end - length : end] = conversation.turns.advantages
         return cls(lengths, token_ids, by_model, by_environment, logprobs, versions, advantages)
+
+
+def peak_memory_gib() -> float:
+    """The most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)
+
+
+def rollout_metrics(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], policy_version: int
+) -> dict[str, float]:
+    """Rewards, pass rates, lengths, tools, failures and advantages of one step's groups."""
+    pairs = list(zip(groups, advantages, strict=True))
+    out = rollout_stats([r for group in groups for r in group.rollouts])
+    good = [(r, a) for group, row in pairs for r, a in zip(group.rollouts, row, strict=True) if r.error is None]
+    if not good:
+        return out
+    flat = [advantage if r.advantages is None else _mean_advantage(r) for r, advantage in good]
+    oldest = oldest_version(r for r, _ in good)
+    with_signal = sum(has_signal(group, row) for group, row in pairs)
+    out |= {
+        "groups": float(len(groups)),
+        "signal_groups": float(with_signal),
+        "advantage_mean": statistics.fmean(flat),
+        "advantage_max": max(flat),
+        "advantage_min": min(flat),
+        "equal_reward_groups": 1.0 - with_signal / len(groups),
+        "staleness_max": 0.0 if oldest is None else float(policy_version - oldest),
+    }
+    out |= _group_outcomes(groups) | _reinforced(list(zip([r for r, _ in good], flat, strict=True)))
+    for name in dict.fromkeys(name for g in groups for name in g.metrics):
+        values = [g.metrics[name] for g in groups if name in g.metrics]
+        out[name] = sum(values) if is_total(name) else statistics.fmean(values)
+    return out
+
+
+def _group_outcomes(groups: Sequence[Group]) -> dict[str, float]:
+    """Shares of the groups in which every rollout passed, and in which none did."""
+    verdicts = [[r.passed for r in g.rollouts if r.error is None and is_judged(r)] for g in groups]
+    judged = [row for row in verdicts if row]
+    if not judged:
+        return {}
+    return {
+        "passed_groups": statistics.fmean(all(row) for row in judged),
+        "failed_groups": statistics.fmean(not any(row) for row in judged),
+    }
+
+
+def _reinforced(rollouts: Sequence[tuple[Rollout, float]]) -> dict[str, float]:
+    """Count the rollouts with a positive advantage, and those of them in which no tool call succeeded."""
+    if not any(r.tool_names for r, _ in rollouts):
+        return {}
+    reinforced = [r for r, advantage in rollouts if advantage > 1e-6 and r.tool_names]
+    without = sum(not called_successfully(r) for r in reinforced)
+    return {"reinforced_rollouts": float(len(reinforced)), "reinforced_without_tools": float(without)}
+
+
+def _mean_advantage(rollout: Rollout) -> float:
+    """Of advantages that came along with the rollout, token by token: their mean over the model's own tokens."""
+    by_model = np.concatenate([np.full(len(t.token_ids), t.maker == "model") for t in rollout.turns])
+    assert rollout.advantages is not None
+    return float(rollout.advantages[by_model].mean()) if by_model.any() else 0.0

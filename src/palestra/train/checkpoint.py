@@ -96,7 +96,19 @@ def read_checkpoint(folder: Path) -> TrainState:
     """Check every file against the manifest and give the loop's state."""
     verify_folder(folder)
     try:
-        return _read_state(folder)
+        state = json.loads((folder / STATE).read_text())
+        version = state.pop("format", 1)
+        if version > FORMAT:
+            raise UnreadableFileError(
+                f"the checkpoint {folder} has format {version}, this version of Palestra reads up to {FORMAT}; "
+                "resume with the version that wrote it"
+            )
+        if version == 1:
+            import torch
+
+            learner = torch.load(folder / "learner.pt", map_location="cpu", weights_only=True)
+            state |= {"source": {"cursor": state.pop("cursor")}, "entropy_coefficient": learner["entropy_coefficient"]}
+        return TrainState.from_dict(state)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UnreadableFileError(f"the checkpoint file {folder / STATE} is corrupt ({type(error).__name__})") from None
 
@@ -133,23 +145,6 @@ def drop_after(run: RunFolder, step: int) -> None:
     for name in run.eval_names():
         if isinstance(name, int) and name > step:
             run.eval_file(name).unlink()
-
-
-def _read_state(folder: Path) -> TrainState:
-    """The loop's state, also of a checkpoint that v0.1 wrote (format 1)."""
-    state = json.loads((folder / STATE).read_text())
-    version = state.pop("format", 1)
-    if version > FORMAT:
-        raise UnreadableFileError(
-            f"the checkpoint {folder} has format {version}, this version of Palestra reads up to {FORMAT}; "
-            "resume with the version that wrote it"
-        )
-    if version == 1:
-        import torch
-
-        learner = torch.load(folder / "learner.pt", map_location="cpu", weights_only=True)
-        state |= {"source": {"cursor": state.pop("cursor")}, "entropy_coefficient": learner["entropy_coefficient"]}
-    return TrainState.from_dict(state)
 
 
 def prune(folder: Path, keep_last: int, keep: Path | None = None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from palestra.algo.advantage import gigpo_advantages, return_advantages
 from palestra.algo.batch import Batch
-from palestra.algo.credit import gigpo_advantages, return_advantages
 from palestra.algo.losses import LossFunction
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import SettingError, UserCodeError, text_of

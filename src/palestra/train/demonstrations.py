@@ -23,9 +23,8 @@ from palestra.core.files import append_jsonl, read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Rollout, ToolCall, ToolResult, Turn
-from palestra.models.chat.roundtrip import takes_parallel_calls
 from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
-from palestra.models.chat.written import write_reply
+from palestra.models.chat.written import takes_parallel_calls, write_reply
 from palestra.train.group_source import GroupSource, draw
 
 log = logging.getLogger("palestra")
@@ -93,7 +92,12 @@ def demonstration(
     """
     schemas = list(tools or conversation.tools)
     try:
-        _check_tools(conversation, schemas)
+        known = [str(schema.get("function", schema).get("name")) for schema in schemas]
+        for message in conversation.messages:
+            for call in message.tool_calls:
+                if call.name not in known:
+                    has = f"the tools are {', '.join(known)}" if known else "it has no tools"
+                    raise InputError(f"it calls {call.name!r}, and {has}; give the schema of that tool, or take it out")
         rollout = _demonstration(conversation, _steps(conversation, chat), chat, schemas)
     except PalestraError as error:
         raise InputError(f"{conversation.origin}: {error}") from None
@@ -143,7 +147,7 @@ def read_run(folder: RunFolder, per_problem: int | None = None) -> list[Rollout]
 
 
 def run_conversations(folder: RunFolder, tools: Schemas = ()) -> list[Conversation]:
-    """What an earlier run's rollouts that passed say, for another model. Each conversation comes once."""
+    """Conversations of an earlier run's rollouts that passed, for another model. Each comes once."""
     found: dict[str, Conversation] = {}
     for number, rollout in enumerate(_passed(folder)):
         origin = f"{folder.rollouts_file}, rollout {number} that passed"
@@ -167,15 +171,6 @@ def _passed(folder: RunFolder) -> Iterator[Rollout]:
             ) from None
         if rollout.error is None and not rollout.cut_off:
             yield rollout
-
-
-def _check_tools(conversation: Conversation, schemas: Schemas) -> None:
-    known = [str(schema.get("function", schema).get("name")) for schema in schemas]
-    for message in conversation.messages:
-        for call in message.tool_calls:
-            if call.name not in known:
-                has = f"the tools are {', '.join(known)}" if known else "it has no tools"
-                raise InputError(f"it calls {call.name!r}, and {has}; give the schema of that tool, or take it out")
 
 
 def _steps(conversation: Conversation, chat: ChatFormat) -> list[_Step]:

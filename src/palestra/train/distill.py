@@ -8,20 +8,30 @@ same tokenizer, which reads the same prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from palestra.algo.batch import Batch, Targets
 from palestra.algo.distill import TEACHER, WEIGHT, DistillLoss
 from palestra.core.config import RunConfig
-from palestra.core.types import Array, Group
+from palestra.core.errors import PalestraError, ServiceError, SettingError, UnsupportedError
+from palestra.core.http import Request, Retries, ask
+from palestra.core.messages import with_text
+from palestra.core.types import Array, Group, Message, Problem, Rollout
+from palestra.envs.base import Environment
+from palestra.evals.rollout_stats import leaks_hint
 from palestra.learner.base import Learner
+from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
-from palestra.train.batch import conversations_of, to_batch
-from palestra.train.distill_teachers import ServerTeacher, Teacher, no_top_tokens
+from palestra.models.chat.template import ChatFormat
+from palestra.models.loading import LoadedModel, load_model
+from palestra.rollout.collect import tools_of
+from palestra.rollout.hints import choose_hint, opening_of, pass_rate
+from palestra.train.batch import Conversation, conversations_of, to_batch
 
 DistillPart = tuple[Batch, DistillLoss]  # of one optimizer step
 
@@ -144,3 +154,212 @@ def teacher_batch(batch: Batch, prompts: Sequence[Array], ids: Array) -> Batch:
     lengths = np.array([len(prompt) for prompt in prompts], int)
     targets = candidates(batch, ids, {}, shifts=lengths - batch.prompt_lengths)
     return Batch.of_targets(read, targets, batch.groups, lengths)
+
+
+Schemas = Sequence[dict[str, Any]]
+ROWS_PER_REQUEST = 16
+TIMEOUT_S = 600.0
+RETRIES = Retries(attempts=5, backoff=2.0)
+
+
+class Teacher:
+    """Gives the log-probabilities that the student learns from."""
+
+    context_tokens: int | None = None  # a longer row is not distilled; None: any
+
+    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
+        """The tokens that the teacher reads in place of the student's prompt; None where it has nothing to teach."""
+        return conversation.turns.turns[0].token_ids
+
+    def logprobs(self, batch: Batch) -> Array:
+        """[M] of the batch's targets."""
+        raise NotImplementedError
+
+    def weight(self, group: Group) -> float:
+        """Weight of a group's tokens in the loss."""
+        return 1.0
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of the step's rollouts."""
+        return {}
+
+
+@dataclass(slots=True)
+class SelfTeacher(Teacher):
+    """The model that is trained, with a hint in its prompt."""
+
+    model: LocalLearner | FrozenModel  # with the weights of now, or of the run's beginning
+    chat: ChatFormat
+    problems: Mapping[str, Problem]
+    schemas_of: Callable[[Problem], Schemas]  # the tools of a problem's attempts
+    config: RunConfig
+    context_tokens: int | None = None
+    _known: dict[tuple[str, ...], Schemas] = field(default_factory=lambda: {(): ()})  # by the tools' names
+    _rendered: tuple[Array, Schemas] | None = None  # the prompt that was rendered again last
+
+    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
+        rollout, problem = conversation.rollout, self.problems.get(group.problem_id)
+        if problem is None or conversation.turns is not rollout:  # another conversation has another prompt
+            return None
+        hint = choose_hint(self.config.distill.context, group, rollout, problem)
+        if hint is None:
+            return None
+        opening = opening_of(rollout)
+        return self.chat.prompt(with_text(opening, hint), self._schemas(problem, rollout, opening)).token_ids
+
+    def _schemas(self, problem: Problem, rollout: Rollout, opening: Sequence[Message]) -> Schemas:
+        """The tools with which the rollout's own prompt is rendered, token by token; its messages are on record."""
+        own, names = rollout.turns[0].token_ids, rollout.tool_names
+        if self._rendered is not None and np.array_equal(self._rendered[0], own):
+            return self._rendered[1]
+        for look in (self._known.get, lambda names: self.schemas_of(problem)):
+            schemas = look(names)
+            if schemas is not None and np.array_equal(self.chat.prompt(opening, schemas).token_ids, own):
+                self._known[names], self._rendered = schemas, (own, schemas)
+                return schemas
+        raise UnsupportedError(
+            f"self-distillation renders the prompt of problem {problem.id!r} again, with a hint; without one it "
+            "differs from what the rollout was sampled with: its tools are not the same when it is opened again. Set "
+            "distill.coefficient to 0, or name another model as distill.teacher"
+        )
+
+    def logprobs(self, batch: Batch) -> Array:
+        return self.model.forward(batch)
+
+    def weight(self, group: Group) -> float:
+        return 1.0 - pass_rate(group.rollouts) if self.config.distill.phase_out else 1.0
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """`hint_leak_rate`: the share of the rollouts that speak of a hint, or know an answer that no tool gave."""
+        good = [(r, self.problems.get(g.problem_id)) for g in groups for r in g.rollouts if r.error is None]
+        leaks = [leaks_hint(rollout, problem and problem.expect) for rollout, problem in good]
+        return {"hint_leak_rate": sum(leaks) / len(leaks)} if leaks else {}
+
+
+@dataclass(slots=True)
+class ModelTeacher(Teacher):
+    """Another model, which reads what the student reads. Its weights stay as they are."""
+
+    model: FrozenModel
+    context_tokens: int | None = None
+
+    @classmethod
+    def load(cls, config: RunConfig, tokenizer: Any, device: str, vocabulary: int) -> ModelTeacher:
+        """`distill.teacher` on the student's device; `vocabulary` is the size of the student's output layer."""
+        name = config.distill.teacher
+        assert name is not None
+        loaded = load_model(name, dtype=config.model.dtype, device=device, threads=config.model.threads)
+        require_same_tokens(name, loaded, tokenizer, vocabulary)
+        model = FrozenModel(loaded.model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0)
+        return cls(model, loaded.context_tokens)
+
+    def logprobs(self, batch: Batch) -> Array:
+        return self.model.forward(batch)
+
+
+@dataclass(slots=True)
+class ServerTeacher(Teacher):
+    """Another model behind `palestra serve`, vLLM or another server with OpenAI's /v1/completions.
+
+    Such a server gives the log-probabilities of a prompt's own tokens, not of any candidates, so the divergence at each
+    place is that of two outcomes: the sampled token, and all others. They are at temperature 1. The server's tokenizer
+    must be the student's; it is not checked. No key is sent.
+    """
+
+    url: str
+    name: str
+
+    @classmethod
+    def connect(cls, url: str) -> ServerTeacher:
+        """Ask the server for the name of its model."""
+        found = ask(Request(f"{url.rstrip('/')}/v1/models"), RETRIES)
+        try:
+            return cls(url.rstrip("/"), str(found["data"][0]["id"]))
+        except (KeyError, IndexError, TypeError):
+            raise ServiceError(
+                f"distill.teacher_url = {url} lists no model at /v1/models; give a server of one"
+            ) from None
+
+    def logprobs(self, batch: Batch) -> Array:
+        targets, rows = batch.targets, batch.split(batch.token_ids)
+        assert targets is not None
+        starts = range(0, len(rows), ROWS_PER_REQUEST)
+        found = [values for first in starts for values in self._ask(rows[first : first + ROWS_PER_REQUEST])]
+        places = np.split(targets.places, targets.offsets[1:-1])
+        return np.concatenate([values[at] for values, at in zip(found, places, strict=True)])
+
+    def _ask(self, rows: Sequence[Array]) -> list[Array]:
+        """[T] of each row: the log-probabilities of its tokens; NaN of the first, which nothing predicts."""
+        body: dict[str, Any] = {"model": self.name, "prompt": [row.tolist() for row in rows], "echo": True}
+        body |= {"max_tokens": 0, "logprobs": 1, "temperature": 1.0}
+        answer = ask(Request(f"{self.url}/v1/completions", body, timeout_s=TIMEOUT_S), RETRIES)
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            values = [np.array(c["logprobs"]["token_logprobs"], np.float32) for c in choices]  # None becomes NaN
+        except (KeyError, TypeError, ValueError):
+            values = []
+        if [len(value) for value in values] != [len(row) for row in rows]:
+            raise ServiceError(
+                f"distill.teacher_url = {self.url} does not give the log-probabilities of a prompt of token ids "
+                "(/v1/completions with echo, logprobs and max_tokens=0); use palestra serve or vLLM"
+            )
+        return values
+
+
+def teacher_of(
+    config: RunConfig,
+    learner: Learner,
+    tokenizer: Any,
+    environment: Environment | None = None,
+    context_tokens: int | None = None,
+) -> Teacher | None:
+    """The teacher that the config asks for; None while `distill.coefficient` is 0.
+
+    `environment` has the problems of the rollouts and their tools, None where they come from elsewhere;
+    `context_tokens` is the model's context length.
+    """
+    if not config.distill.coefficient:
+        return None
+    if not isinstance(learner, LocalLearner):
+        raise no_top_tokens(learner)
+    if config.distill.teacher_url is not None:
+        return ServerTeacher.connect(config.distill.teacher_url)
+    if config.distill.teacher is not None:
+        return ModelTeacher.load(config, tokenizer, str(learner.device), learner.vocabulary)
+    if environment is None:
+        raise UnsupportedError(
+            "self-distillation writes hints into the prompts of an agent file's or an environment's problems, and "
+            "these rollouts come from elsewhere; name another model as distill.teacher, or set distill.coefficient to 0"
+        )
+    problems = {problem.id: problem for problem in environment.problems("train")}
+
+    def schemas_of(problem: Problem) -> Schemas:
+        return [tool.schema for tool in tools_of(environment, problem)]
+
+    model: LocalLearner | FrozenModel = learner
+    if config.distill.teacher_weights == "initial":
+        model = FrozenModel.copy_of(learner.model, config=config, pad_token_id=tokenizer.pad_token_id or 0)
+    return SelfTeacher(model, ChatFormat(tokenizer), problems, schemas_of, config, context_tokens)
+
+
+def require_same_tokens(name: str, teacher: LoadedModel, tokenizer: Any, vocabulary: int) -> None:
+    """PalestraError unless each token id means the same to both."""
+    theirs, ours = teacher.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        different = sum(theirs.get(token) != i for token, i in ours.items())
+        raise SettingError(
+            f"distill.teacher = {name} has another tokenizer: {different} of the student's {len(ours)} tokens have "
+            f"another id or none, and it has {len(theirs)}; use a teacher of the student's own model family"
+        )
+    if teacher.vocabulary < vocabulary:
+        raise SettingError(
+            f"distill.teacher = {name} has logits for {teacher.vocabulary} tokens, and the student for {vocabulary}; "
+            "use a teacher whose output layer is at least as large"
+        )
+
+
+def no_top_tokens(learner: Learner) -> PalestraError:
+    return UnsupportedError(
+        f"distillation needs the model's most likely tokens, which a {type(learner).__name__} does not give; train in "
+        "one process with backend: local, or set distill.coefficient to 0"
+    )

@@ -28,16 +28,14 @@ from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker
-from palestra.train.batch import trainable_batch
+from palestra.train.batch import peak_memory_gib, rollout_metrics, trainable_batch
 from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
-from palestra.train.distill import DistillRows, choose_rows
-from palestra.train.distill_teachers import Teacher
+from palestra.train.distill import DistillRows, Teacher, choose_rows
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts
-from palestra.train.metrics import peak_memory_gib, rollout_metrics
 from palestra.train.safety_net import Snapshots, collapse_reason
 from palestra.train.schedule import (
     Coefficients,
@@ -47,8 +45,7 @@ from palestra.train.schedule import (
     step_scale,
     token_limit_reason,
 )
-from palestra.train.token_record import TokenRecord
-from palestra.train.update import update
+from palestra.train.update import TokenRecord, update
 from palestra.train.watcher import Watcher
 
 log = logging.getLogger("palestra")
@@ -226,9 +223,13 @@ class Training:
         learned: dict[str, float] = {}
 
         def on_host() -> None:
-            """What needs no weights is done while a GPU changes them."""
+            """Do the work that needs no weights while a GPU changes them."""
             if not metrics:
-                self._prepare_next()
+                left = self.steps_left or 0  # an evaluation's episodes may need the room of prepared ones
+                continues = left > 1 and not self.evaluates_after(state.step + 1)
+                if continues and self.learner_thread is None and self.demonstrations is None:
+                    with phases("preparing"):
+                        self.runner.run(self.source.prepare(self.config.train.problems_per_step))
                 metrics.update(self._rollout_metrics(rollouts, advantages))
                 with phases("records"):
                     self.tracker.rollouts(state.step + 1, groups)
@@ -318,13 +319,6 @@ class Training:
         if hung := hung_calls():
             found["hung_calls"] = float(hung)
         return {"peak_memory_gib": peak_memory_gib()} | found
-
-    def _prepare_next(self) -> None:
-        """Let the source begin with the next step; not before an evaluation, whose episodes may need the room."""
-        goes_on = self.steps_left is not None and self.steps_left > 1 and not self.evaluates_after(self.state.step + 1)
-        if goes_on and self.learner_thread is None and self.demonstrations is None:
-            with phases("preparing"):
-                self.runner.run(self.source.prepare(self.config.train.problems_per_step))
 
     def _compute(self, work: Callable[[], T]) -> T:
         """Run the learner; in a thread if groups are sampled ahead, so that the event loop continues."""
@@ -467,7 +461,7 @@ class Training:
         self.state = state
 
     def failure(self, doing: str, error: Exception) -> PalestraError:
-        """What failed, doing what, how to get by with less memory if that was it, and what is left."""
+        """An error with the step, the cause, settings that save memory if that was it, and the last checkpoint."""
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         left = f"The last good checkpoint is {last}" if last else "No checkpoint had been written yet"
         return TrainingError(f"{doing}: {text_of(error).rstrip('.')}. {memory_remedy(error, self.config)}{left}")

@@ -75,7 +75,7 @@ def as_input(prompt: Prompt) -> Input:
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer for the model, the tokenizer or the chat template."""
+    """Token ids that model, tokenizer or chat template define as the end of an answer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     found = {end for end in ends if end is not None}
@@ -109,7 +109,7 @@ class PromptEpisode:
 
 
 class _Texts:
-    """Reads answers for a TokenSpeaker: all text, no tool calls."""
+    """Stands in for a ChatFormat: answers are text without tool calls."""
 
     shows_call_ids = False
 

@@ -160,7 +160,10 @@ class TorchRanks(Ranks):
             self._leave()
             raise
         except Exception as error:
-            reason = self._reason_of(error)
+            self._was_lost.wait(0.0 if isinstance(error, PalestraError) else 2.0)
+            own = text_of(error)
+            lost = (self.lost or "").partition(": ")[2] or self.lost or ""
+            reason = own if lost in own else f"{self.lost}. {own}"
             self._liveness.broadcast(failed=f"rank {self.rank}: {reason}")
             self._is_guarding = False
             raise RankFailed(reason) from error
@@ -218,12 +221,6 @@ class TorchRanks(Ranks):
             if self.is_first:
                 print(f"Error: {self.lost}", file=sys.stderr, flush=True)
             os._exit(1)
-
-    def _reason_of(self, error: Exception) -> str:
-        self._was_lost.wait(0.0 if isinstance(error, PalestraError) else 2.0)
-        own = text_of(error)
-        lost = (self.lost or "").partition(": ")[2] or self.lost or ""
-        return own if lost in own else f"{self.lost}. {own}"
 
     def _watch_launcher(self, pid: int) -> None:
         while os.getppid() == pid:

@@ -38,7 +38,7 @@ ENOUGH_CASES = 96  # that plain attempts solved: a round with as many needs no h
 
 @dataclass(slots=True)
 class Round:
-    """What a round found."""
+    """Rollouts of one round."""
 
     number: int
     plain: list[Rollout] = field(default_factory=list)
@@ -89,28 +89,25 @@ class RftSource(DemonstrationSource):
     async def next(self, count: int, version: int) -> list[Group]:
         self.metrics = {}
         if not self.steps_left:
-            await self._begin_round(count)
+            self.round += 1
+            this = Round(self.round)
+            await self._attempt(this)
+            covered, before = self._covered(), self.count
+            self.store.add(self._chosen(this))
+            self.count, self.drawn = len(self.store) - self.first, 0
+            self.metrics = this.metrics() | {"rft/covered_cases": float(len(self._covered()))}
+            self.note(self._text(this, self.count - before))
+            helps = this.solved_share > self.best or len(self._covered()) > len(covered)
+            self.best = max(self.best, this.solved_share)
+            self.is_done = not self.count or not helps or this.solved_share >= self.settings.rft_until
+            learned = max(1, min(self.count, 2 * NEW_PER_ROUND))
+            self.steps_left = max(MIN_STEPS, steps_for(learned, self.settings.sft_epochs, count))
         self.metrics["demonstrations"] = float(self.count)
         if self.is_done:
             return []
         self.steps_left -= 1
         self.is_done = not self.steps_left and self.round >= self.settings.rft_rounds
         return self.draw(count)
-
-    async def _begin_round(self, batch: int) -> None:
-        self.round += 1
-        this = Round(self.round)
-        await self._attempt(this)
-        covered, before = self._covered(), self.count
-        self.store.add(self._chosen(this))
-        self.count, self.drawn = len(self.store) - self.first, 0
-        self.metrics = this.metrics() | {"rft/covered_cases": float(len(self._covered()))}
-        self.note(self._text(this, self.count - before))
-        helps = this.solved_share > self.best or len(self._covered()) > len(covered)
-        self.best = max(self.best, this.solved_share)
-        self.is_done = not self.count or not helps or this.solved_share >= self.settings.rft_until
-        learned = max(1, min(self.count, 2 * NEW_PER_ROUND))
-        self.steps_left = max(MIN_STEPS, steps_for(learned, self.settings.sft_epochs, batch))
 
     def _covered(self) -> set[str]:
         """The cases that there is a demonstration of."""

@@ -37,20 +37,19 @@ from palestra.policy.base import Policy
 from palestra.runs.foreground import listed, mark_failed, refuse_busy
 from palestra.runs.tracking.base import Trackers
 from palestra.runs.tracking.open import check_trackers, open_trackers
-from palestra.train.backend import Backend, backend_of
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.credit import CustomObjective
-from palestra.train.distill_teachers import teacher_of
+from palestra.train.distill import teacher_of
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
+from palestra.train.forecast import STEP_KEYS, Overview, parameter_count
 from palestra.train.group_queue import GroupQueue, queue_for
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.limits import setting_warnings
 from palestra.train.loop import Training
-from palestra.train.overview import STEP_KEYS, Overview
 from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
 from palestra.train.schedule import total_steps
-from palestra.train.setup import load_for_run, parameter_count, use_threads
+from palestra.train.setup import Backend, backend_of, load_for_run, use_threads
 from palestra.train.stages import Stages, stage_config, stage_names
 from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
 from palestra.train.watcher import SilentWatcher, Watcher

@@ -1,9 +1,12 @@
-"""From a config to the parts that a run is made of."""
+"""From a config to the parts of a run: its model, learner and policy, on this machine or through an extra's backend."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,13 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
-from palestra.core.extras import provided
+from palestra.core.extras import BACKENDS, provided
+from palestra.core.ranks import ONE_PROCESS, Ranks
+from palestra.learner.base import Learner
+from palestra.learner.fsdp import FsdpLearner
+from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora, quantization_config
+from palestra.models.export.hf import save_hf, write_tokenizer_and_card
 from palestra.models.loading import (
     LoadedModel,
     device_named,
@@ -25,10 +33,10 @@ from palestra.models.loading import (
 )
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
-from palestra.policy.module import sampling_copy
+from palestra.policy.local import sampling_copy
 from palestra.policy.remote import RemotePolicy
 from palestra.runs.limits import count_gpus, require_gpus
-from palestra.train.forecast import kv_memory_for, refuse_what_cannot_fit, with_step_size
+from palestra.train.forecast import kv_memory_for, parameter_count, refuse_what_cannot_fit, with_step_size
 from palestra.train.ranks import join
 
 
@@ -70,11 +78,6 @@ def use_threads(threads: int | None, config: RunConfig) -> None:
         torch.set_num_threads(threads)
 
 
-def parameter_count(model: Any) -> int:
-    """All weights; of those in 4 bits there are two in a byte."""
-    return sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())
-
-
 def suited_to(
     config: RunConfig, model: Any, *, max_problems: int | None = None, max_group: int | None = None
 ) -> RunConfig:
@@ -95,7 +98,7 @@ def samples_from_server(config: RunConfig) -> bool:
 
 
 def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
-    """What a run samples with: the model in this process, or a server that is given its weights after each step."""
+    """The policy of a run: the model in this process, or a server that gets its weights after each step."""
     if config.vllm_mode != "off":
         return provided("vllm.mode")(model, tokenizer, config)
     if config.rollout.policy_url is None:
@@ -114,3 +117,77 @@ def policy_for(model: Any, tokenizer: Any, config: RunConfig) -> Policy[Any]:
         )
     token, folder = os.environ.get("PALESTRA_TOKEN"), Path(config.rollout.weights_folder)
     return RemotePolicy(config.rollout.policy_url, token=token, weights_folder=folder)
+
+
+Record = Mapping[str, Any]  # of the run folder
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Learner and policy of a run, and how its model is written to disk."""
+
+    config: RunConfig  # suited to the model
+    model: Any  # the module; None where it is not in this process
+    tokenizer: Any
+    learner: Learner
+    policy: Policy[Any]
+    complete_checkpoint: Callable[[Path, Record], None]  # makes what the learner saved a model: tokenizer, …
+    save_model: Callable[[Path, Record], Path]
+    close: Callable[[bool], None] = lambda good: None
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The model's context length; None if it is not known."""
+        if self.policy.context_tokens is not None:
+            return self.policy.context_tokens
+        config = getattr(self.model, "config", None)
+        return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def backend_of(
+    config: RunConfig,
+    loaded: LoadedModel,
+    learner: Learner | None = None,
+    policy: Policy[Any] | None = None,
+    ranks: Ranks = ONE_PROCESS,
+    *,
+    max_problems: int | None = None,
+    max_group: int | None = None,
+) -> Backend:
+    """The backend that the config names. Learner and policy share one module, unless others are given.
+
+    `max_problems` and `max_group` bound the sizes of a step that the config leaves to the run.
+    """
+    for name in BACKENDS:
+        if name != config.backend:
+            config.refuse([name], f"it is for backend: {name}")
+    if loaded.model is not None:
+        config = suited_to(config, loaded.model, max_problems=max_problems, max_group=max_group)
+    if config.backend != "local":
+        return provided(f"backend: {config.backend}").open_backend(config, loaded)
+    model = with_adapter(loaded.model, config)
+    return local_backend(
+        config, model, loaded.tokenizer, policy or policy_for(model, loaded.tokenizer, config), learner, ranks
+    )
+
+
+def local_backend(
+    config: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    policy: Policy[Any],
+    learner: Learner | None = None,
+    ranks: Ranks = ONE_PROCESS,
+) -> Backend:
+    """A backend that trains in this process."""
+    kind = LocalLearner if ranks.size == 1 else partial(FsdpLearner, ranks=ranks)
+    return Backend(
+        config,
+        model,
+        tokenizer,
+        learner or kind(model, config=config, pad_token_id=tokenizer.pad_token_id or 0),
+        policy,
+        lambda folder, record: write_tokenizer_and_card(model, tokenizer, folder, record),
+        lambda folder, record: save_hf(model, tokenizer, folder, record=record),
+        lambda good: policy.release(),
+    )

@@ -46,7 +46,7 @@ RFT_PASS = 4  # steps' worth of attempts in one pass over the cases
 
 @dataclass(slots=True)
 class StageResult:
-    """What one stage did; the rates are of held-out cases, None where nothing could be scored."""
+    """The result of one stage; the rates are of held-out cases, None where nothing could be scored."""
 
     name: str
     first_step: int
@@ -65,7 +65,7 @@ class StageResult:
 
 @dataclass(slots=True)
 class Stages:
-    """Takes a training from stage to stage. The training that is given is in the grpo stage."""
+    """Takes a training from stage to stage. Its initial settings are those of the grpo stage."""
 
     training: Training
     parts: Parts
@@ -81,11 +81,8 @@ class Stages:
     def __post_init__(self) -> None:
         training = self.training
         self._grpo = training.config, training.source, training.total_steps or 0
-        if self.plan != ["grpo"]:
-            self._require_support()
-
-    def _require_support(self) -> None:
-        training = self.training
+        if self.plan == ["grpo"]:
+            return
         if training.ranks.size > 1:
             raise SettingError("stages other than grpo train in one process; start it without --nproc")
         if training.learner_thread is not None:
@@ -124,7 +121,15 @@ class Stages:
             self.store.cut(0)  # of a run that was killed before its first checkpoint
         self._arrange(number)
         if name == "sft":
-            self._add_demonstrations()
+            learned = training.demonstrations
+            assert learned is not None
+            self.store.add(stage_demonstrations(self.task, self.parts, self.folder))
+            learned.count = len(self.store) - learned.first
+            if not learned.count:
+                raise SettingError(
+                    "the sft stage has no demonstrations; give stages.traces (a file of conversations, or a run), "
+                    "Agent(examples=[…]) or --teacher, or leave sft out of stages.plan"
+                )
         if number and isinstance(training.learner, LocalLearner):
             training.learner.optimizer.reset()
         source = training.source.state()
@@ -157,17 +162,6 @@ class Stages:
             training.source = DemonstrationSource(self.store, config.seed, first=len(self.store))
         elif name == "rft":
             training.source = self._rft_source()
-
-    def _add_demonstrations(self) -> None:
-        source = self.training.demonstrations
-        assert source is not None
-        self.store.add(found_demonstrations(self.task, self.parts, self.folder))
-        source.count = len(self.store) - source.first
-        if not source.count:
-            raise SettingError(
-                "the sft stage has no demonstrations; give stages.traces (a file of conversations, or a run), "
-                "Agent(examples=[…]) or --teacher, or leave sft out of stages.plan"
-            )
 
     def _note_result(self, number: int, score: Callable[[], float | None]) -> None:
         """Record what the stage has done. The model is scored here, unless the run ends with this stage."""
@@ -294,7 +288,7 @@ def stage_names(config: RunConfig, task: Task) -> list[str]:
     return [*(["sft"] if has_demonstrations else []), "rft", "grpo"]
 
 
-def found_demonstrations(task: Task, parts: Parts, folder: RunFolder) -> list[Rollout]:
+def stage_demonstrations(task: Task, parts: Parts, folder: RunFolder) -> list[Rollout]:
     """The demonstrations of an sft stage: the agent's examples, a file or a run, and what a teacher says."""
     config, stages = parts.config, parts.config.stages
     conversations: list[Conversation] = list(getattr(task, "examples", ()))

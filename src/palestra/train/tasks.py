@@ -20,17 +20,17 @@ from palestra.envs.base import Environment
 from palestra.evals.case_rates import CaseRates
 from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler
-from palestra.models.chat.roundtrip import check_tool_calls, tool_call_problem
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.written import check_tool_calls, tool_call_problem
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
-from palestra.rollout.collect import Collector, token_speakers
+from palestra.rollout.collect import Collector, OpenTimeout, tools_of
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
 from palestra.rollout.local_models import LocalModels
-from palestra.rollout.opening import OpenTimeout, tools_of
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
 from palestra.rollout.shared import SharedCollector
+from palestra.rollout.speakers import token_speakers
 from palestra.rollout.workers import RolloutWorkers, WorkerCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource

@@ -14,11 +14,11 @@ from palestra.algo.losses import LossFunction, Objective
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import InputError, UserCodeError
-from palestra.core.types import Array
-from palestra.learner.base import Learner, noop
+from palestra.core.types import Array, Group
+from palestra.learner.base import Learner, Outputs, noop
+from palestra.train.batch import TurnColumns, conversations_of
 from palestra.train.distill import DistillRows
 from palestra.train.schedule import Coefficients
-from palestra.train.token_record import TokenRecord
 
 # These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
@@ -73,7 +73,7 @@ def update(
                 parts[i].old_logprobs = filled(parts[i].old_logprobs, outputs.logprobs())
     seconds = time.perf_counter() - started
     metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
-    if not any_logprobs(batch):  # then these compare the policy with itself
+    if not bool(np.isfinite(batch.logprobs[batch.policy_mask]).any()):  # then these compare the policy with itself
         metrics = {name: value for name, value in metrics.items() if name not in SAMPLER_METRICS}
     computed = metrics.get("tokens_computed", 0.0)
     return metrics | {
@@ -142,10 +142,6 @@ def check_batch(batch: Batch) -> None:
         raise UserCodeError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
 
 
-def any_logprobs(batch: Batch) -> bool:
-    return bool(np.isfinite(batch.logprobs[batch.policy_mask]).any())
-
-
 def objective_of(config: RunConfig) -> Objective:
     settings = {f.name: getattr(config.train, f.name) for f in fields(Objective) if f.name != "custom"}
     return Objective(**settings | {"importance_correction": config.importance_correction})
@@ -156,9 +152,60 @@ def combine(updates: Sequence[dict[str, float]], iterations: int) -> dict[str, f
     names = dict.fromkeys(name for update in updates for name in update)
     values = {name: [update[name] for update in updates if name in update] for name in names}
 
-    def one(name: str, found: list[float]) -> float:
+    def one(name: str, column: list[float]) -> float:
         if name.endswith("_max") or name == "peak_memory_gib":
-            return max(found)
-        return sum(found) / (iterations if name.startswith("tokens_") else len(found))
+            return max(column)
+        return sum(column) / (iterations if name.startswith("tokens_") else len(column))
 
-    return {name: one(name, found) for name, found in values.items()}
+    return {name: one(name, column) for name, column in values.items()}
+
+
+LEARNED = ("learner_logprob", "ratio", "entropy")
+
+TOKEN_COLUMNS = np.dtype(
+    [
+        ("policy_mask", "?"),  # trained in the policy loss
+        ("logprob", "<f4"),  # the sampler's; NaN where the model did not make the token, as below
+        ("learner_logprob", "<f4"),  # before the step's first update of it; NaN where nothing was learned
+        ("ratio", "<f4"),  # of the last update: new policy over old
+        ("entropy", "<f4"),  # of the learner's distribution
+        ("advantage", "<f4"),
+    ]
+)
+
+
+class TokenRecord:
+    """Collects the learner's per-token results of one step."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._columns = {name: np.full(len(batch.token_ids), np.nan, np.float32) for name in LEARNED}
+        self._added: set[int] = set()
+
+    def add(self, first_row: int, batch: Batch, outputs: Outputs) -> None:
+        """The results of one forward_backward on rows from `first_row` on; of several passes, the last ratio counts."""
+        start = int(self._batch.offsets[first_row])
+        tokens = slice(start, start + len(batch.token_ids))
+        now = outputs.logprobs()
+        before = now if batch.old_logprobs is None else batch.old_logprobs
+        self._columns["ratio"][tokens] = np.exp(now - np.where(np.isnan(before), now, before))
+        if start not in self._added:
+            self._added.add(start)
+            self._columns["learner_logprob"][tokens] = now
+            self._columns["entropy"][tokens] = outputs.entropies()
+
+    def table(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Array:
+        """[T] `TOKEN_COLUMNS` of all tokens of the step, trained or not."""
+        conversations = conversations_of(groups, advantages)
+        columns = TurnColumns.of(conversations)
+        table = np.zeros(len(columns.token_ids), TOKEN_COLUMNS)
+        table["logprob"] = np.where(columns.by_model, columns.logprobs, np.nan)
+        table["advantage"] = np.where(columns.by_model, columns.advantages, np.nan)
+        is_row = np.zeros(len(conversations), np.bool_)
+        is_row[self._batch.conversations] = True
+        places, mask = np.repeat(is_row, columns.lengths), self._batch.policy_mask
+        table["policy_mask"][places] = mask
+        for name in LEARNED:
+            table[name] = np.nan
+            table[name][places] = np.where(mask, self._columns[name], np.nan)
+        return table

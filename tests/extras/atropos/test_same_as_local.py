@@ -7,8 +7,7 @@ from palestra.core.types import Group, Lineage, Message, Rollout, Score, ToolCal
 from palestra.extras.atropos.protocol import ModelLimits, ScoredGroup, read_group, write_group
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
-from palestra.train.batch import group_advantages, trainable_batch
-from palestra.train.metrics import rollout_metrics
+from palestra.train.batch import group_advantages, rollout_metrics, trainable_batch
 from palestra.train.schedule import coefficients_at
 from palestra.train.update import update
 

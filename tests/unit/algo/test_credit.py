@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from palestra.algo.advantage import advantages
-from palestra.algo.credit import gigpo_advantages, return_advantages, returns_to_go
+from palestra.algo.advantage import advantages, gigpo_advantages, return_advantages, returns_to_go
 
 EPS = 1e-4
 

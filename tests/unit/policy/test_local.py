@@ -16,8 +16,7 @@ from palestra.core.weights import Weights
 from palestra.engine.session import Session
 from palestra.models.loading import load_model
 from palestra.policy import local
-from palestra.policy.local import LocalPolicy, ToolBarrier
-from palestra.policy.module import sampling_copy
+from palestra.policy.local import LocalPolicy, ToolBarrier, sampling_copy
 
 PROMPT = [5, 9, 33, 21, 60, 2]
 

@@ -12,7 +12,8 @@ from palestra.core.types import Problem, Rollout, SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, endpoint_speakers, seed_of, token_speakers
+from palestra.rollout.collect import Collector, seed_of
+from palestra.rollout.speakers import endpoint_speakers, token_speakers
 
 QUESTION = Problem("p", "What is 2 + 3?")
 

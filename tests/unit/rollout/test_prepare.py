@@ -10,10 +10,11 @@ from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 from palestra.core.errors import PalestraError
 from palestra.core.types import Problem, SamplingParams
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout import opening
+from palestra.rollout import collect
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, token_speakers
+from palestra.rollout.collect import Collector
 from palestra.rollout.shared import SharedCollector
+from palestra.rollout.speakers import token_speakers
 from palestra.train.group_source import ProblemSource
 
 PROBLEMS = [Problem(str(i), f"What is {i} + 3?") for i in range(4)]
@@ -48,8 +49,8 @@ class Prepared:
 
 @pytest.fixture
 def world(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    monkeypatch.setattr(opening, "QUICK_S", 5.0)
-    monkeypatch.setattr(opening, "SLOW_S", 5.0)
+    monkeypatch.setattr(collect, "QUICK_S", 5.0)
+    monkeypatch.setattr(collect, "SLOW_S", 5.0)
     return Prepared(tiny_tokenizer)
 
 

@@ -27,13 +27,24 @@ from palestra.learner.lora import add_lora
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.rollout.agent_loop import AttemptLimits
-from palestra.rollout.collect import Collector, token_speakers
+from palestra.rollout.collect import Collector
 from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint
+from palestra.rollout.speakers import token_speakers
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
 from palestra.train.batch import to_batch
-from palestra.train.distill import DistillRows, candidates, choose_rows, teacher_batch, teacher_gain
-from palestra.train.distill_teachers import ModelTeacher, SelfTeacher, ServerTeacher, require_same_tokens, teacher_of
+from palestra.train.distill import (
+    DistillRows,
+    ModelTeacher,
+    SelfTeacher,
+    ServerTeacher,
+    candidates,
+    choose_rows,
+    require_same_tokens,
+    teacher_batch,
+    teacher_gain,
+    teacher_of,
+)
 from palestra.train.schedule import Coefficients
 from palestra.train.update import update
 
@@ -313,7 +324,7 @@ def test_a_server_scores_the_sampled_tokens_against_all_others(tiny: LoadedModel
 
 def test_a_server_without_prompt_logprobs_is_rejected(mixed: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [{"data": []}, {"choices": [{"index": 0, "logprobs": None}]}]
-    monkeypatch.setattr("palestra.train.distill_teachers.ask", lambda request, retries: answers.pop(0))
+    monkeypatch.setattr("palestra.train.distill.ask", lambda request, retries: answers.pop(0))
     with pytest.raises(ServiceError, match="models"):
         ServerTeacher.connect("http://127.0.0.1:1")
     batch = to_batch([mixed], [[0.0] * 3], mask_truncated=True)

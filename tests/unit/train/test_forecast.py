@@ -15,8 +15,7 @@ from palestra.evals.report import EvalReport
 from palestra.learner.micro_batches import captured_tokens, device_of, micro_batch_tokens
 from palestra.plan.device import GIB
 from palestra.plan.of_config import STEP_SIZES
-from palestra.train.forecast import forecast, kv_memory_for, refuse_what_cannot_fit, with_step_size
-from palestra.train.overview import Overview
+from palestra.train.forecast import Overview, forecast, kv_memory_for, refuse_what_cannot_fit, with_step_size
 
 CUDA = torch.device("cuda:0")
 STEP_SIZES_WITH_TOKENS = [(*size, 1024) for size in STEP_SIZES]

@@ -21,9 +21,9 @@ from palestra.core.types import Problem, Rollout, Score, ToolCall, ToolResult
 from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.report import EvalReport
 from palestra.models.loading import LoadedModel
-from palestra.train import backend
-from palestra.train import overview as overview_module
+from palestra.train import forecast as forecast_module
 from palestra.train import run as run_module
+from palestra.train import setup
 from palestra.train.group_source import ProblemSource
 from palestra.train.interrupt import Interrupted
 from palestra.train.limits import setting_warnings
@@ -108,7 +108,7 @@ class Lab:
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    monkeypatch.setattr(backend, "save_hf", lambda model, tokenizer, folder, record: folder)
+    monkeypatch.setattr(setup, "save_hf", lambda model, tokenizer, folder, record: folder)
     monkeypatch.setattr(run_module, "gpu_name", lambda model: "")
     config = RunConfig.build(SMALL, {"train.max_steps": 6, "checkpoint.every": 2, "checkpoint.keep_last": 9})
     folder = RunFolder.create(tmp_path, "run", config, {"agent": "fake", "instructions": "Be good."}, at=tmp_path / "r")
@@ -148,7 +148,7 @@ def test_what_is_not_the_models_doing_is_told_after_the_first_evaluation(lab: La
 
 def test_an_evaluation_that_fails_is_named_with_the_last_good_checkpoint_and_the_model_is_saved(lab, monkeypatch):
     saved: list[Path] = []
-    monkeypatch.setattr(backend, "save_hf", lambda model, tokenizer, folder, record: saved.append(folder) or folder)
+    monkeypatch.setattr(setup, "save_hf", lambda model, tokenizer, folder, record: saved.append(folder) or folder)
     lab.evaluator.fails_at = "scoring after"
     words = r"scoring after: RuntimeError: CUDA out of memory\. To need less memory.*-000006"
     with pytest.raises(TrainingError, match=words):
@@ -323,7 +323,7 @@ with hold(Path({str(lab.folder.path)!r})): print('held', flush=True); time.sleep
 
 
 def test_a_run_that_cannot_be_saved_does_not_start(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overview_module, "free_bytes", lambda path: 10)
+    monkeypatch.setattr(forecast_module, "free_bytes", lambda path: 10)
     with pytest.raises(ResourceError, match=r" free; .*checkpoint\.every=0"):
         lab.train()
     assert lab.evaluator.phases == []

@@ -4,8 +4,7 @@ import numpy as np
 
 from palestra.core.config_sections import TrainSection
 from palestra.core.types import Group, Lineage, Rollout, Score, ToolCall, ToolResult, Turn
-from palestra.train.batch import group_advantages, has_signal, to_batch, trainable_batch
-from palestra.train.metrics import rollout_metrics
+from palestra.train.batch import group_advantages, has_signal, rollout_metrics, to_batch, trainable_batch
 
 TURNS = (
     Turn("template", (1, 2, 3)),

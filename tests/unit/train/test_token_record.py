@@ -7,7 +7,7 @@ from loop_fakes import FakeOutputs, attempt, make_loop
 
 from palestra.core.types import Group, Lineage, Turn
 from palestra.train.batch import to_batch
-from palestra.train.token_record import TokenRecord
+from palestra.train.update import TokenRecord
 
 
 def test_values_lie_beside_their_tokens_and_failed_rollouts_keep_their_place() -> None:

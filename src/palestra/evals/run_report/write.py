@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from palestra.core.config import flatten
 from palestra.core.files import write_json, write_text
 from palestra.core.machine import installed_version
+from palestra.core.messages import show_call
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_call
 from palestra.core.types import Rollout, ToolCall
 from palestra.evals.evidence import Finding
 from palestra.evals.report import Change, EvalReport, compare, compare_means, pick_transcripts

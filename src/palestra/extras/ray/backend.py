@@ -11,8 +11,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import MissingPackageError, SettingError
 from palestra.extras.ray.pool import GroupSampler, PoolPolicy, RolloutPool
 from palestra.models.loading import LoadedModel, load_tokenizer
-from palestra.train.backend import Backend, local_backend
-from palestra.train.setup import load_for_run, policy_for, samples_from_server, with_adapter
+from palestra.train.setup import Backend, load_for_run, local_backend, policy_for, samples_from_server, with_adapter
 from palestra.train.tasks import EnvironmentTask, Parts
 from palestra.train.watcher import Watcher
 

@@ -23,7 +23,7 @@ import numpy as np
 from palestra.core.errors import RolloutError, ServiceError, SettingError, UnsupportedError
 from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
-from palestra.policy.module import token_logprobs
+from palestra.policy.local import token_logprobs
 
 log = logging.getLogger("palestra")
 PROBE_TEXT = 'What do 3 red lamps cost? Ask, look it up: {"name": "price"} — then compute 12 + 7.\n'

@@ -17,7 +17,7 @@ from palestra.core.errors import MissingPackageError, UnsupportedError, UserCode
 from palestra.core.types import Grammar, Matching
 from palestra.models.chat.callformats import CallFormat, format_of
 from palestra.models.chat.callrules import json_rule, rules_of, trigger_of
-from palestra.models.chat.reasoning import is_inside
+from palestra.models.chat.toolcalls import is_inside
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from palestra.models.chat.callformats import HARMONY, CallFormat
-from palestra.models.chat.reasoning import TAGS, split_reasoning
-from palestra.models.chat.toolcalls import Reply, unexpected_opens
+from palestra.models.chat.toolcalls import TAGS, Reply, split_reasoning, unexpected_opens
 
 _FINAL, _ENDS = "<|channel|>final<|message|>", ("<|end|>", "<|return|>", "<|start|>")
 _TAGS = tuple(tag for pair in TAGS for tag in pair)

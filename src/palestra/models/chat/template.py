@@ -30,10 +30,18 @@ from palestra.models.chat.encode import (
     split_at_marks,
     with_texts,
 )
-from palestra.models.chat.reasoning import closing_tag, ends_open, split_reasoning, strip_reasoning
 from palestra.models.chat.render import PLAIN, PROBE, ReadTrackingStr, TemplateRefusal, TemplateRenderer
 from palestra.models.chat.streaming import StreamedReply
-from palestra.models.chat.toolcalls import Reply, UnexpectedCalls, parse_assistant, parse_by_template
+from palestra.models.chat.toolcalls import (
+    Reply,
+    UnexpectedCalls,
+    closing_tag,
+    ends_open,
+    parse_assistant,
+    parse_by_template,
+    split_reasoning,
+    strip_reasoning,
+)
 
 # GLM, Gemma 4 and FunctionGemma end a call with the token that begins its result.
 _CALL_ID = re.compile(r"tool_call_id|\.id\b|\[['\"]id['\"]\]")  # in the source of a template

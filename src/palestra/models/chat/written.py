@@ -1,7 +1,8 @@
-"""An assistant's message -> the tokens with which the model would have said it, by its own chat template.
+"""An assistant's message -> the tokens with which the model would have said it, and the startup check of tool calls.
 
 Needed for messages that the model did not sample: demonstrations. The template renders a small conversation that ends
-with the message; what stands behind the generation prompt, up to the stop token, is the model's turn.
+with the message; what stands behind the generation prompt, up to the stop token, is the model's turn. The startup
+check: what the template writes must be read back as the same calls.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from palestra.core.errors import InputError, PalestraError
+from palestra.core.errors import InputError, PalestraError, UnsupportedError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.encode import ForgedTexts, Piece, not_append_only, with_texts
-from palestra.models.chat.reasoning import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
 from palestra.models.chat.render import TemplateRefusal
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.toolcalls import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
 
 Schemas = Sequence[dict[str, Any]]
 _QUESTION, _NEXT = "PALESTRAQUESTION", "PALESTRANEXT"
@@ -51,7 +53,8 @@ def write_reply(
         except PalestraError as error:
             refusal = refusal or error
             continue
-        ids = _ids_behind(chat, prompt, pieces)
+        before, whole = _ids(chat, [Piece(prompt, False)]), _ids(chat, [Piece(prompt, False), *pieces])
+        ids = whole[len(before) :] if whole[: len(before)] == before else _ids(chat, pieces)
         found = chat.read(ids, tools, prompt_end)
         if _same(found, attempt):
             return WrittenReply(ids, found, _left_out(message, reasoning, found, pieces))
@@ -192,11 +195,99 @@ def _up_to_stop(pieces: Sequence[Piece], stops: Sequence[str]) -> list[Piece]:
     return []
 
 
-def _ids_behind(chat: ChatFormat, prompt: str, pieces: Sequence[Piece]) -> list[int]:
-    """The tokens of a turn, tokenised in its place; on its own where a token would reach back into the prompt."""
-    before, whole = _ids(chat, [Piece(prompt, False)]), _ids(chat, [Piece(prompt, False), *pieces])
-    return whole[len(before) :] if whole[: len(before)] == before else _ids(chat, pieces)
-
-
 def _ids(chat: ChatFormat, pieces: Sequence[Piece]) -> list[int]:
     return [token_id for _, ids in chat.pieces.encode(pieces).runs for token_id in ids]
+
+
+_TOOL = "palestra_lookup"
+_ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {
+        "text": 'a "b", {c} <d> é\u65e5',
+        "count": 3,
+        "share": -0.5,
+        "flag": True,
+        "nested": {"list": [1, "two", False], "x": {}},
+    },
+    {"text": "42", "count": 0},
+)
+_TYPES = {"text": "string", "count": "integer", "share": "number", "flag": "boolean", "nested": "object"}
+_PROPERTIES = {name: {"type": kind, "description": "A value."} for name, kind in _TYPES.items()}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["text"]}
+_SCHEMA = {
+    "type": "function",
+    "function": {"name": _TOOL, "description": "Look something up.", "parameters": _PARAMETERS},
+}
+_RESULT = "PALESTRARESULT"
+# tokenizer -> its template, and why the check failed
+_checked: WeakKeyDictionary[Any, dict[tuple[str, bool], str | None]] = WeakKeyDictionary()
+
+
+def tool_call_problem(chat: ChatFormat, *, appends: bool = True) -> str | None:
+    """Why tool calls cannot be used: they do not come back from the model's own template as they were or, with
+    `appends`, results cannot be appended. None if they can. Computed once per tokenizer and template."""
+    known = _checked.setdefault(chat.tokenizer, {})
+    key = (str(chat.tokenizer.chat_template), appends)
+    if key not in known:
+        known[key] = _reason(chat, appends)
+    return known[key]
+
+
+def takes_parallel_calls(chat: ChatFormat) -> bool:
+    """Whether the template writes several calls of one message, so that they are read back."""
+    try:
+        return _read_back(chat, _ARGUMENTS) == list(_ARGUMENTS)
+    except PalestraError:
+        return False
+
+
+def check_tool_calls(chat: ChatFormat, *, appends: bool = True) -> None:
+    """Raise PalestraError if there is a `tool_call_problem`."""
+    if reason := tool_call_problem(chat, appends=appends):
+        raise UnsupportedError(
+            f"tool calls of this model cannot be used: {reason}. Its chat template was taken to write the call format "
+            f"{chat.call_format.name!r}, like this:\n{chat.call_format.example}\n"
+            "Use a model whose template is supported (docs/models.md lists them), or set tokenizer.chat_template to "
+            "one that writes calls in a supported format, and save the tokenizer."
+        )
+
+
+def _reason(chat: ChatFormat, appends: bool) -> str | None:
+    try:
+        chat.prompt([Message("user", _QUESTION)], [_SCHEMA])
+        if appends:
+            chat.continuation([Message("tool", _RESULT, tool_call_id="call_0", name=_TOOL)])
+        if _read_back(chat, _ARGUMENTS) == list(_ARGUMENTS):
+            return None
+        # some templates refuse several calls in one message, or leave out all but the first
+        for arguments in _ARGUMENTS:
+            found = _read_back(chat, [arguments])
+            if found != [arguments]:
+                return f"of a call with the arguments {arguments} the template writes text that is read as {found}"
+    except PalestraError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def _read_back(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+    """The arguments, or the error, of each call in what the template writes for these calls."""
+    written, prompt = written_calls(chat, arguments)
+    calls = chat.parse(written, [_SCHEMA], prompt).calls
+    return [call.error or (f"a call in the format {call.format}" if call.format else call.arguments) for call in calls]
+
+
+def written_calls(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """The assistant's message with calls of these arguments as the template writes it, and the prompt before it."""
+    calls = tuple(ToolCall(f"call_{i}", _TOOL, each) for i, each in enumerate(arguments))
+    question, answer = Message("user", _QUESTION), Message("assistant", "", calls)
+    results = [Message("tool", f"{_RESULT}{i}", tool_call_id=call.id, name=_TOOL) for i, call in enumerate(calls)]
+    prompt = chat.render([question], [_SCHEMA], add_generation_prompt=True)
+    try:
+        whole = chat.render([question, answer, *results], [_SCHEMA])
+    except PalestraError:
+        if len(calls) > 1:
+            return "", prompt
+        raise
+    start = common_start(prompt, whole)
+    written = whole[start:].partition(_RESULT)[0]
+    ends = [end for stop in chat.stop_texts if (end := written.find(stop)) >= 0]
+    return written[: min(ends, default=len(written))], whole[:start]

@@ -25,7 +25,7 @@ class Tracker:
     def rollouts(self, step: int, groups: Sequence[Group]) -> None: ...
 
     def tokens(self, step: int, table: Callable[[], Array]) -> None:
-        """What the step found for each token of its rollouts, as `train.token_record` says; it may be made later."""
+        """What the step found for each token of its rollouts, as `train.update` says; it may be made later."""
 
     def flush(self) -> None:
         """Wait until all of it is on disk."""

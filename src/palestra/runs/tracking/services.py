@@ -21,9 +21,9 @@ from palestra.core.config import flatten
 from palestra.core.config_sections import TrackSection
 from palestra.core.errors import SettingError
 from palestra.core.files import write_text
-from palestra.core.messages import prompt_length
+from palestra.core.messages import prompt_length, show_call
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_call, visible
+from palestra.core.show import visible
 from palestra.core.types import Group, Message, Rollout
 from palestra.runs.tracking.base import Tracker
 

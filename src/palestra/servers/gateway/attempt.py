@@ -25,9 +25,8 @@ from palestra.core.types import (
     ToolResult,
     Turn,
 )
-from palestra.models.chat.reasoning import strip_reasoning
 from palestra.models.chat.template import PROMPT_END_TOKENS
-from palestra.models.chat.toolcalls import Reply
+from palestra.models.chat.toolcalls import Reply, strip_reasoning
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.servers.forwarding import KEY_PREFIX

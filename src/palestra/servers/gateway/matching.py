@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from palestra.core.types import Message
-from palestra.models.chat.reasoning import strip_reasoning
+from palestra.models.chat.toolcalls import strip_reasoning
 
 Key = tuple[Any, ...]
 _MAX_CACHED = 2048  # characters of a value whose key is kept

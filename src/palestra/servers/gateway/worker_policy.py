@@ -40,7 +40,7 @@ class WorkerPolicy(ChannelPolicy):
     async def score(
         self, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
     ) -> AsyncIterator[TokenLogprobs]:
-        """As `policy.module.token_logprobs`, by the trainer's completer."""
+        """As `policy.local.token_logprobs`, by the trainer's completer."""
         yield await self.channel.call("score", array("i", token_ids).tobytes(), start, top, temperature)[1]
 
 

@@ -21,10 +21,10 @@ from palestra.core.errors import (
 )
 from palestra.core.text import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
-from palestra.models.chat.roundtrip import check_tool_calls
 from palestra.models.chat.streaming import CertainText
 from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
+from palestra.models.chat.written import check_tool_calls
 from palestra.policy.base import Policy, TokenLogprobs
 from palestra.servers.openai.sampling_fields import MAX_PROMPTS, SamplingFields
 
@@ -38,7 +38,7 @@ _MAX_SEQUENCES = MAX_PROMPTS  # prompts x n of one request
 _MAX_TOKENS = 1 << 22  # … and their prompts' tokens x n
 
 T = TypeVar("T")
-# `policy.module.token_logprobs` of a model, or of one in another process
+# `policy.local.token_logprobs` of a model, or of one in another process
 ScoresTokens = Callable[..., Iterator[TokenLogprobs] | AsyncIterator[TokenLogprobs]]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from palestra.models.loading import LoadedModel, load_model
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
-from palestra.policy.module import token_logprobs
+from palestra.policy.local import token_logprobs
 from palestra.servers.openai.completer import Completer
 
 

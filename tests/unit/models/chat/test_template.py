@@ -15,8 +15,8 @@ from palestra.core.errors import PalestraError, UnsupportedError, UserCodeError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat import encode as encode_module
-from palestra.models.chat.roundtrip import tool_call_problem
 from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.written import tool_call_problem
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|head|>", "<|/head|>"]
 

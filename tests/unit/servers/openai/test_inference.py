@@ -229,7 +229,7 @@ def test_prompts_are_scored_alike_in_one_chunk_and_in_many(model, monkeypatch):
     ids = model.encode("What is 3 + 4? And what is 7 + 9, then?")
 
     def scored(chunk):
-        monkeypatch.setattr("palestra.policy.module._CHUNK", chunk)
+        monkeypatch.setattr("palestra.policy.local._CHUNK", chunk)
         pieces = list(model.score(ids, 3, top=2, temperature=1.0))
         return [p for piece in pieces for p in piece.logprobs], [t for piece in pieces for t in piece.top]
 

@@ -8,7 +8,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import MissingPackageError
 from palestra.models.export.hf import save_downloaded
 from palestra.models.loading import LoadedModel
-from palestra.train.backend import Backend
+from palestra.train.setup import Backend
 
 LOADS_MODEL = False  # the model is on the server; a run loads its tokenizer alone
 

@@ -16,7 +16,7 @@ from palestra.core.config_sections import LoraSection
 from palestra.core.errors import SettingError
 from palestra.learner.lora import add_lora
 from palestra.models.loading import LoadedModel, load_model
-from palestra.policy.module import sampling_copy
+from palestra.policy.local import sampling_copy
 
 MAX_RANK = 512
 

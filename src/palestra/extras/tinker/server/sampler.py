@@ -28,7 +28,7 @@ from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.messages import EMPTY_LOGPROB, SampleResponse, Tensor, TopK
 from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
-from palestra.policy.module import token_logprobs
+from palestra.policy.local import token_logprobs
 
 PAUSE_S = 0.01  # without a new request: the burst is over
 LONGEST_BURST_S = 0.2
