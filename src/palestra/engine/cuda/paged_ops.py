@@ -303,4 +303,4 @@ class PrefillBuffers(NamedTuple):
         rows = min(shape.tokens, self.rows.shape[1])
         ids, positions, pages, _ = self.tokens[:, : shape.tokens]
         blocks = self.blocks[:, : shape.tokens // shape.block + rows]
-        return PrefillPlan(keys, values, self.tables, ids, positions, pages, *blocks, *self.rows, block=shape.block)
+        return PrefillPlan(keys, values, self.tables, ids, positions, pages, *blocks, *self.rows, shape.block)
