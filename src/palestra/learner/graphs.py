@@ -69,11 +69,11 @@ class Graphs:
         """What `run` gives, with its gradient. It must be read before the next call, which overwrites it."""
         is_new = layout.bounds.shape not in self._seen
         self._seen.add(layout.bounds.shape)
-        captured = None if is_new else self._captured_for(ids, positions, layout)
-        if captured is None:
+        found = None if is_new else self._found(ids, positions, layout)
+        if found is None:
             return self._run(ids, positions, layout)
-        captured.load(ids, positions, layout)
-        result: Tensor = _Replay.apply(captured.anchor, captured)
+        found.load(ids, positions, layout)
+        result: Tensor = _Replay.apply(found.anchor, found)
         return result
 
     def forget(self) -> None:
@@ -81,7 +81,7 @@ class Graphs:
         self._captured.clear()
         self._gradients, self._pool, self.is_off = [], None, True
 
-    def _captured_for(self, ids: Tensor, positions: Tensor, layout: Layout) -> Captured | None:
+    def _found(self, ids: Tensor, positions: Tensor, layout: Layout) -> Captured | None:
         shape = layout.bounds.shape
         if self._captured and self._addresses != self._weights_at():  # graphs read weights where they were
             self._captured.clear()
@@ -92,13 +92,7 @@ class Graphs:
             self._captured.move_to_end(shape)
             return self._captured[shape]
         try:
-            trained = [weight for weight in self._weights if weight.requires_grad]
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-                self._gradients = [torch.zeros_like(weight) for weight in trained]
-                self._addresses = self._weights_at()
-            inputs = ids, positions, layout, trained, self._gradients, self._pool
-            self._captured[shape] = Captured(self._run, *inputs)
+            self._captured[shape] = self._capture(ids, positions, layout)
         except RuntimeError as error:  # out of memory, or what cannot be captured
             log.info("CUDA graph capture failed (%s); the learner runs small passes without graphs", error)
             self.forget()
@@ -107,6 +101,14 @@ class Graphs:
         if len(self._captured) > MOST:
             self._captured.popitem(last=False)
         return self._captured[shape]
+
+    def _capture(self, ids: Tensor, positions: Tensor, layout: Layout) -> Captured:
+        trained = [weight for weight in self._weights if weight.requires_grad]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._gradients = [torch.zeros_like(weight) for weight in trained]
+            self._addresses = self._weights_at()
+        return Captured(self._run, ids, positions, layout, trained, self._gradients, self._pool)
 
     def _weights_at(self) -> list[int]:
         return [weight.data_ptr() for weight in self._weights]
@@ -128,8 +130,8 @@ class Captured:
         self._ids, self._positions, self._layout = ids.clone(), positions.clone(), layout.copy()
         self._trained, self._gradients = trained, gradients
         self.anchor = torch.zeros((), device=ids.device, requires_grad=True)  # else autograd would leave the pass out
-        self.forward_graph, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with capture(self.forward_graph, pool):
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with capture(self._forward, pool):
             hidden = run(self._ids, self._positions, self._layout)
         self._gradient = torch.empty_like(hidden)
         with capture(self._backward, pool):
@@ -143,6 +145,10 @@ class Captured:
         """Make this the micro-batch of the next replay."""
         targets = [self._ids, self._positions, *self._layout.bounds.numbers]
         torch._foreach_copy_(targets, [ids, positions, *layout.bounds.numbers])
+
+    def replay_forward(self) -> Tensor:
+        self._forward.replay()
+        return self.hidden
 
     def replay_backward(self, gradient: Tensor) -> None:
         """Adds to the gradients of the weights."""
@@ -167,8 +173,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, captured: Captured) -> Tensor:
         ctx.captured = captured
-        captured.forward_graph.replay()
-        return captured.hidden.detach()
+        return captured.replay_forward().detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:

@@ -1,4 +1,4 @@
-"""What a learner session changes in the live model."""
+"""Temporary changes of the live model in a learner session, and what compiled layers call without tracing it."""
 
 from __future__ import annotations
 
@@ -182,9 +182,10 @@ def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# What compiled layers call without looking into it, because trees differ in every micro-batch, is a custom operation.
-# Compiled programs know objects by a number in a tensor, so that another object is no reason to compile again. The
-# gradient comes from autograd, which computes the operation again in the backward pass.
+# Code that walks trees, which differ in every micro-batch, is a custom operation of compiled layers. Compiled programs
+# know objects by a number in a tensor, so that another object is no reason to compile again. The gradient comes from
+# autograd, which computes the operation again in the backward pass.
+
 # Dispatch keys that an operation's own code does not pass through, and autograd needs.
 AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
 

@@ -303,4 +303,7 @@ class PrefillBuffers(NamedTuple):
         rows = min(shape.tokens, self.rows.shape[1])
         ids, positions, pages, _ = self.tokens[:, : shape.tokens]
         blocks = self.blocks[:, : shape.tokens // shape.block + rows]
-        return PrefillPlan(keys, values, self.tables, ids, positions, pages, *blocks, *self.rows, block=shape.block)
+        of_rows = (self.rows[0], self.rows[1], self.rows[2])
+        return PrefillPlan(
+            keys, values, self.tables, ids, positions, pages, blocks[0], blocks[1], *of_rows, block=shape.block
+        )

@@ -1,4 +1,4 @@
-"""Recurrent layers in three to five kernels each, with the states updated in the store.
+"""Recurrent layers in three to five kernels each, with the states updated in the store, and their fast decoder.
 
 Each class is the forward of some transformers modules, for decode steps and for prompts and appends of up to `MAX_RUN`
 tokens: rows and heads in parallel, the tokens of each one after the other. Longer prompts and other modules are left to
