@@ -164,7 +164,8 @@ class PromptTask:
                 ids = tuple(ChatFormat(self.tokenizer).prompt(text).token_ids.tolist())
             if not ids:
                 raise InputError("a prompt has no tokens; give it some text")
-            prompt, texts = Turn("template", ids), _Texts(self.tokenizer)  # type: ignore[arg-type]
+            texts: Any = _Texts(self.tokenizer)
+            prompt = Turn("template", ids)  # type: ignore[arg-type]
             return [TokenSpeaker(policy, s, texts, prompt) for s in policy.fork(policy.open(ids), len(episodes))]
 
         limits = attempt_limits(config, self.stops, training=True)
