@@ -125,7 +125,8 @@ def command(
         **addresses,
     )
     if dry_run:
-        return _dry_run(request, console)
+        _dry_run(request, console)
+        return None
     if detach:
         return _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console)
     return train_in_terminal(request, console, folder)
