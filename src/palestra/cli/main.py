@@ -47,6 +47,7 @@ for _name, (_group, _place, _line) in extras.COMMANDS.items():
     if _group:
         GROUPS[_group][_name] = ("", _line)
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+REMOVED_COMMANDS = {"http": "`palestra mcp --http` has its tools, at /tools/NAME and /mcp, and the dashboard"}
 
 
 class LazyGroup(click.Group):
@@ -78,6 +79,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0].endswith(".py"):
             raise click.UsageError(f"{args[0]} is a file, not a command. Did you mean 'palestra train {args[0]}'?", ctx)
+        if args and (instead := REMOVED_COMMANDS.get(args[0])):
+            raise click.UsageError(f"palestra {args[0]} was removed; {instead}", ctx)
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"There is no command {args[0]!r}.{did_you_mean(args[0], COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
