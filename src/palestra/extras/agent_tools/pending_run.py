@@ -119,60 +119,32 @@ def _meanings(value: Any) -> Iterable[Any]:
         yield int(parsed)
 
 
-def env_fields(rows: Iterable[Mapping[str, Any]], dialect: str) -> dict[str, ConfigField]:
-    """The environment's own fields, as `envs.config_fields` describes them."""
-    same, dropped = (_SAME, _OF_TRAINER) if dialect == "atropos" else ({}, ())
-    return {row["name"]: ConfigField(**row, also=same.get(row["name"])) for row in rows if row["name"] not in dropped}
-
-
 @cache
-def _run_fields() -> tuple[ConfigField, ...]:
+def run_fields() -> tuple[ConfigField, ...]:
+    """The settings of a run, with their own defaults."""
     whole = RunConfig.model_json_schema()
-    found = []
+    rows = []
     for key, info in RunConfig.settings().items():
         section, _, name = key.rpartition(".")
         model = whole["$defs"][whole["properties"][section]["$ref"].rpartition("/")[2]] if section else whole
         default = info.get_default(call_default_factory=True)
         kind = type_name(info.annotation)
-        found.append(
+        rows.append(
             ConfigField(_RENAMED.get(key, key), kind, default, info.description or "", model["properties"][name], key)
         )
-    return tuple(found)
+    return tuple(rows)
 
 
-def run_fields(run_settings: Mapping[str, Any]) -> dict[str, ConfigField]:
-    """The settings of a run. Their defaults are those that the environment says suit it."""
-    own = flatten(dict(run_settings))
-    return {
-        field.name: replace(field, default=own[field.setting]) if field.setting in own else field
-        for field in _run_fields()
-    }
-
-
-def server_fields(site: Site, names: Iterable[str]) -> dict[str, ConfigField]:
+def server_fields(site: Site) -> dict[str, ConfigField]:
     """The server settings that the site unlocks, such as `server.timeout`."""
     schemas = ServerLocks.model_json_schema()["properties"]
-    lifted = [lock for lock in lifted_locks(site) if lock.section == "server" and lock.name in names]
-    found = [
-        ConfigField(lock.full_name, lock.type, lock.value, lock.description, schemas[lock.name], is_server=True)
-        for lock in lifted
-        if getattr(site.server, lock.name) is None
-    ]
-    return {field.name: field for field in found}
-
-
-def require_valid(settings: Mapping[str, Any], run_settings: Mapping[str, Any], field: ConfigField) -> None:
-    """Validate the run's config as a whole."""
-    if error := _error_in(run_settings, settings):
-        raise Refusal(f"{field.name}: {error}", field=field.name, expected_type=field.type)
-
-
-def _error_in(*layers: Mapping[str, Any]) -> PalestraError | None:
-    try:
-        RunConfig.build(*layers)
-    except PalestraError as error:
-        return error
-    return None
+    return {
+        lock.full_name: ConfigField(
+            lock.full_name, lock.type, lock.value, lock.description, schemas[lock.name], is_server=True
+        )
+        for lock in lifted_locks(site)
+        if lock.section == "server" and lock.name in _SERVER_SETTINGS and getattr(site.server, lock.name) is None
+    }
 
 
 @dataclass(frozen=True)
@@ -188,14 +160,27 @@ class PendingRunConfig:
 
     @classmethod
     def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> PendingRunConfig:
-        if error := _error_in(description.run_settings):
-            raise UserCodeError(f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}")
+        try:
+            RunConfig.build(description.run_settings)
+        except PalestraError as error:
+            text = f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}"
+            raise UserCodeError(text) from None
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        own = env_fields(description.fields, found.dialect)
+        linked, dropped = (_SAME, _OF_TRAINER) if found.dialect == "atropos" else ({}, ())
+        own = {
+            row["name"]: ConfigField(**row, also=linked.get(row["name"]))
+            for row in description.fields
+            if row["name"] not in dropped
+        }
         same = {f.also for f in own.values()}
-        fields = {n: f for n, f in run_fields(description.run_settings).items() if f.setting not in same} | own
+        suited = flatten(dict(description.run_settings))  # the environment's own defaults for settings of the run
+        fields = {
+            f.name: replace(f, default=suited[f.setting]) if f.setting in suited else f
+            for f in run_fields()
+            if f.setting not in same
+        } | own
         if found.dialect == "atropos":
-            fields |= server_fields(site, _SERVER_SETTINGS)
+            fields |= server_fields(site)
         locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, found.dialect, site))
         edited: dict[str, Any] = {TRACKING_NAME: f"{slug(found.name)}-{stamp}"}
         if "use_wandb" in own and found.dialect == "atropos":
@@ -238,7 +223,10 @@ class PendingRunConfig:
             )
         draft = replace(self, edited={**self.edited, name: read})
         if own.key is not None:
-            require_valid(draft.settings(), self.run_settings, own)
+            try:
+                RunConfig.build(self.run_settings, draft.settings())
+            except PalestraError as error:
+                raise Refusal(f"{name}: {error}", field=name, expected_type=own.type) from None
         return draft
 
     def own_name(self, name: str) -> str:
@@ -294,12 +282,9 @@ class PendingRunConfig:
     def open_fields(self) -> list[ConfigField]:
         """The environment's own first, then the run's, the usual ones before the others, without the locked ones."""
 
-        def rank(f: ConfigField) -> int:
-            if f.setting is None and not f.is_server:
-                return 0
-            return 1 if f.setting in _USUAL else 2
-
-        ordered = sorted(self.fields.values(), key=rank)
+        own = [f for f in self.fields.values() if f.setting is None and not f.is_server]
+        rest = [f for f in self.fields.values() if f.setting is not None or f.is_server]
+        ordered = own + sorted(rest, key=lambda f: f.setting not in _USUAL)
         return [f for f in ordered if self.lock_of(f.name) is None]
 
     def value(self, name: str) -> Any:
