@@ -53,7 +53,9 @@ def resume(run: RunFolder, resumed: Resume, watching: Watching, request: RunRequ
     """Continue or finish a run over the wire; `request` has its addresses."""
     if resumed.finish:
         with watching(run.config) as watcher:
-            return run, finish_wire(run, resumed, watcher=watcher)
+            from palestra.train.tasks import FinishTask
+
+            return run, _train(run, FinishTask(_scorer(run)), watcher=watcher, resume=resumed)
     if request is None or request.env_url is None:
         raise SettingError(f"{run.path} trains over the wire; continue it with: {run.wire_command}")
     return run, _train_request(request, run, watching, resumed)
@@ -176,13 +178,6 @@ def train_wire(
     loaded = load_for_run(run.config)
     task = WireTask(client, address, loaded, run, _scorer(run), served, check, wait_limit_s)
     return _train(run, task, loaded=loaded, watcher=watcher, resume=resume)
-
-
-def finish_wire(run: RunFolder, resume: Resume, *, watcher: Watcher | None = None) -> Outcome:
-    """Score and save what a run over the wire has learned, without its environments."""
-    from palestra.train.tasks import FinishTask
-
-    return _train(run, FinishTask(_scorer(run)), watcher=watcher, resume=resume)
 
 
 def _scorer(run: RunFolder) -> EnvironmentTask | None:
