@@ -191,7 +191,7 @@ class Address:
 class WireTask:
     """Groups come from a trajectory API. `scored_by` is the environment, if it is one of ours: it evaluates the model.
 
-    `served` is called with the inference URL and the tokenizer; `check` may raise while groups are waited for.
+    `served` is called with the inference URL and the tokenizer.
     """
 
     client: WireClient
@@ -200,7 +200,6 @@ class WireTask:
     folder: RunFolder
     scored_by: EnvironmentTask | None = None
     served: Callable[[str, Any], None] = lambda url, tokenizer: None
-    check: Callable[[], None] = lambda: None
     wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
 
     @property
@@ -237,7 +236,6 @@ class WireTask:
             limits,
             serving,
             parts.watcher.note,
-            self.check,
             StallWatch(lambda: self.client.call("/status"), tally, requests, log, note, self.wait_limit_s),
             keeps_batches=parts.config.checkpoint.every > 0,
             step=parts.step,
@@ -278,7 +276,6 @@ class WireSource(GroupSource):
     limits: ModelLimits
     serving: Serving
     note: Callable[[str], None]
-    check: Callable[[], None]
     stalls: StallWatch
     keeps_batches: bool  # at the API, until they are in a checkpoint
     batch: int = 0  # the number of the last one
@@ -296,7 +293,6 @@ class WireSource(GroupSource):
             saved = self.saved if self.keeps_batches else None
             while isinstance(delivery := await self.client.batch(self.batch, saved, self.step), str):
                 self._note_once("no batch", delivery)
-                self.check()
                 await self.stalls.check()
                 await asyncio.sleep(_POLL_S)
             number, rows = delivery
