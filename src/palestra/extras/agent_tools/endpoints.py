@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*relay.ask(int(index), self.rfile.read(int(length))))
 
     def _answer(self, status: int, body: bytes) -> None:
-        with contextlib.suppress(OSError):  # the asker was stopped meanwhile
+        with contextlib.suppress(OSError):  # the environment was stopped while it waited
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

@@ -41,7 +41,7 @@ class InferenceTest:
 
     def run(self, models: Sequence[Candidate]) -> Mapping[str, Any]:
         """Test all models; one that fails or times out does not affect the others' results."""
-        limits, env = self.draft.site.limits, self.draft.found
+        limits, env = self.draft.site.limits, self.draft.env
         if self.num_steps < 1 or self.group_size < 2:
             raise SettingError(
                 f"num_steps={self.num_steps}, group_size={self.group_size}; "

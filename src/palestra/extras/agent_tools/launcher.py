@@ -32,7 +32,7 @@ DEMO = "demo"
 _CONFIG_S = 60.0
 _MAX_AGENTS = 100
 _MAX_DESCRIBED = 50
-# shown at once; the others stand behind "all settings"
+# shown first; the others stand behind "all settings"
 _COMMON = (
     "model.name", "train.max_steps", "train.learning_rate", "train.problems_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "lora.r", "eval.every", "eval.cases", "checkpoint.every",
@@ -42,7 +42,7 @@ _KINDS = {"integer": "integer", "number": "number", "boolean": "boolean", "strin
 
 
 class FormLauncher:
-    """How the dashboard starts runs, tests and exports. Code of users is read in processes of its own."""
+    """Starts runs, tests and exports for the dashboard. Code of users is read in processes of its own."""
 
     def __init__(self, manager: RunManager, site: Site, folders: Sequence[Path] = ()) -> None:
         """`folders`: where code may lie besides the working directory."""
@@ -89,7 +89,7 @@ class FormLauncher:
             {"name": row["name"], "value": row["locked_value"], "description": row["description"]}
             for row in views.config(draft)["locked_fields"]
         ]
-        return dict(to_json({"subject": draft.found.name, "fields": fields, "locked": locked}))
+        return dict(to_json({"subject": draft.env.name, "fields": fields, "locked": locked}))
 
     def check(self, body: SubjectBody) -> dict[str, str]:
         draft, errors = self._draft(body), {}
@@ -100,7 +100,7 @@ class FormLauncher:
                 errors[name] = str(refusal)
         if body.environment is not None and not errors:
             try:
-                describe(draft.found, draft.env_settings())  # they must fit together, too
+                describe(draft.env, draft.env_settings())  # they must fit together, too
             except PalestraError as error:
                 errors[""] = str(error)
         return errors

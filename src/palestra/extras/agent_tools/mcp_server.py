@@ -29,7 +29,7 @@ from palestra.core.errors import NotFoundError, PalestraError, StateError, did_y
 from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread, is_refusal
+from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread
 from palestra.servers.body import MIB, WholeBody
 from palestra.servers.guard import Guard
 from palestra.servers.http_errors import refuse
@@ -99,22 +99,19 @@ class Handlers:
 
         answer = await call_in_thread(self._tools(ctx), params.name, params.arguments, progress)
         text = types.TextContent(type="text", text=json.dumps(answer, ensure_ascii=False))
-        return types.CallToolResult(content=[text], structured_content=answer, is_error=is_refusal(answer))
+        # the error of a run that failed comes with its status, and is no refusal
+        is_error = "error" in answer and "status" not in answer
+        return types.CallToolResult(content=[text], structured_content=answer, is_error=is_error)
 
     async def list_resources(self, ctx: Context, params: Any) -> types.ListResourcesResult:
         runs, _ = await asyncio.to_thread(self._tools(ctx).manager.page, _LISTED_RUNS)
-        return types.ListResourcesResult(
-            resources=[
-                types.Resource(
-                    uri=f"{_SCHEME}{run.run_id}/{kind}",
-                    name=f"{run.name} ({run.run_id}): {kind}",
-                    mime_type=mime_type,
-                    description=text,
-                )
-                for run in runs
-                for kind, (mime_type, text) in KINDS.items()
-            ]
-        )
+        rows = [
+            types.Resource(uri=f"{_SCHEME}{run.run_id}/{kind}", name=name, mime_type=mime_type, description=text)
+            for run in runs
+            for kind, (mime_type, text) in KINDS.items()
+            for name in [f"{run.name} ({run.run_id}): {kind}"]
+        ]
+        return types.ListResourcesResult(resources=rows)
 
     async def list_templates(self, ctx: Context, params: Any) -> types.ListResourceTemplatesResult:
         return types.ListResourceTemplatesResult(
@@ -256,7 +253,7 @@ class RequireSessions:
     """Keeps clients to the protocol versions that have sessions.
 
     The newest has none over HTTP, and what a client has selected and edited is its own. A client that asks for
-    it is told which versions there are, and goes on with one of them.
+    it gets an error that lists the supported versions, and falls back to one of them.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -151,7 +151,7 @@ def server_fields(site: Site) -> dict[str, ConfigField]:
 class PendingRunConfig:
     """The environment, its fields, the locks, and the edited values. Immutable: an edit returns a new one."""
 
-    found: DiscoveredEnv
+    env: DiscoveredEnv
     run_settings: Mapping[str, Any]  # what the environment says suits it
     fields: Mapping[str, ConfigField]
     site: Site
@@ -159,14 +159,14 @@ class PendingRunConfig:
     edited: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> PendingRunConfig:
+    def of(cls, env: DiscoveredEnv, description: EnvDescription, site: Site) -> PendingRunConfig:
         try:
             RunConfig.build(description.run_settings)
         except PalestraError as error:
-            text = f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}"
+            text = f"the run_settings of {env.name} ({env.file_path}) are wrong: {error}"
             raise UserCodeError(text) from None
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        linked, dropped = (_SAME, _OF_TRAINER) if found.dialect == "atropos" else ({}, ())
+        linked, dropped = (_SAME, _OF_TRAINER) if env.dialect == "atropos" else ({}, ())
         own = {
             row["name"]: ConfigField(**row, also=linked.get(row["name"]))
             for row in description.fields
@@ -179,17 +179,17 @@ class PendingRunConfig:
             for f in run_fields()
             if f.setting not in same
         } | own
-        if found.dialect == "atropos":
+        if env.dialect == "atropos":
             fields |= server_fields(site)
-        locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, found.dialect, site))
-        edited: dict[str, Any] = {TRACKING_NAME: f"{slug(found.name)}-{stamp}"}
-        if "use_wandb" in own and found.dialect == "atropos":
+        locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, env.dialect, site))
+        edited: dict[str, Any] = {TRACKING_NAME: f"{slug(env.name)}-{stamp}"}
+        if "use_wandb" in own and env.dialect == "atropos":
             edited["use_wandb"] = False  # the trainer tracks, by track.report_to
         for f in fields.values():
             largest = site.maximums.get(f.key or "")
             if largest is not None and (f.default is None or f.default > largest):
                 edited[f.name] = type(f.default)(largest) if f.default is not None else int(largest)
-        return cls(found, description.run_settings, fields, site, locks, edited)
+        return cls(env, description.run_settings, fields, site, locks, edited)
 
     def edit(self, name: str, value: Any) -> PendingRunConfig:
         """The same with one setting changed; Refusal says why not."""
@@ -316,9 +316,9 @@ class PendingRunConfig:
     @property
     def environment(self) -> str:
         """The environment as other processes name it: by file and class, unless it is built in."""
-        if self.found.origin == "built-in":
-            return self.found.name
-        return f"{self.found.file_path}:{self.found.class_name}"
+        if self.env.origin == "built-in":
+            return self.env.name
+        return f"{self.env.file_path}:{self.env.class_name}"
 
     def request(self) -> RunRequest:
         """The request to the run manager; PalestraError if it would send a key to an address that an agent chose."""
@@ -328,11 +328,11 @@ class PendingRunConfig:
         lifted = {f.name.removeprefix("server."): self.value(f.name) for f in self.fields.values() if f.is_server}
         return RunRequest(
             environment=self.environment,
-            environment_name=self.found.name,
+            environment_name=self.env.name,
             settings=self.settings(),
             env_settings=self.env_settings(),
             server_settings={name: value for name, value in (locked | lifted).items() if name in _SERVER_SETTINGS},
-            name=slug(self.found.name),
+            name=slug(self.env.name),
             backend=self.site.profile,
         )
 
@@ -349,7 +349,7 @@ def _holds_something(lock: Lock, own: Mapping[str, ConfigField], dialect: str, s
 
 
 def describe(
-    found: DiscoveredEnv,
+    env: DiscoveredEnv,
     settings: Mapping[str, Any] | None = None,
     limits: RequestLimits | None = None,
     progress: Progress = lambda done, total, text: None,
@@ -360,10 +360,10 @@ def describe(
     requirements.txt of its folder lists are installed, too. Both continue if the client gives up waiting.
     """
     timeout_s = 60 * (limits or RequestLimits()).config_minutes
-    if found.dialect == "palestra":
-        return _read_config(found, settings, timeout_s)
+    if env.dialect == "palestra":
+        return _read_config(env, settings, timeout_s)
     venvs = provided("venvs of Atropos environments")
-    error, package, lines, listed = None, "", count(1), venvs.requirements_of(found.file_path)
+    error, package, lines, listed = None, "", count(1), venvs.requirements_of(env.file_path)
 
     def tell(text: str) -> None:
         line = next(lines)
@@ -371,9 +371,9 @@ def describe(
 
     for packages in [[], listed] if listed else [[]]:
         python = venvs.ensure_python(venvs.venv_folder(), packages, tell, tell)
-        tell(f"reading the config of {found.name}")
+        tell(f"reading the config of {env.name}")
         try:
-            described = _read_config(found, settings, timeout_s, python)
+            described = _read_config(env, settings, timeout_s, python)
             return replace(
                 described, run_settings={**provided("settings of runs over the wire"), **described.run_settings}
             )
@@ -383,16 +383,16 @@ def describe(
                 raise
     raise MissingPackageError(
         f"{error}; if {package} is a package, whoever runs this server can install it: "
-        f"add it to {found.file_path.parent / 'requirements.txt'}"
+        f"add it to {env.file_path.parent / 'requirements.txt'}"
     )
 
 
 def _read_config(
-    found: DiscoveredEnv, settings: Mapping[str, Any] | None, timeout_s: float, python: Path | None = None
+    env: DiscoveredEnv, settings: Mapping[str, Any] | None, timeout_s: float, python: Path | None = None
 ) -> EnvDescription:
     if not _DESCRIBED_AT_ONCE.acquire(timeout=_DESCRIBE_WAIT_S):
         raise ResourceError("this server is reading the settings of too many environments; ask again in a minute")
     try:
-        return describe_env(found, settings, timeout_s=timeout_s, python=python)
+        return describe_env(env, settings, timeout_s=timeout_s, python=python)
     finally:
         _DESCRIBED_AT_ONCE.release()

@@ -77,10 +77,10 @@ def rl_select_environment(call: Call, name: str) -> views.Data:
     """
     pending = call.tools.select(name, call.progress)
     return {
-        "message": f"{pending.found.name} is selected. rl_get_current_config shows its settings, "
+        "message": f"{pending.env.name} is selected. rl_get_current_config shows its settings, "
         "rl_start_training starts a training",
-        "environment": pending.found.name,
-        "file_path": pending.found.file_path,
+        "environment": pending.env.name,
+        "file_path": pending.env.file_path,
         TRACKING_NAME: pending.edited[TRACKING_NAME],
     }
 
@@ -120,7 +120,7 @@ def rl_start_training(call: Call) -> views.Data:
     if missing:
         hints = "; ".join(f"{key}: {_HINTS[key]}" for key in missing)
         raise Refusal(f"{' and '.join(missing)} must be set in this server's environment ({hints})", missing=missing)
-    describe(pending.found, pending.env_settings(), tools.site.limits)  # they must fit together, too
+    describe(pending.env, pending.env_settings(), tools.site.limits)  # they must fit together, too
     limit = tools.site.limits.active_runs
     return views.started(tools.manager.start(pending.request(), max_active=limit), pending)
 
@@ -324,7 +324,7 @@ class RlTools:
         raise Refusal(text, active_runs=self.manager.active_ids())
 
     def seconds_to_wait(self, run: Run) -> float:
-        """How long until this run may be looked at again; 0 counts as a look. A new state may be looked at at once."""
+        """Seconds until this run may be looked at again; 0 counts as a look. A new state may be seen immediately."""
         now, pause_s = self._clock(), self.site.limits.status_check_minutes * 60
         with self._lock:
             state, when = self._looks.get(run.run_id, (None, 0.0))
@@ -389,8 +389,3 @@ async def call_in_thread(
         return {"error": str(error)}
     finally:
         cancelled.set()
-
-
-def is_refusal(answer: Answer) -> bool:
-    """Whether the tool refused; the error of a run that failed comes with its status, and is no refusal."""
-    return "error" in answer and "status" not in answer

@@ -63,7 +63,7 @@ def config(draft: PendingRunConfig, contains: str = "", limit: int = MAX_LISTED,
         if offset == 0 and contains.lower() in lock.full_name.lower()
     ]
     return {
-        "environment": draft.found.name,
+        "environment": draft.env.name,
         "configurable_fields": configurable,
         **about,
         "locked_fields": locked,
@@ -75,7 +75,7 @@ def started(run: Run, draft: PendingRunConfig) -> Data:
     return {
         "run_id": run.run_id,
         "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
-        "environment": draft.found.name,
+        "environment": draft.env.name,
         "config": draft.config(),
         "config_path": RunFolder(run.folder).request_file,
         "logs": _logs(run),

@@ -81,16 +81,12 @@ def _with_own_ids(runs: Sequence[CatalogRun]) -> Iterator[CatalogRun]:
         yield found
 
 
-def run_folders(path: Path) -> Iterator[RunFolder]:
+def run_folders(path: Path, depth: int = _DEPTH) -> Iterator[RunFolder]:
     """The run folders at a path: itself, or those below it."""
-    yield from _run_folders(path.absolute(), _DEPTH)
-
-
-def _run_folders(path: Path, depth: int) -> Iterator[RunFolder]:
-    folder = RunFolder(path)
+    folder = RunFolder(path.absolute())
     if folder.has_begun:
         yield folder
     elif depth and path.is_dir():
         for below in sorted(path.iterdir()):
             if below.is_dir() and not below.is_symlink() and not below.name.startswith("."):
-                yield from _run_folders(below, depth - 1)
+                yield from run_folders(below, depth - 1)
