@@ -141,7 +141,7 @@ class Usage:
             self.requests += 1
             self.prompt_tokens += prompt
             self.completion_tokens += completion
-            if type(cost := usage.get("cost")) in (int, float):
+            if isinstance(cost := usage.get("cost"), int | float) and not isinstance(cost, bool):
                 self.cost_usd = (self.cost_usd or 0.0) + cost
 
 

@@ -76,7 +76,7 @@ class InferenceTest:
 
         began = time.perf_counter()
         with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
-            rows = list(pool.map(lambda item: self._test(*item, relay, folder, note), enumerate(models)))
+            rows = list(pool.map(lambda item: self._test(item[0], item[1], relay, folder, note), enumerate(models)))
         sizes = {"num_steps": self.num_steps, "group_size": self.group_size}
         summary = _summary(rows, time.perf_counter() - began)
         return {

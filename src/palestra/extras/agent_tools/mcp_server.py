@@ -10,6 +10,7 @@ import re
 import secrets
 import sys
 import threading
+from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,13 @@ def http_app(clients: Clients, token: str | None, dashboard: ASGIApp | None = No
         return guarded
     to_page = Route("/dashboard", lambda request: RedirectResponse("dashboard/"))
     routes = [to_page, Mount("/dashboard", dashboard), Mount("/", guarded)]
-    return Starlette(routes=routes, lifespan=lambda app: mcp_app.router.lifespan_context(mcp_app))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with mcp_app.router.lifespan_context(mcp_app):  # that of a mounted application does not run by itself
+            yield
+
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
 def _refused(request: Request, error: Exception) -> JSONResponse:
