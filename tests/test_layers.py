@@ -91,7 +91,6 @@ HEAVY = {
 # library -> the one file that may import it at module level. The file is imported when its server is used.
 ONE_FILE = {
     "mcp": "extras/agent_tools/mcp_server.py",
-    "fastapi": "extras/agent_tools/http_api.py",
 }
 
 IMPORT_MODULES, HELP_MODULES = 30, 200  # limits on loaded modules; 6 and 88 with Python 3.11

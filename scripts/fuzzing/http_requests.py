@@ -73,10 +73,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 SESSION = "Palestra-Session: fuzzing-session"
 TOOLS: list[Template] = [
-    ("GET", "/health", None),
-    ("GET", "/tools", None),
-    ("GET", "/openapi.json", None),
-    ("GET", "/runs/abcd1234/metrics", None),
     *(("POST", f"/tools/{name}", arguments) for name, arguments in ARGUMENTS.items()),
 ]
 INITIALIZE = {
@@ -159,7 +155,7 @@ def rl_clients(home: Path) -> Iterator[Any]:
 
 @contextmanager
 def tools(home: Path) -> Iterator[Prepared]:
-    from palestra.extras.agent_tools.http_api import http_app
+    from palestra.extras.agent_tools.mcp_server import http_app
 
     with rl_clients(home) as clients:
         yield http_app(clients, None), "tools", TOOLS, [SESSION]
@@ -167,8 +163,8 @@ def tools(home: Path) -> Iterator[Prepared]:
 
 @contextmanager
 def mcp(home: Path) -> Iterator[Prepared]:
-    from palestra.extras.agent_tools.mcp_server import http_app, make_server
+    from palestra.extras.agent_tools.mcp_server import http_app
 
     headers = ["Accept: application/json, text/event-stream", "MCP-Protocol-Version: 2025-06-18"]
     with rl_clients(home) as clients:
-        yield http_app(make_server(clients), None), "mcp", MCP, headers
+        yield http_app(clients, None), "mcp", MCP, headers

@@ -285,7 +285,7 @@ def test_runs_are_listed_page_by_page(tools, monkeypatch):
 
 def test_environments_are_named_by_file_or_name_and_their_errors_are_answers(folder, tools):
     assert RunRequest(environment="/somewhere/good.py:Sums", environment_name="sums").subject == "sums"
-    own = replace(pending(), found=replace(pending().found, origin="configured"))
+    own = replace(pending(), env=replace(pending().env, origin="configured"))
     assert own.request().subject == "calculator"
     path = folder / "environments" / "echo_number.py"
     for old, new, says in (

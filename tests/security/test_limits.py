@@ -146,11 +146,11 @@ def test_sessions_over_mcp_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(mcp_server, "MAX_SESSIONS", 2)
     monkeypatch.setattr(mcp_server, "_SESSION_IDLE_S", 0.5)
     manager = RunManager(tmp_path / "home")
-    server = mcp_server.make_server(Clients(lambda: RlTools(manager, Site())))
+    clients = Clients(lambda: RlTools(manager, Site()))
     about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
     question = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": about}
     headers = {"Accept": "application/json, text/event-stream"}
-    with TestClient(mcp_server.http_app(server, None), base_url="http://127.0.0.1:8002") as client:
+    with TestClient(mcp_server.http_app(clients, None), base_url="http://127.0.0.1:8002") as client:
 
         def begin() -> int:
             return client.post("/mcp", json=question, headers=headers).status_code

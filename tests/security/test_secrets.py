@@ -27,7 +27,7 @@ from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import in_file
 from palestra.extras.agent_tools import RlTools
 from palestra.extras.agent_tools.answers import answer
-from palestra.extras.agent_tools.resources import KINDS, read_resource
+from palestra.extras.agent_tools.mcp_server import KINDS, read_resource
 from palestra.extras.atropos.atropos import command as atropos_command
 from palestra.extras.atropos.atropos import serve_command
 from palestra.runs.index import Index

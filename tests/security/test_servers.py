@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from palestra.core.errors import SettingError
-from palestra.extras.agent_tools import RlTools, http_api, mcp_server
+from palestra.extras.agent_tools import RlTools, mcp_server
 from palestra.extras.agent_tools.tools import Clients
 from palestra.extras.atropos.protocol import ScoredGroup
 from palestra.extras.atropos.server import trajectory_app
@@ -75,8 +75,9 @@ def all_servers(folder):
     model = SimpleNamespace(name="m", context_tokens=8, policy=None, eos=(0,))
     yield trajectory_app(folder / "wire"), "/reset_data"
     yield inference_app(model), "/v1/completions"
-    yield http_api.http_app(clients, None), "/tools/rl_list_runs"
-    yield mcp_server.http_app(mcp_server.make_server(clients), None), "/mcp"
+    tools = mcp_server.http_app(clients, None)
+    yield tools, "/tools/rl_list_runs"
+    yield tools, "/mcp"
 
 
 def test_every_server_refuses_pages_of_other_sites(tmp_path):

@@ -32,7 +32,7 @@ KEYS = {
     "TINKER_API_KEY": "training at Tinker",
     "WANDB_API_KEY": "metrics at Weights & Biases",
 }
-PORTS = {8000: "palestra serve", 8001: "palestra trajectory", 8002: "palestra mcp --http", 8003: "palestra http",
+PORTS = {8000: "palestra serve", 8001: "palestra trajectory", 8002: "palestra mcp --http",
          8004: "palestra dashboard", 8005: "palestra gateway", 8010: "palestra tinker",
          9001: "palestra train --env-url"}  # fmt: skip
 _MARKS = {"ok": ("✓", "green"), "missing": ("·", "yellow"), "broken": ("✗", "red")}

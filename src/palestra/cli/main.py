@@ -48,6 +48,7 @@ REMOVED = {  # command -> its replacement
     "locks": "run: palestra config --locked",
     "completion": 'put into ~/.bashrc: eval "$(_PALESTRA_COMPLETE=bash_source palestra)" (or zsh_source, fish_source)',
     "version": "run: palestra doctor",
+    "http": "`palestra mcp --http` has its tools, at /tools/NAME and /mcp, and the dashboard",
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 

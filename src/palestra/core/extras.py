@@ -58,10 +58,6 @@ COMMANDS = {
         "Trainings run by an LLM agent", "agent_tools.commands:mcp",
         "Offer the rl_* tools over the Model Context Protocol.",
     ),
-    "http": (
-        "Trainings run by an LLM agent", "agent_tools.commands:http",
-        "Offer the rl_* tools over HTTP: they start trainings; it serves no model.",
-    ),
     "tools": ("Trainings run by an LLM agent", "agent_tools.commands:tools", "Print the schemas of the rl_* tools."),
 }  # fmt: skip
 

@@ -1,9 +1,11 @@
-"""Tests that are coroutines run in an event loop of their own."""
+"""Tests that are coroutines run in an event loop of their own; the embedded model behind a completer."""
 
 import asyncio
 import inspect
 
 import pytest
+
+from palestra.servers.openai.loading import load_completer
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -13,3 +15,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     asyncio.run(pyfuncitem.obj(**arguments))
     return True
+
+
+@pytest.fixture(scope="session")
+def model():
+    return load_completer("palestra/tiny")

@@ -61,7 +61,7 @@ def group(token: int = 7, **more) -> dict[str, Any]:
 
 def source_of(*batches: Any, **more) -> tuple[WireSource, Batches, list[str]]:
     client, notes = Batches(list(batches)), []
-    fields = {"check": lambda: None, "keeps_batches": True, "stalls": NoStalls()} | more
+    fields = {"keeps_batches": True, "stalls": NoStalls()} | more
     source = WireSource(client, ModelLimits(100, 16), Closed(), notes.append, **fields)  # type: ignore[arg-type]
     return source, client, notes
 
@@ -91,17 +91,18 @@ def test_batches_are_asked_for_after_the_last_and_kept_since_the_last_checkpoint
     assert client.asked == asked
 
 
-def test_while_there_is_no_batch_the_reason_is_told_once_and_a_dead_environment_ends_the_wait(monkeypatch):
+def test_while_there_is_no_batch_the_reason_is_logged_once_and_a_stall_ends_the_wait(monkeypatch):
     monkeypatch.setattr("palestra.extras.atropos.task._POLL_S", 0.0)
-    checks = iter([None, None, PalestraError("the environment ended with status 1")])
+    checks = iter([None, None, PalestraError("no group for 60 s")])
 
-    def check() -> None:
-        if (error := next(checks)) is not None:
-            raise error
+    class Stalls(NoStalls):
+        async def check(self) -> None:
+            if (error := next(checks)) is not None:
+                raise error
 
     stuck = "groups of 4 never add up to a batch of 6"
-    source, client, notes = source_of(stuck, stuck, None, check=check)
-    with pytest.raises(PalestraError, match="status 1"):
+    source, client, notes = source_of(stuck, stuck, None, stalls=Stalls())
+    with pytest.raises(PalestraError, match="no group for"):
         take(source)
     assert len(client.asked) == 3
     assert notes == [stuck]

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 import palestra.extras.agent_tools.commands as tools_command
 import palestra.extras.dashboard.command as dashboard_command
 from palestra.cli import main
-from palestra.extras.agent_tools.http_api import http_app
 from palestra.extras.agent_tools.launcher import FormLauncher
+from palestra.extras.agent_tools.mcp_server import http_app
 from palestra.extras.agent_tools.tools import Clients, RlTools
 from palestra.extras.dashboard.app import STATIC
 from palestra.extras.dashboard.catalog import Catalog
@@ -110,7 +110,7 @@ def test_every_answer_has_the_security_headers(client, path) -> None:
     assert response.status_code == 404 or ".." not in path, "static files stay in their folder"
 
 
-# The dashboard as a part of `palestra http`
+# The dashboard as a part of `palestra mcp --http`
 
 
 @pytest.fixture
@@ -141,21 +141,26 @@ def addresses(app, prefix: str = "") -> set[tuple[str, str]]:
         elif isinstance(route, Mount):
             found |= addresses(route.app, path)
         else:
-            found |= {(method, path) for method in route.methods}
+            found |= {(method, path) for method in route.methods or ("GET", "POST", "DELETE")}
     return found
 
 
 def test_without_the_token_no_path_is_answered(mounted) -> None:
     every = addresses(mounted.app)
-    assert {("GET", "/dashboard/static/app.js"), ("POST", "/dashboard/api/runs"), ("GET", "/docs")} <= every
-    assert {("POST", "/tools/rl_start_training"), ("GET", "/dashboard/"), ("DELETE", "/dashboard/api/runs/x")} <= every
+    assert {("GET", "/dashboard/static/app.js"), ("POST", "/dashboard/api/runs")} <= every
+    assert {
+        ("POST", "/tools/x"),
+        ("POST", "/mcp"),
+        ("GET", "/dashboard/"),
+        ("DELETE", "/dashboard/api/runs/x"),
+    } <= every
     assert len(every) > 100
     headers = {"Content-Type": "application/json", "Sec-Fetch-Site": "same-origin"}
     statuses = {row: mounted.request(*row, headers=headers).status_code for row in sorted(every)}
     assert {row: status for row, status in statuses.items() if status not in (401, 403)} == {}
 
 
-@pytest.mark.parametrize("command", ["dashboard", "http"])
+@pytest.mark.parametrize("command", [["dashboard"], ["mcp", "--http"]], ids=" ".join)
 def test_a_server_without_a_token_makes_a_random_one_and_prints_it(command, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PALESTRA_HOME", str(tmp_path))
@@ -163,19 +168,20 @@ def test_a_server_without_a_token_makes_a_random_one_and_prints_it(command, tmp_
     served = []
     for module in (dashboard_command, tools_command):
         monkeypatch.setattr(module, "run_server", lambda *arguments: served.append(arguments))
-    assert main.run([command, "--port", "0"]) == main.run([command, "--port", "0"]) == 0
+    assert main.run([*command, "--port", "0"]) == main.run([*command, "--port", "0"]) == 0
     tokens = [re.search(r"/\?token=(\S+)", path)[1] for _, socket, _, path in served if not socket.close()]
     assert tokens[0] != tokens[1]
     assert min(map(len, tokens)) >= 32
-    page = "/dashboard/" if command == "http" else "/"
+    page = "/" if command == ["dashboard"] else "/dashboard/"
     client = TestClient(served[0][0], base_url=ADDRESS)
     assert client.get(page).status_code == 401
     assert client.get(f"{page}?token={tokens[0]}").status_code == 200
 
 
 def test_the_tools_and_the_dashboard_are_both_there_each_behind_its_guard(mounted) -> None:
-    for path in ("/dashboard/", "/dashboard/api/runs", "/tools", "/openapi.json"):
+    for path in ("/dashboard/", "/dashboard/api/runs"):
         assert mounted.get(path, headers=BEARER).status_code == 200, path
+    assert mounted.post("/tools/rl_list_runs", headers=BEARER).json() == {"runs": [], "count": 0}
     page = mounted.get("/dashboard/", headers=BEARER).text
     assert 'src="/' not in page, "addresses are relative to the page"
     assert 'href="/' not in page

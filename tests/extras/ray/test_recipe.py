@@ -58,7 +58,7 @@ def test_an_actor_built_from_a_pickle_samples_the_groups_of_one_process() -> Non
         policy = LocalPolicy(loaded.model, loaded.tokenizer, kv_memory_gib=0.05, self_check=False)
         policy.update(replace(weights, module=loaded.model))
         parts = Parts(config, policy, loaded.tokenizer, runner, Watcher())
-        [expected] = runner.run(task.collector(parts, training=True).collect([problem], 2, ["3/0"]))
+        [expected] = runner.run(ActorRecipe(config, task).sampler(parts).training.collect([problem], 2, ["3/0"]))
     group = read_group(answer)
     assert [[t.token_ids.tolist() for t in r.turns] for r in group.rollouts] == [
         [t.token_ids.tolist() for t in r.turns] for r in expected.rollouts

@@ -1,7 +1,7 @@
 """The ten `rl_*` tools with which an agent starts, watches and compares trainings.
 
 The names below are the tools as Python functions, over one session for this program; `RlTools()` is a separate session.
-`mcp_server` and `http_api` serve the same tools. `launcher` starts runs for the dashboard with the same checks.
+`mcp_server` serves the same tools over MCP and HTTP. `launcher` starts runs for the dashboard with the same checks.
 """
 
 from __future__ import annotations

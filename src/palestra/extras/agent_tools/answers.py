@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from palestra.core.errors import InputError, PalestraError
 from palestra.core.secrets import redact
@@ -21,13 +21,6 @@ _MAX_DEPTH = 40
 log = logging.getLogger("palestra")
 
 Answer = dict[str, Any]
-
-
-class Page(NamedTuple):
-    """Some rows of a list, and where they stand in it."""
-
-    rows: list[Any]
-    about: dict[str, int]  # count, and next_offset unless it is the last page
 
 
 class Refusal(InputError):
@@ -102,13 +95,15 @@ def require_page(limit: int, offset: int) -> None:
         raise Refusal(f"limit={short(limit)}, offset={short(offset)}; expected 1 to {MAX_LISTED}, and 0 or more")
 
 
-def page(found: Sequence[Any], limit: int, offset: int, name: Callable[[Any], str], contains: str) -> Page:
-    """Some of the rows whose name contains a text, how many there are, and where the next page begins."""
+def page(
+    rows: Sequence[Any], limit: int, offset: int, name: Callable[[Any], str], contains: str
+) -> tuple[list[Any], dict[str, int]]:
+    """Some of the rows whose name contains a text; their count, and next_offset unless this is the last page."""
     require_page(limit, offset)
-    matching = [row for row in found if contains.lower() in name(row).lower()]
+    matching = [row for row in rows if contains.lower() in name(row).lower()]
     following = offset + limit
     more = {"next_offset": following} if following < len(matching) else {}
-    return Page(matching[offset:following], {"count": len(matching), **more})
+    return matching[offset:following], {"count": len(matching), **more}
 
 
 def short(value: Any, length: int = 120) -> str:

@@ -1,4 +1,4 @@
-"""The rl_* tools for agents: `palestra mcp`, `palestra http`, `palestra tools`; `palestra config --locked`."""
+"""The rl_* tools for agents: `palestra mcp`, `palestra tools`; `palestra config --locked`."""
 
 from __future__ import annotations
 
@@ -33,46 +33,29 @@ def mcp(over_http: bool, host: str, port: int, token: str | None) -> None:
 
     \b
     palestra mcp                      one client, on stdin and stdout; clients start it themselves
-    palestra mcp --http               many clients at http://127.0.0.1:8002/mcp
+    palestra mcp --http               many clients at http://127.0.0.1:8002/mcp; the dashboard is at /dashboard/
     claude mcp add palestra -- palestra mcp
+    curl -X POST http://127.0.0.1:8002/tools/rl_list_environments     a tool without MCP
 
     `palestra config --locked` shows the settings that an agent may not change.
     """
     with needs_extra("this", "mcp"):
         from palestra.extras.agent_tools.mcp_server import http_app, make_server, run_stdio
-
-    manager, site = RunManager(), load_site()
-    server = make_server(Clients(lambda: RlTools(manager, site)))
-    if over_http:
-        run_server(http_app(server, token), server_port(host, port, token), "the tools are served at", "/mcp")
-    else:
-        if sys.stdin.isatty():
-            click.echo("a client starts this and talks with it on stdin; Ctrl-C ends it, --http serves many", err=True)
-        run_stdio(server)
-
-
-@click.command("http")
-@address_options(8003)
-def http(host: str, port: int, token: str | None) -> None:
-    """Serve the ten rl_* tools over HTTP, documented at /docs and /openapi.json; the dashboard is at /dashboard/.
-
-    \b
-    palestra http
-    curl -X POST http://127.0.0.1:8003/tools/rl_list_environments -H "Authorization: Bearer TOKEN"
-
-    It prints the token, a random one unless --token or PALESTRA_TOKEN sets it.
-    """
-    socket = server_port(host, port, token)
-    token = token or secrets.token_urlsafe()
-    with needs_extra("this", "http"):
-        from palestra.extras.agent_tools.http_api import http_app
+        from palestra.servers.web import url_of
 
     manager, site = RunManager(), load_site()
     clients = Clients(lambda: RlTools(manager, site))
-    launcher = FormLauncher(manager, site)
-    dashboard = provided("the dashboard")(manager, token, launcher) if is_installed("dashboard") else None
-    path = f"/dashboard/?token={quote(token, safe='')}\nthe tools need the header Authorization: Bearer {token}"
-    run_server(http_app(clients, token, dashboard), socket, "the dashboard is at", path)
+    if not over_http:
+        if sys.stdin.isatty():
+            click.echo("a client starts this and talks with it on stdin; Ctrl-C ends it, --http serves many", err=True)
+        run_stdio(make_server(clients))
+        return
+    socket, dashboard, place = server_port(host, port, token), None, "/mcp"
+    if is_installed("dashboard"):
+        page_token = token or secrets.token_urlsafe()  # unlike the tools, the dashboard always has one
+        dashboard = provided("the dashboard")(manager, page_token, FormLauncher(manager, site))
+        place += f"\nthe dashboard is at {url_of(socket)}/dashboard/?token={quote(page_token, safe='')}"
+    run_server(http_app(clients, token, dashboard), socket, "the tools are served at", place)
 
 
 @click.group("tools")

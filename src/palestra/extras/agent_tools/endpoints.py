@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from palestra.core.errors import InputError, NotAllowedError, PalestraError, SettingError
+from palestra.core.errors import InputError, NotAllowedError, SettingError
 from palestra.core.http import HttpError, Request
 from palestra.extras.agent_tools.answers import short
 from palestra.runs.agent_settings import is_hub_name
@@ -89,7 +89,12 @@ def _candidate(label: str, url: str | None, key: str | None) -> Candidate:
     if not label.strip() or len(label) > _MAX_NAME_CHARS or not label.isprintable():
         raise InputError(f"{short(label)!r} is not the name of a model")
     if at:
-        return Candidate(label, name, _loopback(f"http{place}", label))
+        if urlsplit(f"http{place}").hostname not in ("127.0.0.1", "localhost", "::1"):
+            raise NotAllowedError(
+                f"{short(label)}: only a server on this machine can be named here; for another one, set "
+                "inference.base_url in the site file, or OPENAI_BASE_URL"
+            )
+        return Candidate(label, name, f"http{place}")  # without a key
     if label.startswith("local:"):
         return Candidate(label, label.removeprefix("local:"))
     if label.startswith("palestra/") or (label.startswith(("/", "./", "~")) and Path(label).expanduser().exists()):
@@ -97,22 +102,10 @@ def _candidate(label: str, url: str | None, key: str | None) -> Candidate:
     if url is None:
         raise SettingError(
             f"nothing says where {short(label)} is: set OPENROUTER_API_KEY, or OPENAI_BASE_URL and OPENAI_API_KEY, "
-            "for an "
-            f"endpoint; write local:{short(label)} to load it here, or {short(label)}@http://127.0.0.1:8000/v1 for a "
-            "server on this machine"
+            f"for an endpoint; write local:{short(label)} to load it here, or {short(label)}@http://127.0.0.1:8000/v1 "
+            "for a server on this machine"
         )
     return Candidate(label, label, url, key)
-
-
-def _loopback(url: str, label: str) -> str:
-    """A URL that a caller names may only lead to this machine, and gets no key."""
-    host = urlsplit(url).hostname
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        raise NotAllowedError(
-            f"{short(label)}: only a server on this machine can be named here; for another one, set inference.base_url "
-            "in the site file, or OPENAI_BASE_URL"
-        )
-    return url
 
 
 @dataclass
@@ -134,31 +127,26 @@ class Usage:
             self.completions += completions
             return True
 
-    def add(self, ok: bool, reply: bytes) -> None:
-        usage = _usage(reply) if ok else {}
+    def add(self, reply: bytes) -> None:
+        """Count an answered request, with the usage that the answer reports."""
+        try:
+            usage = dict(json.loads(reply)["usage"])
+        except (ValueError, KeyError, TypeError):
+            usage = {}
+        prompt, completion = (
+            value if type(value := usage.get(name)) is int and value > 0 else 0
+            for name in ("prompt_tokens", "completion_tokens")
+        )
         with self._lock:
             self.requests += 1
-            self.prompt_tokens += _count(usage.get("prompt_tokens"))
-            self.completion_tokens += _count(usage.get("completion_tokens"))
-            cost = usage.get("cost")
-            if isinstance(cost, int | float) and not isinstance(cost, bool):
+            self.prompt_tokens += prompt
+            self.completion_tokens += completion
+            if isinstance(cost := usage.get("cost"), int | float) and not isinstance(cost, bool):
                 self.cost_usd = (self.cost_usd or 0.0) + cost
-
-
-def _usage(reply: bytes) -> dict[str, Any]:
-    try:
-        usage = json.loads(reply)["usage"]
-    except (ValueError, KeyError, TypeError):
-        return {}
-    return usage if isinstance(usage, dict) else {}
 
 
 def _error(message: str) -> bytes:
     return json.dumps({"error": {"message": message}}).encode()
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 class Relay:
@@ -190,29 +178,23 @@ class Relay:
             self._server.server_close()
 
     def ask(self, index: int, body: bytes) -> tuple[int, bytes]:
-        """Forward a request, and count its usage."""
-        try:
-            request = self._admit(index, body)
-        except PalestraError as error:
-            return 403, _error(str(error))
-        status, reply = self._post(self._models[index], request)
-        self.usage[index].add(status == 200, reply)
-        return status, reply
-
-    def _admit(self, index: int, body: bytes) -> dict[str, Any]:
-        """Check a request of an environment, which may only ask for the tested model."""
+        """Forward a request, which may only ask for the tested model, and count its usage."""
+        model, usage = self._models[index], self.usage[index]
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
-            raise InputError("the body is not a JSON object")
-        name, count = self._models[index].name, request.get("n") or 1
-        if request.get("model") != name:
-            raise NotAllowedError(f"this is a test of {name}; another model is not asked")
-        if not isinstance(count, int) or count < 1 or not self.usage[index].reserve(count, self._max_completions):
-            raise NotAllowedError(f"n={short(count)}: this test may ask for {self._max_completions} completions in all")
-        return request
+            return 403, _error("the body is not a JSON object")
+        if request.get("model") != model.name:
+            return 403, _error(f"this is a test of {model.name}; another model is not asked")
+        count = request.get("n") or 1
+        if not isinstance(count, int) or count < 1 or not usage.reserve(count, self._max_completions):
+            limit = self._max_completions
+            return 403, _error(f"n={short(count)}: this test may ask for {limit} completions in all")
+        status, reply = self._post(model, request)
+        usage.add(reply if status == 200 else b"")
+        return status, reply
 
     def _post(self, model: Candidate, request: dict[str, Any]) -> tuple[int, bytes]:
         key = os.environ.get(model.api_key_env) if model.api_key_env else None  # read for each request
@@ -241,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*relay.ask(int(index), self.rfile.read(int(length))))
 
     def _answer(self, status: int, body: bytes) -> None:
-        with contextlib.suppress(OSError):  # the asker was stopped meanwhile
+        with contextlib.suppress(OSError):  # the environment was stopped while it waited
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

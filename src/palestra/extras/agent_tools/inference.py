@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ from palestra.extras.agent_tools.pending_run import PendingRunConfig
 
 _TOKEN_VARIABLE = "PALESTRA_RELAY_TOKEN"
 _POLL_S = 0.2
+_TOKENS = ("prompt_tokens", "completion_tokens", "cost_usd")
+
+
+Note = Callable[[str, int, Usage], None]  # label of the model, its finished problems, its requests
 
 
 @dataclass(frozen=True)
@@ -37,172 +41,138 @@ class InferenceTest:
 
     def run(self, models: Sequence[Candidate]) -> Mapping[str, Any]:
         """Test all models; one that fails or times out does not affect the others' results."""
-        self._require_bounds()
-        local = [model.label for model in models if model.base_url is None]
-        if local and self.draft.found.dialect != "palestra":
-            found = self.draft.found
-            raise UnsupportedError(
-                f"{found.name} is written for {found.dialect}, and asks its model over HTTP: serve it "
-                f"with `palestra serve {local[0].removeprefix('local:')}`, and name it NAME@http://127.0.0.1:PORT/v1"
-            )
-        limits = self.draft.site.limits
-        # new each time: no older output can be taken for this test's
-        remedy = "set PALESTRA_HOME to a folder of yours"
-        folder = new_folder(self.home / "inference_tests", self.draft.found.name, remedy)
-        folder.chmod(0o700)
-        turns = 1 + int(self.draft.value("rollout.max_tool_rounds"))
-        relay = Relay(models, limits.test_minutes * 60, limits.test_completions * turns)
-        steps = _Steps(self.num_steps, len(models) * self.num_steps, self.progress)
-        began = time.perf_counter()
-        with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
-            attempts = [_Attempt(self, m, i, relay, folder, steps) for i, m in enumerate(models)]
-            rows = list(pool.map(lambda attempt: attempt.run(), attempts))
-        return {
-            "environment": self.draft.found.name,
-            "environment_file": self.draft.found.file_path,
-            "test_config": {"num_steps": self.num_steps, "group_size": self.group_size},
-            "models_tested": [row["model"] for row in rows],
-            "num_steps": self.num_steps,
-            "group_size": self.group_size,
-            "results": rows,
-            "summary": {
-                **_summary(rows, time.perf_counter() - began),
-                "steps_requested": self.num_steps,
-                "output_directory": folder,
-            },
-            "folder": folder,
-        }
-
-    def _require_bounds(self) -> None:
-        limit = self.draft.site.limits.test_completions
+        limits, env = self.draft.site.limits, self.draft.env
         if self.num_steps < 1 or self.group_size < 2:
             raise SettingError(
                 f"num_steps={self.num_steps}, group_size={self.group_size}; "
                 "expected at least 1 problem and 2 attempts at each"
             )
-        if self.num_steps * self.group_size > limit:
+        if self.num_steps * self.group_size > limits.test_completions:
             raise NotAllowedError(
                 f"num_steps × group_size = {short(self.num_steps * self.group_size)} attempts a model; "
-                f"this site allows {limit}. Ask for fewer"
+                f"this site allows {limits.test_completions}. Ask for fewer"
             )
+        local = [model.label for model in models if model.base_url is None]
+        if local and env.dialect != "palestra":
+            raise UnsupportedError(
+                f"{env.name} is written for {env.dialect}, and asks its model over HTTP: serve it "
+                f"with `palestra serve {local[0].removeprefix('local:')}`, and name it NAME@http://127.0.0.1:PORT/v1"
+            )
+        # a new folder each time: no older output can be taken for this test's
+        folder = new_folder(self.home / "inference_tests", env.name, "set PALESTRA_HOME to a folder of yours")
+        folder.chmod(0o700)
+        turns = 1 + int(self.draft.value("rollout.max_tool_rounds"))
+        relay = Relay(models, limits.test_minutes * 60, limits.test_completions * turns)
+        finished: dict[str, int] = {}
+        lock = threading.Lock()
 
+        def note(label: str, count: int, usage: Usage) -> None:
+            with lock:
+                if finished.get(label, -1) != count:
+                    finished[label] = count
+                    requests = f", {usage.requests} requests" if usage.requests else ""
+                    text = f"{label}: {count} of {self.num_steps} problems{requests}"
+                    self.progress(sum(finished.values()), len(models) * self.num_steps, text)
 
-@dataclass
-class _Steps:
-    """How many problems are done, of all models together."""
-
-    each: int
-    total: int
-    progress: Callable[[float, float, str], None]
-    done: dict[str, int] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def at(self, label: str, done: int, usage: Usage) -> None:
-        with self.lock:
-            if self.done.get(label, -1) != done:
-                self.done[label] = done
-                requests = f", {usage.requests} requests" if usage.requests else ""
-                self.progress(sum(self.done.values()), self.total, f"{label}: {done} of {self.each} problems{requests}")
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """One model's test: its process, watched until it ends, times out or is cancelled."""
-
-    test: InferenceTest
-    model: Candidate
-    index: int
-    relay: Relay
-    folder: Path
-    steps: _Steps
-
-    def run(self) -> dict[str, Any]:
         began = time.perf_counter()
+        with relay.running(), ThreadPoolExecutor(limits.test_models_at_once, "palestra-test") as pool:
+            rows = list(pool.map(lambda item: self._test(item[0], item[1], relay, folder, note), enumerate(models)))
+        sizes = {"num_steps": self.num_steps, "group_size": self.group_size}
+        summary = _summary(rows, time.perf_counter() - began)
+        return {
+            "environment": env.name,
+            "environment_file": env.file_path,
+            "test_config": sizes,
+            "models_tested": [row["model"] for row in rows],
+            **sizes,
+            "results": rows,
+            "summary": {**summary, "steps_requested": self.num_steps, "output_directory": folder},
+            "folder": folder,
+        }
+
+    def _test(self, index: int, model: Candidate, relay: Relay, folder: Path, note: Note) -> dict[str, Any]:
+        """The row of one model."""
+        began, usage = time.perf_counter(), relay.usage[index]
+        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in model.label)[:80]
+        output, log_file = (folder / f"{index}-{name}.{suffix}" for suffix in ("jsonl", "log"))
+        settings = folder / f"{index}-{name}.settings.json"
         try:
-            state, error = self._process()
+            write_json(settings, self._settings(model, relay.url(index)))
+            state, error = self._run_process(
+                settings, output, log_file, relay.token, lambda count: note(model.label, count, usage)
+            )
         except Exception as failure:  # this model's alone
             state, error = "failed", f"{type(failure).__name__}: {failure}"
-        records = list(read_jsonl(self._file("jsonl")))
-        usage = self.relay.usage[self.index]
-        self.steps.at(self.model.label, len(records), usage)
+        records = list(read_jsonl(output))
+        note(model.label, len(records), usage)
+        tokens: dict[str, Any] = {name: getattr(usage, name) for name in _TOKENS}
+        if model.base_url is None:
+            masks = [mask for record in records for row in record["masks"] for mask in row]
+            sampled = sum(mask != NOT_TRAINED for mask in masks)
+            tokens = dict(zip(_TOKENS, (len(masks) - sampled, sampled, 0.0), strict=True))
         return {
-            "model": self.model.label,
-            "scale": self.model.scale,
-            "endpoint": self.model.base_url or "local",
+            "model": model.label,
+            "scale": model.scale,
+            "endpoint": model.base_url or "local",
             "status": state,
             **({"error": error} if error else {}),
             **_scores(records),
-            **self._tokens(records, usage),
+            **tokens,
             "seconds": round(time.perf_counter() - began, 1),
-            "log_file": self._file("log"),
-            "output_file": self._file("jsonl"),
+            "log_file": log_file,
+            "output_file": output,
         }
 
-    def _file(self, suffix: str) -> Path:
-        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.model.label)[:80]
-        return self.folder / f"{self.index}-{name}.{suffix}"
-
-    def _process(self) -> tuple[str, str | None]:
-        if self.test.cancelled.is_set():
+    def _run_process(
+        self, settings: Path, output: Path, log_file: Path, token: str, note: Callable[[int], None]
+    ) -> tuple[str, str | None]:
+        """Run one model's process until it ends, times out or is cancelled; its state, and the error if it failed."""
+        if self.cancelled.is_set():
             return "cancelled", None
-        draft, settings, output = self.test.draft, self._file("settings.json"), self._file("jsonl")
-        write_json(settings, self._settings())
-        arguments = (draft.environment, "--config", settings, "--groups", self.test.num_steps, "--out", output)
-        with open_private(self._file("log")) as log:
-            environ = {**clean_environment(), _TOKEN_VARIABLE: self.relay.token, children.END_WITH_PARENT: "1"}
+        arguments = (self.draft.environment, "--config", settings, "--groups", self.num_steps, "--out", output)
+        minutes, code = self.draft.site.limits.test_minutes, None
+        with open_private(log_file) as log:
+            environ = {**clean_environment(), _TOKEN_VARIABLE: token, children.END_WITH_PARENT: "1"}
             command = children.isolated("-m", "palestra", "env", "process", *arguments)
             child = children.start(command, env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        until = time.monotonic() + minutes * 60
         try:
-            code = self._watch(child)
+            while code is None and time.monotonic() < until and not self.cancelled.is_set():
+                try:
+                    code = child.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    note(sum(1 for _ in read_jsonl(output)))
         finally:
             children.end(child)
-        if self.test.cancelled.is_set():
+        if self.cancelled.is_set():
             return "cancelled", None
         if code is None:
-            minutes = self.test.draft.site.limits.test_minutes
             return "timed out", f"it took longer than {minutes:g} minutes; what was finished by then is counted"
-        return ("completed", None) if code == 0 else ("failed", _last_line(self._file("log")) or f"exit code {code}")
+        if code == 0:
+            return "completed", None
+        lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        errors = [line for line in lines if line.startswith("Error: ")] or lines or [f"exit code {code}"]
+        return "failed", short(errors[-1].removeprefix("Error: "), 500)
 
-    def _watch(self, child: subprocess.Popen[str]) -> int | None:
-        until = time.monotonic() + self.test.draft.site.limits.test_minutes * 60
-        while time.monotonic() < until and not self.test.cancelled.is_set():
-            try:
-                return child.wait(_POLL_S)
-            except subprocess.TimeoutExpired:
-                done = sum(1 for _ in read_jsonl(self._file("jsonl")))
-                self.steps.at(self.model.label, done, self.relay.usage[self.index])
-        return None
-
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, model: Candidate, url: str) -> dict[str, Any]:
         """The edited settings, for the process that makes the attempts. They hold no key."""
-        draft, limits = self.test.draft, self.test.draft.site.limits
+        draft, limits = self.draft, self.draft.site.limits
         run = {k: v for k, v in draft.settings().items() if k.partition(".")[0] in ("rollout", "seed", "model")}
         # whole groups are written one after the other: small batches leave more behind when time is up
-        together = max(1, limits.test_requests_at_once // self.test.group_size)
-        run |= {"rollout.group_size": self.test.group_size, "train.problems_per_step": together}
-        same = {f.name: self.test.group_size for f in draft.fields.values() if f.also == "rollout.group_size"}
+        together = max(1, limits.test_requests_at_once // self.group_size)
+        run |= {"rollout.group_size": self.group_size, "train.problems_per_step": together}
+        same = {f.name: self.group_size for f in draft.fields.values() if f.also == "rollout.group_size"}
         settings = {**run, "env": {**draft.env_settings(), **same}}  # JSON is YAML, too
-        if self.model.base_url is None:
-            return {**settings, "model.name": self.model.name}
+        if model.base_url is None:
+            return {**settings, "model.name": model.name}
         openai = {
-            "model_name": self.model.name,
-            "base_url": self.relay.url(self.index),
+            "model_name": model.name,
+            "base_url": url,
             "api_key_env": _TOKEN_VARIABLE,
             "timeout_s": limits.test_minutes * 60,
             "max_concurrent": limits.test_requests_at_once,
         }
         return {**settings, "openai": openai}
-
-    def _tokens(self, records: Sequence[Mapping[str, Any]], usage: Usage) -> dict[str, Any]:
-        if self.model.base_url is not None:
-            return {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "cost_usd": usage.cost_usd,
-            }
-        masks = [mask for record in records for row in record["masks"] for mask in row]
-        made = sum(mask != NOT_TRAINED for mask in masks)
-        return {"prompt_tokens": len(masks) - made, "completion_tokens": made, "cost_usd": 0.0}
 
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -247,10 +217,3 @@ def _summary(rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any
         "cost_usd": sum(costs) if costs else None,
         "seconds": round(seconds, 1),
     }
-
-
-def _last_line(path: Path) -> str:
-    """The error that ended a process, as it printed it."""
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    errors = [line for line in lines if line.startswith("Error: ")] or lines
-    return short(errors[-1].removeprefix("Error: "), 500) if errors else ""

@@ -32,7 +32,7 @@ DEMO = "demo"
 _CONFIG_S = 60.0
 _MAX_AGENTS = 100
 _MAX_DESCRIBED = 50
-# shown at once; the others stand behind "all settings"
+# shown first; the others stand behind "all settings"
 _COMMON = (
     "model.name", "train.max_steps", "train.learning_rate", "train.problems_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "lora.r", "eval.every", "eval.cases", "checkpoint.every",
@@ -42,7 +42,7 @@ _KINDS = {"integer": "integer", "number": "number", "boolean": "boolean", "strin
 
 
 class FormLauncher:
-    """How the dashboard starts runs, tests and exports. Code of users is read in processes of its own."""
+    """Starts runs, tests and exports for the dashboard. Code of users is read in processes of its own."""
 
     def __init__(self, manager: RunManager, site: Site, folders: Sequence[Path] = ()) -> None:
         """`folders`: where code may lie besides the working directory."""
@@ -53,22 +53,24 @@ class FormLauncher:
         self._described: dict[tuple[str, Path, int], EnvDescription] = {}
 
     def environments(self) -> dict[str, Any]:
-        found = discover()
-        errors = {str(path): reason for path, reason in found.errors.items()}
-        ordered = sorted(found.environments, key=lambda env: (bool(env.preset), env.origin != "built-in"))
-        return {"environments": [_listed(env) for env in ordered], "errors": errors, "agents": self._agent_files()}
-
-    def environment(self, name: str) -> dict[str, Any]:
-        found = discover().named(name)
-        return {**_listed(found), "docs": _docs(found), "tools": None}
-
-    def _agent_files(self) -> list[str]:
-        """The demo, and files of the folders that look like agent files, by their text alone."""
+        """The environments, the demo, and files that look like agent files, by their text alone."""
+        discovery = discover()
+        errors = {str(path): reason for path, reason in discovery.errors.items()}
+        ordered = sorted(discovery.environments, key=lambda env: (bool(env.preset), env.origin != "built-in"))
         here, *named = self._folders
         folders = [here, here / "agents", here / "examples", *named]
         files = [path for folder in folders for path in sorted(folder.glob("*.py")) if _is_agent_file(path)]
-        shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in files]
-        return [DEMO, *shown[:_MAX_AGENTS]]
+        agents = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in files[:_MAX_AGENTS]]
+        return {"environments": [_listed(env) for env in ordered], "errors": errors, "agents": [DEMO, *agents]}
+
+    def environment(self, name: str) -> dict[str, Any]:
+        """One environment, with the docstrings of its file and of its class, read and not run."""
+        env = discover().named(name)
+        tree = _parsed(env.file_path)
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == env.class_name]
+        texts = [ast.get_docstring(tree), *(ast.get_docstring(node) for node in classes)]
+        docs = "\n\n".join(dict.fromkeys(text for text in texts if text)) or env.description
+        return {**_listed(env), "docs": docs, "tools": None}
 
     def code_file(self, name: str) -> Path:
         path = Path(name)
@@ -87,7 +89,7 @@ class FormLauncher:
             {"name": row["name"], "value": row["locked_value"], "description": row["description"]}
             for row in views.config(draft)["locked_fields"]
         ]
-        return dict(to_json({"subject": draft.found.name, "fields": fields, "locked": locked}))
+        return dict(to_json({"subject": draft.env.name, "fields": fields, "locked": locked}))
 
     def check(self, body: SubjectBody) -> dict[str, str]:
         draft, errors = self._draft(body), {}
@@ -98,14 +100,17 @@ class FormLauncher:
                 errors[name] = str(refusal)
         if body.environment is not None and not errors:
             try:
-                describe(draft.found, draft.env_settings())  # they must fit together, too
+                describe(draft.env, draft.env_settings())  # they must fit together, too
             except PalestraError as error:
                 errors[""] = str(error)
         return errors
 
     def start(self, body: SubjectBody) -> Run:
         draft = self._edited(body)
-        request = draft.request() if body.environment is not None else _agent_request(body, draft)
+        request = draft.request()
+        if body.environment is None:
+            file = None if body.agent_file == DEMO else str(Path(str(body.agent_file)).resolve())
+            request = RunRequest(agent_file=file, settings=draft.settings(), name=request.name, backend=request.backend)
         if body.name:
             request = replace(request, name=slug(body.name))
         return self._manager.start(request, max_active=self._site.limits.active_runs)
@@ -129,22 +134,17 @@ class FormLauncher:
     def _draft(self, body: SubjectBody) -> PendingRunConfig:
         if (body.environment is None) == (body.agent_file is None):
             raise SettingError("name an environment or an agent file, and not both")
-        found = self._agent(str(body.agent_file)) if body.environment is None else discover().named(body.environment)
-        changed = found.file_path.stat().st_mtime_ns if found.file_path.is_file() else 0
-        return PendingRunConfig.of(found, self._description(found, changed), self._site)
-
-    def _agent(self, agent_file: str) -> DiscoveredEnv:
-        """An agent file as something that can be drafted; it has no class."""
-        path = Path(DEMO) if agent_file == DEMO else self.code_file(agent_file)
-        return DiscoveredEnv(path.stem, "", path, "", "configured")
-
-    def _description(self, found: DiscoveredEnv, changed: int) -> EnvDescription:
-        """The description of a file, cached until the file changes: each change of a form asks for it."""
-        key = (found.name, found.file_path, changed)
-        if key not in self._described:
-            made = describe(found) if found.class_name else _describe_agent(found)
+        if body.environment is not None:
+            subject = discover().named(body.environment)
+        else:  # an agent file has no class
+            path = Path(DEMO) if body.agent_file == DEMO else self.code_file(str(body.agent_file))
+            subject = DiscoveredEnv(path.stem, "", path, "", "configured")
+        changed = subject.file_path.stat().st_mtime_ns if subject.file_path.is_file() else 0
+        key = (subject.name, subject.file_path, changed)
+        if key not in self._described:  # cached until the file changes: each change of a form asks for it
+            made = describe(subject) if subject.class_name else _describe_agent(subject)
             self._described = dict([*self._described.items(), (key, made)][-_MAX_DESCRIBED:])
-        return self._described[key]
+        return PendingRunConfig.of(subject, self._described[key], self._site)
 
 
 def _is_agent_file(path: Path) -> bool:
@@ -178,13 +178,6 @@ def _describe_agent(found: DiscoveredEnv) -> EnvDescription:
     return EnvDescription([], own)
 
 
-def _agent_request(body: SubjectBody, draft: PendingRunConfig) -> RunRequest:
-    file = None if body.agent_file == DEMO else str(Path(str(body.agent_file)).resolve())
-    return RunRequest(
-        agent_file=file, settings=draft.settings(), name=slug(draft.found.name), backend=draft.request().backend
-    )
-
-
 def _listed(env: DiscoveredEnv) -> dict[str, Any]:
     return {
         "name": env.name,
@@ -194,14 +187,6 @@ def _listed(env: DiscoveredEnv) -> dict[str, Any]:
         "dialect": env.dialect,
         "family": env.name.partition("/")[0] if env.preset else None,
     }
-
-
-def _docs(env: DiscoveredEnv) -> str:
-    """The docstrings of the file and of the class, read and not run."""
-    tree = _parsed(env.file_path)
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == env.class_name]
-    texts = [ast.get_docstring(tree), *(ast.get_docstring(node) for node in classes)]
-    return "\n\n".join(dict.fromkeys(text for text in texts if text)) or env.description
 
 
 def _field(field: ConfigField, draft: PendingRunConfig) -> dict[str, Any]:

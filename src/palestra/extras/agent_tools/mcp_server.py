@@ -6,24 +6,49 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import secrets
 import sys
 import threading
+from collections.abc import AsyncIterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from mcp import types
 from mcp.server.lowlevel import Server
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp.shared.exceptions import MCPError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from palestra.core.errors import PalestraError
-from palestra.extras.agent_tools import resources
-from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread, is_refusal
+from palestra.core.errors import NotFoundError, PalestraError, StateError, did_you_mean
+from palestra.core.files import last_lines, parse_row
+from palestra.core.run_folder import RunFolder
+from palestra.core.secrets import redact
+from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread
 from palestra.servers.body import MIB, WholeBody
 from palestra.servers.guard import Guard
+from palestra.servers.http_errors import refuse
+from palestra.servers.web import while_connected
+
+JSON, JSON_LINES, TEXT = "application/json", "application/x-ndjson", "text/plain"
+KINDS = {
+    "report": (JSON, "held-out results before and after, metrics, transcripts; while it runs, the results so far"),
+    "metrics": (JSON_LINES, "one line a step"),
+    "rollouts": (JSON_LINES, "the latest attempts, one a line: what was said, and how it was scored"),
+    "log": (TEXT, "the last lines of the trainer's log"),
+}
+LATEST_ROLLOUTS = 50
+_LOG_LINES = 200
+_TAIL_BYTES = 4_000_000
+_SCHEME = "palestra://runs/"
+SESSION_HEADER = "Palestra-Session"
+_SESSION_ID = re.compile(r"[\w-]{8,64}", re.ASCII)
 
 _ON_STDIO = "stdio"  # one process, one client
 _SESSION_IDLE_S = 24 * 3600.0  # who looks at a training every few hours keeps what was selected
@@ -75,41 +100,68 @@ class Handlers:
 
         answer = await call_in_thread(self._tools(ctx), params.name, params.arguments, progress)
         text = types.TextContent(type="text", text=json.dumps(answer, ensure_ascii=False))
-        return types.CallToolResult(content=[text], structured_content=answer, is_error=is_refusal(answer))
+        # the error of a run that failed comes with its status, and is no refusal
+        is_error = "error" in answer and "status" not in answer
+        return types.CallToolResult(content=[text], structured_content=answer, is_error=is_error)
 
     async def list_resources(self, ctx: Context, params: Any) -> types.ListResourcesResult:
         runs, _ = await asyncio.to_thread(self._tools(ctx).manager.page, _LISTED_RUNS)
-        return types.ListResourcesResult(
-            resources=[
-                types.Resource(
-                    uri=resources.uri_of(run.run_id, kind),
-                    name=f"{run.name} ({run.run_id}): {kind}",
-                    mime_type=mime_type,
-                    description=text,
-                )
-                for run in runs
-                for kind, (mime_type, text) in resources.KINDS.items()
-            ]
-        )
+        rows = [
+            types.Resource(uri=f"{_SCHEME}{run.run_id}/{kind}", name=name, mime_type=mime_type, description=text)
+            for run in runs
+            for kind, (mime_type, text) in KINDS.items()
+            for name in [f"{run.name} ({run.run_id}): {kind}"]
+        ]
+        return types.ListResourcesResult(resources=rows)
 
     async def list_templates(self, ctx: Context, params: Any) -> types.ListResourceTemplatesResult:
         return types.ListResourceTemplatesResult(
             resource_templates=[
                 types.ResourceTemplate(
-                    uri_template=resources.uri_of("{run_id}", kind), name=kind, mime_type=mime, description=text
+                    uri_template=_SCHEME + "{run_id}/" + kind, name=kind, mime_type=mime, description=text
                 )
-                for kind, (mime, text) in resources.KINDS.items()
+                for kind, (mime, text) in KINDS.items()
             ]
         )
 
     async def read_resource(self, ctx: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
         uri = str(params.uri)
+        run_id, _, kind = uri.removeprefix(_SCHEME).partition("/")
         try:
-            mime_type, text = await asyncio.to_thread(resources.read_uri, self._tools(ctx), uri)
+            if not uri.startswith(_SCHEME):
+                raise NotFoundError(f"there is no resource {uri[:200]!r}; they look like {_SCHEME}RUN_ID/report")
+            mime_type, text = await asyncio.to_thread(read_resource, self._tools(ctx), run_id, kind)
         except PalestraError as error:
             raise MCPError(types.INVALID_PARAMS, str(error)) from None
         content = types.TextResourceContents(uri=uri, mime_type=mime_type, text=text)
         return types.ReadResourceResult(contents=[content])
+
+
+def read_resource(tools: RlTools, run_id: str, kind: str) -> tuple[str, str]:
+    """(MIME type, text) of one kind for one run."""
+    if kind not in KINDS:
+        raise NotFoundError(f"there is no {kind[:100]!r} of a run; expected one of {', '.join(KINDS)}")
+    results = tools.rl_get_results(run_id)
+    if "run_id" not in results:
+        raise StateError(results["error"])
+    folder = RunFolder(tools.manager.get(run_id).folder)
+    match kind:
+        case "report":
+            text = _read(folder.report_file) or json.dumps(results, indent=1)
+        case "metrics":
+            text = _read(folder.metrics_file)
+        case "rollouts":
+            lines = last_lines(folder.rollouts_file, LATEST_ROLLOUTS + 1, _TAIL_BYTES)
+            # not cut at its start by the tail, nor at its end because it is being written
+            whole = [line for line in lines if parse_row(line.encode()) is not None]
+            text = "".join(f"{line}\n" for line in whole[-LATEST_ROLLOUTS:])
+        case _:
+            text = "\n".join(tools.manager.logs(run_id, "trainer", _LOG_LINES))
+    return KINDS[kind][0], redact(text)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def make_server(clients: Clients) -> Server[Any]:
@@ -160,20 +212,55 @@ def run_stdio(server: Server[Any]) -> None:
     task.result()
 
 
-def http_app(server: Server[Any], token: str | None) -> ASGIApp:
-    """The server for many clients over streamable HTTP, at /mcp, behind the guard."""
-    unguarded = TransportSecuritySettings(enable_dns_rebinding_protection=False)
-    app = server.streamable_http_app(
-        transport_security=unguarded, session_idle_timeout=_SESSION_IDLE_S, max_sessions=MAX_SESSIONS
+def http_app(clients: Clients, token: str | None, dashboard: ASGIApp | None = None) -> ASGIApp:
+    """MCP at /mcp over streamable HTTP and POST /tools/NAME, behind the guard. The dashboard guards itself."""
+
+    async def tool(request: Request) -> Response:
+        """One call, for clients without MCP. The header names the session, whose selection and edits are its own."""
+        client = request.headers.get(SESSION_HEADER) or secrets.token_urlsafe(16)
+        name, body = request.path_params["name"], await request.body()
+        if not _SESSION_ID.fullmatch(client):
+            raise refuse(400, f"{SESSION_HEADER} takes 8 to 64 letters, digits, - and _; without it, you get a new one")
+        if name not in TOOLS:
+            raise refuse(404, f"there is no tool {name[:100]!r}.{did_you_mean(name[:100], TOOLS)}")
+        try:
+            arguments = json.loads(body) if body.strip() else {}
+        except (ValueError, RecursionError):
+            raise refuse(400, "the body is not JSON; send the arguments as a JSON object") from None
+        result = await while_connected(request, call_in_thread(clients.session(client), name, arguments))
+        return JSONResponse(result, headers={SESSION_HEADER: client})
+
+    mcp_app = make_server(clients).streamable_http_app(
+        transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
+        session_idle_timeout=_SESSION_IDLE_S,
+        max_sessions=MAX_SESSIONS,
+        custom_starlette_routes=[Route("/tools/{name}", tool, methods=["POST"])],
     )
-    return Guard(WholeBody(RequireSessions(app), 4 * MIB), token)
+    mcp_app.add_exception_handler(HTTPException, _refused)
+    guarded = Guard(WholeBody(RequireSessions(mcp_app), 4 * MIB), token)
+    if dashboard is None:
+        return guarded
+    to_page = Route("/dashboard", lambda request: RedirectResponse("dashboard/"))
+    routes = [to_page, Mount("/dashboard", dashboard), Mount("/", guarded)]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with mcp_app.router.lifespan_context(mcp_app):  # that of a mounted application does not run by itself
+            yield
+
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def _refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": str(error.detail)}, error.status_code)
 
 
 class RequireSessions:
     """Keeps clients to the protocol versions that have sessions.
 
     The newest has none over HTTP, and what a client has selected and edited is its own. A client that asks for
-    it is told which versions there are, and goes on with one of them.
+    it gets an error that lists the supported versions, and falls back to one of them.
     """
 
     def __init__(self, app: ASGIApp) -> None:

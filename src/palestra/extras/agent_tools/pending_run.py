@@ -119,67 +119,39 @@ def _meanings(value: Any) -> Iterable[Any]:
         yield int(parsed)
 
 
-def env_fields(rows: Iterable[Mapping[str, Any]], dialect: str) -> dict[str, ConfigField]:
-    """The environment's own fields, as `envs.config_fields` describes them."""
-    same, dropped = (_SAME, _OF_TRAINER) if dialect == "atropos" else ({}, ())
-    return {row["name"]: ConfigField(**row, also=same.get(row["name"])) for row in rows if row["name"] not in dropped}
-
-
 @cache
-def _run_fields() -> tuple[ConfigField, ...]:
+def run_fields() -> tuple[ConfigField, ...]:
+    """The settings of a run, with their own defaults."""
     whole = RunConfig.model_json_schema()
-    found = []
+    rows = []
     for key, info in RunConfig.settings().items():
         section, _, name = key.rpartition(".")
         model = whole["$defs"][whole["properties"][section]["$ref"].rpartition("/")[2]] if section else whole
         default = info.get_default(call_default_factory=True)
         kind = type_name(info.annotation)
-        found.append(
+        rows.append(
             ConfigField(_RENAMED.get(key, key), kind, default, info.description or "", model["properties"][name], key)
         )
-    return tuple(found)
+    return tuple(rows)
 
 
-def run_fields(run_settings: Mapping[str, Any]) -> dict[str, ConfigField]:
-    """The settings of a run. Their defaults are those that the environment says suit it."""
-    own = flatten(dict(run_settings))
-    return {
-        field.name: replace(field, default=own[field.setting]) if field.setting in own else field
-        for field in _run_fields()
-    }
-
-
-def server_fields(site: Site, names: Iterable[str]) -> dict[str, ConfigField]:
+def server_fields(site: Site) -> dict[str, ConfigField]:
     """The server settings that the site unlocks, such as `server.timeout`."""
     schemas = ServerLocks.model_json_schema()["properties"]
-    lifted = [lock for lock in lifted_locks(site) if lock.section == "server" and lock.name in names]
-    found = [
-        ConfigField(lock.full_name, lock.type, lock.value, lock.description, schemas[lock.name], is_server=True)
-        for lock in lifted
-        if getattr(site.server, lock.name) is None
-    ]
-    return {field.name: field for field in found}
-
-
-def require_valid(settings: Mapping[str, Any], run_settings: Mapping[str, Any], field: ConfigField) -> None:
-    """Validate the run's config as a whole."""
-    if error := _error_in(run_settings, settings):
-        raise Refusal(f"{field.name}: {error}", field=field.name, expected_type=field.type)
-
-
-def _error_in(*layers: Mapping[str, Any]) -> PalestraError | None:
-    try:
-        RunConfig.build(*layers)
-    except PalestraError as error:
-        return error
-    return None
+    return {
+        lock.full_name: ConfigField(
+            lock.full_name, lock.type, lock.value, lock.description, schemas[lock.name], is_server=True
+        )
+        for lock in lifted_locks(site)
+        if lock.section == "server" and lock.name in _SERVER_SETTINGS and getattr(site.server, lock.name) is None
+    }
 
 
 @dataclass(frozen=True)
 class PendingRunConfig:
     """The environment, its fields, the locks, and the edited values. Immutable: an edit returns a new one."""
 
-    found: DiscoveredEnv
+    env: DiscoveredEnv
     run_settings: Mapping[str, Any]  # what the environment says suits it
     fields: Mapping[str, ConfigField]
     site: Site
@@ -187,24 +159,37 @@ class PendingRunConfig:
     edited: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: DiscoveredEnv, description: EnvDescription, site: Site) -> PendingRunConfig:
-        if error := _error_in(description.run_settings):
-            raise UserCodeError(f"the run_settings of {found.name} ({found.file_path}) are wrong: {error}")
+    def of(cls, env: DiscoveredEnv, description: EnvDescription, site: Site) -> PendingRunConfig:
+        try:
+            RunConfig.build(description.run_settings)
+        except PalestraError as error:
+            text = f"the run_settings of {env.name} ({env.file_path}) are wrong: {error}"
+            raise UserCodeError(text) from None
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        own = env_fields(description.fields, found.dialect)
+        linked, dropped = (_SAME, _OF_TRAINER) if env.dialect == "atropos" else ({}, ())
+        own = {
+            row["name"]: ConfigField(**row, also=linked.get(row["name"]))
+            for row in description.fields
+            if row["name"] not in dropped
+        }
         same = {f.also for f in own.values()}
-        fields = {n: f for n, f in run_fields(description.run_settings).items() if f.setting not in same} | own
-        if found.dialect == "atropos":
-            fields |= server_fields(site, _SERVER_SETTINGS)
-        locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, found.dialect, site))
-        edited: dict[str, Any] = {TRACKING_NAME: f"{slug(found.name)}-{stamp}"}
-        if "use_wandb" in own and found.dialect == "atropos":
+        suited = flatten(dict(description.run_settings))  # the environment's own defaults for settings of the run
+        fields = {
+            f.name: replace(f, default=suited[f.setting]) if f.setting in suited else f
+            for f in run_fields()
+            if f.setting not in same
+        } | own
+        if env.dialect == "atropos":
+            fields |= server_fields(site)
+        locks = tuple(lock for lock in locks_of(site) if _holds_something(lock, own, env.dialect, site))
+        edited: dict[str, Any] = {TRACKING_NAME: f"{slug(env.name)}-{stamp}"}
+        if "use_wandb" in own and env.dialect == "atropos":
             edited["use_wandb"] = False  # the trainer tracks, by track.report_to
         for f in fields.values():
             largest = site.maximums.get(f.key or "")
             if largest is not None and (f.default is None or f.default > largest):
                 edited[f.name] = type(f.default)(largest) if f.default is not None else int(largest)
-        return cls(found, description.run_settings, fields, site, locks, edited)
+        return cls(env, description.run_settings, fields, site, locks, edited)
 
     def edit(self, name: str, value: Any) -> PendingRunConfig:
         """The same with one setting changed; Refusal says why not."""
@@ -238,7 +223,10 @@ class PendingRunConfig:
             )
         draft = replace(self, edited={**self.edited, name: read})
         if own.key is not None:
-            require_valid(draft.settings(), self.run_settings, own)
+            try:
+                RunConfig.build(self.run_settings, draft.settings())
+            except PalestraError as error:
+                raise Refusal(f"{name}: {error}", field=name, expected_type=own.type) from None
         return draft
 
     def own_name(self, name: str) -> str:
@@ -294,12 +282,9 @@ class PendingRunConfig:
     def open_fields(self) -> list[ConfigField]:
         """The environment's own first, then the run's, the usual ones before the others, without the locked ones."""
 
-        def rank(f: ConfigField) -> int:
-            if f.setting is None and not f.is_server:
-                return 0
-            return 1 if f.setting in _USUAL else 2
-
-        ordered = sorted(self.fields.values(), key=rank)
+        own = [f for f in self.fields.values() if f.setting is None and not f.is_server]
+        rest = [f for f in self.fields.values() if f.setting is not None or f.is_server]
+        ordered = own + sorted(rest, key=lambda f: f.setting not in _USUAL)
         return [f for f in ordered if self.lock_of(f.name) is None]
 
     def value(self, name: str) -> Any:
@@ -331,9 +316,9 @@ class PendingRunConfig:
     @property
     def environment(self) -> str:
         """The environment as other processes name it: by file and class, unless it is built in."""
-        if self.found.origin == "built-in":
-            return self.found.name
-        return f"{self.found.file_path}:{self.found.class_name}"
+        if self.env.origin == "built-in":
+            return self.env.name
+        return f"{self.env.file_path}:{self.env.class_name}"
 
     def request(self) -> RunRequest:
         """The request to the run manager; PalestraError if it would send a key to an address that an agent chose."""
@@ -343,11 +328,11 @@ class PendingRunConfig:
         lifted = {f.name.removeprefix("server."): self.value(f.name) for f in self.fields.values() if f.is_server}
         return RunRequest(
             environment=self.environment,
-            environment_name=self.found.name,
+            environment_name=self.env.name,
             settings=self.settings(),
             env_settings=self.env_settings(),
             server_settings={name: value for name, value in (locked | lifted).items() if name in _SERVER_SETTINGS},
-            name=slug(self.found.name),
+            name=slug(self.env.name),
             backend=self.site.profile,
         )
 
@@ -364,7 +349,7 @@ def _holds_something(lock: Lock, own: Mapping[str, ConfigField], dialect: str, s
 
 
 def describe(
-    found: DiscoveredEnv,
+    env: DiscoveredEnv,
     settings: Mapping[str, Any] | None = None,
     limits: RequestLimits | None = None,
     progress: Progress = lambda done, total, text: None,
@@ -375,10 +360,10 @@ def describe(
     requirements.txt of its folder lists are installed, too. Both continue if the client gives up waiting.
     """
     timeout_s = 60 * (limits or RequestLimits()).config_minutes
-    if found.dialect == "palestra":
-        return _read_config(found, settings, timeout_s)
+    if env.dialect == "palestra":
+        return _read_config(env, settings, timeout_s)
     venvs = provided("venvs of Atropos environments")
-    error, package, lines, listed = None, "", count(1), venvs.requirements_of(found.file_path)
+    error, package, lines, listed = None, "", count(1), venvs.requirements_of(env.file_path)
 
     def tell(text: str) -> None:
         line = next(lines)
@@ -386,9 +371,9 @@ def describe(
 
     for packages in [[], listed] if listed else [[]]:
         python = venvs.ensure_python(venvs.venv_folder(), packages, tell, tell)
-        tell(f"reading the config of {found.name}")
+        tell(f"reading the config of {env.name}")
         try:
-            described = _read_config(found, settings, timeout_s, python)
+            described = _read_config(env, settings, timeout_s, python)
             return replace(
                 described, run_settings={**provided("settings of runs over the wire"), **described.run_settings}
             )
@@ -398,16 +383,16 @@ def describe(
                 raise
     raise MissingPackageError(
         f"{error}; if {package} is a package, whoever runs this server can install it: "
-        f"add it to {found.file_path.parent / 'requirements.txt'}"
+        f"add it to {env.file_path.parent / 'requirements.txt'}"
     )
 
 
 def _read_config(
-    found: DiscoveredEnv, settings: Mapping[str, Any] | None, timeout_s: float, python: Path | None = None
+    env: DiscoveredEnv, settings: Mapping[str, Any] | None, timeout_s: float, python: Path | None = None
 ) -> EnvDescription:
     if not _DESCRIBED_AT_ONCE.acquire(timeout=_DESCRIBE_WAIT_S):
         raise ResourceError("this server is reading the settings of too many environments; ask again in a minute")
     try:
-        return describe_env(found, settings, timeout_s=timeout_s, python=python)
+        return describe_env(env, settings, timeout_s=timeout_s, python=python)
     finally:
         _DESCRIBED_AT_ONCE.release()

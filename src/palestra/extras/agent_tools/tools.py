@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 import threading
@@ -13,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from palestra.extras.agent_tools import views
 from palestra.extras.agent_tools.answers import Answer, Refusal, answer, closest, require_json, require_page, short
 from palestra.extras.agent_tools.endpoints import choose_models
 from palestra.extras.agent_tools.inference import InferenceTest
-from palestra.extras.agent_tools.pending_run import PendingRunConfig, Progress, describe
+from palestra.extras.agent_tools.pending_run import TRACKING_NAME, PendingRunConfig, Progress, describe
 from palestra.runs.index import UnknownRun
 from palestra.runs.locks import Site, load_site
 from palestra.runs.manager import Run, RunManager, State
@@ -75,7 +75,14 @@ def rl_select_environment(call: Call, name: str) -> views.Data:
     Args:
         name: A name from rl_list_environments.
     """
-    return views.selected(call.tools.select(name, call.progress))
+    pending = call.tools.select(name, call.progress)
+    return {
+        "message": f"{pending.env.name} is selected. rl_get_current_config shows its settings, "
+        "rl_start_training starts a training",
+        "environment": pending.env.name,
+        "file_path": pending.env.file_path,
+        TRACKING_NAME: pending.edited[TRACKING_NAME],
+    }
 
 
 def rl_get_current_config(call: Call, contains: str = "", limit: int = 30, offset: int = 0) -> views.Data:
@@ -97,7 +104,10 @@ def rl_edit_config(call: Call, field: str, value: JsonValue) -> views.Data:
         field: A name from configurable_fields of rl_get_current_config.
         value: The new value, of the field's type.
     """
-    return views.edited(call.tools.edit(field, value), field)
+    pending = call.tools.edit(field, value)
+    name = pending.own_name(field)
+    message = f"{name} is changed" + (f" ({field} is another name of it)" if name != field else "")
+    return {"message": message, "field": name, "value": pending.value(name), "config": pending.config()}
 
 
 def rl_start_training(call: Call) -> views.Data:
@@ -110,7 +120,7 @@ def rl_start_training(call: Call) -> views.Data:
     if missing:
         hints = "; ".join(f"{key}: {_HINTS[key]}" for key in missing)
         raise Refusal(f"{' and '.join(missing)} must be set in this server's environment ({hints})", missing=missing)
-    describe(pending.found, pending.env_settings(), tools.site.limits)  # they must fit together, too
+    describe(pending.env, pending.env_settings(), tools.site.limits)  # they must fit together, too
     limit = tools.site.limits.active_runs
     return views.started(tools.manager.start(pending.request(), max_active=limit), pending)
 
@@ -122,8 +132,16 @@ def rl_check_status(call: Call, run_id: str) -> views.Data:
         run_id: The id that rl_start_training gave, or one from rl_list_runs.
     """
     run = call.tools.run(run_id)
-    wait_s = call.tools.seconds_to_wait(run)
-    return views.too_soon(run, wait_s) if wait_s else views.status(run)
+    if not (wait_s := call.tools.seconds_to_wait(run)):
+        return views.status(run)
+    return {
+        **views.header(run),
+        "rate_limited": True,
+        "message": f"its state is the same as at your last look; look again in {wait_s / 60:.0f} minutes. "
+        "A change of state is told at once",
+        "minutes_to_wait": round(wait_s / 60, 1),
+        "next_check_in_seconds": math.ceil(wait_s),
+    }
 
 
 def rl_stop_training(call: Call, run_id: str) -> views.Data:
@@ -133,7 +151,10 @@ def rl_stop_training(call: Call, run_id: str) -> views.Data:
         run_id: The id that rl_start_training gave, or one from rl_list_runs.
     """
     run = call.tools.run(run_id)
-    return views.stopped(call.tools.manager.stop(run.run_id, wait_s=_STOP_WAIT_S) if run.is_active else run)
+    if run.is_active:
+        run = call.tools.manager.stop(run.run_id, wait_s=_STOP_WAIT_S)
+    message = f"the run is {run.state}" + (f": {run.reason}" if run.reason else "")
+    return {**views.header(run), "message": message, "folder": run.folder, "processes": dict(run.processes)}
 
 
 def rl_get_results(call: Call, run_id: str) -> views.Data:
@@ -187,25 +208,22 @@ class RlTool(Tool):
     effect: Effect = "reads"
 
 
-def _tool(function: Callable[..., views.Data], effect: Effect) -> RlTool:
-    shown = function_tool(MethodType(function, object()))  # bound, so that the signature lacks the Call
-    return RlTool(shown.name, shown.description, shown.parameters, function, shown.readers, effect=effect)
-
-
+_EFFECTS: Mapping[Callable[..., views.Data], Effect] = {
+    rl_list_environments: "reads",
+    rl_select_environment: "edits",
+    rl_get_current_config: "reads",
+    rl_edit_config: "edits",
+    rl_start_training: "starts",
+    rl_check_status: "reads",
+    rl_stop_training: "stops",
+    rl_get_results: "reads",
+    rl_list_runs: "reads",
+    rl_test_inference: "starts",
+}
 TOOLS: Mapping[str, RlTool] = {
-    tool.name: tool
-    for tool in (
-        _tool(rl_list_environments, "reads"),
-        _tool(rl_select_environment, "edits"),
-        _tool(rl_get_current_config, "reads"),
-        _tool(rl_edit_config, "edits"),
-        _tool(rl_start_training, "starts"),
-        _tool(rl_check_status, "reads"),
-        _tool(rl_stop_training, "stops"),
-        _tool(rl_get_results, "reads"),
-        _tool(rl_list_runs, "reads"),
-        _tool(rl_test_inference, "starts"),
-    )
+    shown.name: RlTool(shown.name, shown.description, shown.parameters, function, shown.readers, effect=effect)
+    for function, effect in _EFFECTS.items()
+    for shown in [function_tool(MethodType(function, object()))]  # bound, so that the signature lacks the Call
 }
 
 
@@ -242,7 +260,10 @@ class RlTools:
         """Call a tool by its name and JSON arguments. Never raises."""
 
         def make() -> views.Data:
-            tool = _find(name)
+            if name not in list(TOOLS):  # a client may send anything for a name
+                near = did_you_mean(short(name), TOOLS)
+                raise Refusal(f"there is no tool {short(name)!r}.{near}", available=list(TOOLS))
+            tool = TOOLS[name]
             try:
                 checked = read_arguments(tool, require_json({} if arguments is None else arguments))
             except ArgumentError as error:
@@ -255,11 +276,12 @@ class RlTools:
         """`tools.rl_check_status(run_id)` calls the tool of this name."""
         if name not in TOOLS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return partial(self._call_as_python, TOOLS[name])
 
-    def _call_as_python(self, tool: RlTool, /, *args: Any, **kwargs: Any) -> Answer:
-        bound = inspect.signature(tool.fn).bind(None, *args, **kwargs)
-        return self.call(tool.name, {name: value for name, value in bound.arguments.items() if name != "call"})
+        def call(*args: Any, **kwargs: Any) -> Answer:
+            arguments = inspect.signature(TOOLS[name].fn).bind(None, *args, **kwargs).arguments
+            return self.call(name, {key: value for key, value in arguments.items() if key != "call"})
+
+        return call
 
     @property
     def pending(self) -> PendingRunConfig:
@@ -302,7 +324,7 @@ class RlTools:
         raise Refusal(text, active_runs=self.manager.active_ids())
 
     def seconds_to_wait(self, run: Run) -> float:
-        """How long until this run may be looked at again; 0 counts as a look. A new state may be looked at at once."""
+        """Seconds until this run may be looked at again; 0 counts as a look. A new state may be seen immediately."""
         now, pause_s = self._clock(), self.site.limits.status_check_minutes * 60
         with self._lock:
             state, when = self._looks.get(run.run_id, (None, 0.0))
@@ -314,14 +336,6 @@ class RlTools:
             while len(self._looks) > _MAX_LOOKS:
                 self._looks.popitem(last=False)
         return 0.0
-
-
-def _find(name: Any) -> RlTool:
-    if not isinstance(name, str):
-        raise Refusal(f"a tool is called by its name, got a {type(name).__name__}", available=list(TOOLS))
-    if name not in TOOLS:
-        raise Refusal(f"there is no tool {short(name)!r}.{did_you_mean(short(name), TOOLS)}", available=list(TOOLS))
-    return TOOLS[name]
 
 
 def check_rl_python_version() -> bool:
@@ -375,8 +389,3 @@ async def call_in_thread(
         return {"error": str(error)}
     finally:
         cancelled.set()
-
-
-def is_refusal(answer: Answer) -> bool:
-    """Whether the tool refused; the error of a run that failed comes with its status, and is no refusal."""
-    return "error" in answer and "status" not in answer

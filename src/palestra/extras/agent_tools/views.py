@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,14 +20,14 @@ Data = Mapping[str, Any]
 
 def environments(found: Discovery, contains: str = "", limit: int = MAX_LISTED, offset: int = 0) -> Data:
     ordered = sorted(found.environments, key=lambda e: (e.origin == "built-in") + bool(e.preset))
-    some = page(ordered, limit, offset, lambda e: f"{e.name} {e.description}", contains)
+    shown, about = page(ordered, limit, offset, lambda e: f"{e.name} {e.description}", contains)
     rows = [
         {"name": e.name, "class_name": e.class_name, "file_path": e.file_path, "description": short(e.description)}
-        for e in some.rows
+        for e in shown
     ]
     answer: dict[str, Any] = {
         "environments": rows,
-        **some.about,
+        **about,
         "tips": [
             "rl_select_environment(name) selects one and loads its settings",
             "read the file at file_path to see what an environment asks and how it scores",
@@ -40,18 +39,8 @@ def environments(found: Discovery, contains: str = "", limit: int = MAX_LISTED, 
     return answer
 
 
-def selected(draft: PendingRunConfig) -> Data:
-    return {
-        "message": f"{draft.found.name} is selected. rl_get_current_config shows its settings, "
-        "rl_start_training starts a training",
-        "environment": draft.found.name,
-        "file_path": draft.found.file_path,
-        TRACKING_NAME: draft.edited[TRACKING_NAME],
-    }
-
-
 def config(draft: PendingRunConfig, contains: str = "", limit: int = MAX_LISTED, offset: int = 0) -> Data:
-    some = page(draft.open_fields(), limit, offset, lambda f: f.name, contains)
+    shown, about = page(draft.open_fields(), limit, offset, lambda f: f.name, contains)
     configurable = [
         {
             "name": f.name,
@@ -60,7 +49,7 @@ def config(draft: PendingRunConfig, contains: str = "", limit: int = MAX_LISTED,
             "description": f.description,
             "current_value": draft.value(f.name),
         }
-        for f in some.rows
+        for f in shown
     ]
     locked = [
         {
@@ -74,25 +63,19 @@ def config(draft: PendingRunConfig, contains: str = "", limit: int = MAX_LISTED,
         if offset == 0 and contains.lower() in lock.full_name.lower()
     ]
     return {
-        "environment": draft.found.name,
+        "environment": draft.env.name,
         "configurable_fields": configurable,
-        **some.about,
+        **about,
         "locked_fields": locked,
         "tip": "rl_edit_config(field, value) changes one field; locked ones are set by the site and cannot be changed",
     }
-
-
-def edited(draft: PendingRunConfig, field: str) -> Data:
-    name = draft.own_name(field)
-    message = f"{name} is changed" + (f" ({field} is another name of it)" if name != field else "")
-    return {"message": message, "field": name, "value": draft.value(name), "config": draft.config()}
 
 
 def started(run: Run, draft: PendingRunConfig) -> Data:
     return {
         "run_id": run.run_id,
         "status": "starting" if run.state in ("pending", "starting", "running") else run.state,
-        "environment": draft.found.name,
+        "environment": draft.env.name,
         "config": draft.config(),
         "config_path": RunFolder(run.folder).request_file,
         "logs": _logs(run),
@@ -108,7 +91,7 @@ def status(run: Run) -> Data:
     # a run is one process, unless its environment has one of its own
     elsewhere = "in the trainer's process" if "trainer" in run.processes else "not started"
     return {
-        **_where(run),
+        **header(run),
         **_tracking(run),
         "processes": {part: run.processes.get(part, elsewhere) for part in PARTS},
         "metrics": {name: run.progress.get(name) for name in _METRICS},
@@ -119,30 +102,10 @@ def status(run: Run) -> Data:
     }
 
 
-def too_soon(run: Run, wait_s: float) -> Data:
-    return {
-        **_where(run),
-        "rate_limited": True,
-        "message": f"its state is the same as at your last look; look again in {wait_s / 60:.0f} minutes. "
-        "A change of state is told at once",
-        "minutes_to_wait": round(wait_s / 60, 1),
-        "next_check_in_seconds": math.ceil(wait_s),
-    }
-
-
-def stopped(run: Run) -> Data:
-    return {
-        **_where(run),
-        "message": f"the run is {run.state}" + (f": {run.reason}" if run.reason else ""),
-        "folder": run.folder,
-        "processes": dict(run.processes),
-    }
-
-
 def results(run: Run, found: Data) -> Data:
-    path = found.get("model_path")
+    path, checkpoint = found.get("model_path"), found.get("checkpoint")
     return {
-        **_where(run),
+        **header(run),
         **_tracking(run),
         "final_metrics": found.get("final_metrics"),
         "history": found.get("history"),
@@ -151,34 +114,29 @@ def results(run: Run, found: Data) -> Data:
         "report": _rates(found.get("report")),
         "report_path": found.get("report_path"),
         "weights_path": path,
-        "checkpoint_path": found.get("checkpoint"),
+        "checkpoint_path": checkpoint,
         "tip": f"load the weights with palestra.models.loading.load_model({str(path)!r}), or serve them: "
         f"palestra serve {path}"
         if path
-        else _checkpoint_tip(run, found.get("checkpoint")),
+        else "a run has weights from its first checkpoint on; checkpoint.every says when that is"
+        if checkpoint is None
+        else f"checkpoint_path loads like any model: palestra serve {checkpoint}; the run goes on from it with: "
+        f"palestra runs resume {run.run_id}",
         **({"error": run.reason} if run.state == "failed" else {}),
     }
 
 
-def _checkpoint_tip(run: Run, checkpoint: Any) -> str:
-    if checkpoint is None:
-        return "a run has weights from its first checkpoint on; checkpoint.every says when that is"
-    return (
-        f"checkpoint_path loads like any model: palestra serve {checkpoint}; the run goes on from it with: palestra "
-        f"runs resume {run.run_id}"
-    )
-
-
 def runs(found: Sequence[Run], offset: int, total: int) -> Data:
     rows = [
-        {**_where(run), **_tracking(run), "name": run.name, "metrics": dict(run.progress), "folder": run.folder}
+        {**header(run), **_tracking(run), "name": run.name, "metrics": dict(run.progress), "folder": run.folder}
         for run in found
     ]
     following = offset + len(rows)
     return {"runs": rows, "count": total, **({"next_offset": following} if following < total else {})}
 
 
-def _where(run: Run) -> dict[str, Any]:
+def header(run: Run) -> dict[str, Any]:
+    """The fields that every answer about a run begins with."""
     until = run.ended or time.time()
     minutes = round(max(0.0, until - run.started) / 60, 1) if run.started else 0.0
     return {

@@ -139,8 +139,14 @@ def run_atropos(
     else:
         raise SettingError("which environment? Give its FILE, or --resume RUN")
     _follow(manager, run, console, log_size)
+    from palestra.train.run import Outcome
+
     folder = RunFolder.open(run.folder)
-    return print_outcome(console, folder, _outcome(folder))
+    findings = tuple(recorded_findings(folder, ended=True))
+    outcome = Outcome(
+        None, None, folder.model, None, None, folder.metrics(), folder.elapsed_s(), folder.report_page, findings
+    )
+    return print_outcome(console, folder, outcome)
 
 
 def _request(file: Path, packages: tuple[str, ...], read: RunRequest, wait_limit_s: float) -> RunRequest:
@@ -186,20 +192,3 @@ def _follow(manager: RunManager, run: Run, console: Console, log_size: int) -> N
     ended = manager.get(run.run_id)
     if ended.state != "completed":
         raise StateError(f"the run {ended.run_id} is {ended.state}: {ended.reason or 'it was stopped'}")
-
-
-def _outcome(folder: RunFolder) -> Any:
-    """The outcome of a run that another process has finished, from its folder."""
-    from palestra.train.run import Outcome
-
-    return Outcome(
-        None,
-        None,
-        folder.model,
-        None,
-        None,
-        folder.metrics(),
-        folder.elapsed_s(),
-        folder.report_page,
-        tuple(recorded_findings(folder, ended=True)),
-    )

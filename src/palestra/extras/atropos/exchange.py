@@ -148,7 +148,13 @@ class Exchange:
         for group in groups:
             self._check(group)
         sequences, size = sum(g.sequences for g in groups), sum(len(g.body) for g in groups)
-        self._check_room(sequences, size)
+        full = None
+        if self.waiting_sequences + self._writing + sequences > self.max_waiting:
+            full = f"{self.waiting_sequences} sequences wait already and {self.max_waiting} may"
+        elif self.waiting_bytes + self._writing_bytes + size > self.max_bytes:
+            full = f"{self.waiting_bytes // MIB} MiB wait already and {self.max_bytes // MIB} may"
+        if full:
+            raise QueueFull(f"{full}; try again when the trainer has taken some")
         self._writing, self._writing_bytes = self._writing + sequences, self._writing_bytes + size
         try:
             rows = [(g.env_id, g.sequences, g.body) for g in groups]
@@ -179,15 +185,6 @@ class Exchange:
                 f"a sequence has {group.longest} tokens; the trainer takes {self.registration.max_token_len} "
                 "(max_token_len of GET /info)"
             )
-
-    def _check_room(self, sequences: int, size: int) -> None:
-        full = None
-        if self.waiting_sequences + self._writing + sequences > self.max_waiting:
-            full = f"{self.waiting_sequences} sequences wait already and {self.max_waiting} may"
-        elif self.waiting_bytes + self._writing_bytes + size > self.max_bytes:
-            full = f"{self.waiting_bytes // MIB} MiB wait already and {self.max_bytes // MIB} may"
-        if full:
-            raise QueueFull(f"{full}; try again when the trainer has taken some")
 
     async def take(
         self, after: int | None = None, saved: int | None = None, step: int | None = None
@@ -264,7 +261,7 @@ class Exchange:
         return Delivery(number, bodies)
 
     def why_no_batch(self) -> str | None:
-        """What keeps the groups that wait from making a batch; None where more of them may."""
+        """The reason that the waiting groups make no batch; None where more groups may change that."""
         batch_size = self.registration.batch_size if self.registration else 0
         if not batch_size or self.waiting_sequences < batch_size:
             return None
@@ -287,31 +284,28 @@ class Exchange:
     def env_status(self, env_id: int) -> dict[str, Any]:
         """Status by which an environment adjusts its workers. Sizes are in groups of its own size."""
         env = self.env(env_id)
-        own = [g.sequences for g in self.waiting if g.env_id == env_id]
-        group_size = max(env.group_size, *own, 0)
+        counts = Counter[int | None]()
+        for group in self.waiting:
+            counts[group.env_id] += group.sequences
+        group_size = max(env.group_size, *(g.sequences for g in self.waiting if g.env_id == env_id), 0)
         largest = max((g.sequences for g in self.waiting), default=1)
         connected = [e for e in self.envs if e.connected]
+        batch_size = self.registration.batch_size if self.registration else 0
+        minimums = {e.id: int(batch_size * (e.min_batch_allocation or 0.0)) for e in connected}
+        # sequences of other environments beyond what their own minimum will take
+        free = sum(max(0, n - (0 if e is None else minimums.get(e, 0))) for e, n in counts.items() if e != env_id)
         total = sum(e.max_token_length * max(0.0, e.weight) for e in connected)
         share = env.max_token_length * env.weight / total if total > 0 else 1.0
         allocated = sum(e.min_batch_allocation or 0.0 for e in connected)
         return {
             "current_step": self.step,
             "num_steps": self.registration.num_steps if self.registration else 0,
-            "queue_size": (sum(own) + self._free_of_others(env_id)) // group_size,
+            "queue_size": (counts[env_id] + free) // group_size,
             "unallocated_fraction": 1.0 - min(allocated, 1.0),
-            "self_queue_size": sum(own) // group_size,
+            "self_queue_size": counts[env_id] // group_size,
             "max_group_size": largest,
             "env_weight": max(_MIN_WEIGHT, share),
         }
-
-    def _free_of_others(self, env_id: int) -> int:
-        """Sequences of other environments beyond what their own minimum will take."""
-        batch_size = self.registration.batch_size if self.registration else 0
-        counts = Counter[int | None]()
-        for group in self.waiting:
-            counts[group.env_id] += group.sequences
-        theirs = {e.id: int(batch_size * (e.min_batch_allocation or 0.0)) for e in self.envs if e.connected}
-        return sum(max(0, n - (0 if e is None else theirs.get(e, 0))) for e, n in counts.items() if e != env_id)
 
     async def reset(self) -> None:
         async with self._taking:

@@ -53,7 +53,9 @@ def resume(run: RunFolder, resumed: Resume, watching: Watching, request: RunRequ
     """Continue or finish a run over the wire; `request` has its addresses."""
     if resumed.finish:
         with watching(run.config) as watcher:
-            return run, finish_wire(run, resumed, watcher=watcher)
+            from palestra.train.tasks import FinishTask
+
+            return run, _train(run, FinishTask(_scorer(run)), watcher=watcher, resume=resumed)
     if request is None or request.env_url is None:
         raise SettingError(f"{run.path} trains over the wire; continue it with: {run.wire_command}")
     return run, _train_request(request, run, watching, resumed)
@@ -161,28 +163,20 @@ def train_wire(
     watcher: Watcher | None = None,
     resume: Resume | None = None,
     served: Callable[[str, Any], None] = lambda url, tokenizer: None,
-    check: Callable[[], None] = lambda: None,
     wait_limit_s: float = 60.0,
 ) -> Outcome:
     """Serve the model, train it on what environments in other programs post, save it.
 
     It is evaluated here if run.json names an environment of ours. `served` is called with the inference URL and the
-    tokenizer; `check` may raise while groups are waited for. Where the environment fails and no group arrives for
-    `wait_limit_s` (0: any time), the run stops with the reason.
+    tokenizer. Where the environment fails and no group arrives for `wait_limit_s` (0: any time), the run stops with
+    the reason.
     """
     from palestra.extras.atropos.task import WireTask
     from palestra.train.setup import load_for_run
 
     loaded = load_for_run(run.config)
-    task = WireTask(client, address, loaded, run, _scorer(run), served, check, wait_limit_s)
+    task = WireTask(client, address, loaded, run, _scorer(run), served, wait_limit_s)
     return _train(run, task, loaded=loaded, watcher=watcher, resume=resume)
-
-
-def finish_wire(run: RunFolder, resume: Resume, *, watcher: Watcher | None = None) -> Outcome:
-    """Score and save what a run over the wire has learned, without its environments."""
-    from palestra.train.tasks import FinishTask
-
-    return _train(run, FinishTask(_scorer(run)), watcher=watcher, resume=resume)
 
 
 def _scorer(run: RunFolder) -> EnvironmentTask | None:

@@ -38,7 +38,7 @@ _FIRST_NOTE_S = 30.0
 _LOOK_EVERY_S = 2.0
 _REFUSALS = 3  # posts or requests, after which the next ones will hardly fare better
 _REPEATS = 8  # of the same message in the environment's log
-# How many limits to wait. What a log repeats while the model answers may be said of each bad answer, and groups follow.
+# Number of limits to wait. A log may repeat a message for each bad answer while good groups still follow.
 _NEVER, _SURE, _LIKELY, _IDLE = 0, 1, 2, 5
 _DROPPED_GROUPS = 64  # sampled, more than any environment attempts at a time, and none of them posted
 _MAX_LOG_BYTES, _LOG_TAIL_BYTES = 16 * 2**20, 2**20
@@ -91,7 +91,11 @@ class StallWatch:
         is_new = int(status.get("environments", 0)) > self._environments  # loading its libraries may take minutes
         self._environments = int(status.get("environments", 0))
         if groups != self._groups or is_new:
-            self._restart(now, groups, int(status.get("posts_refused", 0)))
+            self._began, self._groups, self._refused_posts = now, groups, int(status.get("posts_refused", 0))
+            self._before = Tally(self.inference.answered, self.inference.refused)
+            self._groups_before = self.requests.groups
+            self._log_start = self.log.stat().st_size if self.log.is_file() else 0
+            self._next_note_s = _FIRST_NOTE_S
             return
         waited_s = now - self._began
         if waited_s < min(self._next_note_s, self.limit_s or _FIRST_NOTE_S):
@@ -103,13 +107,6 @@ class StallWatch:
         if waited_s >= self._next_note_s:
             self._next_note_s = 2 * waited_s
             self.note(text)
-
-    def _restart(self, now: float, groups: int, refused_posts: int) -> None:
-        self._began, self._groups, self._refused_posts = now, groups, refused_posts
-        self._before = Tally(self.inference.answered, self.inference.refused)
-        self._groups_before = self.requests.groups
-        self._log_start = self.log.stat().st_size if self.log.is_file() else 0
-        self._next_note_s = _FIRST_NOTE_S
 
     def _reason(self, status: Mapping[str, Any]) -> tuple[str, int]:
         """The likely reason, and after how many limits to stop."""
@@ -183,7 +180,7 @@ def shorten_log(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the model is served to the environments."""
+    """The address at which the model is served to the environments."""
 
     host: str = "127.0.0.1"
     port: int = 9001
@@ -194,7 +191,7 @@ class Address:
 class WireTask:
     """Groups come from a trajectory API. `scored_by` is the environment, if it is one of ours: it evaluates the model.
 
-    `served` is called with the inference URL and the tokenizer; `check` may raise while groups are waited for.
+    `served` is called with the inference URL and the tokenizer.
     """
 
     client: WireClient
@@ -203,7 +200,6 @@ class WireTask:
     folder: RunFolder
     scored_by: EnvironmentTask | None = None
     served: Callable[[str, Any], None] = lambda url, tokenizer: None
-    check: Callable[[], None] = lambda: None
     wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
 
     @property
@@ -240,7 +236,6 @@ class WireTask:
             limits,
             serving,
             parts.watcher.note,
-            self.check,
             StallWatch(lambda: self.client.call("/status"), tally, requests, log, note, self.wait_limit_s),
             keeps_batches=parts.config.checkpoint.every > 0,
             step=parts.step,
@@ -281,7 +276,6 @@ class WireSource(GroupSource):
     limits: ModelLimits
     serving: Serving
     note: Callable[[str], None]
-    check: Callable[[], None]
     stalls: StallWatch
     keeps_batches: bool  # at the API, until they are in a checkpoint
     batch: int = 0  # the number of the last one
@@ -295,7 +289,13 @@ class WireSource(GroupSource):
 
     async def next(self, count: int, version: int) -> list[Group]:
         for _ in range(_EMPTY_BATCHES):
-            number, rows = await self._next_batch()
+            self.stalls.begin()
+            saved = self.saved if self.keeps_batches else None
+            while isinstance(delivery := await self.client.batch(self.batch, saved, self.step), str):
+                self._note_once("no batch", delivery)
+                await self.stalls.check()
+                await asyncio.sleep(_POLL_S)
+            number, rows = delivery
             if self.step and number > self.batch + 1:
                 missing = f"{self.batch + 1}" if number == self.batch + 2 else f"{self.batch + 1} to {number - 1}"
                 self.note(f"batch {missing} was set aside by the trajectory API: this run ended on it again and again")
@@ -306,17 +306,6 @@ class WireSource(GroupSource):
         raise UserCodeError(
             f"{_EMPTY_BATCHES} batches in a row held no group that can be trained; the last because {self._last_error}"
         )
-
-    async def _next_batch(self) -> tuple[int, list[dict[str, Any]]]:
-        self.stalls.begin()
-        while True:
-            delivery = await self.client.batch(self.batch, self.saved if self.keeps_batches else None, self.step)
-            if not isinstance(delivery, str):
-                return delivery
-            self._note_once("no batch", delivery)
-            self.check()
-            await self.stalls.check()
-            await asyncio.sleep(_POLL_S)
 
     def _note_once(self, subject: str, text: str) -> None:
         if text and subject not in self._noted:
@@ -375,22 +364,22 @@ class Serving:
             self._runner.run(asyncio.wait_for(self._task, _SHUTDOWN_S))
 
 
+@dataclass(slots=True)
 class RequestWatch:
     """Counts requests for whole groups, and notes the first at another temperature than the learner's: their logprobs
     would not agree."""
 
-    def __init__(self, temperature: float, note: Callable[[str], None]) -> None:
-        self.groups = 0
-        self._temperature = temperature
-        self._note = note
-        self._is_written = False
+    temperature: float
+    note: Callable[[str], None]
+    groups: int = 0
+    is_noted: bool = False
 
     def __call__(self, choices: int, params: SamplingParams) -> None:
         self.groups += choices > 1
         other = params.temperature
-        if other != self._temperature and not self._is_written:
-            self._is_written = True
-            self._note(
-                f"an environment samples at temperature {other:g}, the learner scores at {self._temperature:g}; "
+        if other != self.temperature and not self.is_noted:
+            self.is_noted = True
+            self.note(
+                f"an environment samples at temperature {other:g}, the learner scores at {self.temperature:g}; "
                 f"if it is for training, set --rollout.temperature {other:g}"
             )

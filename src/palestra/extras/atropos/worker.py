@@ -11,10 +11,10 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError
-from palestra.core.types import Group
 from palestra.envs.base import Environment
 from palestra.extras.atropos.protocol import ApiUnreachable, WireClient, write_group
 from palestra.rollout.evaluate import CollectsGroups
@@ -26,9 +26,8 @@ _RETRY_S = 1.0
 _FAILURES_IN_A_ROW = 8  # groups without one whole attempt, after which going on is pointless
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerStatus:
-    """How far the trainer is, and how many more groups it can use of this environment."""
+class TrainerStatus(NamedTuple):
+    """The trainer's step, and the number of groups that it can still take from this environment."""
 
     step: int
     num_steps: int
@@ -68,7 +67,17 @@ class EnvironmentWorker:
             while status.is_over:
                 await asyncio.sleep(_RETRY_S)
                 status = await self._trainer_status()
-            await self._post_groups(self._source(await self.make_collector()))
+            # the first environment draws problems and seeds as the trainer's own process would, the next ones others
+            source = ProblemSource(
+                await self.make_collector(),
+                self.environment.problems("train"),
+                self.environment.reward_weights,
+                self.config.rollout.group_size,
+                self.config.seed + self.env_id,
+                max_staleness=None,
+                gives_back=False,  # several groups are in flight
+            )
+            await self._post_groups(source)
             self.watcher.note("the trainer has all the groups that it asked for")
         except ApiUnreachable as gone:
             self.watcher.note(f"the trajectory API is gone: {gone}")
@@ -127,34 +136,9 @@ class EnvironmentWorker:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _source(self, collector: CollectsGroups) -> ProblemSource:
-        """The first environment draws problems and seeds as the trainer's own process would, the next ones others."""
-        return ProblemSource(
-            collector,
-            self.environment.problems("train"),
-            self.environment.reward_weights,
-            self.config.rollout.group_size,
-            self.config.seed + self.env_id,
-            max_staleness=None,
-            gives_back=False,  # several groups are under way at once
-        )
-
     async def _one_group(self, source: ProblemSource) -> None:
-        """Attempt a problem and post the group, unless every attempt failed."""
+        """Attempt a problem and post its group, unless every attempt failed. `train.refill_limit` bounds refills."""
         number = source.drawn
-        group = await self._attempt(source)
-        if group is None:
-            await asyncio.sleep(_RETRY_S)
-            return
-        body = write_group(group, self.env_id, self.config.train.mask_truncated)
-        await self.wire.call("/scored_data", body, key=f"{self._key}/{number}")
-        self.posted_groups += 1
-        self.posted_rollouts += len(group.rollouts)
-        self.score_sum += sum(group.rewards)
-        self.recent_scores.extend(group.rewards)
-
-    async def _attempt(self, source: ProblemSource) -> Group | None:
-        """A group with signal where there is one within `train.refill_limit`; None if every attempt failed."""
         try:
             groups = (await gather(source, 1, self.config, version=0)).groups
         except PalestraError as error:
@@ -162,7 +146,14 @@ class EnvironmentWorker:
             if self._failures >= _FAILURES_IN_A_ROW:
                 raise
             self.watcher.note(str(error))
-            return None
+            await asyncio.sleep(_RETRY_S)
+            return
         self._failures = 0
         # the last one has signal if any has, unless its problem is broken
-        return next(g for g in reversed(groups) if any(r.error is None for r in g.rollouts))
+        group = next(g for g in reversed(groups) if any(r.error is None for r in g.rollouts))
+        body = write_group(group, self.env_id, self.config.train.mask_truncated)
+        await self.wire.call("/scored_data", body, key=f"{self._key}/{number}")
+        self.posted_groups += 1
+        self.posted_rollouts += len(group.rollouts)
+        self.score_sum += sum(group.rewards)
+        self.recent_scores.extend(group.rewards)

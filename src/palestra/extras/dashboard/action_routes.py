@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -20,10 +19,9 @@ from palestra.extras.dashboard.catalog import Catalog, CatalogRun
 from palestra.extras.dashboard.jobs import Job, Jobs, command
 from palestra.extras.dashboard.rollout_index import RolloutIndex
 from palestra.extras.dashboard.summaries import actions, summary
-from palestra.runs.manager import Run
 from palestra.servers.body import Form, SubjectBody, TestBody, read_model
 
-Progress = Callable[[float, float, str], None]  # done, total, what is being done
+Launcher = Any  # agent_tools.launcher.FormLauncher, which is another extra
 
 
 class ResumeBody(Form):
@@ -41,32 +39,6 @@ class RescoreBody(Form):
     limit: int | None = Field(None, ge=1)
 
 
-class NoBody(Form):
-    pass
-
-
-class Launcher(Protocol):
-    """Starts trainings and tests. Refusals raise PalestraError, with the wrong field in `more["field"]`."""
-
-    def environments(self) -> dict[str, Any]: ...
-
-    def environment(self, name: str) -> dict[str, Any]: ...
-
-    def form(self, body: SubjectBody) -> dict[str, Any]: ...
-
-    def code_file(self, name: str) -> Path:
-        """A Python file whose code may run here; NotFoundError if there is none, or in another folder."""
-        ...
-
-    def check(self, body: SubjectBody) -> dict[str, str]:
-        """Error messages by field."""
-        ...
-
-    def start(self, body: SubjectBody) -> Run: ...
-
-    def test(self, body: TestBody, progress: Progress, cancelled: threading.Event) -> Mapping[str, Any]: ...
-
-
 class ActionRoutes:
     """Handlers that change something. Each runs in a thread: a stop waits, a form asks a process."""
 
@@ -78,13 +50,13 @@ class ActionRoutes:
     def routes(self) -> list[Route]:
         run = "/api/runs/{run}"
         return [
-            Route("/api/environments", self.environments, methods=["GET"]),
+            Route("/api/environments", lambda request: answer(self._launcher.environments()), methods=["GET"]),
             Route("/api/environment", self.environment, methods=["GET"]),
             Route("/api/form", self._with(SubjectBody, self.form), methods=["POST"]),
             Route("/api/form/check", self._with(SubjectBody, self.check), methods=["POST"]),
             Route("/api/runs", self._with(SubjectBody, self.start), methods=["POST"]),
             Route("/api/environments/test", self._with(TestBody, self.test), methods=["POST"]),
-            Route(f"{run}/stop", self._with(NoBody, self.stop), methods=["POST"]),
+            Route(f"{run}/stop", self._with(Form, self.stop), methods=["POST"]),
             Route(f"{run}/resume", self._with(ResumeBody, self.resume), methods=["POST"]),
             Route(f"{run}/export", self._with(ExportBody, self.export), methods=["POST"]),
             Route(f"{run}/rescore", self._with(RescoreBody, self.rescore), methods=["POST"]),
@@ -97,9 +69,6 @@ class ActionRoutes:
             return await asyncio.to_thread(act, request, body)
 
         return handler
-
-    def environments(self, request: Request) -> Response:
-        return answer(self._launcher.environments())
 
     def environment(self, request: Request) -> Response:
         return answer(self._launcher.environment(request.query_params.get("name", "")))
@@ -114,15 +83,15 @@ class ActionRoutes:
         run = self._launcher.start(body)
         return answer({"run": summary(self._catalog.get(run.run_id))}, 201)
 
-    def stop(self, request: Request, body: NoBody) -> Response:
+    def stop(self, request: Request, body: Form) -> Response:
         found = self._allowed(request, "stop")
         self._catalog.manager.stop(found.id, wait_s=0.0)
-        return self._summary(found)
+        return answer({"run": summary(self._catalog.get(found.id))})
 
     def resume(self, request: Request, body: ResumeBody) -> Response:
         found = self._allowed(request, "resume")
         self._catalog.manager.resume(found.id, max_steps=body.max_steps)
-        return self._summary(found)
+        return answer({"run": summary(self._catalog.get(found.id))})
 
     def delete(self, request: Request) -> Response:
         found = self._allowed(request, "delete")
@@ -136,8 +105,11 @@ class ActionRoutes:
 
         def work(job: Job) -> Any:
             made = export(job)
-            path = Path(made["path"]) if made else None
-            return None if path is None else {**made, **_files(path)}
+            if not made:
+                return None
+            path = Path(made["path"])
+            names = [path.name] if path.is_file() else sorted(each.name for each in path.iterdir())
+            return {**made, "files": names, "bytes": path.stat().st_size if path.is_file() else folder_size(path)}
 
         return answer({"job": self._jobs.start("export", f"{found.run.name} as {body.format}", work).to_dict()}, 202)
 
@@ -170,12 +142,3 @@ class ActionRoutes:
         if action not in actions(found):
             raise StateError(f"the run {found.id} is {found.run.state}, and cannot {action} now")
         return found
-
-    def _summary(self, found: CatalogRun) -> Response:
-        return answer({"run": summary(self._catalog.get(found.id))})
-
-
-def _files(path: Path) -> dict[str, Any]:
-    if path.is_file():
-        return {"files": [path.name], "bytes": path.stat().st_size}
-    return {"files": sorted(each.name for each in path.iterdir()), "bytes": folder_size(path)}

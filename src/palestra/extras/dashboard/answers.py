@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -24,7 +24,8 @@ def to_json(data: Any) -> str:
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, default=str, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(_finite(data), ensure_ascii=False, default=str, separators=(",", ":"))
+        finite = json.loads(json.dumps(data, default=str), parse_constant=lambda name: None)
+        text = json.dumps(finite, ensure_ascii=False, separators=(",", ":"))
     return str(encodable(text))
 
 
@@ -75,11 +76,3 @@ def number(request: Request, name: str, default: float | None = None) -> float |
 def whole(request: Request, name: str, default: int, most: int) -> int:
     """A whole number of the query, from 0 to `most`."""
     return int(max(0, min(most, number(request, name, default) or 0)))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    return [_finite(value) for value in data] if isinstance(data, list | tuple | Iterator) else data

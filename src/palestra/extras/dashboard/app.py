@@ -75,15 +75,10 @@ def app_of_runs(manager: Any, token: str, launcher: Any) -> Access:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    match error:
-        case HTTPException():
-            status = error.status_code
-            body = error_body(status, error.detail)
-        case PalestraError():
-            status = 404 if isinstance(error, UnknownRun | UnknownRollout) else 400
-            body = error_body(status, error)
-        case _:
-            status = 500
-            body = error_body(status, error)
+    is_ours = isinstance(error, PalestraError)
+    status = 404 if isinstance(error, UnknownRun | UnknownRollout) else 400 if is_ours else 500
+    if isinstance(error, HTTPException):
+        status = error.status_code
+    body = error_body(status, getattr(error, "detail", error))
     body["error"] |= getattr(error, "more", {})
     return answer(body, status)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,7 +27,7 @@ from palestra.core.secrets import own_environment, redact
 from palestra.extras.dashboard.answers import Event, answer, events
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.request import PALESTRA
-from palestra.servers.body import MIB, read_model
+from palestra.servers.body import MIB, Form, read_model
 from palestra.servers.http_errors import refuse
 
 _MAX_CHATS = 3  # each holds a model
@@ -38,8 +38,7 @@ _LOOK_S = 0.02
 _COMPLAINTS = 1000
 
 
-class ChatBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ChatBody(Form):
     run: str | None = None
     checkpoint: str | None = Field(None, pattern=r"^(best|last|\d+)$")
     model: str | None = Field(None, max_length=500)
@@ -47,8 +46,7 @@ class ChatBody(BaseModel):
     max_new_tokens: int = Field(512, ge=1, le=100_000)
 
 
-class SayBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class SayBody(Form):
     text: str = Field(max_length=MIB)
 
 
@@ -103,9 +101,16 @@ class Chat:
         except (OSError, ValueError):
             raise StateError("the chat's process has ended; open a new one") from None
 
-    def interrupt(self) -> None:
+    def drain(self) -> None:
+        """Stop an answer and read it to its end, so that the next question gets its own."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
+        try:
+            with contextlib.suppress(PalestraError):
+                while self.next(30.0)[0] not in ("done", "error"):
+                    pass
+        finally:
+            self.busy.release()
 
     def close(self) -> None:
         children.end(self._process, terminate_s=1.0)
@@ -160,7 +165,7 @@ class Chats:
         body = await read_model(request, SayBody, 8 * MIB)
         chat = self._chats.get(request.path_params["chat"])
         if chat is None:
-            raise refuse(404, "there is no such chat; it may have ended because nobody used it")
+            raise refuse(404, "there is no such chat; it may have ended because it was idle")
         if not chat.busy.acquire(blocking=False):
             raise refuse(409, "it is answering; wait for the end, or stop it")
         return events(self._answer(chat, body.text))
@@ -173,7 +178,7 @@ class Chats:
                 try:
                     kind, data = chat.next(0.0)
                 except queue.Empty:
-                    await asyncio.sleep(_LOOK_S)  # and no thread, which would go on when the page has gone
+                    await asyncio.sleep(_LOOK_S)  # not in a thread, which would continue after the page is closed
                     continue
                 chat.used = time.monotonic()
                 ended = kind in ("done", "error")
@@ -184,7 +189,7 @@ class Chats:
             yield "error", {"message": str(error)}
         finally:
             if not ended:  # the page has gone, or stopped it
-                threading.Thread(target=_drain, args=(chat,), daemon=True).start()
+                threading.Thread(target=chat.drain, daemon=True).start()
             else:
                 chat.busy.release()
 
@@ -208,14 +213,3 @@ class Chats:
             for chat in list(self._chats.values()):
                 if time.monotonic() - chat.used > _IDLE_S:
                     self._forget(chat.id)
-
-
-def _drain(chat: Chat) -> None:
-    """Stop an answer and read it to its end, so that the next question gets its own."""
-    chat.interrupt()
-    try:
-        with contextlib.suppress(PalestraError):
-            while chat.next(30.0)[0] not in ("done", "error"):
-                pass
-    finally:
-        chat.busy.release()

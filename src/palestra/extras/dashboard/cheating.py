@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from palestra.core.run_folder import RunFolder
 from palestra.evals.reward_hacking import AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
@@ -29,17 +29,17 @@ def reward_hacking(index: RolloutIndex) -> dict[str, Any]:
     """The answer to `GET …/suspicion`."""
     found = measure_series(index.folder)
     notes = [] if found["witnesses"] else [_NO_CHECK]
-    shapes, has_alarm = _shapes(index), bool(found["alarms"]) if found["witnesses"] else None
+    (shapes, clusters), has_alarm = _shapes(index), bool(found["alarms"]) if found["witnesses"] else None
     listed = [
         {"score": each.score, "why": list(each.why), "rollout": shown(index.row(each.attempt.id))}
-        for each in suspects(shapes.clusters, _MAX_SHOWN, has_alarm=has_alarm)
+        for each in suspects(clusters, _MAX_SHOWN, has_alarm=has_alarm)
     ]
-    return {**found, **shapes.answer, "suspects": listed, "notes": notes}
+    return {**found, **shapes, "suspects": listed, "notes": notes}
 
 
 def ids_of_shape(index: RolloutIndex, shape: str) -> list[int]:
     """The rollouts of a cluster, by its name."""
-    return [member.id for each in _shapes(index).clusters if str(each.shape) == shape for member in each.members]
+    return [member.id for each in _shapes(index)[1] if str(each.shape) == shape for member in each.members]
 
 
 def measure_series(folder: RunFolder) -> dict[str, Any]:
@@ -77,54 +77,48 @@ def measure_series(folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> list[AttemptSummary]:
+def attempts_of(rows: Sequence[Any], rewarded: Mapping[str, bool]) -> Iterator[AttemptSummary]:
     """Rows of the index as attempts; measures without a weight count as rewarded."""
     highest = max((row["reward"] for row in rows), default=0.0)
-    return [_attempt(row, rewarded, highest) for row in rows]
+    for row in rows:
+        scores = json.loads(row["scores"])
+        verdicts = {name: bool(ok) for name, (_, ok, error) in scores.items() if ok is not None and not error}
+        counted = [passed for name, passed in verdicts.items() if rewarded.get(name, True)]
+        success = all(counted) if counted else row["reward"] > highest / 2
+        yield AttemptSummary(
+            id=row["id"],
+            step=row["step"],
+            success=success and row["error"] is None,
+            tools=tuple(json.loads(row["tools"])),
+            tokens=row["sampled_tokens"],
+            text=row["answer"],
+            checks={name: passed for name, passed in verdicts.items() if not rewarded.get(name, True)},
+        )
 
 
-def _attempt(row: Any, rewarded: Mapping[str, bool], highest: float) -> AttemptSummary:
-    scores = json.loads(row["scores"])
-    verdicts = {name: bool(passed) for name, (_, passed, error) in scores.items() if passed is not None and not error}
-    counted = [passed for name, passed in verdicts.items() if rewarded.get(name, True)]
-    success = all(counted) if counted else row["reward"] > highest / 2
-    return AttemptSummary(
-        id=row["id"],
-        step=row["step"],
-        success=success and row["error"] is None,
-        tools=tuple(json.loads(row["tools"])),
-        tokens=row["sampled_tokens"],
-        text=row["answer"],
-        checks={name: passed for name, passed in verdicts.items() if not rewarded.get(name, True)},
-    )
+Shapes = tuple[dict[str, Any], list[SuccessCluster]]  # the clusters as the page gets them, and the clusters
 
 
-class _Shapes(NamedTuple):
-    answer: dict[str, Any]  # the clusters as the page gets them
-    clusters: list[SuccessCluster]
-
-
-def _shapes(index: RolloutIndex) -> _Shapes:
+def _shapes(index: RolloutIndex) -> Shapes:
     with index.open() as db:
         newest = db.execute("SELECT max(id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
     if newest is None:
-        return _Shapes({"clusters": []}, [])
+        return {"clusters": []}, []
     weights = tuple((row["name"], row["rewarded"]) for row in measures(index.folder))
     return _find_shapes(str(index.folder.path), newest, weights)
 
 
 @lru_cache(maxsize=8)
-def _find_shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]) -> _Shapes:
-    """Looked for again when there are new rollouts."""
+def _find_shapes(folder: str, newest: int, weights: tuple[tuple[str, bool], ...]) -> Shapes:
+    """The clusters, computed again when there are new rollouts."""
     index = RolloutIndex(RunFolder(Path(folder)))
     with index.open() as db:
         (count,) = db.execute("SELECT count(*) FROM rollouts WHERE kind = 'train'").fetchone()
         every = -(-count // _MAX_ATTEMPTS)
         rows = db.execute("SELECT * FROM rollouts WHERE kind = 'train' AND id % ? = 0 ORDER BY id", (every,)).fetchall()
-    steps, clusters = find_clusters(attempts_of(rows, dict(weights)))
+    steps, clusters = find_clusters(list(attempts_of(rows, dict(weights))))
     by_id = {row["id"]: row for row in rows}
-    answer = {"cluster_steps": steps, "clusters": [_cluster(cluster, by_id) for cluster in clusters]}
-    return _Shapes(answer, clusters)
+    return {"cluster_steps": steps, "clusters": [_cluster(cluster, by_id) for cluster in clusters]}, clusters
 
 
 def _cluster(cluster: SuccessCluster, rows: Mapping[int, Any]) -> dict[str, Any]:

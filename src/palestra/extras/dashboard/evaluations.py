@@ -23,16 +23,8 @@ def evaluations(folder: RunFolder) -> dict[str, Any]:
     names = folder.eval_names()
     rows = {str(name): index.rows_of(str(name)) for name in names}
     last_step = max((row["step"] for row in folder.metrics()), default=0)
-    found = [_evaluation(name, rows[str(name)], last_step) for name in names]
     flips = _flips(str(names[0]), str(names[-1]), rows) if len(names) > 1 else None
-    return {"evaluations": found, "flips": flips}
-
-
-def held_out(folder: RunFolder) -> dict[str, bool] | None:
-    """Which problems passed after training; None where that was not scored."""
-    if not folder.eval_file("after").is_file():
-        return None
-    return majority(RolloutIndex(folder).rows_of("after"))
+    return {"evaluations": [_evaluation(name, rows[str(name)], last_step) for name in names], "flips": flips}
 
 
 def majority(rows: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
@@ -128,7 +120,11 @@ def _curves(folder: RunFolder) -> dict[str, Any]:
 
 def _flips_between(folders: Mapping[str, RunFolder]) -> list[dict[str, Any]]:
     """Held-out problems after training, of each pair of runs that share some."""
-    passed = {run: after for run, folder in folders.items() if (after := held_out(folder)) is not None}
+    passed = {
+        run: majority(RolloutIndex(folder).rows_of("after"))
+        for run, folder in folders.items()
+        if folder.eval_file("after").is_file()
+    }
     rows = []
     for a, b in combinations(passed, 2):
         found = pair(passed[a], passed[b])

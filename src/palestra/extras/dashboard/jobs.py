@@ -33,7 +33,7 @@ Work = Callable[["Job"], Any]
 
 @dataclass
 class Job:
-    """One piece of work. Its thread writes, everybody reads."""
+    """One piece of work. Only its own thread writes to it."""
 
     kind: str
     title: str
@@ -48,8 +48,7 @@ class Job:
         self.progress = {"done": done, "total": total, "message": message}
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("id", "kind", "title", "state", "progress", "result", "error")
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in vars(self).items() if name != "cancelled"}
 
     def run(self, work: Work) -> None:
         try:
@@ -85,7 +84,7 @@ class Jobs:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/api/jobs/{job}", self._one, methods=["GET"]),
+            Route("/api/jobs/{job}", lambda request: answer(self._find(request).to_dict()), methods=["GET"]),
             Route("/api/jobs/{job}", self._cancel, methods=["DELETE"]),
             Route("/api/jobs/{job}/events", self._events, methods=["GET"]),
         ]
@@ -95,9 +94,6 @@ class Jobs:
         if job is None:
             raise refuse(404, "there is no such job; it may have been forgotten")
         return job
-
-    def _one(self, request: Request) -> Response:
-        return answer(self._find(request).to_dict())
 
     def _cancel(self, request: Request) -> Response:
         job = self._find(request)
@@ -111,8 +107,7 @@ class Jobs:
 async def _follow(job: Job) -> AsyncIterator[Event]:
     last = None
     while True:
-        current = job.to_dict()
-        if current != last:
+        if (current := job.to_dict()) != last:
             yield "job", current
             last = current
         if current["state"] != "running":

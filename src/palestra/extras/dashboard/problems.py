@@ -53,7 +53,7 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
 
 
 def _sampling(folder: RunFolder) -> dict[str, CaseKind] | None:
-    """What a run with train.sampling = learnable knows of its cases, by its newest checkpoint."""
+    """The kinds of a run's cases by its newest checkpoint, with train.sampling = learnable; None without it."""
     try:
         config, last = folder.config, folder.last_checkpoint()
         if config.train.sampling != "learnable" or last is None:
@@ -92,7 +92,9 @@ def problem(index: RolloutIndex, problem_id: str, kind: str = "train") -> dict[s
                 "rollouts": [shown(row) for row in members],
             }
         )
-    visits.sort(key=_when)
+    place = {"before": 0, "after": 2}
+    # before, by step (training, then the evaluation after it), after
+    visits.sort(key=lambda v: (place.get(v["kind"], 1), v["step"], v["kind"] != "train"))
     for before, visit in zip([None, *visits], visits, strict=False):
         visit["flip"] = None if before is None else _flip(before["pass_rate"], visit["pass_rate"])
     return {"problem_id": problem_id, "question": own[0]["question"], "visits": visits}
@@ -103,9 +105,3 @@ def _flip(before: float, after: float) -> str | None:
     if (before > 0.5) == (after > 0.5):
         return None
     return "fixed" if after > 0.5 else "broken"
-
-
-def _when(visit: dict[str, Any]) -> tuple[int, float]:
-    """Before, by step (training, then the evaluation after it), after."""
-    place = {"before": 0, "after": 2}.get(visit["kind"], 1)
-    return place, visit["step"] + (0.0 if visit["kind"] == "train" else 0.5)

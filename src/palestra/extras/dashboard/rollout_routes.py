@@ -54,21 +54,22 @@ class RolloutRoutes:
         """The run's index, and the share of its files that is in it. The first look at a large run does not wait."""
         index = RolloutIndex(self._catalog.get(request.path_params["run"]).folder)
         key = str(index.folder.path)
+
+        def index_rest() -> None:
+            try:
+                index.update()
+            finally:
+                with self._lock:
+                    self._indexing.discard(key)
+
         with self._lock:
             busy = key in self._indexing
         share = index.update(within_s=0.0 if busy else _WITHIN_S)
         if share < 1.0 and not busy:
             with self._lock:
                 self._indexing.add(key)
-            threading.Thread(target=self._index_rest, args=(index,), name="palestra-index", daemon=True).start()
+            threading.Thread(target=index_rest, name="palestra-index", daemon=True).start()
         return index, share
-
-    def _index_rest(self, index: RolloutIndex) -> None:
-        try:
-            index.update()
-        finally:
-            with self._lock:
-                self._indexing.discard(str(index.folder.path))
 
 
 def _rollouts(index: RolloutIndex, request: Request) -> dict[str, Any]:
@@ -94,19 +95,12 @@ def _problems(index: RolloutIndex, request: Request) -> dict[str, Any]:
     return problems.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start)
 
 
-def _problem(index: RolloutIndex, request: Request) -> dict[str, Any]:
-    asked = request.query_params
-    return problems.problem(index, asked.get("id", ""), asked.get("kind") or "train")
-
-
-def _export_rollout(index: RolloutIndex, request: Request) -> Response:
-    found = transcripts.rollout(index, _id(request), max_chars=None)
-    return _attachment(rollout_page(index.folder.path.name, found), f"rollout-{found['id']}.html")
-
-
-def _export_group(index: RolloutIndex, request: Request) -> Response:
-    found = transcripts.group(index, _id(request), max_chars=None)
-    return _attachment(group_page(index.folder.path.name, found), f"group-{found['id']}.html")
+def _export(index: RolloutIndex, request: Request) -> Response:
+    """A rollout or a group, by the path, as a file."""
+    is_group, name = request.url.path.split("/")[-3] == "groups", index.folder.path.name
+    read, page = (transcripts.group, group_page) if is_group else (transcripts.rollout, rollout_page)
+    found = read(index, _id(request), max_chars=None)
+    return _attachment(page(name, found), f"{'group' if is_group else 'rollout'}-{found['id']}.html")
 
 
 def _export_run(index: RolloutIndex, request: Request) -> Response:
@@ -133,11 +127,13 @@ _READS: dict[str, Read] = {
     "/rollouts/{id}": lambda index, request: transcripts.rollout(index, _id(request)),
     "/rollouts/{id}/messages/{message}": _message,
     "/rollouts/{id}/tokens": _tokens,
-    "/rollouts/{id}/export.html": _export_rollout,
+    "/rollouts/{id}/export.html": _export,
     "/groups/{id}": lambda index, request: transcripts.group(index, _id(request)),
-    "/groups/{id}/export.html": _export_group,
+    "/groups/{id}/export.html": _export,
     "/export.html": _export_run,
     "/problems": _problems,
-    "/problem": _problem,
+    "/problem": lambda index, request: problems.problem(
+        index, request.query_params.get("id", ""), request.query_params.get("kind") or "train"
+    ),
     "/suspicion": lambda index, request: reward_hacking(index),
 }

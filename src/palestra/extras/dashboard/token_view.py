@@ -32,7 +32,10 @@ _BADNESS: Mapping[str, Callable[[Array], Array]] = {
 def tokens(index: RolloutIndex, rollout_id: int, start: int, limit: int) -> dict[str, Any]:
     """The answer to `GET …/tokens`: a slice of the columns; worst tokens and ranges cover the whole rollout."""
     row = index.row(rollout_id)
-    columns = token_columns(index.record(row), _learned(index.folder, row))
+    table = token_table(index.folder, row["step"]) if row["kind"] == "train" else None
+    # the rollout's part of its step's token file is mapped, so that only its pages are read
+    learned = None if table is None else table[row["token_start"] : row["token_start"] + row["tokens"]]
+    columns = token_columns(index.record(row), learned)
     total, part = len(columns["ids"]), slice(start, start + min(limit, MAX_TOKENS))
     known = [name for name in _NUMBERS if not np.isnan(columns[name]).all()]
     decode = token_texts(index.folder)
@@ -46,11 +49,9 @@ def tokens(index: RolloutIndex, rollout_id: int, start: int, limit: int) -> dict
         "turn": columns["turn"][part].tolist(),
         "mask": columns["mask"][part].tolist(),
         "version": columns["version"][part].tolist(),
-        **{name: _or_null(columns[name][part]) for name in _NUMBERS},
+        **{name: [None if math.isnan(value) else value for value in columns[name][part].tolist()] for name in _NUMBERS},
         "known": known,
-        "worst": {
-            name: worst for name in known if name in _BADNESS and (worst := _worst(columns[name], _BADNESS[name]))
-        },
+        "worst": {name: worst for name in known if name in _BADNESS and (worst := _worst(name, columns[name]))},
         "range": {name: [float(np.nanmin(columns[name])), float(np.nanmax(columns[name]))] for name in known},
     }
 
@@ -89,12 +90,6 @@ def token_columns(record: Mapping[str, Any], learned: Any = None) -> dict[str, A
     }
 
 
-def _learned(folder: RunFolder, row: Any) -> Any:
-    """The rollout's part of its step's token file: mapped, so that only these pages are read."""
-    table = token_table(folder, row["step"]) if row["kind"] == "train" else None
-    return None if table is None else table[row["token_start"] : row["token_start"] + row["tokens"]]
-
-
 def _logprobs(turn: Mapping[str, Any]) -> Array:
     known = turn.get("logprobs")
     if turn["maker"] != "model" or not known or len(known) != len(turn["token_ids"]):
@@ -106,38 +101,26 @@ def _concatenated(parts: Sequence[Array]) -> Array:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _or_null(values: Array) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.tolist()]
-
-
-def _worst(values: Array, badness: Callable[[Array], Array]) -> dict[str, Any] | None:
-    bad = np.where(np.isnan(values), -np.inf, badness(values))
+def _worst(name: str, values: Array) -> dict[str, Any] | None:
+    bad = np.where(np.isnan(values), -np.inf, _BADNESS[name](values))
     place = int(bad.argmax())
     return {"index": place, "value": float(values[place])} if np.isfinite(bad[place]) else None
 
 
 def token_texts(folder: RunFolder) -> Callable[[int], str]:
     """Function from token id to text, by the run's tokenizer; "#17" if there is none."""
-    for path in _tokenizer_files(folder):
-        if os.path.isfile(path):  # False where Path.is_file raises: a name may be too long
-            return _decoder(str(path), path.stat().st_mtime_ns)
-    return lambda token: f"#{token}"
+    import palestra.models
 
-
-def _tokenizer_files(folder: RunFolder) -> list[Path]:
     last = folder.last_checkpoint()
     folders = [folder.model, *([last] if last else []), folder.tokenizer]
     with suppress(PalestraError):  # a config that cannot be read names no model
-        folders.append(_local_model(folder.config.model.name))
-    return [path / "tokenizer.json" for path in folders]
-
-
-def _local_model(name: str) -> Path:
-    """Where a model of this name lies on this machine, if it is embedded or a folder."""
-    import palestra.models
-
-    embedded = Path(palestra.models.__file__).parent / name.removeprefix("palestra/")
-    return embedded if name.startswith("palestra/") else Path(os.path.expanduser(name))
+        name = folder.config.model.name
+        embedded = Path(palestra.models.__file__).parent / name.removeprefix("palestra/")
+        folders.append(embedded if name.startswith("palestra/") else Path(os.path.expanduser(name)))
+    for path in (path / "tokenizer.json" for path in folders):
+        if os.path.isfile(path):  # False where Path.is_file raises: a name may be too long
+            return _decoder(str(path), path.stat().st_mtime_ns)
+    return lambda token: f"#{token}"
 
 
 @lru_cache(maxsize=4)
@@ -150,7 +133,7 @@ def _decoder(path: str, changed: int) -> Callable[[int], str]:
     def decode(token: int) -> str:
         text = str(tokenizer.decode([token], skip_special_tokens=False))
         piece = tokenizer.id_to_token(token)
-        # part of a character, which only the tokens beside it complete
+        # part of a character, which only its neighbours complete
         return f"#{token}" if piece is None else piece if "\ufffd" in text or not text else text
 
     return decode

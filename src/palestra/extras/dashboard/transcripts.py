@@ -11,7 +11,7 @@ from palestra.core.errors import InputError
 from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.extras.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
 
-MAX_CHARS = 20_000  # of one message; the rest is read when somebody asks for it
+MAX_CHARS = 20_000  # of one message; the rest is read on request
 _AFTER_DIVERGENCE = 80
 
 
@@ -48,7 +48,7 @@ def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS)
         raise UnknownRollout(f"there is no group {group_id} in this run")
     rows.sort(key=lambda row: (row["advantage"] or 0.0, row["reward"]), reverse=True)
     records = [index.record(row) for row in rows]
-    tokens = [token_ids(record) for record in records]
+    tokens = [[token for turn in turns_of(record) for token in turn.get("token_ids") or ()] for record in records]
     parts = first_difference(tokens)
     siblings = []
     for row, record, own in zip(rows, records, tokens, strict=True):
@@ -68,10 +68,6 @@ def group(index: RolloutIndex, group_id: int, max_chars: int | None = MAX_CHARS)
     }
 
 
-def token_ids(record: Mapping[str, Any]) -> list[int]:
-    return [token for turn in turns_of(record) for token in turn.get("token_ids") or ()]
-
-
 def first_difference(rows: Sequence[Sequence[Any]]) -> int | None:
     """The first place at which not all are alike; None if all are the same, or there is only one.
 
@@ -88,7 +84,7 @@ def first_difference(rows: Sequence[Sequence[Any]]) -> int | None:
 
 
 def _divergence(record: Mapping[str, Any], best: Mapping[str, Any], at: int | None) -> dict[str, Any]:
-    """Where a rollout leaves the best one: the token, and the message and character that a reader sees."""
+    """The place where a rollout leaves the best one: the token, and the message and character that a reader sees."""
     found = {"diverges_at": at, "diverges_message": None, "diverges_char": None, "diverges_text": ""}
     others = _message_texts(best)
     for number, text in enumerate(_message_texts(record)):
@@ -115,7 +111,15 @@ def _full_record(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | N
         **shown(row),
         "messages": _messages(record, max_chars),
         "lineages": others,
-        "scores": {name: _score(score, max_chars) for name, score in scores_of(record).items()},
+        "scores": {
+            name: {
+                "value": score.get("value"),
+                "passed": score.get("passed"),
+                "reason": str(score.get("reason") or "")[:max_chars],
+                "error": bool(score.get("error")),
+            }
+            for name, score in scores_of(record).items()
+        },
         "tool_results": record.get("tool_results") or [],
         "tool_names": record.get("tool_names") or [],
         "tool_seconds": record.get("tool_seconds"),
@@ -146,16 +150,6 @@ def _results_by_id(record: Mapping[str, Any]) -> dict[str, deque[dict[str, Any]]
             outcome = {"ok": bool(result.get("ok")), "seconds": result.get("seconds")}
             found.setdefault(result["id"], deque()).append(outcome)
     return found
-
-
-def _score(score: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
-    reason = str(score.get("reason") or "")[:max_chars]
-    return {
-        "value": score.get("value"),
-        "passed": score.get("passed"),
-        "reason": reason,
-        "error": bool(score.get("error")),
-    }
 
 
 def _short_call(call: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:

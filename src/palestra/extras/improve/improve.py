@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from palestra.agents.agent import Agent
@@ -49,7 +50,7 @@ _TOOL_FORM = "\n- Keep the form: first what the tool does and when to use it, th
 
 @dataclass(frozen=True)
 class Improvement:
-    """What the search found. `agent` is the agent as it was where nothing better was found."""
+    """The result of a search. `agent` is the agent as it was where nothing better was found."""
 
     agent: Agent
     before_texts: Mapping[str, str]
@@ -123,7 +124,11 @@ def improve(
             f"{own.name} is a program, whose texts are in its own code; improve agents of our own loop"
         )
     texts = texts_of(own)
-    chosen = _components(texts, components)
+    chosen = list(texts) if components is None else list(components)
+    if unknown := [name for name in chosen if name not in texts]:
+        raise SettingError(f"components has {unknown[0]!r}; the agent has {', '.join(texts)}")
+    if not chosen:
+        raise SettingError("components is empty; name at least one text to improve")
     settings = RunConfig.of(config).with_settings({"model.name": own.required_model})
     settings.refuse(["backend", "tinker", "ray"], "texts are tried on this machine")
     train, held = hold_out(suite, held_out)
@@ -143,28 +148,25 @@ def improve(
     def run() -> Improvement:
         make, host = _local(settings) if agent_url is None else _elsewhere(settings, agent_url, agent_key_env)
         trying = _Trying(own, train, held, measures, reward_weights, settings, make)
+        cases = [case.id for case in train.cases]
+        search = Search(
+            trying.trials,
+            partial(ask_for_text, reflector),
+            cases[pareto_cases:] if len(cases) >= 2 * pareto_cases else cases,
+            cases[:pareto_cases],
+            chosen,
+            search_limits,
+            on_event,
+        )
         with hosting(host):
-            return asyncio.run(_search(trying, reflector, texts, chosen, pareto_cases, search_limits, on_event))
+            return asyncio.run(_search(trying, search, reflector, texts))
 
     return outside_event_loop(run)
 
 
-async def _search(
-    trying: _Trying,
-    reflector: ChatModel,
-    texts: Texts,
-    components: Sequence[str],
-    pareto_cases: int,
-    limits: Limits,
-    on_event: Callable[[str], None],
-) -> Improvement:
+async def _search(trying: _Trying, search: Search, reflector: ChatModel, texts: Texts) -> Improvement:
     """Search from `texts`, and score the agent with them and with the best ones."""
     before = await trying.score(texts)
-    cases = [case.id for case in trying.train.cases]
-    feedback_cases = cases[pareto_cases:] if len(cases) >= 2 * pareto_cases else cases
-    search = Search(
-        trying.trials, _Reflector(reflector), feedback_cases, cases[:pareto_cases], components, limits, on_event
-    )
     best = await search.run(texts)
     is_better = best.mean > search.candidates[0].mean
     better = best.texts if is_better else texts
@@ -185,15 +187,6 @@ async def _search(
             "completion_tokens": usage.completion_tokens,
         },
     )
-
-
-def _components(texts: Texts, given: Sequence[str] | None) -> list[str]:
-    names = list(texts) if given is None else list(given)
-    if unknown := [name for name in names if name not in texts]:
-        raise SettingError(f"components has {unknown[0]!r}; the agent has {', '.join(texts)}")
-    if not names:
-        raise SettingError("components is empty; name at least one text to improve")
-    return names
 
 
 MakeCollector = Callable[[SuiteEnvironment], Collector]
@@ -268,48 +261,38 @@ def _trial(rollout: Rollout, problem: Problem) -> Trial:
     verdicts = [f"{name}: {s.value:g}{f', {s.reason}' if s.reason else ''}" for name, s in rollout.scores.items()]
     notes = [f"The expected answer is {problem.expect}."] if problem.expect is not None else []
     notes += [f"It ended early: {rollout.stop}."] if rollout.stop != "answered" else []
-    said = [message for message in rollout.messages if message.role != "system"]
-    transcript, feedback = conversation_text(said)[:_MAX_TRANSCRIPT], "\n".join([*verdicts, *notes])
+    shown = [message for message in rollout.messages if message.role != "system"]
+    transcript, feedback = conversation_text(shown)[:_MAX_TRANSCRIPT], "\n".join([*verdicts, *notes])
     return Trial(problem.id, rollout.reward, transcript, feedback, rollout.sampled_tokens)
 
 
-@dataclass
-class _Reflector:
-    """Asks a model for a new text of one component."""
-
-    model: ChatModel
-
-    async def __call__(self, texts: Texts, component: str, trials: Sequence[Trial], seed: int) -> str | None:
-        """None where the model gives no text that could be used."""
-        said = {"system": _task(component), "user": _question(texts, component, trials)}
-        messages = [{"role": role, "content": text} for role, text in said.items()]
-        try:
-            return await self.model.ask(messages, lambda text: read_text(text, texts[component]), seed=seed)
-        except ValueError:
-            return None
-        except BudgetSpent as error:
-            raise ReflectorSpent(str(error)) from None
-        except RolloutError as error:
-            log.warning("no reflection: %s", error)
-            return None
-
-
-def _task(component: str) -> str:
+async def ask_for_text(
+    model: ChatModel, texts: Texts, component: str, trials: Sequence[Trial], seed: int
+) -> str | None:
+    """Ask a model for a new text of one component; None where it gives no text that could be used."""
     if component == INSTRUCTIONS:
-        return _TASK.format(what="instructions", beside=", its tools and the task", form="")
-    what = f"description of the tool {component.removeprefix(TOOL)}"
-    return _TASK.format(what=what, beside=", its instructions and the task", form=_TOOL_FORM)
-
-
-def _question(texts: Texts, component: str, trials: Sequence[Trial]) -> str:
+        task = _TASK.format(what="instructions", beside=", its tools and the task", form="")
+    else:
+        what = f"description of the tool {component.removeprefix(TOOL)}"
+        task = _TASK.format(what=what, beside=", its instructions and the task", form=_TOOL_FORM)
     others = [f"## {name}\n{text}" for name, text in texts.items() if name != component and text]
     listed = "\n\n".join(
         f"# Attempt {i}\n{trial.transcript}\n\n## Feedback\n{trial.feedback}"
         for i, trial in enumerate(trials, start=1)
         if trial.score is not None
     )
-    beside = "# Other texts, which stay as they are\n" + "\n\n".join(others) if others else ""
-    return f"# Current text\n```\n{texts[component]}\n```\n\n{beside}\n\n{listed}"
+    context = "# Other texts, which stay as they are\n" + "\n\n".join(others) if others else ""
+    question = f"# Current text\n```\n{texts[component]}\n```\n\n{context}\n\n{listed}"
+    messages = [{"role": "system", "content": task}, {"role": "user", "content": question}]
+    try:
+        return await model.ask(messages, lambda text: read_text(text, texts[component]), seed=seed)
+    except ValueError:
+        return None
+    except BudgetSpent as error:
+        raise ReflectorSpent(str(error)) from None
+    except RolloutError as error:
+        log.warning("no reflection: %s", error)
+        return None
 
 
 def read_text(answer: str, current: str) -> str:

@@ -18,7 +18,7 @@ Texts = Mapping[str, str]  # component -> text
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One attempt at a case: its score (None: no verdict), what was said, and what the measures say about it."""
+    """One attempt at a case: its score (None: no verdict), its transcript, and the feedback of the measures."""
 
     case: str
     score: float | None
@@ -79,8 +79,8 @@ class Search:
     async def run(self, texts: Texts) -> Candidate:
         """The best candidate by its mean over the Pareto cases; the first one where several are as good."""
         limits = self.limits
-        if limits.budget < len(self.pareto_cases) + 2 * limits.minibatch:
-            least = len(self.pareto_cases) + 2 * limits.minibatch
+        least = len(self.pareto_cases) + 2 * limits.minibatch
+        if limits.budget < least:
             raise SettingError(
                 f"a budget of {limits.budget} attempts is too small for {len(self.pareto_cases)} cases and minibatches "
                 f"of {limits.minibatch}; give at least {least}, or compare on fewer cases"
@@ -121,7 +121,9 @@ class Search:
             return False
         texts = {**parent.texts, component: text}
         after = await self._trials(texts, cases)
-        if _gain(before, after) <= 0.0:
+        old = {trial.case: trial.score for trial in before if trial.score is not None}
+        # by how much the scores rose on the cases that both have a verdict on
+        if sum(t.score - old[t.case] for t in after if t.score is not None and t.case in old) <= 0.0:
             self.rejected += 1
             return False
         return await self._add(texts, (parent.number,), (component,), "reflection")
@@ -158,12 +160,6 @@ class Search:
         return trials
 
 
-def _gain(before: Sequence[Trial], after: Sequence[Trial]) -> float:
-    """By how much the scores rose on the cases that both have a verdict on."""
-    old = {trial.case: trial.score for trial in before if trial.score is not None}
-    return sum(t.score - old[t.case] for t in after if t.score is not None and t.case in old)
-
-
 def front(candidates: Sequence[Candidate]) -> dict[int, int]:
     """The candidates that are best on some case, without dominated ones, and on how many cases each is best.
 
@@ -186,19 +182,12 @@ def front(candidates: Sequence[Candidate]) -> dict[int, int]:
 def choose_parent(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
     """One of the front, with a probability that grows with the cases on which it is best."""
     counts = front(candidates)
-    numbers = list(counts)
-    return candidates[rng.choices(numbers, [max(1, counts[n]) for n in numbers])[0]]
+    return candidates[rng.choices(list(counts), [max(1, count) for count in counts.values()])[0]]
 
 
 def ancestors(candidates: Sequence[Candidate], number: int) -> set[int]:
-    found: set[int] = set()
-    waiting = list(candidates[number].parents)
-    while waiting:
-        parent = waiting.pop()
-        if parent not in found:
-            found.add(parent)
-            waiting += candidates[parent].parents
-    return found
+    parents = candidates[number].parents
+    return set(parents).union(*(ancestors(candidates, parent) for parent in parents))
 
 
 def mergeable(
@@ -212,18 +201,17 @@ def mergeable(
         if first in lines[1] or second in lines[0]:
             continue
         for root in sorted(lines[0] & lines[1], key=lambda n: candidates[n].mean, reverse=True):
-            changed = [_changed(candidates[n], candidates[root]) for n in (first, second)]
+            texts = candidates[root].texts
+            changed = [
+                {name for name, text in candidates[n].texts.items() if text != texts[name]} for n in (first, second)
+            ]
             if changed[0] - changed[1] and changed[1] - changed[0]:
                 return first, second, root
     return None
 
 
-def _changed(candidate: Candidate, root: Candidate) -> set[str]:
-    return {name for name, text in candidate.texts.items() if text != root.texts[name]}
-
-
 def merge_texts(a: Candidate, b: Candidate, root: Candidate) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Of each component what one of both has changed; where both have, that of the better one."""
+    """Take each component from the candidate that changed it; where both did, from the better one."""
     better, other = (a, b) if a.mean >= b.mean else (b, a)
     texts = {
         name: other.texts[name] if better.texts[name] == text and other.texts[name] != text else better.texts[name]

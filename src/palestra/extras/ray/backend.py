@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import MissingPackageError, SettingError
@@ -28,34 +27,25 @@ def require(config: RunConfig) -> None:
 
 
 def open_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
-    """The learner of this process, and a pool of actors that sample."""
-    model = with_adapter(loaded.model, config)
-    config = ray_config(config, model)
-    server = policy_for(model, loaded.tokenizer, config) if samples_from_server(config) else None
-    policy = PoolPolicy(ray_pool(config), server, ActorRecipe)
-    return local_backend(config, model, loaded.tokenizer, policy)
-
-
-def ray_config(config: RunConfig, model: Any) -> RunConfig:
-    """For a run that rollout actors sample for: in the dtype of the model that is trained, whatever their devices."""
+    """The learner of this process, and a pool of actors that sample in the dtype of the model that is trained."""
     config.refuse(["model.sleep_mode"], "the sampler's memory is that of the rollout actors")
     if config.vllm_mode == "colocate":
         raise SettingError(
             "vllm.mode = colocate is a vLLM in the process that trains, and backend: ray samples with rollout actors; "
             "leave it out (they have our engine), or use vllm.mode = server"
         )
-    if config.model.dtype != "auto" or config.lora.load_in_4bit:
-        return config
-    dtype = str(model.dtype).removeprefix("torch.")
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-
-
-def ray_pool(config: RunConfig) -> RolloutPool:
+    model = with_adapter(loaded.model, config)
+    if config.model.dtype == "auto" and not config.lora.load_in_4bit:
+        dtype = str(model.dtype).removeprefix("torch.")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    server = policy_for(model, loaded.tokenizer, config) if samples_from_server(config) else None
     from palestra.extras.ray.ray_cluster import RayCluster
 
     options = config.ray
     needs = f"{options.cpus_per_actor:g} CPUs and {options.gpus_per_actor:g} GPUs"
-    return RolloutPool(RayCluster(options), options.actors, needs=needs, timeout_s=options.timeout_s)
+    pool = RolloutPool(RayCluster(options), options.actors, needs=needs, timeout_s=options.timeout_s)
+    policy = PoolPolicy(pool, server, ActorRecipe)
+    return local_backend(config, model, loaded.tokenizer, policy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class RolloutPool:
                 await asyncio.wait_for(self._changed.wait(), CHECK_S)
 
     def _has_gathered(self) -> bool:
-        """Wait briefly for more actors, so that the first one does not take all groups."""
+        """Whether the pool is full, or the first actor has waited briefly, so that it does not take all groups."""
         assert self._first_joined is not None
         return self.actors >= self.size or time.monotonic() - self._first_joined > GATHER_S
 
@@ -230,8 +230,7 @@ class RolloutPool:
             actor = self._cluster.launch(recipe)
             self._launched.append(actor)
             try:
-                member = await self._joined(actor)
-                await member.gone.wait()
+                await self._join(actor)
                 await asyncio.sleep(RELAUNCH_S)  # its head may be dying, too, and a request to it would hang
             except ActorLost as error:
                 log.warning("a rollout actor was lost before it could sample: %s", error)
@@ -243,7 +242,8 @@ class RolloutPool:
                 self._launched.remove(actor)
                 actor.end()
 
-    async def _joined(self, actor: Actor) -> Member:
+    async def _join(self, actor: Actor) -> None:
+        """Build an actor, and let it sample until it is lost."""
         await actor.place()
         self._building += 1
         try:
@@ -259,7 +259,7 @@ class RolloutPool:
         self._first_joined = self._first_joined or time.monotonic()
         self._changed.set()
         log.info("%d of %d rollout actors", self.actors, self.size)
-        return member
+        await member.gone.wait()
 
     async def _watch(self) -> None:
         is_announced = False

@@ -76,11 +76,11 @@ class RayActor:
         """Until its model is loaded."""
         await self._answer(self._handle.build.remote(self._recipe))
 
-    async def update(self, shared: Any) -> None:
-        await self._answer(self.begin_update(shared))
-
     def begin_update(self, shared: Any) -> Any:
         return self._handle.update.remote(shared)
+
+    async def update(self, shared: Any) -> None:
+        await self._answer(self.begin_update(shared))
 
     async def sample(self, job: GroupJob) -> Group:
         return read_group(await self._answer(self._handle.sample.remote(dumps(job))))
@@ -162,7 +162,7 @@ class RayCluster:
         return True
 
     async def failure(self) -> str | None:
-        """Why the cluster is lost as a whole; None while it answers."""
+        """The reason that the whole cluster is lost; None while it answers."""
         if await self.answers() or time.monotonic() - self._answered < HEAD_S:
             return None
         return self._lost()
@@ -226,7 +226,7 @@ def connect(options: RaySection) -> None:
 
 
 def cause_of(error: exceptions.RayTaskError) -> PalestraError:
-    """What went wrong in the actor, without Ray's traceback around it."""
+    """The error of the actor, without Ray's traceback around it."""
     cause = getattr(error, "cause", None) or error
     text = text_of(cause)
     if isinstance(cause, ModuleNotFoundError):

@@ -71,7 +71,7 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
         raise UnsupportedError(f"these arguments of TRL's GRPOTrainer are missing, or not supported here:\n{lines}")
     if isinstance(train.cases[0].input, str):
         log.warning("the prompts of train_dataset are texts; each is sent as a user message, by the chat template")
-        functions = tuple(_on_texts(function) for function in functions)
+        functions = tuple(map(_on_texts, functions))
     held_out = None if given.get("eval_dataset") is None else _suite(given["eval_dataset"], "eval")
     named = model if isinstance(model, str) else str(model.config._name_or_path or "model")
     agent = Agent(f"{named.rstrip('/').rpartition('/')[2]}-GRPO", named, tools=given.get("tools") or ())
@@ -82,7 +82,7 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
 def _unsupported(
     given: Mapping[str, Any], values: Mapping[str, Any], own: Iterable[str], *, has_environment: bool
 ) -> list[str]:
-    """What is missing among the arguments, and those that have no equivalent."""
+    """Missing arguments, and those that have no equivalent."""
     found = [problem_of(name, value, own) for name, value in given.items() if name not in ARGUMENTS]
     found += [problem_of(name, value, ()) for name, value in values.items() if name not in SUPPORTED]
     if given.get("model") is None:

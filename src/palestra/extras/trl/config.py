@@ -170,7 +170,7 @@ def values_of(args: Any) -> dict[str, Any]:
 
 
 def problem_of(name: str, value: Any, own: Iterable[str]) -> str:
-    """Why an argument cannot be taken; empty if it can."""
+    """The reason that an argument cannot be taken; empty if it can."""
     off = value is None or value is False or (isinstance(value, tuple) and not any(v is not None for v in value))
     if any(name == known or (known.endswith("_") and name.startswith(known)) for known in _NO_EQUIVALENT):
         return "" if off else f"{name}={value!r}: there is no equivalent; leave it out"

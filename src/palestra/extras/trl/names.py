@@ -85,7 +85,18 @@ class TrlParser:
 
     def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple[Any, ...]:
         """One object for each class."""
-        values = _options(sys.argv[1:] if args is None else args)
+        words: dict[str, list[str]] = {}
+        last: list[str] | None = None
+        for arg in sys.argv[1:] if args is None else args:
+            if arg.startswith("--"):  # several words behind a name are a list
+                name, equals, value = arg[2:].partition("=")
+                last = words.setdefault(name.replace("-", "_"), [])
+                last += [value] if equals else []
+            elif last is None:
+                raise SettingError(f"{arg!r} has no name; expected --name {arg}")
+            else:
+                last.append(arg)
+        values = {name: _value(texts) for name, texts in words.items()}
         if (path := values.pop("config", None)) is not None:
             values = dict(load_yaml(Path(str(path)))) | values
         known = {f.name: kind for kind in self._types if kind is not GRPOConfig for f in fields(kind)}
@@ -96,22 +107,6 @@ class TrlParser:
                 raise SettingError(f"--{name} is no argument of this script; it takes --{', --'.join(known)}")
             given[kind][name] = value
         return tuple(kind(**given[kind]) for kind in self._types)
-
-
-def _options(args: Sequence[str]) -> dict[str, Any]:
-    """`--a 1 --b=x --flag` as values by name; several words behind a name are a list."""
-    words: dict[str, list[str]] = {}
-    last: list[str] | None = None
-    for arg in args:
-        if arg.startswith("--"):
-            name, equals, value = arg[2:].partition("=")
-            last = words.setdefault(name.replace("-", "_"), [])
-            last += [value] if equals else []
-        elif last is None:
-            raise SettingError(f"{arg!r} has no name; expected --name {arg}")
-        else:
-            last.append(arg)
-    return {name: _value(found) for name, found in words.items()}
 
 
 def _value(words: Sequence[str]) -> Any:
@@ -139,7 +134,12 @@ def measure_to_reward(measure: Any) -> RewardFunction:
     def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         names = [name for name, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)]
         rows = [{name: columns[name][i] for name in names} for i in range(len(prompts))]
-        contexts = [_context(p, c, row) for p, c, row in zip(prompts, completions, rows, strict=True)]
+        contexts = []
+        for prompt, completion, row in zip(map(as_messages, prompts), completions, rows, strict=True):
+            text = isinstance(completion, str)
+            said = [Message("assistant", completion)] if text else as_messages(completion)
+            case = Problem(str(row.get("case_id", "")), prompt, row.get("expect"), row)
+            contexts.append(MeasureContext((*prompt, *said), (), case.expect, case))
 
         async def score() -> list[Any]:
             groups: dict[str, list[int]] = {}  # completions of one prompt, which a measure may compare
@@ -163,7 +163,8 @@ def combine_rewards(functions: Sequence[RewardFunction], weights: Sequence[float
 
     def combined(**columns: Any) -> list[float | None]:
         rows = zip(*(function(**columns) for function in functions), strict=True)
-        return [_weighted_sum(values, factors) for values in rows]
+        kept = [[v * factor for v, factor in zip(row, factors, strict=True) if v is not None] for row in rows]
+        return [sum(values) if values else None for values in kept]
 
     return combined
 
@@ -183,14 +184,3 @@ def eval_suite_to_hf_dataset(suite: EvalSuite, instructions: str | None = None) 
         for case in suite
     ]
     return Dataset.from_list(rows)
-
-
-def _context(prompt: Any, completion: Any, row: dict[str, Any]) -> MeasureContext:
-    said = [Message("assistant", completion)] if isinstance(completion, str) else as_messages(completion)
-    case = Problem(str(row.get("case_id", "")), as_messages(prompt), row.get("expect"), row)
-    return MeasureContext((*as_messages(prompt), *said), (), case.expect, case)
-
-
-def _weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    counted = [value * weight for value, weight in zip(values, weights, strict=True) if value is not None]
-    return sum(counted) if counted else None

@@ -136,19 +136,16 @@ class VllmColocatePolicy(BoundedSessions):
             ) from error
         folders.delete()
 
-    def sleep(self) -> None:
-        self._sleep_mode("sleep")
-
-    def wake(self) -> None:
-        self._sleep_mode("wake_up")
-
-    def _sleep_mode(self, name: str) -> None:
+    def sleep(self, name: str = "sleep") -> None:
         try:
             getattr(self._llm, name)()
         except Exception as error:
             raise ServiceError(
                 f"vLLM cannot {name.replace('_', ' ')} here: {error}. model.sleep_mode needs a GPU; set it to false"
             ) from error
+
+    def wake(self) -> None:
+        self.sleep("wake_up")
 
     def _check(self, weights: Weights) -> None:
         """By the logprobs of a few tokens, that vLLM samples with these weights."""
@@ -170,7 +167,7 @@ def vllm_params(params: SamplingParams) -> Any:
 
 
 def read_output(output: Any, version: int) -> Turn:
-    """What vLLM's RequestOutput says of its one completion."""
+    """Convert the one completion of vLLM's RequestOutput to a turn."""
     [completion] = output.outputs
     ids = [int(i) for i in completion.token_ids]
     logprobs = [row[token].logprob for row, token in zip(completion.logprobs or (), ids, strict=False)]

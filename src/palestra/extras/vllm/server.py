@@ -54,7 +54,7 @@ class VllmServer:
 
 class WholeWeights:
     """Loaded from disk by the workers (`/collective_rpc`), between `/pause` and `/resume`: requests under way wait,
-    and go on with the new weights."""
+    and continue with the new weights."""
 
     start = (
         "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --worker-extension-cls "
@@ -140,7 +140,7 @@ class LoraAdapters:
 
 
 def remedy(reason: str, rank: int) -> str:
-    """What to change where vLLM does not load an adapter, by what it says.
+    """The remedy where vLLM does not load an adapter, by its message.
 
     >>> remedy("LoRA rank 20 is greater than max_lora_rank 16.", 20)
     'Its --max-lora-rank must be at least lora.r = 20'
@@ -227,14 +227,8 @@ class VllmServerPolicy(BoundedSessions):
     def release(self) -> None:
         self._sync.release()
 
-    def sleep(self) -> None:
+    def sleep(self, path: str = "/sleep?level=1") -> None:
         """Free the KV cache's memory; the weights are offloaded to the host until `wake`."""
-        self._control("/sleep?level=1")
-
-    def wake(self) -> None:
-        self._control("/wake_up")
-
-    def _control(self, path: str) -> None:
         try:
             self._server.tell(path)
         except HttpError as error:
@@ -242,6 +236,9 @@ class VllmServerPolicy(BoundedSessions):
                 f"{error}. model.sleep_mode needs a GPU and a vLLM that was started with --enable-sleep-mode; or set "
                 "it to false"
             ) from None
+
+    def wake(self) -> None:
+        self.sleep("/wake_up")
 
     def _base_model(self) -> tuple[str, int]:
         """Its name at the server, and how many tokens it takes."""

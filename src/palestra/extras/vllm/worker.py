@@ -1,4 +1,4 @@
-"""What Palestra adds to a worker of vLLM; this file is imported there, not in a training.
+"""Palestra's methods of a vLLM worker; this file is imported there, not in a training.
 
 VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls palestra.extras.vllm.worker.PalestraWorker …
 """
