@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field
 
@@ -14,7 +14,7 @@ from palestra.models.chat.streaming import Delta
 from palestra.servers.gateway.request import ChatRequest, Event, function_tools, grammar_of, json_schema, openai_choice
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs, response
-from palestra.servers.openai.sampling_fields import SamplingFields, known_fields, short
+from palestra.servers.openai.sampling_fields import SamplingFields, short
 
 
 class ChatCompletionBody(SamplingFields):
@@ -32,10 +32,10 @@ class ChatCompletionBody(SamplingFields):
     stream_options: dict[str, Any] | None = None
 
     @classmethod
-    def read(cls, raw: dict[str, Any]) -> ChatCompletionBody:
+    def read(cls, raw: dict[str, Any]) -> Self:
         if raw.get("grammar") is not None:  # a field of palestra's own inference protocol, inherited
             raise UnsupportedError("grammar is not supported in chats; use tool_choice or response_format")
-        return cls.model_validate(known_fields(cls, raw))
+        return super().read(raw)
 
     def request(self, model: Completer) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:

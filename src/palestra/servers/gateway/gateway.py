@@ -23,9 +23,8 @@ from palestra.core.files import scratch_root
 from palestra.core.types import Problem, SamplingParams
 from palestra.rollout.collect import seed_of
 from palestra.servers.forwarding import ForwardedAgent
-from palestra.servers.gateway.app import gateway_app
+from palestra.servers.gateway.app import OpenAttempts, gateway_app
 from palestra.servers.gateway.attempt import Attempt
-from palestra.servers.gateway.open_attempts import OpenAttempts
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.gateway.workers import GatewayWorkers, WorkerAttempt, WorkerPrompts
 from palestra.servers.openai.completer import Completer

@@ -6,9 +6,9 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from palestra.core.errors import InputError, NotFoundError, UnsupportedError
 from palestra.core.messages import from_dict
@@ -17,7 +17,7 @@ from palestra.models.chat.streaming import Delta
 from palestra.servers.gateway.request import ChatRequest, Event, function_tool, grammar_of, json_schema, openai_choice
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs
-from palestra.servers.openai.sampling_fields import SamplingFields, known_fields, short
+from palestra.servers.openai.sampling_fields import RequestForm, SamplingFields, short
 
 # Accepted where they ask for what is done anyway.
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -48,9 +48,7 @@ def _characters(messages: Sequence[Message]) -> int:
     return sum(100 + len(message.text) + len(repr(message.tool_calls)) for message in messages)
 
 
-class ResponseBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
+class ResponseBody(RequestForm):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -74,9 +72,9 @@ class ResponseBody(BaseModel):
     _history: tuple[Message, ...] = PrivateAttr(default=())
 
     @classmethod
-    def read(cls, raw: dict[str, Any], stored: StoredResponses) -> ResponseBody:
-        body = cls.model_validate(known_fields(cls, raw))
-        body._stored = stored
+    def read(cls, raw: dict[str, Any], stored: StoredResponses | None = None) -> Self:
+        body = super().read(raw)
+        body._stored = StoredResponses() if stored is None else stored
         return body
 
     def request(self, model: Completer) -> ChatRequest:

@@ -241,32 +241,40 @@ class Completer:
         if request.params.max_new_tokens == 0:
             sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
         else:
-            sampled = await self._sample(request)
+            sessions = self._open(request)
+            try:
+                turns = (self.policy.sample(s, _seeded(request, i)) for i, s in enumerate(sessions))
+                sampled = await asyncio.gather(*turns)
+            finally:
+                for session in sessions:
+                    self.policy.close(session)
         return [await self.scored(request, self.completion(one, request.params)) for one in sampled]
-
-    async def _sample(self, request: SamplingRequest) -> list[Turn]:
-        sessions = self._open(request)
-        try:
-            return await asyncio.gather(*(self.policy.sample(s, _seeded(request, i)) for i, s in enumerate(sessions)))
-        finally:
-            for session in sessions:
-                self.policy.close(session)
 
     async def scored(self, request: SamplingRequest, completion: Completion) -> Completion:
         """Add the top and prompt logprobs that the request asks for."""
         if not (request.top_logprobs or request.scores_prompt):
             return completion
-        assert self.score is not None
         ids, length = [*request.prompt_ids, *completion.token_ids], len(request.prompt_ids)
         start = 1 if request.scores_prompt else length
-        found = TokenLogprobs()
-        temperature = request.params.temperature or 1.0
-        async for piece in pieces_of(self.score(ids, start, top=request.top_logprobs, temperature=temperature)):
-            found.logprobs.extend(piece.logprobs)
-            found.top.extend(piece.top)
+        scores = await self.token_logprobs(ids, start, request.top_logprobs, request.params.temperature or 1.0)
         at = length - start
-        prompt = TokenLogprobs(found.logprobs[:at], found.top[:at]) if request.scores_prompt else None
-        return replace(completion, top=found.top[at:], prompt=prompt)
+        prompt = TokenLogprobs(scores.logprobs[:at], scores.top[:at]) if request.scores_prompt else None
+        return replace(completion, top=scores.top[at:], prompt=prompt)
+
+    async def token_logprobs(self, ids: Sequence[int], start: int, top: int, temperature: float) -> TokenLogprobs:
+        """The logprobs of the tokens from `start` on; other requests sample after each piece of the work."""
+        assert self.score is not None
+        scores, pieces = TokenLogprobs(), self.score(ids, start, top=top, temperature=temperature)
+        if isinstance(pieces, AsyncIterator):  # of another process
+            async for piece in pieces:
+                scores.logprobs.extend(piece.logprobs)
+                scores.top.extend(piece.top)
+            return scores
+        for piece in pieces:
+            scores.logprobs.extend(piece.logprobs)
+            scores.top.extend(piece.top)
+            await asyncio.sleep(0)
+        return scores
 
     async def stream(self, request: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
         """Yield (choice, new text), (choice, Completion) at a choice's end, and (-1, None) while nothing is new."""
@@ -365,17 +373,6 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from texts_of(each)
-
-
-async def pieces_of(found: Iterator[T] | AsyncIterator[T]) -> AsyncIterator[T]:
-    """Each piece of work; other requests sample after each."""
-    if isinstance(found, AsyncIterator):
-        async for piece in found:
-            yield piece
-        return
-    for piece in found:
-        yield piece
-        await asyncio.sleep(0)
 
 
 def _seeded(request: SamplingRequest, index: int) -> SamplingParams:

@@ -27,15 +27,13 @@ from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.request import Event
 from palestra.servers.openai import openai_forms as forms
 from palestra.servers.openai.completer import Completer, Completion, SamplingRequest
-from palestra.servers.openai.generate_forms import SglangBody, VllmBody, generate_body
-from palestra.servers.openai.sampling_fields import known_fields
 from palestra.servers.web import make_app, while_connected
 
 _MAX_BODY = 16 * MIB
 _OBJECT = TypeAdapter(dict[str, Any])
 
 
-Body = TypeVar("Body", forms.CompletionBody, SglangBody | VllmBody)
+Body = TypeVar("Body", forms.CompletionBody, forms.SglangBody | forms.VllmBody)
 
 
 class _WeightsFile(BaseModel):
@@ -71,7 +69,7 @@ class _Api:
         return JSONResponse({"status": "ok", "model": self._model.name, "policy_version": self._model.policy.version})
 
     async def completions(self, request: Request) -> Response:
-        body, to_sample = await self._read(request, _completion_body)
+        body, to_sample = await self._read(request, forms.CompletionBody.read)
         if body.stream:
             return event_stream(request, _text_events(request, body, to_sample[0], self._model))
         rows = await while_connected(request, self._all(to_sample))
@@ -81,7 +79,7 @@ class _Api:
         return JSONResponse(forms.response("text_completion", self._model)(choices, usage=usage))
 
     async def generate(self, request: Request) -> Response:
-        body, to_sample = await self._read(request, generate_body)
+        body, to_sample = await self._read(request, forms.generate_body)
         if body.stream:
             raise UnsupportedError("/generate does not stream here; use /v1/completions or /v1/chat/completions")
         rows = await while_connected(request, self._all(to_sample))
@@ -113,10 +111,6 @@ class _Api:
 
     async def _all(self, to_sample: Sequence[SamplingRequest]) -> list[list[Completion]]:
         return list(await asyncio.gather(*(self._model.complete(each) for each in to_sample)))
-
-
-def _completion_body(raw: dict[str, Any]) -> forms.CompletionBody:
-    return forms.CompletionBody.model_validate(known_fields(forms.CompletionBody, raw))
 
 
 async def _text_events(
