@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from palestra.core.errors import InputError, PalestraError
 from palestra.core.types import SamplingParams
@@ -27,6 +27,15 @@ TokenId = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 StopTexts = Annotated[list[str], Field(max_length=MAX_STOPS)]
 StopIds = Annotated[list[int], Field(max_length=MAX_STOPS)]
 Ttl = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+def _only_adamw(kind: str | None) -> str:
+    if kind not in ("adamw", "adam", None):
+        raise ValueError(f"the optimizer {kind!r} is not supported by this server; use adamw")
+    return kind or "adamw"
+
+
+AdamW = Annotated[str | None, AfterValidator(_only_adamw)]
 
 
 class Body(BaseModel):
@@ -69,7 +78,7 @@ class LoraConfig(Body):
 
 
 class OptimizerConfig(BaseModel):
-    type: str = "adamw"
+    type: AdamW = "adamw"
 
 
 class CreateModel(SessionRequest):
@@ -79,11 +88,6 @@ class CreateModel(SessionRequest):
     optimizer_config: OptimizerConfig = OptimizerConfig()
     user_metadata: dict[str, Any] | None = None
 
-    @model_validator(mode="after")
-    def _adamw_only(self) -> CreateModel:
-        _only_adamw(self.optimizer_config.type)
-        return self
-
 
 class Adam(Body):
     learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
@@ -92,14 +96,7 @@ class Adam(Body):
     eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     grad_clip_norm: float = Field(0.0, allow_inf_nan=False)
-    type: str = "adamw"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _adamw_only(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            _only_adamw(data.get("type") or "adamw")
-        return data
+    type: AdamW = "adamw"
 
     @property
     def params(self) -> AdamParams:
@@ -152,7 +149,7 @@ class LoadWeights(ModelRequest):
 
 
 class CreateFromWeights(SessionRequest):
-    """The other form of load_weights: it makes the model, and is its first request."""
+    """The form of load_weights that makes a model; it is the model's first request."""
 
     model_seq_id: int = Field(ge=0)
     path: str
@@ -161,11 +158,15 @@ class CreateFromWeights(SessionRequest):
     optimizer_config: OptimizerConfig | None = None
     user_metadata: dict[str, Any] | None = None
 
-    @model_validator(mode="after")
-    def _adamw_only(self) -> CreateFromWeights:
-        if self.optimizer_config is not None:
-            _only_adamw(self.optimizer_config.type)
-        return self
+
+def _loaded_into(raw: Any) -> str:
+    is_new = isinstance(raw, dict) and raw.get("session_id") is not None and raw.get("model_id") is None
+    return "session" if is_new else "model"
+
+
+LoadBody = Annotated[
+    Annotated[CreateFromWeights, Tag("session")] | Annotated[LoadWeights, Tag("model")], Discriminator(_loaded_into)
+]
 
 
 class WeightsInfo(Body):
@@ -269,20 +270,6 @@ class RetrieveFuture(Body):
 
 class SetTtl(Body):
     ttl_seconds: Ttl | None = None
-
-
-def _only_adamw(kind: str) -> None:
-    if kind not in ("adamw", "adam"):
-        raise ValueError(f"the optimizer {kind!r} is not supported by this server; use adamw")
-
-
-def creates_model(body: bytes) -> bool:
-    """Whether a load_weights names a session instead of a model."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("session_id") is not None and found.get("model_id") is None
 
 
 def number_of(body: bytes) -> tuple[str, int | None]:

@@ -85,8 +85,7 @@ class Sampler:
     def _put(self, started: Future[asyncio.AbstractEventLoop], request: SampleRequest | None, answer: Any) -> None:
         if error := started.exception():
             if answer is not None:
-                self._unanswered.discard(answer)
-                answer.set_exception(error)
+                self._fail(answer, error)
             return
         started.result().call_soon_threadsafe(self._queue.put_nowait, (request, answer))
 
@@ -125,7 +124,7 @@ class Sampler:
                     if prompt not in forks:
                         forks[prompt] = iter(self._policy.fork(self._policy.open(request.prompt), siblings[prompt]))
                 except Exception as error:
-                    self._answer(answer, error)
+                    self._fail(answer, error)
                     continue
                 sessions = [next(forks[prompt]) for _ in request.turns]
                 task = asyncio.create_task(self._work(request, sessions, answer))
@@ -143,26 +142,21 @@ class Sampler:
 
     async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[SampleResponse]) -> None:
         try:
-            self._answer(answer, await self._respond(request, sessions))
+            turns = await asyncio.gather(*map(self._turn, sessions, request.turns))
+            prompt, topk = list(request.prompt), []
+            for turn, params in zip(turns, request.turns, strict=True) if request.topk_sample else ():
+                ids, temperature = [*prompt, *turn.token_ids.tolist()], params.temperature or 1.0
+                topk.append((await self._score(ids, len(prompt), request.topk_sample, temperature))[1])
+            result = SampleResponse(turns, topk, *await self._score_prompt(request, prompt))
         except Exception as error:
-            self._answer(answer, error)
-
-    def _answer(self, answer: Future[SampleResponse], result: SampleResponse | Exception) -> None:
-        self._unanswered.discard(answer)
-        if isinstance(result, Exception):
-            answer.set_exception(result)
+            self._fail(answer, error)
         else:
+            self._unanswered.discard(answer)
             answer.set_result(result)
 
-    async def _respond(self, request: SampleRequest, sessions: Sequence[Any]) -> SampleResponse:
-        found = await asyncio.gather(*map(self._turn, sessions, request.turns))
-        turns = list(zip(found, request.turns, strict=True))
-        prompt = list(request.prompt)
-        topk = []
-        if request.topk_sample:
-            topk = [await self._sampled_topk(prompt, turn, params, request.topk_sample) for turn, params in turns]
-        logprobs, top, targets = await self._score_prompt(request, prompt)
-        return SampleResponse([turn for turn, _ in turns], topk, logprobs, top, targets)
+    def _fail(self, answer: Future[SampleResponse], error: BaseException) -> None:
+        self._unanswered.discard(answer)
+        answer.set_exception(error)
 
     async def _turn(self, session: Any, params: SamplingParams) -> Turn:
         """Sample one turn and close its session, since the engine waits briefly for open ones."""
@@ -170,11 +164,6 @@ class Sampler:
             return await self._policy.sample(session, params)
         finally:
             self._policy.close(session)
-
-    async def _sampled_topk(self, prompt: list[int], turn: Turn, params: SamplingParams, k: int) -> TopK:
-        ids = [*prompt, *turn.token_ids.tolist()]
-        _, top = await self._score(ids, len(prompt), k, params.temperature or 1.0)
-        return top
 
     async def _score_prompt(
         self, request: SampleRequest, prompt: list[int]

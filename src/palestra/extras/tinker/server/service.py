@@ -75,16 +75,6 @@ class Model:
             raise NotFound(f"the model {self.id!r} could not be made; see what create_model answered")
         return self.training_model, self.run
 
-    def weights_now(self, training_model: TrainingModel) -> PinnedWeights:
-        """A copy of the weights as they are, the same one for every save of a version."""
-        version = training_model.version
-        if version in self.pinned:
-            return self.pinned[version]
-        if self.inflight is not None and self.inflight[0] == version:
-            return self.inflight[1]
-        tensors = training_model.snapshot()
-        return PinnedWeights(lambda: tensors)
-
 
 @dataclass(slots=True)
 class SamplingSession:
@@ -221,7 +211,13 @@ class Service:
         if refusal := self._refusal(spec, size):
             raise TooBusy(refusal)
         model_id = f"{session.id}:train:{seq}"
-        worker = OrderedWorker(model_id, self.requests, lambda: _use_own_stream(base.device))
+
+        def use_own_stream() -> None:
+            """On a GPU each thread has its own stream, so that one client's kernels do not wait for another's."""
+            if base.device.type == "cuda":
+                torch.cuda.set_stream(torch.cuda.Stream(base.device))
+
+        worker = OrderedWorker(model_id, self.requests, use_own_stream)
         model = Model(model_id, session.id, base, spec, size, worker)
         self.models[model_id] = model
         about = {"model_id": model_id, "session": session.id, "user_metadata": {**session.metadata, **metadata}}
@@ -367,7 +363,12 @@ class Service:
         def work() -> Result:
             training_model, _ = model.ready
             version, is_inflight = training_model.version, body.kind == "inflight"
-            weights = model.weights_now(training_model)
+            if version in model.pinned:  # every save of a version has the same copy
+                weights = model.pinned[version]
+            elif model.inflight is not None and model.inflight[0] == version:
+                weights = model.inflight[1]
+            else:
+                weights = PinnedWeights(partial(dict, training_model.snapshot()))
             if is_inflight:
                 model.inflight = version, weights
             else:
@@ -388,17 +389,14 @@ class Service:
         if seq in session.sampling:
             return session.sampling[seq]
         sampling_id = f"{session_id}:sample:{seq}"
-        self.sampling[sampling_id] = self._sampling_session(sampling_id, session_id, base_model, path)
+        self.sampling[sampling_id] = self.new_sampling_session(base_model, path, sampling_id, session_id)
         session.sampling[seq] = sampling_id
         return sampling_id
 
-    def unnamed_sampling_session(self, base_model: str | None, path: str | None) -> SamplingSession:
-        """For one request that names a model instead of a session."""
-        return self._sampling_session("", "", base_model, path)
-
-    def _sampling_session(
-        self, sampling_id: str, session_id: str, base_model: str | None, path: str | None
+    def new_sampling_session(
+        self, base_model: str | None, path: str | None, sampling_id: str = "", session_id: str = ""
     ) -> SamplingSession:
+        """A sampling session that is not registered yet; without ids for one request that names a model."""
         if path is None:
             base = self.base(base_model or next(iter(self.bases)))
             return SamplingSession(sampling_id, session_id, base, None, self._base_weights, f"base {base.name}")
@@ -439,7 +437,14 @@ class Service:
         if seq_id is not None:
             target.requests[seq_id] = request
         asked = SampleRequest(target.weights, prompt, turns, **options)
-        sampler.submit(asked).add_done_callback(lambda found: _sampled(request, found))
+
+        def answer(sampled: Future[SampleResponse]) -> None:
+            if error := sampled.exception():
+                request.future.set_exception(error)
+            else:
+                request.future.set_result(write_sample(sampled.result()))
+
+        sampler.submit(asked).add_done_callback(answer)
         return request
 
     def _sampler(self, target: SamplingSession) -> Sampler:
@@ -464,16 +469,3 @@ def _load(training_model: TrainingModel, checkpoint: Checkpoint, optimizer: bool
     if optimizer and checkpoint.path.kind != "weights":
         raise NotFound(f"{checkpoint.path} was saved for sampling, without the optimizer; load the weights alone")
     training_model.load(checkpoint.folder, optimizer=optimizer)
-
-
-def _sampled(request: Request, found: Future[SampleResponse]) -> None:
-    if error := found.exception():
-        request.future.set_exception(error)
-    else:
-        request.future.set_result(write_sample(found.result()))
-
-
-def _use_own_stream(device: torch.device) -> None:
-    """On a GPU each thread has a stream of its own, so that one client's kernels do not wait for another's."""
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device))
