@@ -91,8 +91,8 @@ class OpenAttempts(Generic[AnyAttempt]):
 
 def gateway_app(find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None) -> Starlette:
     """The application; additional `routes` come first. The token opens attempts; all else needs an attempt's key."""
-    dialects, alive = dialect_routes(find, AgentRequests()), _Api(find).alive
-    by_url = [Route("/attempt/{attempt}", alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
+    dialects, api = dialect_routes(find, AgentRequests()), _Api(find)
+    by_url = [Route("/attempt/{attempt}", api.alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
     all_routes = [*routes, *by_url, *dialects]
     return make_app(
         all_routes, token=token, has_own_key=lambda path: path.rstrip("/") != "/attempts", error_form=error_form
@@ -110,7 +110,7 @@ def dialect_routes(find: FindAttempt, agents: AgentRequests | None = None) -> li
         "/v1/models": (api.models, "GET"),
         "/v1/models/{name:path}": (api.model, "GET"),
     }
-    routes = [Route(path, api.passing_on(to), methods=[method]) for path, (to, method) in endpoints.items()]
+    routes = [Route(path, api.with_attempt(to), methods=[method]) for path, (to, method) in endpoints.items()]
     return [*routes, Route("/", api.alive, methods=["GET"])]
 
 
@@ -123,26 +123,24 @@ class _Api:
 
     async def alive(self, request: Request) -> Response:
         """Some agents look at their base URL before the first request (HEAD)."""
-        self._found(request)
+        self._find_attempt(request)
         return JSONResponse({"object": "attempt"})
 
-    async def models(self, request: Request) -> Response:
-        model = self._attempt(request).model
-        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
-        return JSONResponse({"object": "list", "data": [_card(model)], **ends})
+    async def models(self, attempt: Attempt, request: Request) -> Response:
+        name = attempt.model.name
+        ends = {"first_id": name, "last_id": name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [_card(attempt.model)], **ends})
 
-    async def model(self, request: Request) -> Response:
-        """Agents ask for the model that they were written for: there is one, whatever its name."""
-        return JSONResponse(_card(self._attempt(request).model) | {"id": request.path_params["name"]})
+    async def model(self, attempt: Attempt, request: Request) -> Response:
+        """The model being trained, under any name: agents ask for the one that they were written for."""
+        return JSONResponse(_card(attempt.model) | {"id": request.path_params["name"]})
 
-    async def count_tokens(self, request: Request) -> Response:
-        attempt = self._attempt(request)
+    async def count_tokens(self, attempt: Attempt, request: Request) -> Response:
         body = await self._read(request, attempt, CountBody)
         return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, attempt.model))})
 
-    async def answer(self, form: type[Body], request: Request) -> Response:
+    async def answer(self, form: type[Body], attempt: Attempt, request: Request) -> Response:
         """Sample the next message of a conversation in this form."""
-        attempt = self._attempt(request)
         model = attempt.model
         body = await self._read(request, attempt, form)
         to_sample = _request(body, model)
@@ -172,23 +170,19 @@ class _Api:
         stored = (attempt.stored,) if issubclass(form, ResponseBody) else ()
         return parse(lambda raw: form.read(raw, *stored), fields, 400)
 
-    def _attempt(self, request: Request) -> Attempt:
-        found = self._found(request)
-        assert isinstance(found, Attempt)
-        return found
-
-    def _found(self, request: Request) -> Attempt | ForwardedAgent:
+    def _find_attempt(self, request: Request) -> Attempt | ForwardedAgent:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return self._find(request.path_params.get("attempt"), request.headers.get("x-api-key") or bearer or None)
 
-    def passing_on(
-        self, endpoint: Callable[[Request], Awaitable[Response]]
+    def with_attempt(
+        self, endpoint: Callable[[Attempt, Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint, or the answer of another server where the agent's model is there."""
+        """An endpoint that gets the request's attempt; forwards the request if the agent's model is elsewhere."""
 
         async def answer(request: Request) -> Response:
-            found = self._found(request)
-            return await (found.forward(request) if isinstance(found, ForwardedAgent) else endpoint(request))
+            attempt = self._find_attempt(request)
+            forwards = isinstance(attempt, ForwardedAgent)
+            return await (attempt.forward(request) if forwards else endpoint(attempt, request))
 
         return answer
 
@@ -220,22 +214,21 @@ async def _connected(request: Request, first: Piece, pieces: AsyncGenerator[Piec
 
 
 def event_stream(request: Request, events: AsyncIterator[Event]) -> Response:
-    headers = {"Cache-Control": "no-cache"}
-    return StreamingResponse(_lines(request, events), media_type="text/event-stream", headers=headers)
+    """Server-sent events. An error in the middle becomes one, too, in the API's own form."""
 
+    async def lines() -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                data = event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False)
+                yield f"event: {event.name}\ndata: {data}\n\n" if event.name else f"data: {data}\n\n"
+        except Exception as error:
+            status = 400 if isinstance(error, PalestraError) else 500
+            name = "" if request.scope["path"].endswith("/completions") else "event: error\n"
+            yield f"{name}data: {json.dumps(error_form(request, status, error))}\n\n"
+            if status == 500:
+                raise
 
-async def _lines(request: Request, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """Server-sent events. An error that comes in the middle is one, too, in the dialect's own form."""
-    try:
-        async for event in events:
-            data = event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False)
-            yield f"event: {event.name}\ndata: {data}\n\n" if event.name else f"data: {data}\n\n"
-    except Exception as error:
-        status = 400 if isinstance(error, PalestraError) else 500
-        name = "" if request.scope["path"].endswith("/completions") else "event: error\n"
-        yield f"{name}data: {json.dumps(error_form(request, status, error))}\n\n"
-        if status == 500:
-            raise
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 def error_form(request: Request, status: int, error: Exception | str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import difflib
 import logging
 import marshal
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -57,7 +57,7 @@ class AgentRequests:
     """Prepares the requests of agents that cannot be changed; each name that is left out is logged once per run.
 
     Coding agents send fields for their own provider (`context_management` of Claude Code, `client_metadata` of Codex)
-    and offer hosted tools. Fields that would change the answer (`logit_bias`, `audio`, …) and misspelt ones are refused.
+    and offer hosted tools. Misspelt fields and those that would change the answer (`logit_bias`, `audio`) are refused.
     """
 
     _logged: set[str] = field(default_factory=set)
@@ -67,10 +67,8 @@ class AgentRequests:
         left_out = [name for name, value in raw.items() if _is_extra(name, value, form)]
         body = {name: value for name, value in raw.items() if name not in left_out}
         if isinstance(tools := body.get("tools"), list):
-            types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-            hosted = [
-                t for t, kind in zip(tools, types, strict=True) if isinstance(kind, str) and kind != form.tool_kind
-            ]
+            typed = [tool for tool in tools if isinstance(tool, dict) and isinstance(tool.get("type"), str)]
+            hosted = [tool for tool in typed if tool["type"] != form.tool_kind]
             body["tools"] = [tool for tool in tools if tool not in hosted]
             left_out += [f"tool {tool['type']}" for tool in hosted]
         if not chat.has_variable("reasoning_effort"):
@@ -93,23 +91,15 @@ def fit_template(request: ChatRequest, chat: ChatFormat) -> ChatRequest:
     messages = request.messages
     if not any(message.role == "system" for message in messages[1:]) or chat.takes_late_system:
         return request
-    return replace(request, messages=tuple(_as_user_messages(messages)))
-
-
-def _as_user_messages(messages: Sequence[Message]) -> Iterator[Message]:
-    """Neighbouring user texts are joined: such templates often want user and assistant to alternate."""
-    last: Message | None = None
-    for i, message in enumerate(messages):
-        is_late = i > 0 and message.role == "system"
-        message = replace(message, role="user") if is_late else message
-        if last is not None and last.role == message.role == "user":
-            last = replace(last, text=f"{last.text}\n\n{message.text}")
-            continue
-        if last is not None:
-            yield last
-        last = message
-    if last is not None:
-        yield last
+    fitted: list[Message] = []
+    for message in messages:
+        if fitted and message.role == "system":
+            message = replace(message, role="user")
+        if fitted and fitted[-1].role == message.role == "user":  # such templates often want the roles to alternate
+            fitted[-1] = replace(fitted[-1], text=f"{fitted[-1].text}\n\n{message.text}")
+        else:
+            fitted.append(message)
+    return replace(request, messages=tuple(fitted))
 
 
 def _is_extra(name: str, value: Any, form: type[RequestForm]) -> bool:

@@ -116,8 +116,8 @@ class Worker:
         """A request for an unknown attempt may have overtaken the message that opens it: it waits for the trainer."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            found = _ATTEMPT.match(scope["path"]) if scope["type"] == "http" else None
-            if found is not None and found[1] not in self._attempts:
+            match = _ATTEMPT.match(scope["path"]) if scope["type"] == "http" else None
+            if match is not None and match[1] not in self._attempts:
                 await self.channel.call("ping")[1]
             await app(scope, receive, send)
 

@@ -18,7 +18,7 @@ from palestra.core.channel import Channel, Handlers
 from palestra.core.errors import PalestraError, RolloutError, StateError, text_of
 from palestra.core.machine import processors
 from palestra.core.secrets import clean_environment
-from palestra.core.types import Problem, Rollout, SamplingParams
+from palestra.core.types import Problem, Rollout
 from palestra.policy.channel import PolicyServer
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.attempt import AttemptCounts
@@ -92,18 +92,13 @@ class WorkerPrompts:
         worker.send("group", number, siblings)
 
     def open(
-        self,
-        problem: Problem,
-        seed: int,
-        key: str | None,
-        sampling: SamplingParams,
-        client_sampling: bool,
-        on_end: Callable[[ForwardedAgent], None],
+        self, problem: Problem, *, key: str | None, on_end: Callable[[ForwardedAgent], None], **options: Any
     ) -> WorkerAttempt:
+        """Open an attempt in the worker; `options` are those of `Attempt`."""
         attempt = WorkerAttempt(problem, self.worker, on_end)
         attempt.api_key = key or attempt.api_key
-        options = {"sampling": sampling, "seed": seed, "attempt_id": attempt.id, "key": attempt.api_key}
-        self.worker.send("open_attempt", problem.id, self.number, {**options, "client_sampling": client_sampling})
+        options |= {"attempt_id": attempt.id, "key": attempt.api_key}
+        self.worker.send("open_attempt", problem.id, self.number, options)
         return attempt
 
     def close(self) -> None:
@@ -122,7 +117,12 @@ class CompleterServer(PolicyServer):
 
     @property
     def handlers(self) -> Handlers:
-        return {**super().handlers, "score": self._score, "request": self._model.on_request, "ping": self._ping}
+        return {
+            **super().handlers,
+            "score": self._score,
+            "request": self._model.on_request,
+            "ping": lambda call: self.channel.reply(call, None),
+        }
 
     def close(self) -> None:
         for task in self._scoring:
@@ -134,9 +134,6 @@ class CompleterServer(PolicyServer):
             text = text_of(error)
             self.broken[text], error = error, RuntimeError(text)
         super().fail(call, error)
-
-    def _ping(self, call: int) -> None:
-        self.channel.reply(call, None)
 
     def _score(self, call: int, token_ids: bytes, start: int, top: int, temperature: float) -> None:
         ids = memoryview(token_ids).cast("i").tolist()

@@ -180,7 +180,7 @@ class VllmBody(SamplingFields):
     """vLLM's `/generate`: `prompt` as text or token ids, and sampling fields at the top level."""
 
     prompt: str | VllmPrompt
-    logprobs: int | None = Field(None, ge=0, le=0, description="of the sampled token; others are not given here")
+    logprobs: int | None = Field(None, ge=0, le=0, description="0: of the sampled tokens alone")
     stream: bool = False
 
     def requests(self, model: Completer) -> list[SamplingRequest]:
@@ -232,8 +232,8 @@ def response(kind: str, model: Completer) -> Callable[..., dict[str, Any]]:
     return lambda choices, **more: {**about, "choices": list(choices), **more}
 
 
-def usage(requests: Sequence[SamplingRequest], completions: Sequence[Completion]) -> dict[str, int]:
-    prompt = sum(len(request.prompt_ids) for request in requests)
+def usage(prompt: int, completions: Sequence[Completion]) -> dict[str, Any]:
+    """The `usage` of a response; `prompt` is the number of the prompts' tokens."""
     sampled = sum(len(completion.token_ids) for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
