@@ -31,10 +31,10 @@ class CheckpointApi:
         self._checkpoints = checkpoints
 
     def weights_info(self, request: HttpRequest, body: bodies.WeightsInfo) -> dict[str, Any]:
-        found = self._checkpoints.find(TinkerPath.parse(body.tinker_path))
-        trained = {name: getattr(found.spec, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+        checkpoint = self._checkpoints.find(TinkerPath.parse(body.tinker_path))
+        trained = {name: getattr(checkpoint.spec, name) for name in ("train_unembed", "train_mlp", "train_attn")}
         # the SDK resumes from adapters alone; rank 0 is ours
-        return {"base_model": found.base_model, "is_lora": True, "lora_rank": found.spec.rank, **trained}
+        return {"base_model": checkpoint.base_model, "is_lora": True, "lora_rank": checkpoint.spec.rank, **trained}
 
     def list_runs(self, request: HttpRequest) -> dict[str, Any]:
         ids = self._checkpoints.run_ids()
@@ -50,7 +50,7 @@ class CheckpointApi:
     def list_all_checkpoints(self, request: HttpRequest) -> dict[str, Any]:
         newest_first = sorted(
             self._checkpoints_of(self._checkpoints.run_ids()),
-            key=lambda checkpoint: str(checkpoint["time"]),
+            key=lambda row: str(row["time"]),
             reverse=True,
         )
         page, cursor = _page(request, newest_first)
@@ -66,26 +66,26 @@ class CheckpointApi:
 
     def archive(self, request: HttpRequest) -> Response:
         """The model's files as one tar file."""
-        found = self._checkpoints.find(_path(request), check=True)
+        checkpoint = self._checkpoints.find(_path(request), check=True)
         packed = tempfile.NamedTemporaryFile(suffix=".tar")  # noqa: SIM115  # closed when it was sent
         with tarfile.open(packed.name, "w") as tar:
-            for file in found.files:
+            for file in checkpoint.files:
                 tar.add(file, arcname=file.name)
-        name, end = f"{found.path.name}.tar", BackgroundTask(packed.close)
+        name, end = f"{checkpoint.path.name}.tar", BackgroundTask(packed.close)
         return FileResponse(packed.name, filename=name, media_type="application/x-tar", background=end)
 
     def file_urls(self, request: HttpRequest) -> dict[str, Any]:
-        found = self._checkpoints.find(_path(request), check=True)
+        checkpoint = self._checkpoints.find(_path(request), check=True)
         here = str(request.url).removesuffix("/external_weights_urls")
-        urls = {file.name: f"{here}/files/{file.name}" for file in found.files}
+        urls = {file.name: f"{here}/files/{file.name}" for file in checkpoint.files}
         return {"urls": urls, "expires": _time(time.time() + _URLS_S)}
 
     def file(self, request: HttpRequest) -> Response:
-        found = self._checkpoints.find(_path(request))
-        files = {file.name: file for file in found.files}
+        checkpoint = self._checkpoints.find(_path(request))
+        files = {file.name: file for file in checkpoint.files}
         name = request.path_params["file"]
         if name not in files:
-            raise NotFound(f"{found.path} has no file {name!r}; it has {', '.join(files)}")
+            raise NotFound(f"{checkpoint.path} has no file {name!r}; it has {', '.join(files)}")
         return FileResponse(files[name])
 
     def _checkpoints_of(self, run_ids: Sequence[str]) -> list[dict[str, Any]]:

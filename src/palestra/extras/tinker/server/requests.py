@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from palestra.core.errors import InputError, PalestraError
+from palestra.core.errors import InputError
 from palestra.core.types import SamplingParams
 from palestra.extras.tinker.server.base_model import AdapterSpec
-from palestra.extras.tinker.server.messages import Tensor, csr_cells, parse_request
+from palestra.extras.tinker.server.messages import Tensor, csr_cells
 from palestra.extras.tinker.server.training_model import AdamParams
 
 MAX_SAMPLES = 1024
@@ -133,13 +132,6 @@ class SaveWeightsForSampler(SavedWeights):
 
 class SaveWeightsExternal(SavedWeights):
     path: str
-    age_encryption_recipients: list[str] | None = None
-
-    @model_validator(mode="after")
-    def _not_encrypted(self) -> SaveWeightsExternal:
-        if self.age_encryption_recipients:
-            raise ValueError("this server does not encrypt what it exports; leave age_encryption_recipients out")
-        return self
 
 
 class LoadWeights(ModelRequest):
@@ -270,15 +262,3 @@ class RetrieveFuture(Body):
 
 class SetTtl(Body):
     ttl_seconds: Ttl | None = None
-
-
-def number_of(body: bytes) -> tuple[str, int | None]:
-    """The model and the number in a body, JSON or protobuf, that cannot be read otherwise."""
-    try:
-        if body[:1] == b"{":
-            found = json.loads(body)
-            return str(found.get("model_id")), int(found["seq_id"])
-        request = parse_request(body)
-        return request.model_id, request.seq_id
-    except (PalestraError, ValueError, KeyError, TypeError):
-        return "", None

@@ -133,12 +133,12 @@ class Sampler:
 
     async def _burst(self) -> list[tuple[SampleRequest | None, Future[SampleResponse]]]:
         """The next requests: the first, and all that come until a pause."""
-        found = [await self._queue.get()]
+        burst = [await self._queue.get()]
         until, waiting = time.monotonic() + LONGEST_BURST_S, -1
         while waiting != self._queue.qsize() and time.monotonic() < until:
             waiting = self._queue.qsize()
             await asyncio.sleep(PAUSE_S)
-        return found + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        return burst + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
     async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[SampleResponse]) -> None:
         try:
@@ -173,9 +173,9 @@ class Sampler:
         if not (request.prompt_logprobs or request.topk_prompt):
             return None, None, targets
         start = max(1, len(prompt) - (request.prompt_logprobs_last_n or len(prompt)))
-        found, top = await self._score(prompt, start, request.topk_prompt)
+        own, top = await self._score(prompt, start, request.topk_prompt)
         logprobs = np.full(len(prompt), np.nan, np.float32)
-        logprobs[start:] = found
+        logprobs[start:] = own
         if not request.topk_prompt:
             return logprobs, None, targets
         ids, values = (np.full((len(prompt), request.topk_prompt), fill) for fill in (0, EMPTY_LOGPROB))
@@ -192,11 +192,11 @@ class Sampler:
                 tops += piece.top
                 await asyncio.sleep(0)
         shape = (len(logprobs), k)
-        found = TopK(np.zeros(shape, np.int32), np.full(shape, EMPTY_LOGPROB, np.float32))
+        best = TopK(np.zeros(shape, np.int32), np.full(shape, EMPTY_LOGPROB, np.float32))
         for i, pairs in enumerate(tops):
             for j, (token, logprob) in enumerate(pairs):
-                found.token_ids[i, j], found.logprobs[i, j] = token, logprob
-        return np.array(logprobs, np.float32), found
+                best.token_ids[i, j], best.logprobs[i, j] = token, logprob
+        return np.array(logprobs, np.float32), best
 
     async def _score_targets(self, prompt: list[int], targets: Tensor) -> Tensor:
         if len(targets.shape) != 2 or targets.shape[0] != len(prompt) - 1:

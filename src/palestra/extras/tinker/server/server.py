@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import logging
 import re
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +25,7 @@ from palestra.extras.tinker.server import requests as bodies
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.checkpoint_api import CheckpointApi
 from palestra.extras.tinker.server.futures import Gone, NotFound, Request, TooBusy
-from palestra.extras.tinker.server.messages import read_forward_backward
+from palestra.extras.tinker.server.messages import parse_request, read_forward_backward
 from palestra.extras.tinker.server.service import Service
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.http_errors import refuse
@@ -212,10 +213,10 @@ class _Api:
     async def create_model(self, request: HttpRequest, body: bodies.CreateModel) -> Json:
         lora = body.lora_config
         spec, seed = (AdapterSpec(), 0) if lora is None else (lora.spec, lora.seed or 0)
-        found = self._service.create_model(
+        started = self._service.create_model(
             body.session_id, body.model_seq_id, body.base_model, spec, seed, body.user_metadata or {}
         )
-        return _promise(found, model_id=f"{body.session_id}:train:{body.model_seq_id}")
+        return _promise(started, model_id=f"{body.session_id}:train:{body.model_seq_id}")
 
     async def unload_model(self, request: HttpRequest, body: bodies.ModelRequest) -> Json:
         return _promise(self._service.unload(self._service.model(body.model_id).id))
@@ -231,8 +232,8 @@ class _Api:
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise refuse(415, f"forward_backward takes {PROTOBUF}; use tinker 0.25 or newer")
         request.state.body = await read_body(request, MAX_BODY_MIB * MIB)
-        found = read_forward_backward(request.state.body)
-        return _promise(self._service.forward_backward(found), model_id=found.model_id)
+        body = read_forward_backward(request.state.body)
+        return _promise(self._service.forward_backward(body), model_id=body.model_id)
 
     async def load_weights(self, request: HttpRequest, body: bodies.CreateFromWeights | bodies.LoadWeights) -> Json:
         if isinstance(body, bodies.LoadWeights):
@@ -242,22 +243,26 @@ class _Api:
 
     def count_refused(self, request: HttpRequest, reason: str) -> None:
         """The number of a request that is refused counts: the model's later ones must not wait for it."""
-        model_id, seq_id = bodies.number_of(getattr(request.state, "body", b""))
-        if seq_id is not None and (model := self._service.models.get(model_id)) is not None:
-            with contextlib.suppress(PalestraError):
+        body = getattr(request.state, "body", b"")
+        with contextlib.suppress(PalestraError, ValueError, KeyError, TypeError, RecursionError):
+            fields = json.loads(body) if body[:1] == b"{" else None
+            if fields is None:
+                message = parse_request(body)
+                model_id, seq_id = message.model_id, message.seq_id
+            else:
+                model_id, seq_id = str(fields.get("model_id")), int(fields["seq_id"])
+            if model := self._service.models.get(model_id):
                 model.worker.refuse(seq_id, reason)
 
     # sampling
 
     async def create_sampling_session(self, request: HttpRequest, body: bodies.CreateSamplingSession) -> Json:
-        sampling_id = self._service.create_sampling_session(
-            body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
-        )
+        sampling_id = self._service.create_sampling_session(body)
         return {"type": "create_sampling_session", "sampling_session_id": sampling_id}
 
     async def get_sampler(self, request: HttpRequest) -> Json:
-        found = self._service.sampling_session(request.path_params["sampling_id"])
-        return {"sampler_id": found.id, "base_model": _loadable_name(found.base), "model_path": found.path}
+        session = self._service.sampling_session(request.path_params["sampling_id"])
+        return {"sampler_id": session.id, "base_model": _loadable_name(session.base), "model_path": session.path}
 
     async def sample(self, request: HttpRequest, body: bodies.Sample) -> Json:
         if body.sampling_session_id is not None:
@@ -270,7 +275,7 @@ class _Api:
         if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < base.vocabulary]:
             raise refuse(400, f"token id {wrong[0]} is outside the vocabulary 0..{base.vocabulary - 1}")
         targets = body.target_prompt_logprobs
-        found = self._service.sample(
+        started = self._service.sample(
             target,
             body.seq_id,
             prompt,
@@ -281,7 +286,7 @@ class _Api:
             topk_sample=body.topk_sample_logprobs,
             targets=None if targets is None else targets.tensor,
         )
-        return _promise(found, sample_sequence_ids=[f"{found.id}:{i}" for i in range(body.num_samples)])
+        return _promise(started, sample_sequence_ids=[f"{started.id}:{i}" for i in range(body.num_samples)])
 
     # answers
 
