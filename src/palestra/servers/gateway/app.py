@@ -39,6 +39,7 @@ _MAX_ENDED = 20_000
 
 FindAttempt = Callable[[str | None, str | None], Attempt | ForwardedAgent]  # by the id in the URL, and by the key
 Body = ChatCompletionBody | ResponseBody | MessagesBody  # of one dialect
+Endpoint = Callable[[Attempt, Request], Awaitable[Response]]
 AnyAttempt = TypeVar("AnyAttempt", bound=Attempt | ForwardedAgent)
 AnyBody = TypeVar("AnyBody", bound=CountBody | Body)
 
@@ -102,7 +103,7 @@ def gateway_app(find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str 
 def dialect_routes(find: FindAttempt, agents: AgentRequests | None = None) -> list[Route]:
     """The endpoints of all dialects, of the gateway and, without `agents`, of `palestra serve`."""
     api = _Api(find, agents)
-    endpoints = {
+    endpoints: dict[str, tuple[Endpoint, str]] = {
         "/v1/chat/completions": (partial(api.answer, ChatCompletionBody), "POST"),
         "/v1/responses": (partial(api.answer, ResponseBody), "POST"),
         "/v1/messages": (partial(api.answer, MessagesBody), "POST"),
@@ -167,22 +168,24 @@ class _Api:
         fields = parse(_OBJECT.validate_json, raw, 400)
         if self._agents is not None:
             fields = self._agents.clean(fields, form, model.chat)
-        stored = (attempt.stored,) if issubclass(form, ResponseBody) else ()
-        return parse(lambda raw: form.read(raw, *stored), fields, 400)
+        read: Callable[[Any], Any] = form.read
+        if issubclass(form, ResponseBody):
+            read = partial(form.read, stored=attempt.stored)
+        body: AnyBody = parse(read, fields, 400)
+        return body
 
     def _find_attempt(self, request: Request) -> Attempt | ForwardedAgent:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return self._find(request.path_params.get("attempt"), request.headers.get("x-api-key") or bearer or None)
 
-    def with_attempt(
-        self, endpoint: Callable[[Attempt, Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def with_attempt(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """An endpoint that gets the request's attempt; forwards the request if the agent's model is elsewhere."""
 
         async def answer(request: Request) -> Response:
             attempt = self._find_attempt(request)
-            forwards = isinstance(attempt, ForwardedAgent)
-            return await (attempt.forward(request) if forwards else endpoint(attempt, request))
+            if isinstance(attempt, ForwardedAgent):
+                return await attempt.forward(request)
+            return await endpoint(attempt, request)
 
         return answer
 

@@ -143,10 +143,11 @@ class Sampler:
     async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[SampleResponse]) -> None:
         try:
             turns = await asyncio.gather(*map(self._turn, sessions, request.turns))
-            prompt, topk = list(request.prompt), []
-            for turn, params in zip(turns, request.turns, strict=True) if request.topk_sample else ():
-                ids, temperature = [*prompt, *turn.token_ids.tolist()], params.temperature or 1.0
-                topk.append((await self._score(ids, len(prompt), request.topk_sample, temperature))[1])
+            prompt, topk = list(request.prompt), list[TopK]()
+            if request.topk_sample:
+                for turn, params in zip(turns, request.turns, strict=True):
+                    ids, temperature = [*prompt, *turn.token_ids.tolist()], params.temperature or 1.0
+                    topk.append((await self._score(ids, len(prompt), request.topk_sample, temperature))[1])
             result = SampleResponse(turns, topk, *await self._score_prompt(request, prompt))
         except Exception as error:
             self._fail(answer, error)
