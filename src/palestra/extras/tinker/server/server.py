@@ -101,13 +101,14 @@ def _route(
     refused: Callable[[HttpRequest, str], None] | None = None,
 ) -> Route:
     """A route whose handler gets the request and, with a `form`, its body; plain functions run in a thread."""
+    validate = None if form is None else TypeAdapter(form).validate_json
 
     async def explained(request: HttpRequest) -> Response:
         try:
             arguments: list[Any] = [request]
-            if form is not None:
+            if validate is not None:
                 request.state.body = await read_body(request, limit_mib * MIB)
-                arguments.append(parse(TypeAdapter(form).validate_json, request.state.body))
+                arguments.append(parse(validate, request.state.body))
             if inspect.iscoroutinefunction(handler):
                 answer = await handler(*arguments)
             else:
