@@ -110,7 +110,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
             config[key] = getattr(value, kind)
     data = []
     for datum in request.data:
-        tokens = [np.empty(0, np.int32)]
+        tokens: list[Array] = [np.empty(0, np.int32)]
         for chunk in datum.model_input:
             kind = chunk.WhichOneof("chunk")
             if kind != "encoded_text":  # None for a kind of a newer SDK
