@@ -28,8 +28,8 @@ from palestra.servers import body, web
 from palestra.servers.body import read_body
 from palestra.servers.connections import Connections, LimitLines
 from palestra.servers.http_errors import error_body
-from palestra.servers.openai.generate_forms import SglangBody
 from palestra.servers.openai.inference import inference_app
+from palestra.servers.openai.openai_forms import SglangBody
 from palestra.servers.web import make_app, open_port, request_log
 
 
@@ -129,7 +129,7 @@ def is_closed_within(client: socket.socket, seconds: float) -> bool:
 
 
 def test_half_sent_headers_are_timed_out_however_slowly_they_come(serve, monkeypatch):
-    monkeypatch.setattr("palestra.servers.connections._SECOND_LOOK_S", 0.05)
+    monkeypatch.setattr("palestra.servers.connections._GRACE_S", 0.05)
     url = serve(app(), limits=Connections(64, 64, headers_s=0.3))
     silent, slow = connect(url), connect(url, b"GET / HTTP/1.1\r\n")
     until = time.monotonic() + 0.4

@@ -59,11 +59,18 @@ async def read_body(request: Request, limit: int) -> bytes:
     unpack = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
     body = bytearray()
     stream = request.stream()
+    cycle = getattr(request.scope.get("state", {}).get(CONNECTION), "cycle", None)
+    # most small requests have arrived as a whole: then no timeout is needed
+    has_arrived = cycle is not None and cycle.scope is request.scope and not cycle.more_body
     try:
-        async for chunk in stream if _has_arrived(request) else _in_time(stream):
+        async for chunk in stream if has_arrived else _in_time(stream):
             body += unpack.decompress(chunk, limit + 1 - len(body)) if unpack else chunk
             if len(body) > limit:
-                await _drain(stream)
+                # discard the rest, so that the sender gets the answer instead of a broken connection
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_DRAIN_S):
+                        async for _ in stream:
+                            pass
                 raise _too_large(limit)
     except ClientDisconnect:
         raise refuse(499, "the client disconnected") from None
@@ -74,13 +81,6 @@ async def read_body(request: Request, limit: int) -> bytes:
     return _unpack_zstd(bytes(body), limit) if encoding == "zstd" else bytes(body)
 
 
-def _has_arrived(request: Request) -> bool:
-    """Whether the whole body has arrived already, as for most small requests: then no timeout is needed."""
-    connection = request.scope.get("state", {}).get(CONNECTION)
-    cycle = None if connection is None else connection.cycle
-    return cycle is not None and cycle.scope is request.scope and not cycle.more_body
-
-
 def _unpack_zstd(body: bytes, limit: int) -> bytes:
     try:
         import zstandard
@@ -88,16 +88,16 @@ def _unpack_zstd(body: bytes, limit: int) -> bytes:
         raise refuse(415, "content-encoding 'zstd' needs the package zstandard on the server; use gzip") from None
     try:
         with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(body) as reader:
-            found = reader.read(limit + 1)
+            unpacked = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise refuse(400, f"the body is not valid zstd: {error}") from None
-    if len(found) > limit:
+    if len(unpacked) > limit:
         raise _too_large(limit)
-    return bytes(found)
+    return bytes(unpacked)
 
 
 def _too_large(limit: int) -> HTTPException:
-    return refuse(413, f"the body holds more than {limit // MIB} MiB; send less at once")
+    return refuse(413, f"the body holds more than {limit // MIB} MiB; send less in one request")
 
 
 class WholeBody:
@@ -142,14 +142,6 @@ async def _in_time(stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
             return
         yield chunk
     raise refuse(408, f"the body did not come within {_BODY_S:g} s, or there was none of it for {_SILENCE_S} s")
-
-
-async def _drain(stream: Any) -> None:
-    """Discard the rest of the body so that the sender gets the answer instead of a broken connection."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_S):
-            async for _ in stream:
-                pass
 
 
 async def read_model(request: Request, model: type[Model], limit: int = MIB) -> Model:

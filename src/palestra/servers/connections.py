@@ -29,7 +29,7 @@ _OTHER_FILES = 128  # that the process needs beside its connections
 _HEADERS_S = 30.0
 _MAX_HEADERS = 1 << 16  # bytes
 CONNECTION = "connection"  # the name of the protocol in a request's state
-_SECOND_LOOK_S = 1.0
+_GRACE_S = 1.0
 _LINES_A_MINUTE = 20
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -42,11 +42,11 @@ class Connections:
     limit: int
     backlog: int
     headers_s: float = _HEADERS_S
-    silent: dict[BoundedProtocol, asyncio.TimerHandle] = field(default_factory=dict)
+    idle: dict[BoundedProtocol, asyncio.TimerHandle] = field(default_factory=dict)
 
     @classmethod
     def within_file_limit(cls) -> Connections:
-        """As many connections as the file limit allows; a low soft limit is raised if possible."""
+        """The most connections that the limit on open files allows; raise a low soft limit if possible."""
         needed = _MAX_CONNECTIONS + _BACKLOG + _OTHER_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < needed:
@@ -74,47 +74,47 @@ class BoundedProtocol(HttpProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._limits.limit:
-            oldest = next(iter(self._limits.silent), self)
+            oldest = next(iter(self._limits.idle), self)
             oldest.transport.write(_FULL)
             oldest.transport.close()
-            oldest._is_heard()
+            oldest._cancel_idle_timer()
             if oldest is self:
                 return
-        self._look()
+        self._update_idle_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._look()
-        self._header_bytes = self._header_bytes + len(data) if self in self._limits.silent else 0
+        self._update_idle_timer()
+        self._header_bytes = self._header_bytes + len(data) if self in self._limits.idle else 0
         if self._header_bytes > _MAX_HEADERS:
             self.transport.write(_LONG)
             self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._update_idle_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._is_heard()
+        self._cancel_idle_timer()
         self.is_lost = True
         if self.on_lost is not None:
             self.on_lost()
 
-    def _look(self) -> None:
-        """Start the idle timer while no request is in flight, even if parts of one arrive."""
+    def _update_idle_timer(self) -> None:
+        """Run the idle timer while no request is in flight, even if parts of one arrive."""
+
+        def close_later() -> None:
+            # one more second: a training step may have blocked the event loop while the request was waiting
+            self._limits.idle[self] = self.loop.call_later(_GRACE_S, self.transport.close)
+
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
-            self._is_heard()
-        elif self not in self._limits.silent:
-            timer = self.loop.call_later(self._limits.headers_s, self._second_look)
-            self._limits.silent[self] = timer
+            self._cancel_idle_timer()
+        elif self not in self._limits.idle:
+            self._limits.idle[self] = self.loop.call_later(self._limits.headers_s, close_later)
 
-    def _second_look(self) -> None:
-        """Give one more second: a training step may have blocked the event loop while the request was waiting."""
-        self._limits.silent[self] = self.loop.call_later(_SECOND_LOOK_S, self.transport.close)
-
-    def _is_heard(self) -> None:
-        if timer := self._limits.silent.pop(self, None):
+    def _cancel_idle_timer(self) -> None:
+        if timer := self._limits.idle.pop(self, None):
             timer.cancel()
 
 

@@ -68,31 +68,21 @@ class ForwardedAgent:
 
     async def forward(self, request: Request) -> Response:
         """The upstream's answer to this request."""
-        _, found, path = request.url.path.partition("/v1/")
-        if not found:
+        _, prefix, path = request.url.path.partition("/v1/")
+        if not prefix:
             raise refuse(404, "this agent's model is elsewhere; only requests below /v1 are passed on")
-        body = self._with_model(await read_body(request, _MAX_BODY))
+        body = await read_body(request, _MAX_BODY)
+        if self.model is not None and body:
+            try:
+                body = json.dumps({**json.loads(body), "model": self.model}).encode()
+            except (ValueError, TypeError):
+                raise refuse(400, "the body is not a JSON object") from None
+        headers = {name: value for name, value in passed_headers(request.headers).items() if name not in _KEYS}
+        if self.key is not None:
+            headers |= {"Authorization": f"Bearer {self.key}", "X-Api-Key": self.key}
         url = f"{self.upstream.rstrip('/').removesuffix('/v1')}/v1/{path}"
-        asked = http.Request(
-            url, body or None, request.method, headers=self._headers(request.headers), timeout_s=SILENCE_S
-        )
-        return await forward(asked)
+        return await forward(http.Request(url, body or None, request.method, headers=headers, timeout_s=SILENCE_S))
 
     async def finish(self) -> None:
         """Refuse its key from now on."""
         self.on_end(self)
-
-    def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        passed = {name: value for name, value in passed_headers(headers).items() if name not in _KEYS}
-        if self.key is None:
-            return passed
-        return passed | {"Authorization": f"Bearer {self.key}", "X-Api-Key": self.key}
-
-    def _with_model(self, body: bytes) -> bytes:
-        if self.model is None or not body:
-            return body
-        try:
-            fields = json.loads(body)
-            return json.dumps({**fields, "model": self.model}).encode()
-        except (ValueError, TypeError):
-            raise refuse(400, "the body is not a JSON object") from None

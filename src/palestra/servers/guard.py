@@ -32,28 +32,25 @@ class Guard:
         self._has_own_key = has_own_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        refusal = self._refusal(scope["path"], dict(reversed(scope["headers"])))  # of several the first counts
-        if refusal is None:
-            await self._app(scope, receive, send)
-        else:
-            status, message = refusal
-            await JSONResponse(error_body(status, message), status)(scope, receive, send)
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
 
-    def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
-        if self._token and self._has_own_key(path):
-            return None
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        headers = dict(reversed(scope["headers"]))  # of several the first counts
         if self._token:
             sent = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
-            if not hmac.compare_digest(sent.removeprefix(b"Bearer "), self._token.encode()):
-                return 401, "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN' (or X-API-Key)"
+            is_token = hmac.compare_digest(sent.removeprefix(b"Bearer "), self._token.encode())
+            if is_token or self._has_own_key(scope["path"]):
+                return None
+            how = "send it as 'Authorization: Bearer TOKEN' (or X-API-Key)"
+            return refusal(401, f"the token is missing or wrong; {how}")
+        if _is_loopback_host(headers.get(b"host", b"localhost")) and _from_no_other_site(headers):
             return None
-        host = headers.get(b"host", b"localhost")
-        if not (_is_loopback_host(host) and _from_no_other_site(headers)):
-            return 403, "without a token, only requests to a loopback address and from no other site are answered"
-        return None
+        return refusal(403, "without a token, only requests to a loopback address and from no other site are answered")
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse(error_body(status, message), status)
 
 
 def _from_no_other_site(headers: Mapping[bytes, bytes]) -> bool:

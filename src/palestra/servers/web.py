@@ -170,23 +170,21 @@ def open_port(host: str, port: int, token: str | None) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
-    return _url(*sock.getsockname()[:2])
-
-
-def _url(host: str, port: int) -> str:
+def url_of(sock: socket.socket, host: str = "") -> str:
+    bound, port = sock.getsockname()[:2]
+    host = host or bound
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def reachable_url(host: str, sock: socket.socket) -> str:
-    """A URL that works from other machines: `host`, or this machine's own address where it stands for all of them."""
+    """A URL that works from other machines: `host`, or this machine's own address if `host` is a wildcard."""
     if host in _WILDCARDS:
         with socket.socket(sock.family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((_ELSEWHERE[sock.family], 9))  # sends nothing; it selects the address for the default route
             host = probe.getsockname()[0]
     if host in _WILDCARDS:  # no network
         host = "127.0.0.1"
-    return _url(host, sock.getsockname()[1])
+    return url_of(sock, host)
 
 
 class Server(uvicorn.Server):
@@ -227,13 +225,13 @@ class Server(uvicorn.Server):
             yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_requests)
+        def cancel_requests() -> None:
+            for task in self.server_state.tasks:
+                task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._grace_s, cancel_requests)
         await super().shutdown(sockets)
         timer.cancel()
-
-    def _cancel_requests(self) -> None:
-        for task in self.server_state.tasks:
-            task.cancel()
 
     def _end_with_503(self, app: ASGIApp) -> ASGIApp:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,10 +6,10 @@ import hmac
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.servers.http_errors import error_body
+from palestra.servers.guard import refusal
 
 # Scripts and styles come from this server alone, so that what a model wrote cannot run even where it is not escaped.
 POLICY = (
@@ -38,10 +38,6 @@ class Access:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -50,19 +46,20 @@ class Access:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        answer = self._refusal(Request(scope)) or self._exchange(Request(scope))
-        await (answer or self._app)(scope, receive, with_headers)
+        request = Request(scope) if scope["type"] == "http" else None
+        answer = None if request is None else self._refusal(request) or self._exchange(request)
+        await (answer or self._app)(scope, receive, with_headers if request else send)
 
     def _refusal(self, request: Request) -> Response | None:
         if not _is_own_page(request):
-            return _error(403, "requests of other sites are not answered; open the dashboard itself")
+            return refusal(403, "requests of other sites are not answered; open the dashboard itself")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         cookie = request.cookies.get(_cookie_name(request), "")
         if not any(self._is_token(text) for text in (bearer, cookie, _asked(request))):
-            return _error(401, "the token is missing or wrong; open the address that was printed at the start")
+            return refusal(401, "the token is missing or wrong; open the address that was printed at the start")
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method not in _SAFE and media_type != "application/json":
-            return _error(415, "send Content-Type: application/json")
+            return refusal(415, "send Content-Type: application/json")
         return None
 
     def _is_token(self, text: str) -> bool:
@@ -95,7 +92,3 @@ def _cookie_name(request: Request) -> str:
 
 def _asked(request: Request) -> str:
     return request.query_params.get("token", "")
-
-
-def _error(status: int, message: str) -> Response:
-    return JSONResponse(error_body(status, message), status)

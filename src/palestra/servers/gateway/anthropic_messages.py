@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from palestra.core.errors import InputError, UnsupportedError, did_you_mean
+from palestra.core.errors import InputError, UnsupportedError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.streaming import Delta
 from palestra.servers.gateway.request import ChatRequest, Event, ToolChoice, grammar_of, json_schema
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
-from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, NO_EFFECT, SamplingFields, short
+from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, RequestForm, SamplingFields, short
 
 _STATUS = {
     401: "authentication_error",
@@ -26,10 +26,10 @@ _STATUS = {
 }
 
 
-class CountBody(BaseModel):
+class CountBody(RequestForm):
     """The fields that count as input."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    tool_kind: ClassVar[str] = "custom"
 
     model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -38,15 +38,6 @@ class CountBody(BaseModel):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-
-    @classmethod
-    def read(cls, raw: dict[str, Any]) -> Any:
-        known = {name: value for name, value in raw.items() if name in cls.model_fields or name not in NO_EFFECT}
-        for name in known:
-            if name not in cls.model_fields:
-                hint = did_you_mean(name[:100], cls.model_fields)
-                raise InputError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
-        return cls.model_validate(known)
 
     def request(self, model: Completer) -> ChatRequest:
         return ChatRequest(tuple(self._messages()), SamplingFields(), tuple(map(_tool, self.tools or ())))

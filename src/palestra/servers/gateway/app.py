@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,14 +21,13 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from palestra.core.errors import ContextLengthError, InputError, PalestraError
 from palestra.servers.body import MIB, parse, read_body
-from palestra.servers.forwarding import ForwardedAgent
-from palestra.servers.gateway.agent_requests import AgentRequests, fit_template
+from palestra.servers.forwarding import KEY_PREFIX, ForwardedAgent
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.request import ChatRequest, Event
+from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, fit_template
 from palestra.servers.gateway.responses import ResponseBody
-from palestra.servers.http_errors import error_body, message_of
+from palestra.servers.http_errors import error_body, message_of, refuse
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.openai_forms import Piece
 from palestra.servers.web import make_app, while_connected
@@ -34,16 +35,65 @@ from palestra.servers.web import make_app, while_connected
 _MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041
 _OBJECT = TypeAdapter(dict[str, Any])
+_MAX_ENDED = 20_000
 
 FindAttempt = Callable[[str | None, str | None], Attempt | ForwardedAgent]  # by the id in the URL, and by the key
 Body = ChatCompletionBody | ResponseBody | MessagesBody  # of one dialect
-T = TypeVar("T")
+Endpoint = Callable[[Attempt, Request], Awaitable[Response]]
+AnyAttempt = TypeVar("AnyAttempt", bound=Attempt | ForwardedAgent)
+AnyBody = TypeVar("AnyBody", bound=CountBody | Body)
+
+
+@dataclass(slots=True)
+class OpenAttempts(Generic[AnyAttempt]):
+    """Open attempts, and the ids and keys of the last ones that ended."""
+
+    _by_id: dict[str, AnyAttempt] = field(default_factory=dict)
+    _by_key: dict[str, AnyAttempt] = field(default_factory=dict)
+    _ended: dict[str, None] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[AnyAttempt]:
+        return iter(list(self._by_id.values()))
+
+    def __contains__(self, attempt_id: str) -> bool:
+        """Whether the id is that of an attempt, open or ended."""
+        return attempt_id in self._by_id or attempt_id in self._ended
+
+    def __getitem__(self, attempt_id: str) -> AnyAttempt:
+        return self._by_id[attempt_id]
+
+    def add(self, attempt: AnyAttempt) -> None:
+        self._by_id[attempt.id] = self._by_key[attempt.api_key] = attempt
+
+    def forget(self, attempt: Attempt | ForwardedAgent) -> None:
+        """Forget an attempt, except that it existed."""
+        del self._by_id[attempt.id], self._by_key[attempt.api_key]
+        self._ended |= {attempt.id: None, attempt.api_key: None}
+        while len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def find(self, attempt_id: str | None, key: str | None) -> AnyAttempt:
+        """Find an attempt by its URL or its key. A key opens no other attempt, and none that has ended.
+
+        With the URL, which cannot be guessed, any key of no attempt is accepted: some clients send their own. Keys of
+        attempts in other processes are known by their prefix.
+        """
+        if attempt_id in self._ended or key in self._ended:
+            raise refuse(401, "this attempt has ended; its key is not valid any more")
+        by_key = self._by_key.get(key or "")
+        attempt = by_key if attempt_id is None else self._by_id.get(attempt_id)
+        if attempt is None:
+            what = "the API key" if attempt_id is None else "the attempt in the URL"
+            raise refuse(401, f"{what} belongs to no attempt; use the base URL and the key that the attempt was given")
+        if (by_key is not None or (key or "").startswith(KEY_PREFIX)) and by_key is not attempt:
+            raise refuse(401, "the API key belongs to another attempt than the URL")
+        return attempt
 
 
 def gateway_app(find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str | None = None) -> Starlette:
     """The application; additional `routes` come first. The token opens attempts; all else needs an attempt's key."""
-    dialects, alive = dialect_routes(find, AgentRequests()), _Api(find).alive
-    by_url = [Route("/attempt/{attempt}", alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
+    dialects, api = dialect_routes(find, AgentRequests()), _Api(find)
+    by_url = [Route("/attempt/{attempt}", api.alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
     all_routes = [*routes, *by_url, *dialects]
     return make_app(
         all_routes, token=token, has_own_key=lambda path: path.rstrip("/") != "/attempts", error_form=error_form
@@ -53,15 +103,15 @@ def gateway_app(find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str 
 def dialect_routes(find: FindAttempt, agents: AgentRequests | None = None) -> list[Route]:
     """The endpoints of all dialects, of the gateway and, without `agents`, of `palestra serve`."""
     api = _Api(find, agents)
-    endpoints = {
-        "/v1/chat/completions": (api.chat_completions, "POST"),
-        "/v1/responses": (api.responses, "POST"),
-        "/v1/messages": (api.messages, "POST"),
+    endpoints: dict[str, tuple[Endpoint, str]] = {
+        "/v1/chat/completions": (partial(api.answer, ChatCompletionBody), "POST"),
+        "/v1/responses": (partial(api.answer, ResponseBody), "POST"),
+        "/v1/messages": (partial(api.answer, MessagesBody), "POST"),
         "/v1/messages/count_tokens": (api.count_tokens, "POST"),
         "/v1/models": (api.models, "GET"),
         "/v1/models/{name:path}": (api.model, "GET"),
     }
-    routes = [Route(path, api.passing_on(to), methods=[method]) for path, (to, method) in endpoints.items()]
+    routes = [Route(path, api.with_attempt(to), methods=[method]) for path, (to, method) in endpoints.items()]
     return [*routes, Route("/", api.alive, methods=["GET"])]
 
 
@@ -74,38 +124,26 @@ class _Api:
 
     async def alive(self, request: Request) -> Response:
         """Some agents look at their base URL before the first request (HEAD)."""
-        self._found(request)
+        self._find_attempt(request)
         return JSONResponse({"object": "attempt"})
 
-    async def models(self, request: Request) -> Response:
-        model = self._attempt(request).model
-        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
-        return JSONResponse({"object": "list", "data": [_card(model)], **ends})
+    async def models(self, attempt: Attempt, request: Request) -> Response:
+        name = attempt.model.name
+        ends = {"first_id": name, "last_id": name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [_card(attempt.model)], **ends})
 
-    async def model(self, request: Request) -> Response:
-        """Agents ask for the model that they were written for: there is one, whatever its name."""
-        return JSONResponse(_card(self._attempt(request).model) | {"id": request.path_params["name"]})
+    async def model(self, attempt: Attempt, request: Request) -> Response:
+        """The model being trained, under any name: agents ask for the one that they were written for."""
+        return JSONResponse(_card(attempt.model) | {"id": request.path_params["name"]})
 
-    async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, self._attempt(request), ChatCompletionBody, ChatCompletionBody.read)
-
-    async def responses(self, request: Request) -> Response:
-        attempt = self._attempt(request)
-        return await self._answer(request, attempt, ResponseBody, lambda raw: ResponseBody.read(raw, attempt.stored))
-
-    async def messages(self, request: Request) -> Response:
-        return await self._answer(request, self._attempt(request), MessagesBody, MessagesBody.read)
-
-    async def count_tokens(self, request: Request) -> Response:
-        attempt = self._attempt(request)
-        body = await self._read(request, attempt.model, CountBody, CountBody.read)
+    async def count_tokens(self, attempt: Attempt, request: Request) -> Response:
+        body = await self._read(request, attempt, CountBody)
         return JSONResponse({"input_tokens": await attempt.count_tokens(_request(body, attempt.model))})
 
-    async def _answer(
-        self, request: Request, attempt: Attempt, form: type[BaseModel], read: Callable[[dict[str, Any]], Body]
-    ) -> Response:
+    async def answer(self, form: type[Body], attempt: Attempt, request: Request) -> Response:
+        """Sample the next message of a conversation in this form."""
         model = attempt.model
-        body = await self._read(request, model, form, read)
+        body = await self._read(request, attempt, form)
         to_sample = _request(body, model)
         if not body.stream:
             answers = await while_connected(request, attempt.answer(to_sample))
@@ -115,10 +153,9 @@ class _Api:
         events = body.events(_connected(request, first, pieces), model)
         return event_stream(request, events)
 
-    async def _read(
-        self, request: Request, model: Completer, form: type[BaseModel], read: Callable[[dict[str, Any]], T]
-    ) -> T:
+    async def _read(self, request: Request, attempt: Attempt, form: type[AnyBody]) -> AnyBody:
         """Parse the body in its dialect; one that is larger than any history that fits the context is refused."""
+        model = attempt.model
         limit = MIB + _JSON_BYTES * model.max_characters
         try:
             raw = await read_body(request, min(_MAX_BODY, limit))
@@ -131,25 +168,24 @@ class _Api:
         fields = parse(_OBJECT.validate_json, raw, 400)
         if self._agents is not None:
             fields = self._agents.clean(fields, form, model.chat)
-        return parse(read, fields, 400)
+        read: Callable[[Any], Any] = form.read
+        if issubclass(form, ResponseBody):
+            read = partial(form.read, stored=attempt.stored)
+        body: AnyBody = parse(read, fields, 400)
+        return body
 
-    def _attempt(self, request: Request) -> Attempt:
-        found = self._found(request)
-        assert isinstance(found, Attempt)
-        return found
-
-    def _found(self, request: Request) -> Attempt | ForwardedAgent:
+    def _find_attempt(self, request: Request) -> Attempt | ForwardedAgent:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return self._find(request.path_params.get("attempt"), request.headers.get("x-api-key") or bearer or None)
 
-    def passing_on(
-        self, endpoint: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint, or the answer of another server where the agent's model is there."""
+    def with_attempt(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint that gets the request's attempt; forwards the request if the agent's model is elsewhere."""
 
         async def answer(request: Request) -> Response:
-            found = self._found(request)
-            return await (found.forward(request) if isinstance(found, ForwardedAgent) else endpoint(request))
+            attempt = self._find_attempt(request)
+            if isinstance(attempt, ForwardedAgent):
+                return await attempt.forward(request)
+            return await endpoint(attempt, request)
 
         return answer
 
@@ -181,22 +217,21 @@ async def _connected(request: Request, first: Piece, pieces: AsyncGenerator[Piec
 
 
 def event_stream(request: Request, events: AsyncIterator[Event]) -> Response:
-    headers = {"Cache-Control": "no-cache"}
-    return StreamingResponse(_lines(request, events), media_type="text/event-stream", headers=headers)
+    """Server-sent events. An error in the middle becomes one, too, in the API's own form."""
 
+    async def lines() -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                data = event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False)
+                yield f"event: {event.name}\ndata: {data}\n\n" if event.name else f"data: {data}\n\n"
+        except Exception as error:
+            status = 400 if isinstance(error, PalestraError) else 500
+            name = "" if request.scope["path"].endswith("/completions") else "event: error\n"
+            yield f"{name}data: {json.dumps(error_form(request, status, error))}\n\n"
+            if status == 500:
+                raise
 
-async def _lines(request: Request, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """Server-sent events. An error that comes in the middle is one, too, in the dialect's own form."""
-    try:
-        async for event in events:
-            data = event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False)
-            yield f"event: {event.name}\ndata: {data}\n\n" if event.name else f"data: {data}\n\n"
-    except Exception as error:
-        status = 400 if isinstance(error, PalestraError) else 500
-        name = "" if request.scope["path"].endswith("/completions") else "event: error\n"
-        yield f"{name}data: {json.dumps(error_form(request, status, error))}\n\n"
-        if status == 500:
-            raise
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 def error_form(request: Request, status: int, error: Exception | str) -> dict[str, Any]:

@@ -30,16 +30,12 @@ from palestra.models.chat.toolcalls import Reply, strip_reasoning
 from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.servers.forwarding import KEY_PREFIX
-from palestra.servers.gateway.conversation_tree import Continuation, ConversationTree, Prompt, TurnNode
+from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, TurnNode
 from palestra.servers.gateway.request import ChatRequest, params_of
 from palestra.servers.gateway.responses import StoredResponses
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, progress
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
-
-
-class AttemptEnded(StateError):
-    """The attempt is over; its key opens nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +157,7 @@ class Attempt:
             for task in tasks:
                 if task.done():
                     task.result()
-            yield -1, PromptSize(turns[0].prompt_tokens, turns[0].place.cached_tokens)
+            yield -1, PromptSize(turns[0].prompt_tokens, turns[0].cached_tokens)
             chat, with_tools = self.model.chat, bool(request.tools and request.reads_calls)
             ends = [self.model.prompt_end(turn.prompt_end) for turn in turns]
             replies = [chat.stream(with_tools=with_tools, prompt_end=end) for end in ends]
@@ -197,20 +193,28 @@ class Attempt:
         if self.ended:
             raise _ended()
         self.requests += 1
-        place = self.tree.open(prompt)
+        session, cached = self.tree.open(prompt)
         try:
-            limit = self._room(place)
+            limit = self._room(prompt, session)
             if request.top_logprobs:
                 params = params_of(request, self._sampling, self._client_sampling, limit, 0)
                 self.model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
-            sessions = [place.session]
+            sessions = [session]
             if request.fields.choices > 1:
-                self.model.check_total(len(place.session.token_ids) * request.fields.choices)
-                sessions = self.tree.prompts.fork(place.session, request.fields.choices)
+                self.model.check_total(len(session.token_ids) * request.fields.choices)
+                sessions = self.tree.prompts.fork(session, request.fields.choices)
         except BaseException:
-            self.tree.prompts.close_session(place.session)
+            self.tree.prompts.close_session(session)
             raise
-        turns = [self._turn(request, place, session, limit, i) for i, session in enumerate(sessions)]
+        turns, depth = list[_PendingTurn](), len(prompt.path)
+        for i, each in enumerate(sessions):
+            number = self.tree.take_number(prompt.place)
+            if not self._records:
+                seed = random.getrandbits(62)
+            else:  # the attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds
+                seed = self._seed + depth if number == 0 else seed_of(f"{self._seed}/{depth}/{number}")
+            params = params_of(request, self._sampling, self._client_sampling, limit, seed, i)
+            turns.append(_PendingTurn(prompt, each, number, params, len(each.token_ids), cached))
         self.model.on_request(len(turns), turns[0].params)
         try:
             yield turns
@@ -221,15 +225,6 @@ class Attempt:
                         turn.task.cancel()
                     self.tree.prompts.close_session(turn.session)
                     self.tree.free_number(prompt.place, turn.number)
-
-    def _turn(self, request: ChatRequest, place: Continuation, session: Any, limit: int, index: int) -> _PendingTurn:
-        number = self.tree.take_number(place.prompt.place)
-        if not self._records:
-            seed = random.getrandbits(62)
-        else:  # the attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds
-            seed = self._seed + place.depth if number == 0 else seed_of(f"{self._seed}/{place.depth}/{number}")
-        params = params_of(request, self._sampling, self._client_sampling, limit, seed, index)
-        return _PendingTurn(place, session, number, params, len(session.token_ids))
 
     async def _sample(self, turn: _PendingTurn) -> Turn:
         """Sample a turn in the calling task; the end of the attempt cancels it."""
@@ -251,49 +246,45 @@ class Attempt:
             if not self._under_way:
                 self._nobody_samples.set()
 
-    def _room(self, place: Continuation) -> int:
+    def _room(self, prompt: Prompt, session: Any) -> int:
         """Number of tokens that may be sampled: the rest of the lineage's budget and of the context."""
-        left = self._sampling.max_new_tokens - place.sampled_tokens
+        left = self._sampling.max_new_tokens - sum(len(node.sampled.token_ids) for node in prompt.path)
         if left <= 0:
-            if place.prompt.parent is not None:
-                place.prompt.parent.refused = True
+            if prompt.parent is not None:
+                prompt.parent.refused = True
             raise ContextLengthError(
                 f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over all "
                 "turns; raise rollout.max_new_tokens, or let the agent say less",
                 self.model.context_tokens,
             )
-        return min(left, self.model.room_after(len(place.session.token_ids), "conversation"))
+        return min(left, self.model.room_after(len(session.token_ids), "conversation"))
 
     async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:
-        place, start = turn.place, turn.prompt_tokens
+        start = turn.prompt_tokens
         check_record(turn.session, start, sampled)
         completion = self.model.completion(sampled, turn.params)
         if request.top_logprobs:
-            prompt = tuple(turn.session.token_ids[:start])
-            scored = SamplingRequest(prompt, 1, turn.params, top_logprobs=request.top_logprobs)
+            ids = tuple(turn.session.token_ids[:start])
+            scored = SamplingRequest(ids, 1, turn.params, top_logprobs=request.top_logprobs)
             completion = await self.model.scored(scored, completion)
         tools = request.tools if request.reads_calls else ()
         said = self.model.read_reply(completion.text, tools, self.model.prompt_end(turn.prompt_end))
         calls = said.calls
         reply = Message("assistant", strip_reasoning(said.text), calls)
-        ids = tuple(self._call_id(i) for i in range(len(calls)))
-        if self._records:
+        if self._records:  # unique in the attempt, and reproducible
+            texts = [f"{self._seed}/{len(self.tree.nodes)}/{i}" for i in range(len(calls))]
+            call_ids = tuple(f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}" for text in texts)
             has_stop_token = isinstance(completion.matched, int)
-            self.tree.add(place.prompt, reply, sampled, turn.session, ids, has_stop_token)
+            self.tree.add(turn.prompt, reply, sampled, turn.session, call_ids, has_stop_token)
             turn.recorded = True
+        else:
+            call_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in calls)
         if not calls:
             self.model.policy.skip_tool_barrier(turn.session)
         shown = reply
         if calls:
-            shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, ids, strict=True)))
-        return ChatAnswer(shown, said.reasoning, completion, start, place.cached_tokens, turn.session.token_ids)
-
-    def _call_id(self, index: int) -> str:
-        """Unique in the attempt and, if it is recorded, reproducible."""
-        if not self._records:
-            return f"call_{secrets.token_hex(12)}"
-        text = f"{self._seed}/{len(self.tree.nodes)}/{index}"
-        return f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+            shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, call_ids, strict=True)))
+        return ChatAnswer(shown, said.reasoning, completion, start, turn.cached_tokens, turn.session.token_ids)
 
     def _rollout(self) -> Rollout:
         rows = {leaf: turns for leaf, turns in self.tree.rows()}
@@ -301,12 +292,18 @@ class Attempt:
             return Rollout(self.problem.id, (), (), "failed")
         last = self.tree.nodes[-1]
         messages = self._recorded(last)
+        calls: dict[str | None, ToolCall] = {}
+        results = []  # of the agent's tools, as far as its messages show them
+        for message in messages:
+            calls |= {call.id: call for call in message.tool_calls}
+            if message.role == "tool" and (call := calls.get(message.tool_call_id)) is not None:
+                results.append(ToolResult(call, message.text))
         return Rollout(
             self.problem.id,
             rows.pop(last),
             messages,
             self._stop_reason(last),
-            tool_results=tuple(_tool_results(messages)),
+            tool_results=tuple(results),
             seconds=time.perf_counter() - self._began,
             tool_names=tuple(dict.fromkeys(name for node in last.path for name in node.prompt.tool_names)),
             lineages=tuple(
@@ -328,11 +325,12 @@ class Attempt:
 
 @dataclass(eq=False, slots=True)
 class _PendingTurn:
-    place: Continuation
+    prompt: Prompt
     session: Any
     number: int  # among the turns at the same place
     params: SamplingParams
     prompt_tokens: int  # that were in the session before
+    cached_tokens: int  # of these, the ones that were computed before
     task: asyncio.Task[Turn] | None = None  # where it has one of its own
     recorded: bool = False
 
@@ -346,16 +344,5 @@ class _PendingTurn:
         return self.task
 
 
-def _ended() -> AttemptEnded:
-    return AttemptEnded("this attempt has ended; its key is not valid any more")
-
-
-def _tool_results(messages: Sequence[Message]) -> list[ToolResult]:
-    """Results of the agent's tools, as far as its messages show them."""
-    calls: dict[str | None, ToolCall] = {}
-    results = []
-    for message in messages:
-        calls |= {call.id: call for call in message.tool_calls}
-        if message.role == "tool" and (call := calls.get(message.tool_call_id)) is not None:
-            results.append(ToolResult(call, message.text))
-    return results
+def _ended() -> StateError:
+    return StateError("this attempt has ended; its key is not valid any more")

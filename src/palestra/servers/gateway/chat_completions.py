@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field
 
 from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.messages import call_to_dict, from_dict
-from palestra.core.types import Message
 from palestra.models.chat.streaming import Delta
 from palestra.servers.gateway.request import ChatRequest, Event, function_tools, grammar_of, json_schema, openai_choice
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
-from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs, response
-from palestra.servers.openai.sampling_fields import SamplingFields, known_fields, short
+from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs, response, usage
+from palestra.servers.openai.sampling_fields import SamplingFields, short
 
 
 class ChatCompletionBody(SamplingFields):
@@ -32,21 +31,28 @@ class ChatCompletionBody(SamplingFields):
     stream_options: dict[str, Any] | None = None
 
     @classmethod
-    def read(cls, raw: dict[str, Any]) -> ChatCompletionBody:
+    def read(cls, raw: dict[str, Any]) -> Self:
         if raw.get("grammar") is not None:  # a field of palestra's own inference protocol, inherited
             raise UnsupportedError("grammar is not supported in chats; use tool_choice or response_format")
-        return cls.model_validate(known_fields(cls, raw))
+        return super().read(raw)
 
     def request(self, model: Completer) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise SettingError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+        for i, message in enumerate(self.messages):
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise InputError(f"messages.{i}: a message of {short(message.get('role'))} needs content")
+        try:
+            messages = tuple(map(from_dict, self.messages))
+        except (TypeError, AttributeError) as error:
+            raise InputError(f"messages: not in the form of a chat ({error})") from None
         tools = function_tools(self.tools or ())
         schema = json_schema(self.response_format, "response_format")
         choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         variables = {**(self.chat_template_kwargs or {}), **effort}
         return ChatRequest(
-            tuple(self._messages()),
+            messages,
             self,
             tools,
             variables,
@@ -54,15 +60,6 @@ class ChatCompletionBody(SamplingFields):
             grammar=grammar_of(model, tools, choice, schema, variables),
             top_logprobs=self.top_logprobs or 0,
         )
-
-    def _messages(self) -> list[Message]:
-        for i, message in enumerate(self.messages):
-            if message.get("content") is None and not message.get("tool_calls"):
-                raise InputError(f"messages.{i}: a message of {short(message.get('role'))} needs content")
-        try:
-            return [from_dict(message) for message in self.messages]
-        except (TypeError, AttributeError) as error:
-            raise InputError(f"messages: not in the form of a chat ({error})") from None
 
     def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         choices = [self._choice(i, answer, model) for i, answer in enumerate(answers)]
@@ -111,10 +108,5 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(size: PromptSize, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-    sampled = sum(len(answer.completion.token_ids) for answer in answers)
-    return {
-        "prompt_tokens": size.tokens,
-        "completion_tokens": sampled,
-        "total_tokens": size.tokens + sampled,
-        "prompt_tokens_details": {"cached_tokens": size.cached},
-    }
+    sampled = [answer.completion for answer in answers]
+    return usage(size.tokens, sampled) | {"prompt_tokens_details": {"cached_tokens": size.cached}}

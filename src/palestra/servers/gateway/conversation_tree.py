@@ -42,24 +42,10 @@ class Prompt:
         """Number of tokens before the next turn."""
         return (0 if self.parent is None else self.parent.token_count) + len(self.new_ids)
 
-
-@dataclass(frozen=True, eq=False, slots=True, repr=False)
-class Continuation:
-    """Where the next turn is sampled: an open session that holds all tokens of the prompt."""
-
-    prompt: Prompt
-    session: Any
-    cached_tokens: int = 0  # tokens of the prompt that were computed before
-
     @property
-    def depth(self) -> int:
-        """Number of sampled turns before this one."""
-        return 0 if self.prompt.parent is None else len(self.prompt.parent.path)
-
-    @property
-    def sampled_tokens(self) -> int:
-        path = [] if self.prompt.parent is None else self.prompt.parent.path
-        return sum(len(node.sampled.token_ids) for node in path)
+    def path(self) -> list[TurnNode]:
+        """The sampled turns before the next one."""
+        return [] if self.parent is None else self.parent.path
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -133,8 +119,17 @@ class ConversationTree:
         return [node for node in self.nodes if not node.continued]
 
     async def place(self, messages: Sequence[Message], tools: Schemas, variables: Mapping[str, Any]) -> Prompt:
-        """Find the place that a history leads to, and tokenise the messages that are new there."""
-        size = self._check_size(messages, tools)
+        """Find the place that a history leads to, and tokenise the messages that are new there.
+
+        PalestraError if the history cannot fit the context.
+        """
+        tools_size = len(marshal.dumps(list(tools), 2)) if tools else 0
+        if tools_size > self.model.max_characters:
+            self.model.check_length(sum(map(len, texts_of(tools))))
+        # old thinking may be left out of a prompt, so an assistant's text that has some does not count
+        shown = (len(m.text) for m in messages if m.role != "assistant" or "think>" not in m.text)
+        self.model.check_length(sum(shown))
+        size = tools_size + _characters(messages)
         keys, opening = await self.model.prepare(
             size // _KEY_COST, lambda _: (request_keys(messages), opening_key(tools, variables))
         )
@@ -148,45 +143,37 @@ class ConversationTree:
             if turns is not None:
                 return Prompt((node, opening, tuple(keys[start:])), new_messages, turns[0], turns[1], names)
         whole = tuple(_with_call_names(messages))
+
+        def tokenise(model: Completer) -> Turn:
+            if model is not self.model:  # in a thread: the text may be far too long
+                model.check_tokens([*(m.text for m in whole), *texts_of(tools)])
+            return model.chat.prompt(whole, tools, variables)
+
         new_turns, new_ids = await self.model.prepare(
-            size, lambda model: _with_ids((self._render(model, whole, opening, tools, variables),))
+            size, lambda model: _with_ids((self.prompts.render(whole, opening, lambda: tokenise(model)),))
         )
         return Prompt((None, opening, tuple(keys)), whole, new_turns, new_ids, names)
 
-    def _render(
-        self,
-        model: Completer,
-        messages: tuple[Message, ...],
-        opening: str,
-        tools: Schemas,
-        variables: Mapping[str, Any],
-    ) -> Turn:
-        """Tokenise a whole history."""
+    def open(self, prompt: Prompt) -> tuple[Any, int]:
+        """Open a session that holds all tokens of a prompt; also return how many of them were computed before.
 
-        def make() -> Turn:
-            if model is not self.model:  # in a thread: the text may be far too long
-                model.check_tokens([*(m.text for m in messages), *texts_of(tools)])
-            return model.chat.prompt(messages, tools, variables)
-
-        return self.prompts.render(messages, opening, make)
-
-    def _check_size(self, messages: Sequence[Message], tools: Schemas) -> int:
-        """Return the approximate number of characters of a history; PalestraError if it cannot fit the context."""
-        tools_size = len(marshal.dumps(list(tools), 2)) if tools else 0
-        if tools_size > self.model.max_characters:
-            self.model.check_length(sum(map(len, texts_of(tools))))
-        # old thinking may be left out of a prompt, so an assistant's text that has some does not count
-        shown = (len(m.text) for m in messages if m.role != "assistant" or "think>" not in m.text)
-        self.model.check_length(sum(shown))
-        return tools_size + _characters(messages)
-
-    def open(self, prompt: Prompt) -> Continuation:
-        """Open the session of a place. The caller samples there, and adds the turn or closes the session."""
-        session, cached = self._session(prompt.parent, prompt.new_ids)
+        The caller samples there, and adds the turn or closes the session.
+        """
+        node, new_ids = prompt.parent, prompt.new_ids
+        if node is None:
+            session, cached = self.prompts.open(new_ids)
+        elif node.session is None:
+            known = node.token_ids
+            session, cached = self.prompts.branch(known + new_ids)
+            self.recomputed_tokens += max(0, len(known) - cached)
+        else:
+            session, node.session = node.session, None
+            cached = len(session.token_ids)
+            self.model.policy.append(session, new_ids)
         if self._replies and any(message.role == "assistant" for message in prompt.new_messages):
             new_keys = prompt.place[2]
             self.retokenised_turns += sum(key in self._replies for key in new_keys if key[0] == "assistant")
-        return Continuation(prompt, session, cached)
+        return session, cached
 
     def add(
         self,
@@ -234,7 +221,11 @@ class ConversationTree:
 
     def rows(self) -> Iterator[tuple[TurnNode, tuple[Turn, ...]]]:
         """Each lineage's leaf and turns. A turn is trained in one row; in all others it is context."""
-        trained, owners = self.trained_nodes(), self._owners()
+        trained, owners = self.trained_nodes(), dict[TurnNode, TurnNode]()
+        # each turn is trained in the row of one leaf, preferably of one that is not cut off, since that may be masked
+        for leaf in sorted(self.leaves, key=lambda leaf: (leaf.is_cut_off, leaf not in trained)):
+            for node in leaf.path:
+                owners.setdefault(node, leaf)
         for leaf in self.leaves:
             turns: list[Turn] = []
             for node in leaf.path:
@@ -261,14 +252,6 @@ class ConversationTree:
         last_children = {node.parent: node for node in self.nodes if node.parent is not None}
         continued = {node.parent for node in trained}
         return trained | {child for parent, child in last_children.items() if parent not in continued}
-
-    def _owners(self) -> dict[TurnNode, TurnNode]:
-        """The leaf in whose row a turn is trained: preferably one that is not cut off, since that may be masked."""
-        trained, owners = self.trained_nodes(), dict[TurnNode, TurnNode]()
-        for leaf in sorted(self.leaves, key=lambda leaf: (leaf.is_cut_off, leaf not in trained)):
-            for node in leaf.path:
-                owners.setdefault(node, leaf)
-        return owners
 
     def _mark_used(self, prompt: Prompt) -> None:
         """Mark the turns that a request contains: the one it continues, and those it quotes in a changed history."""
@@ -307,20 +290,6 @@ class ConversationTree:
                         best = rank, child, end + 1
                     paths.append((child, end + 1, known))
         return best[1], best[2]
-
-    def _session(self, node: TurnNode | None, new: list[int]) -> tuple[Any, int]:
-        """A session that holds all tokens up to here, and how many of them were computed before."""
-        if node is None:
-            return self.prompts.open(new)
-        if node.session is None:
-            known = node.token_ids
-            session, cached = self.prompts.branch(known + new)
-            self.recomputed_tokens += max(0, len(known) - cached)
-            return session, cached
-        session, node.session = node.session, None
-        cached = len(session.token_ids)
-        self.model.policy.append(session, new)
-        return session, cached
 
 
 def _with_call_names(messages: Sequence[Message], calls: Sequence[ToolCall] | None = None) -> Iterator[Message]:

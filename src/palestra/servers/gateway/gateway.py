@@ -23,9 +23,8 @@ from palestra.core.files import scratch_root
 from palestra.core.types import Problem, SamplingParams
 from palestra.rollout.collect import seed_of
 from palestra.servers.forwarding import ForwardedAgent
-from palestra.servers.gateway.app import gateway_app
+from palestra.servers.gateway.app import OpenAttempts, gateway_app
 from palestra.servers.gateway.attempt import Attempt
-from palestra.servers.gateway.open_attempts import OpenAttempts
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.gateway.workers import GatewayWorkers, WorkerAttempt, WorkerPrompts
 from palestra.servers.openai.completer import Completer
@@ -58,21 +57,20 @@ class Gateway:
         self._sampling = sampling
         self._client_sampling = client_sampling
         self._attempts = OpenAttempts[Attempt | ForwardedAgent]()
-        self._socket = open_port(host, port, token)
-        self._folder = (
-            tempfile.TemporaryDirectory(prefix="palestra-gateway-", dir=scratch_root()) if unix_socket else None
-        )
-        self._unix_socket = None if self._folder is None else socket.socket(socket.AF_UNIX)
-        if self._unix_socket is not None:
-            self._unix_socket.bind(self.socket_path)
+        self._sockets = [open_port(host, port, token)]
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if unix_socket:
+            self._folder = tempfile.TemporaryDirectory(prefix="palestra-gateway-", dir=scratch_root())
+            self._sockets.append(socket.socket(socket.AF_UNIX))
+            self._sockets[1].bind(self.socket_path)
         self._server = Server(gateway_app(self._attempts.find, routes, token))
         self._task: asyncio.Task[None] | None = None
-        self.url = reachable_url(host, self._socket)
+        self.url = reachable_url(host, self._sockets[0])
         self.workers = GatewayWorkers(workers, host)
 
     @property
     def port(self) -> int:
-        return int(self._socket.getsockname()[1])
+        return int(self._sockets[0].getsockname()[1])
 
     @property
     def socket_path(self) -> str:
@@ -83,8 +81,7 @@ class Gateway:
         if self._task is None:
             _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
             self.workers.start(self._model)
-            sockets = [each for each in (self._socket, self._unix_socket) if each is not None]
-            self._task = asyncio.create_task(self._server.serve(sockets=sockets))
+            self._task = asyncio.create_task(self._server.serve(sockets=self._sockets))
             while not self._server.started and not self._task.done():
                 await asyncio.sleep(0.001)
 
@@ -98,9 +95,9 @@ class Gateway:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
-        self._socket.close()
-        if self._unix_socket is not None and self._folder is not None:
-            self._unix_socket.close()
+        for each in self._sockets:
+            each.close()
+        if self._folder is not None:
             self._folder.cleanup()
 
     def open(

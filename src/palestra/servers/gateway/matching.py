@@ -31,7 +31,8 @@ def request_keys(messages: Sequence[Message]) -> list[Key]:
             keys.append(reply_key(message))
         elif message.role == "tool":
             place = positions.get(message.tool_call_id, message.tool_call_id)
-            keys.append(("tool", place, _result_key(message.text)))
+            result_key = _cached_result_key if len(message.text) <= _MAX_CACHED else _result_key
+            keys.append(("tool", place, result_key(message.text)))
         else:
             keys.append((message.role, message.name, message.text.rstrip()))
     return keys
@@ -85,10 +86,6 @@ def _as_doubles(value: Any) -> Any:
 
 def _result_key(text: str) -> str:
     """The key of a tool result: JSON objects and lists by value, otherwise the text."""
-    return _cached_result_key(text) if len(text) <= _MAX_CACHED else _new_result_key(text)
-
-
-def _new_result_key(text: str) -> str:
     body = text.strip()
     if body[:1] in ("{", "["):
         try:
@@ -98,4 +95,4 @@ def _new_result_key(text: str) -> str:
     return "text " + text.rstrip()
 
 
-_cached_result_key = lru_cache(8192)(_new_result_key)
+_cached_result_key = lru_cache(8192)(_result_key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import marshal
 import re
 from collections.abc import Mapping, Sequence
@@ -12,13 +14,20 @@ from typing import Any, Literal
 from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.types import Message, SamplingParams
 from palestra.models.chat.grammars import GrammarText
+from palestra.models.chat.template import ChatFormat
 from palestra.servers.openai.completer import SEED_STRIDE, Completer
 from palestra.servers.openai.openai_forms import tool_schema
-from palestra.servers.openai.sampling_fields import SamplingFields, short
+from palestra.servers.openai.sampling_fields import NO_EFFECT, RequestForm, SamplingFields, changes_answer, short
+
+log = logging.getLogger("palestra")
 
 MAX_PATTERNS = 10_000  # characters of regular expressions in a schema, which take 10 us each to compile
 _PATTERN = re.compile(r'"pattern": "(?:[^"\\]|\\.)*+"')
 _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
+# An inference server rejects these. Agents send them as hints, and a training does not sample by its clients' values.
+_HINTS = frozenset("prediction web_search_options frequency_penalty presence_penalty length_penalty".split())
+_MISSPELT = 0.85  # similarity from which an unknown field counts as a misspelt known one
+_MAX_LOGGED = 200  # names, of at most 60 characters each: clients choose them
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,67 @@ class Event:
 
     data: dict[str, Any] | str
     name: str | None = None
+
+
+@dataclass(slots=True)
+class AgentRequests:
+    """Prepares the requests of agents that cannot be changed; each name that is left out is logged once per run.
+
+    Coding agents send fields for their own provider (`context_management` of Claude Code, `client_metadata` of Codex)
+    and offer hosted tools. Misspelt fields and those that would change the answer (`logit_bias`, `audio`) are refused.
+    """
+
+    _logged: set[str] = field(default_factory=set)
+
+    def clean(self, raw: dict[str, Any], form: type[RequestForm], chat: ChatFormat) -> dict[str, Any]:
+        """The body without fields and tools that the gateway lacks and the answer does not depend on."""
+        left_out = [name for name, value in raw.items() if _is_extra(name, value, form)]
+        body = {name: value for name, value in raw.items() if name not in left_out}
+        if isinstance(tools := body.get("tools"), list):
+            typed = [tool for tool in tools if isinstance(tool, dict) and isinstance(tool.get("type"), str)]
+            hosted = [tool for tool in typed if tool["type"] != form.tool_kind]
+            body["tools"] = [tool for tool in tools if tool not in hosted]
+            left_out += [f"tool {tool['type']}" for tool in hosted]
+        if not chat.has_variable("reasoning_effort"):
+            reasoning = body.get("reasoning")
+            if body.pop("reasoning_effort", None) is not None:
+                left_out.append("reasoning_effort")
+            if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+                body["reasoning"] = {**reasoning, "effort": None}
+                left_out.append("reasoning.effort")
+        names = [ascii(name[:60])[1:-1] for name in left_out if name not in NO_EFFECT]
+        new = [name for name in names if name not in self._logged]
+        if new and len(self._logged) < _MAX_LOGGED:
+            self._logged.update(new)
+            log.warning("ignored in requests of agents: %s", ", ".join(dict.fromkeys(new)))
+        return body
+
+
+def fit_template(request: ChatRequest, chat: ChatFormat) -> ChatRequest:
+    """System messages after the first message become user messages where the template has no place for them."""
+    messages = request.messages
+    if not any(message.role == "system" for message in messages[1:]) or chat.takes_late_system:
+        return request
+    fitted: list[Message] = []
+    for message in messages:
+        if fitted and message.role == "system":
+            message = replace(message, role="user")
+        if fitted and fitted[-1].role == message.role == "user":  # such templates often want the roles to alternate
+            fitted[-1] = replace(fitted[-1], text=f"{fitted[-1].text}\n\n{message.text}")
+        else:
+            fitted.append(message)
+    return replace(request, messages=tuple(fitted))
+
+
+def _is_extra(name: str, value: Any, form: type[RequestForm]) -> bool:
+    """Whether a field can be left out."""
+    if name in form.model_fields:
+        return False
+    if name in NO_EFFECT or name in _HINTS:
+        return True
+    return not changes_answer(name, value) and not difflib.get_close_matches(
+        name[:100], form.model_fields, 1, _MISSPELT
+    )
 
 
 def params_of(

@@ -6,9 +6,9 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from palestra.core.errors import InputError, NotFoundError, UnsupportedError
 from palestra.core.messages import from_dict
@@ -17,7 +17,7 @@ from palestra.models.chat.streaming import Delta
 from palestra.servers.gateway.request import ChatRequest, Event, function_tool, grammar_of, json_schema, openai_choice
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
 from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs
-from palestra.servers.openai.sampling_fields import SamplingFields, known_fields, short
+from palestra.servers.openai.sampling_fields import RequestForm, SamplingFields, short
 
 # Accepted where they ask for what is done anyway.
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -48,9 +48,7 @@ def _characters(messages: Sequence[Message]) -> int:
     return sum(100 + len(message.text) + len(repr(message.tool_calls)) for message in messages)
 
 
-class ResponseBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
+class ResponseBody(RequestForm):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -74,9 +72,9 @@ class ResponseBody(BaseModel):
     _history: tuple[Message, ...] = PrivateAttr(default=())
 
     @classmethod
-    def read(cls, raw: dict[str, Any], stored: StoredResponses) -> ResponseBody:
-        body = cls.model_validate(known_fields(cls, raw))
-        body._stored = stored
+    def read(cls, raw: dict[str, Any], stored: StoredResponses | None = None) -> Self:
+        body = super().read(raw)
+        body._stored = StoredResponses() if stored is None else stored
         return body
 
     def request(self, model: Completer) -> ChatRequest:
@@ -90,7 +88,7 @@ class ResponseBody(BaseModel):
         before = () if self.previous_response_id is None else self._stored[self.previous_response_id]
         self._history = (*before, *input_messages(self.input))
         system = (Message("system", self.instructions),) if self.instructions else ()
-        tools = tuple(map(_tool, self.tools or ()))
+        tools = tuple(function_tool({"type": tool.get("type"), "function": tool}) for tool in self.tools or ())
         choice = openai_choice(self.tool_choice, self.parallel_tool_calls)
         schema = json_schema((self.text or {}).get("format"), "text.format")
         effort = (self.reasoning or {}).get("effort")
@@ -114,17 +112,16 @@ class ResponseBody(BaseModel):
 
     async def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]:
         frame = _Frame(self, model)
-        items = _ItemEvents(frame)
         async for _, piece in pieces:
             if isinstance(piece, PromptSize):
                 yield frame.event("response.created", response=frame.response("in_progress", []))
                 yield frame.event("response.in_progress", response=frame.response("in_progress", []))
             elif isinstance(piece, Delta) and not piece.is_thinking:
-                for event in items.text(piece.text):
+                for event in frame.text_events(piece.text):
                     yield event
             elif isinstance(piece, ChatAnswer):
                 output = self._output(piece, model, frame)
-                for event in items.end(output):
+                for event in frame.end_events(output):
                     yield event
                 whole = frame.ended(piece, output)
                 yield frame.event(f"response.{whole['status']}", response=whole)
@@ -138,7 +135,7 @@ class ResponseBody(BaseModel):
 
 
 class _Frame:
-    """The fields that all of one response's events have in common."""
+    """One response and its events. Text comes piece by piece; the other items are whole when they come."""
 
     def __init__(self, body: ResponseBody, model: Completer) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -147,6 +144,7 @@ class _Frame:
         self._model = model
         self._created = int(time.time())
         self._sequence = -1
+        self._has_text = False
 
     def response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         body = self._body
@@ -194,61 +192,46 @@ class _Frame:
         self._sequence += 1
         return Event({"type": name, "sequence_number": self._sequence, **fields}, name)
 
-
-class _ItemEvents:
-    """Output items as events. Text comes piece by piece; the other items are whole when they come."""
-
-    def __init__(self, frame: _Frame) -> None:
-        self._frame = frame
-        self._sent = ""
-
-    def text(self, new: str) -> Iterator[Event]:
-        if not self._sent:
+    def text_events(self, new: str) -> Iterator[Event]:
+        """New text of the message."""
+        if not self._has_text:
             yield from self._open_message(0)
-        self._sent += new
-        place = {"item_id": self._frame.message_id, "output_index": 0, "content_index": 0}
-        yield self._frame.event("response.output_text.delta", **place, delta=new, logprobs=[])
+        self._has_text = True
+        place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+        yield self.event("response.output_text.delta", **place, delta=new, logprobs=[])
 
-    def end(self, output: Sequence[dict[str, Any]]) -> Iterator[Event]:
-        """All that has not come yet. A reasoning item goes behind a message that has been sent before it."""
-        began = [item for item in output if self._sent and item["type"] == "message"]
+    def end_events(self, output: Sequence[dict[str, Any]]) -> Iterator[Event]:
+        """The items that were not sent yet. A reasoning item comes after a message that was sent before it."""
+        began = [item for item in output if self._has_text and item["type"] == "message"]
         for index, item in enumerate([*began, *(item for item in output if item not in began)]):
             yield from self._end(index, item)
 
     def _end(self, index: int, item: Mapping[str, Any]) -> Iterator[Event]:
         place = {"item_id": item["id"], "output_index": index}
         if item["type"] == "message":
-            if not self._sent:
+            if not self._has_text:
                 yield from self._open_message(index)
             (part,) = item["content"]
             whole = {**place, "content_index": 0}
-            yield self._frame.event("response.output_text.done", **whole, text=part["text"], logprobs=[])
-            yield self._frame.event("response.content_part.done", **whole, part=part)
+            yield self.event("response.output_text.done", **whole, text=part["text"], logprobs=[])
+            yield self.event("response.content_part.done", **whole, part=part)
         elif item["type"] == "function_call":
             begun = {**item, "arguments": "", "status": "in_progress"}
-            yield self._frame.event("response.output_item.added", output_index=index, item=begun)
+            yield self.event("response.output_item.added", output_index=index, item=begun)
             arguments = item["arguments"]
-            yield self._frame.event("response.function_call_arguments.delta", **place, delta=arguments)
+            yield self.event("response.function_call_arguments.delta", **place, delta=arguments)
             name = item["name"]
-            yield self._frame.event("response.function_call_arguments.done", **place, arguments=arguments, name=name)
+            yield self.event("response.function_call_arguments.done", **place, arguments=arguments, name=name)
         else:
-            yield self._frame.event("response.output_item.added", output_index=index, item=item)
-        yield self._frame.event("response.output_item.done", output_index=index, item=item)
+            yield self.event("response.output_item.added", output_index=index, item=item)
+        yield self.event("response.output_item.done", output_index=index, item=item)
 
     def _open_message(self, index: int) -> Iterator[Event]:
-        message_id = self._frame.message_id
-        item = {"id": message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        item = {"id": self.message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        place = {"item_id": message_id, "output_index": index, "content_index": 0}
-        yield self._frame.event("response.output_item.added", output_index=index, item=item)
-        yield self._frame.event("response.content_part.added", **place, part=part)
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as Chat Completions and chat templates have it."""
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise UnsupportedError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")
-    return function_tool({"type": "function", "function": tool})
+        place = {"item_id": self.message_id, "output_index": index, "content_index": 0}
+        yield self.event("response.output_item.added", output_index=index, item=item)
+        yield self.event("response.content_part.added", **place, part=part)
 
 
 def input_messages(items: str | Sequence[dict[str, Any]]) -> list[Message]:

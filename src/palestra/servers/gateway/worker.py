@@ -14,6 +14,8 @@ import re
 import socket
 import sys
 import traceback
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -22,16 +24,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from palestra.core.channel import Channel, LogToChannel
 from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.secrets import hide_memory
-from palestra.core.types import Problem
-from palestra.servers.gateway.app import gateway_app
+from palestra.core.types import Problem, SamplingParams
+from palestra.policy.base import TokenLogprobs
+from palestra.policy.channel import ChannelPolicy
+from palestra.servers.gateway.app import OpenAttempts, gateway_app
 from palestra.servers.gateway.attempt import Attempt
-from palestra.servers.gateway.open_attempts import OpenAttempts
 from palestra.servers.gateway.shared_prompts import SharedPrompts
-from palestra.servers.gateway.worker_policy import WorkerPolicy, WorkerSettings
 from palestra.servers.openai.completer import Completer
 from palestra.servers.web import Server
 
 _ATTEMPT = re.compile("/attempt/([^/]+)")
+
+
+class WorkerPolicy(ChannelPolicy):
+    """The trainer's policy and completer at the other end of the channel."""
+
+    def note_request(self, choices: int, params: SamplingParams) -> None:
+        """Call `Completer.on_request` of the trainer."""
+        self.channel.send("request", choices, params)
+
+    async def score(
+        self, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
+    ) -> AsyncIterator[TokenLogprobs]:
+        """Call `Completer.score` of the trainer."""
+        yield await self.channel.call("score", array("i", token_ids).tobytes(), start, top, temperature)[1]
 
 
 class Worker:
@@ -51,22 +67,23 @@ class Worker:
     def app(self) -> ASGIApp:
         return self._after_the_trainer(gateway_app(self._attempts.find))
 
-    def _start(self, settings: WorkerSettings) -> None:
+    def _start(self, settings: dict[str, Any]) -> None:
+        """Make the completer from what `GatewayWorkers.start` sends."""
         try:
-            self._model = self._completer(settings)
+            self.policy.can_branch = settings["can_branch"]
+            tokenizer, score = (
+                pickle.loads(settings["tokenizer"]),
+                self.policy.score if settings["has_scores"] else None,
+            )
+            size = settings["context_tokens"], score, settings["vocabulary"]
+            self._model = Completer(self.policy, tokenizer, settings["name"], *size)
+            self._model.unexpected_calls = settings["unexpected_calls"]
+            if settings["watches_requests"]:
+                self._model.on_request = self.policy.note_request
+            _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
         except Exception:
             traceback.print_exc()
             os._exit(1)
-
-    def _completer(self, settings: WorkerSettings) -> Completer:
-        self.policy.can_branch = settings.can_branch
-        tokenizer, score = pickle.loads(settings.tokenizer), self.policy.score if settings.has_scores else None
-        model = Completer(self.policy, tokenizer, settings.name, settings.context_tokens, score, settings.vocabulary)
-        model.unexpected_calls = settings.unexpected_calls
-        if settings.watches_requests:
-            model.on_request = self.policy.note_request
-        _ = model.twin  # copying a large tokenizer later would hold up the event loop
-        return model
 
     def _group(self, number: int, siblings: int) -> None:
         self._groups[number] = SharedPrompts(self.policy, siblings)
@@ -82,25 +99,25 @@ class Worker:
         self._attempts.add(attempt)
 
     def _finish(self, call: int, attempt_id: str) -> None:
-        task = asyncio.ensure_future(self._reply_to_finish(call, attempt_id))
+        async def reply() -> None:
+            try:
+                attempt = self._attempts[attempt_id]
+                rollout = await attempt.finish()
+            except Exception as error:
+                self.channel.fail(call, error)
+            else:
+                self.channel.reply(call, rollout, astuple(attempt.counts))
+
+        task = asyncio.ensure_future(reply())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _reply_to_finish(self, call: int, attempt_id: str) -> None:
-        try:
-            attempt = self._attempts[attempt_id]
-            rollout = await attempt.finish()
-        except Exception as error:
-            self.channel.fail(call, error)
-        else:
-            self.channel.reply(call, rollout, astuple(attempt.counts))
 
     def _after_the_trainer(self, app: ASGIApp) -> ASGIApp:
         """A request for an unknown attempt may have overtaken the message that opens it: it waits for the trainer."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            found = _ATTEMPT.match(scope["path"]) if scope["type"] == "http" else None
-            if found is not None and found[1] not in self._attempts:
+            match = _ATTEMPT.match(scope["path"]) if scope["type"] == "http" else None
+            if match is not None and match[1] not in self._attempts:
                 await self.channel.call("ping")[1]
             await app(scope, receive, send)
 

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from palestra.core import children
-from palestra.core.channel import Channel
-from palestra.core.errors import PalestraError, RolloutError, StateError
+from palestra.core.channel import Channel, Handlers
+from palestra.core.errors import PalestraError, RolloutError, StateError, text_of
 from palestra.core.machine import processors
 from palestra.core.secrets import clean_environment
-from palestra.core.types import Problem, Rollout, SamplingParams
+from palestra.core.types import Problem, Rollout
+from palestra.policy.channel import PolicyServer
 from palestra.servers.forwarding import ForwardedAgent
 from palestra.servers.gateway.attempt import AttemptCounts
-from palestra.servers.gateway.worker_policy import CompleterServer, WorkerSettings
 from palestra.servers.openai.completer import Completer, ignore_request
 from palestra.servers.web import open_port, url_of
 
@@ -92,23 +92,61 @@ class WorkerPrompts:
         worker.send("group", number, siblings)
 
     def open(
-        self,
-        problem: Problem,
-        seed: int,
-        key: str | None,
-        sampling: SamplingParams,
-        client_sampling: bool,
-        on_end: Callable[[ForwardedAgent], None],
+        self, problem: Problem, *, key: str | None, on_end: Callable[[ForwardedAgent], None], **options: Any
     ) -> WorkerAttempt:
+        """Open an attempt in the worker; `options` are those of `Attempt`."""
         attempt = WorkerAttempt(problem, self.worker, on_end)
         attempt.api_key = key or attempt.api_key
-        options = {"sampling": sampling, "seed": seed, "attempt_id": attempt.id, "key": attempt.api_key}
-        self.worker.send("open_attempt", problem.id, self.number, {**options, "client_sampling": client_sampling})
+        options |= {"attempt_id": attempt.id, "key": attempt.api_key}
+        self.worker.send("open_attempt", problem.id, self.number, options)
         return attempt
 
     def close(self) -> None:
         self.worker.groups -= 1
         self.worker.send("close_group", self.number)
+
+
+class CompleterServer(PolicyServer):
+    """In the trainer: the completer of one worker."""
+
+    def __init__(self, model: Completer) -> None:
+        super().__init__(model.policy)
+        self.broken: dict[str, Exception] = {}  # errors of the policy, by their texts
+        self._model = model
+        self._scoring: set[asyncio.Task[None]] = set()
+
+    @property
+    def handlers(self) -> Handlers:
+        return {
+            **super().handlers,
+            "score": self._score,
+            "request": self._model.on_request,
+            "ping": lambda call: self.channel.reply(call, None),
+        }
+
+    def close(self) -> None:
+        for task in self._scoring:
+            task.cancel()
+        super().close()
+
+    def fail(self, call: int, error: Exception) -> None:
+        if not isinstance(error, PalestraError):
+            text = text_of(error)
+            self.broken[text], error = error, RuntimeError(text)
+        super().fail(call, error)
+
+    def _score(self, call: int, token_ids: bytes, start: int, top: int, temperature: float) -> None:
+        ids = memoryview(token_ids).cast("i").tolist()
+
+        async def reply() -> None:
+            try:
+                self.channel.reply(call, await self._model.token_logprobs(ids, start, top, temperature))
+            except Exception as error:
+                self.fail(call, error)
+
+        task = asyncio.get_running_loop().create_task(reply())
+        self._scoring.add(task)
+        task.add_done_callback(self._scoring.discard)
 
 
 class GatewayWorker:
@@ -129,7 +167,7 @@ class GatewayWorker:
         self._server: CompleterServer | None = None
         self._channel: Channel | None = None
 
-    def connect(self, model: Completer, settings: WorkerSettings, log_once: Callable[[str, int, str], None]) -> None:
+    def connect(self, model: Completer, settings: dict[str, Any], log_once: Callable[[str, int, str], None]) -> None:
         """Serve the policy to the process from now on, in the running event loop."""
         self._server = CompleterServer(model)
         handlers = {**self._server.handlers, "log": log_once}
@@ -195,16 +233,16 @@ class GatewayWorkers:
         """Connect the processes to the policy of the running event loop."""
         if not self._workers:
             return
-        settings = WorkerSettings(
-            tokenizer=pickle.dumps(model.tokenizer),
-            name=model.name,
-            context_tokens=model.context_tokens,
-            vocabulary=model.vocabulary,
-            has_scores=model.score is not None,
-            can_branch=model.policy.can_branch,
-            watches_requests=model.on_request is not ignore_request,
-            unexpected_calls=model.unexpected_calls,
-        )
+        settings = {
+            "tokenizer": pickle.dumps(model.tokenizer),
+            "name": model.name,
+            "context_tokens": model.context_tokens,
+            "vocabulary": model.vocabulary,
+            "has_scores": model.score is not None,
+            "can_branch": model.policy.can_branch,
+            "watches_requests": model.on_request is not ignore_request,
+            "unexpected_calls": model.unexpected_calls,
+        }
         for worker in self._workers:
             worker.connect(model, settings, self._log_once)
 

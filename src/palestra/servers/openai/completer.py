@@ -55,6 +55,11 @@ class SamplingRequest:
     top_logprobs: int = 0
     scores_prompt: bool = False
 
+    @property
+    def seeded(self) -> list[SamplingParams]:
+        """The parameters of each completion."""
+        return [replace(self.params, seed=self.params.seed + i * SEED_STRIDE) for i in range(self.n)]
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -190,7 +195,14 @@ class Completer:
             )
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         self.check_total(sum(map(len, ids)) * fields.choices)
-        requests = [replace(self._request(prompt, fields, new_tokens), **scoring) for prompt in ids]
+        requests = []
+        for prompt_ids in ids:
+            if not prompt_ids:
+                raise InputError("the prompt is empty; give at least one token to continue from")
+            if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
+                raise InputError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
+            params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)
+            requests.append(SamplingRequest(tuple(prompt_ids), fields.choices, params, **scoring))
         for request in requests:
             self.check_scoring(request)
         return requests
@@ -201,15 +213,6 @@ class Completer:
             raise NotAllowedError(
                 f"the prompts have {tokens} tokens x n together; up to {_MAX_TOKENS} are accepted in one request"
             )
-
-    def _request(self, prompt_ids: Sequence[int], fields: SamplingFields, new_tokens: int) -> SamplingRequest:
-        """The sampling request for a prompt; new tokens are limited by the rest of the context."""
-        if not prompt_ids:
-            raise InputError("the prompt is empty; give at least one token to continue from")
-        if self.vocabulary is not None and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.vocabulary):
-            raise InputError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
-        params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)
-        return SamplingRequest(tuple(prompt_ids), fields.choices, params)
 
     def room_after(self, tokens: int, what: str) -> int:
         """Number of tokens that the context has left after a prompt or a conversation, at least one."""
@@ -241,38 +244,40 @@ class Completer:
         if request.params.max_new_tokens == 0:
             sampled = [Turn("model", (), (), (), "length")] * request.n  # type: ignore[arg-type]
         else:
-            sampled = await self._sample(request)
+            sessions = self._open(request)
+            try:
+                sampled = await asyncio.gather(*map(self.policy.sample, sessions, request.seeded))
+            finally:
+                for session in sessions:
+                    self.policy.close(session)
         return [await self.scored(request, self.completion(one, request.params)) for one in sampled]
-
-    async def _sample(self, request: SamplingRequest) -> list[Turn]:
-        sessions = self._open(request)
-        try:
-            return await asyncio.gather(*(self.policy.sample(s, _seeded(request, i)) for i, s in enumerate(sessions)))
-        finally:
-            for session in sessions:
-                self.policy.close(session)
 
     async def scored(self, request: SamplingRequest, completion: Completion) -> Completion:
         """Add the top and prompt logprobs that the request asks for."""
         if not (request.top_logprobs or request.scores_prompt):
             return completion
-        assert self.score is not None
         ids, length = [*request.prompt_ids, *completion.token_ids], len(request.prompt_ids)
         start = 1 if request.scores_prompt else length
-        found = TokenLogprobs()
-        temperature = request.params.temperature or 1.0
-        async for piece in pieces_of(self.score(ids, start, top=request.top_logprobs, temperature=temperature)):
-            found.logprobs.extend(piece.logprobs)
-            found.top.extend(piece.top)
+        scores = await self.token_logprobs(ids, start, request.top_logprobs, request.params.temperature or 1.0)
         at = length - start
-        prompt = TokenLogprobs(found.logprobs[:at], found.top[:at]) if request.scores_prompt else None
-        return replace(completion, top=found.top[at:], prompt=prompt)
+        prompt = TokenLogprobs(scores.logprobs[:at], scores.top[:at]) if request.scores_prompt else None
+        return replace(completion, top=scores.top[at:], prompt=prompt)
+
+    async def token_logprobs(self, ids: Sequence[int], start: int, top: int, temperature: float) -> TokenLogprobs:
+        """The logprobs of the tokens from `start` on; other requests sample after each piece of the work."""
+        assert self.score is not None
+        scores, pieces = TokenLogprobs(), self.score(ids, start, top=top, temperature=temperature)
+        while piece := await anext(pieces, None) if isinstance(pieces, AsyncIterator) else next(pieces, None):
+            scores.logprobs.extend(piece.logprobs)
+            scores.top.extend(piece.top)
+            await asyncio.sleep(0)
+        return scores
 
     async def stream(self, request: SamplingRequest) -> AsyncGenerator[tuple[int, str | Completion | None], None]:
         """Yield (choice, new text), (choice, Completion) at a choice's end, and (-1, None) while nothing is new."""
         self.on_request(request.n, request.params)
         sessions = self._open(request)
-        tasks = [asyncio.ensure_future(self.policy.sample(s, _seeded(request, i))) for i, s in enumerate(sessions)]
+        tasks = [asyncio.ensure_future(turn) for turn in map(self.policy.sample, sessions, request.seeded)]
         texts = [TextStream(self.tokenizer, request.params.stop, request.params.stop_token_ids) for _ in sessions]
         start = len(request.prompt_ids)
         try:
@@ -365,18 +370,3 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from texts_of(each)
-
-
-async def pieces_of(found: Iterator[T] | AsyncIterator[T]) -> AsyncIterator[T]:
-    """Each piece of work; other requests sample after each."""
-    if isinstance(found, AsyncIterator):
-        async for piece in found:
-            yield piece
-        return
-    for piece in found:
-        yield piece
-        await asyncio.sleep(0)
-
-
-def _seeded(request: SamplingRequest, index: int) -> SamplingParams:
-    return replace(request.params, seed=request.params.seed + index * SEED_STRIDE)

@@ -27,15 +27,13 @@ from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.request import Event
 from palestra.servers.openai import openai_forms as forms
 from palestra.servers.openai.completer import Completer, Completion, SamplingRequest
-from palestra.servers.openai.generate_forms import SglangBody, VllmBody, generate_body
-from palestra.servers.openai.sampling_fields import known_fields
 from palestra.servers.web import make_app, while_connected
 
 _MAX_BODY = 16 * MIB
 _OBJECT = TypeAdapter(dict[str, Any])
 
 
-Body = TypeVar("Body", forms.CompletionBody, SglangBody | VllmBody)
+Body = TypeVar("Body", forms.CompletionBody, forms.SglangBody | forms.VllmBody)
 
 
 class _WeightsFile(BaseModel):
@@ -43,7 +41,7 @@ class _WeightsFile(BaseModel):
 
 
 def inference_app(model: Completer, *, token: str | None = None, weights_folder: Path | None = None) -> Starlette:
-    """The application over one model; it may be given new weights while it serves.
+    """The application over one model, whose weights may be updated while it serves.
 
     With `weights_folder`, a trainer in another process may tell it to load weights from files there.
     """
@@ -63,7 +61,7 @@ def inference_app(model: Completer, *, token: str | None = None, weights_folder:
 class _Api:
     """One method for each endpoint."""
 
-    def __init__(self, model: Completer, weights_folder: Path | None = None) -> None:
+    def __init__(self, model: Completer, weights_folder: Path | None) -> None:
         self._model = model
         self._weights_folder = weights_folder
 
@@ -71,20 +69,20 @@ class _Api:
         return JSONResponse({"status": "ok", "model": self._model.name, "policy_version": self._model.policy.version})
 
     async def completions(self, request: Request) -> Response:
-        body, to_sample = await self._read(request, _completion_body)
+        body, to_sample = await self._read(request, forms.CompletionBody.read)
         if body.stream:
             return event_stream(request, _text_events(request, body, to_sample[0], self._model))
-        rows = await while_connected(request, self._all(to_sample))
+        rows = await self._sample(request, to_sample)
         flat = [(asked, completion) for asked, row in zip(to_sample, rows, strict=True) for completion in row]
         choices = [body.choice(i, asked, completion, self._model) for i, (asked, completion) in enumerate(flat)]
-        usage = forms.usage(to_sample, [completion for _, completion in flat])
+        usage = forms.usage(sum(len(each.prompt_ids) for each in to_sample), [completion for _, completion in flat])
         return JSONResponse(forms.response("text_completion", self._model)(choices, usage=usage))
 
     async def generate(self, request: Request) -> Response:
-        body, to_sample = await self._read(request, generate_body)
+        body, to_sample = await self._read(request, forms.generate_body)
         if body.stream:
             raise UnsupportedError("/generate does not stream here; use /v1/completions or /v1/chat/completions")
-        rows = await while_connected(request, self._all(to_sample))
+        rows = await self._sample(request, to_sample)
         return JSONResponse(body.response(to_sample, rows, self._model))
 
     async def _read(
@@ -111,12 +109,8 @@ class _Api:
         version = self._model.policy.version
         return JSONResponse({"success": True, "message": f"weights of version {version}", "weight_version": version})
 
-    async def _all(self, to_sample: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        return list(await asyncio.gather(*(self._model.complete(each) for each in to_sample)))
-
-
-def _completion_body(raw: dict[str, Any]) -> forms.CompletionBody:
-    return forms.CompletionBody.model_validate(known_fields(forms.CompletionBody, raw))
+    async def _sample(self, request: Request, to_sample: Sequence[SamplingRequest]) -> list[list[Completion]]:
+        return await while_connected(request, asyncio.gather(*map(self._model.complete, to_sample)))
 
 
 async def _text_events(
@@ -137,5 +131,5 @@ async def _text_events(
                 choice = body.choice(i, prompt, piece, model)
                 yield Event(chunk([{**choice, "text": choice["text"][len(sent[i]) :]}]))
     if (body.stream_options or {}).get("include_usage"):
-        yield Event(chunk([], usage=forms.usage([prompt], ended)))
+        yield Event(chunk([], usage=forms.usage(len(prompt.prompt_ids), ended)))
     yield Event("[DONE]")

@@ -23,7 +23,7 @@ def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engi
 def completer_of(loaded: LoadedModel, policy: Policy[Any], context_tokens: int | None = None) -> Completer:
     """The completer of a loaded model.
 
-    `context_tokens` is given for a model on another machine, which only returns the logprobs of its samples.
+    Pass `context_tokens` for a model on another machine, which only returns the logprobs of its samples.
     """
     if context_tokens is not None:
         return Completer(policy, loaded.tokenizer, loaded.name, context_tokens, None, len(loaded.tokenizer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -52,10 +52,29 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 Stop = StopId | StopText | Annotated[list[StopId | StopText], Field(max_length=MAX_STOPS)]
 
 
-class SamplingFields(BaseModel):
-    """Sampling fields of all forms; a missing or null field has the form's default."""
+class RequestForm(BaseModel):
+    """The body of a request in one API's form."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    tool_kind: ClassVar[str] = "function"  # the type of the tools that an agent may offer; others are hosted ones
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> Self:
+        """Validate the known fields; an unsupported field that would change the response is rejected."""
+        known = {}
+        for name, value in raw.items():
+            if name in cls.model_fields:
+                known[name] = value
+            elif changes_answer(name, value):
+                raise UnsupportedError(f"{name}={short(value)} is not supported by this server; leave it out")
+            elif name not in _NOT_BUILT and name not in NO_EFFECT:
+                hint = did_you_mean(name[:100], cls.model_fields)
+                raise SettingError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
+        return cls.model_validate(known)
+
+
+class SamplingFields(RequestForm):
+    """Sampling fields of all forms; a missing or null field has the form's default."""
 
     n: int | None = Field(None, ge=1, le=256)
     temperature: float | None = Field(None, ge=0, le=100)
@@ -103,20 +122,6 @@ class SamplingFields(BaseModel):
 def is_batch(prompt: Any) -> bool:
     """Whether it is a list of prompts, rather than a text or token ids."""
     return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-
-
-def known_fields(form: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
-    """The known fields of a request; an unsupported field that would change the response is rejected."""
-    known = {}
-    for name, value in body.items():
-        if name in form.model_fields:
-            known[name] = value
-        elif changes_answer(name, value):
-            raise UnsupportedError(f"{name}={short(value)} is not supported by this server; leave it out")
-        elif name not in _NOT_BUILT and name not in NO_EFFECT:
-            hint = did_you_mean(name[:100], form.model_fields)
-            raise SettingError(f"{short(name)} is no field that this server knows; leave it out.{hint}")
-    return known
 
 
 def changes_answer(name: str, value: Any) -> bool:

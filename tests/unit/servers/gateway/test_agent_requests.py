@@ -10,8 +10,7 @@ from scripted_model import END, QUESTION, TOOL, completer
 
 from palestra.core.types import Message
 from palestra.models.chat.template import ChatFormat
-from palestra.servers.gateway.agent_requests import fit_template
-from palestra.servers.gateway.request import ChatRequest
+from palestra.servers.gateway.request import ChatRequest, fit_template
 from palestra.servers.openai.sampling_fields import SamplingFields
 
 ADD = {"name": "add", "description": "Add.", "input_schema": TOOL["function"]["parameters"]}

@@ -60,11 +60,6 @@ class BaseModel:
         device: torch.device = self._model.device
         return device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._model.dtype
-        return dtype
-
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end a text, unless a client says otherwise."""

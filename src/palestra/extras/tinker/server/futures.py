@@ -65,13 +65,13 @@ class Requests:
         return request
 
     def find(self, request_id: str) -> Request:
-        found = self._all.get(request_id)
-        if found is None:
+        request = self._all.get(request_id)
+        if request is None:
             raise Gone(
                 f"the server knows no request {request_id!r}: it was fetched long ago, or the server was started anew; "
                 "send the request again"
             )
-        return found
+        return request
 
     def fetched(self, request: Request) -> None:
         """It was answered; what was answered longest ago is forgotten when there is too much of it."""
@@ -133,8 +133,14 @@ class OrderedWorker:
             return request
 
     def _start(self, request: Request, work: Callable[[], Result]) -> None:
+        def work_on_it() -> None:
+            try:
+                request.future.set_result(work())
+            except Exception as error:
+                request.future.set_exception(error)
+
         self._started = request
-        self._thread.submit(_do, request, work)
+        self._thread.submit(work_on_it)
 
     def refuse(self, seq_id: int, reason: str) -> None:
         """Count the number of a request that is not done."""
@@ -152,10 +158,3 @@ class OrderedWorker:
         for request in waiting:
             request.future.set_exception(Gone(reason))
         self._thread.shutdown(wait=False, cancel_futures=False)
-
-
-def _do(request: Request, work: Callable[[], Result]) -> None:
-    try:
-        request.future.set_result(work())
-    except Exception as error:
-        request.future.set_exception(error)

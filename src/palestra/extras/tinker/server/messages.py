@@ -108,15 +108,26 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
     for key, value in request.loss_fn_config_v2.items():
         if kind := value.WhichOneof("value"):
             config[key] = getattr(value, kind)
-    data = [_read_datum(datum) for datum in request.data]
+    data = []
+    for datum in request.data:
+        tokens: list[Array] = [np.empty(0, np.int32)]
+        for chunk in datum.model_input:
+            kind = chunk.WhichOneof("chunk")
+            if kind != "encoded_text":  # None for a kind of a newer SDK
+                raise UnsupportedError(
+                    f"model_input holds a chunk of kind {kind}; this server accepts text tokens only"
+                )
+            tokens.append(_array(chunk.encoded_text.tokens, np.dtype("<i4")))
+        inputs = {key: _read_tensor(key, value) for key, value in datum.loss_fn_inputs.items()}
+        data.append(Datum(np.concatenate(tokens), inputs))
     return ForwardBackwardRequest(request.model_id, request.seq_id, data, request.loss_fn, config, request.forward_only)
 
 
 def write_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput: the log-probabilities of each row's targets, [T] or [T, K], and the metrics."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
-    for start, end in _runs_of_one_shape(logprobs):
-        rows = [np.ascontiguousarray(row, dtype="<f4") for row in logprobs[start:end]]
+    for _, same_shape in itertools.groupby(logprobs, key=lambda row: row.shape[1:]):  # one record holds neighbours
+        rows = [np.ascontiguousarray(row, dtype="<f4") for row in same_shape]
         tensor = pb.BatchedTensor(
             data=b"".join(row.tobytes() for row in rows),
             offsets=np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8").tobytes(),
@@ -155,19 +166,6 @@ def csr_cells(crow: Array, col: Array, shape: tuple[int, ...]) -> Array:
     if (np.diff(cells) <= 0).any():
         raise InputError("the cells of a sparse matrix are not in ascending order, each once")
     return cells
-
-
-def _read_datum(datum: Any) -> Datum:
-    tokens = [_read_chunk(chunk) for chunk in datum.model_input]
-    inputs = {key: _read_tensor(key, value) for key, value in datum.loss_fn_inputs.items()}
-    return Datum(np.concatenate(tokens) if tokens else np.empty(0, np.int32), inputs)
-
-
-def _read_chunk(chunk: Any) -> Array:
-    kind = chunk.WhichOneof("chunk")
-    if kind != "encoded_text":  # None for a kind of a newer SDK
-        raise UnsupportedError(f"model_input holds a chunk of kind {kind}; this server accepts text tokens only")
-    return _array(chunk.encoded_text.tokens, np.dtype("<i4"))
 
 
 def _read_tensor(name: str, tensor: Any) -> Tensor:
@@ -222,10 +220,3 @@ def _topk(top: TopK | None) -> Any:
     length, k = top.token_ids.shape
     ids, logprobs = top.token_ids.astype("<i4").tobytes(), top.logprobs.astype("<f4").tobytes()
     return pb.TopkLogprobs(token_ids=ids, logprobs=logprobs, k=k, length=length)
-
-
-def _runs_of_one_shape(rows: Sequence[Array]) -> list[tuple[int, int]]:
-    """Rows that follow each other and agree in all but their length: one record holds them."""
-    bounds = [i for i in range(1, len(rows)) if rows[i].shape[1:] != rows[i - 1].shape[1:]]
-    edges = [0, *bounds, len(rows)] if rows else []
-    return list(itertools.pairwise(edges))

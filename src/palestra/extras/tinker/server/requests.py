@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Sequence
@@ -10,12 +9,12 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from palestra.core.errors import InputError, PalestraError
+from palestra.core.errors import InputError
 from palestra.core.types import SamplingParams
 from palestra.extras.tinker.server.base_model import AdapterSpec
-from palestra.extras.tinker.server.messages import Tensor, csr_cells, parse_request
+from palestra.extras.tinker.server.messages import Tensor, csr_cells
 from palestra.extras.tinker.server.training_model import AdamParams
 
 MAX_SAMPLES = 1024
@@ -27,6 +26,15 @@ TokenId = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 StopTexts = Annotated[list[str], Field(max_length=MAX_STOPS)]
 StopIds = Annotated[list[int], Field(max_length=MAX_STOPS)]
 Ttl = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+def _only_adamw(kind: str | None) -> str:
+    if kind not in ("adamw", "adam", None):
+        raise ValueError(f"the optimizer {kind!r} is not supported by this server; use adamw")
+    return kind or "adamw"
+
+
+AdamW = Annotated[str | None, AfterValidator(_only_adamw)]
 
 
 class Body(BaseModel):
@@ -69,7 +77,7 @@ class LoraConfig(Body):
 
 
 class OptimizerConfig(BaseModel):
-    type: str = "adamw"
+    type: AdamW = "adamw"
 
 
 class CreateModel(SessionRequest):
@@ -79,11 +87,6 @@ class CreateModel(SessionRequest):
     optimizer_config: OptimizerConfig = OptimizerConfig()
     user_metadata: dict[str, Any] | None = None
 
-    @model_validator(mode="after")
-    def _adamw_only(self) -> CreateModel:
-        _only_adamw(self.optimizer_config.type)
-        return self
-
 
 class Adam(Body):
     learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
@@ -92,14 +95,7 @@ class Adam(Body):
     eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     grad_clip_norm: float = Field(0.0, allow_inf_nan=False)
-    type: str = "adamw"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _adamw_only(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            _only_adamw(data.get("type") or "adamw")
-        return data
+    type: AdamW = "adamw"
 
     @property
     def params(self) -> AdamParams:
@@ -136,13 +132,6 @@ class SaveWeightsForSampler(SavedWeights):
 
 class SaveWeightsExternal(SavedWeights):
     path: str
-    age_encryption_recipients: list[str] | None = None
-
-    @model_validator(mode="after")
-    def _not_encrypted(self) -> SaveWeightsExternal:
-        if self.age_encryption_recipients:
-            raise ValueError("this server does not encrypt what it exports; leave age_encryption_recipients out")
-        return self
 
 
 class LoadWeights(ModelRequest):
@@ -152,7 +141,7 @@ class LoadWeights(ModelRequest):
 
 
 class CreateFromWeights(SessionRequest):
-    """The other form of load_weights: it makes the model, and is its first request."""
+    """The form of load_weights that makes a model; it is the model's first request."""
 
     model_seq_id: int = Field(ge=0)
     path: str
@@ -161,11 +150,15 @@ class CreateFromWeights(SessionRequest):
     optimizer_config: OptimizerConfig | None = None
     user_metadata: dict[str, Any] | None = None
 
-    @model_validator(mode="after")
-    def _adamw_only(self) -> CreateFromWeights:
-        if self.optimizer_config is not None:
-            _only_adamw(self.optimizer_config.type)
-        return self
+
+def _loaded_into(raw: Any) -> str:
+    is_new = isinstance(raw, dict) and raw.get("session_id") is not None and raw.get("model_id") is None
+    return "session" if is_new else "model"
+
+
+LoadBody = Annotated[
+    Annotated[CreateFromWeights, Tag("session")] | Annotated[LoadWeights, Tag("model")], Discriminator(_loaded_into)
+]
 
 
 class WeightsInfo(Body):
@@ -269,29 +262,3 @@ class RetrieveFuture(Body):
 
 class SetTtl(Body):
     ttl_seconds: Ttl | None = None
-
-
-def _only_adamw(kind: str) -> None:
-    if kind not in ("adamw", "adam"):
-        raise ValueError(f"the optimizer {kind!r} is not supported by this server; use adamw")
-
-
-def creates_model(body: bytes) -> bool:
-    """Whether a load_weights names a session instead of a model."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("session_id") is not None and found.get("model_id") is None
-
-
-def number_of(body: bytes) -> tuple[str, int | None]:
-    """The model and the number in a body, JSON or protobuf, that cannot be read otherwise."""
-    try:
-        if body[:1] == b"{":
-            found = json.loads(body)
-            return str(found.get("model_id")), int(found["seq_id"])
-        request = parse_request(body)
-        return request.model_id, request.seq_id
-    except (PalestraError, ValueError, KeyError, TypeError):
-        return "", None

@@ -85,8 +85,7 @@ class Sampler:
     def _put(self, started: Future[asyncio.AbstractEventLoop], request: SampleRequest | None, answer: Any) -> None:
         if error := started.exception():
             if answer is not None:
-                self._unanswered.discard(answer)
-                answer.set_exception(error)
+                self._fail(answer, error)
             return
         started.result().call_soon_threadsafe(self._queue.put_nowait, (request, answer))
 
@@ -125,7 +124,7 @@ class Sampler:
                     if prompt not in forks:
                         forks[prompt] = iter(self._policy.fork(self._policy.open(request.prompt), siblings[prompt]))
                 except Exception as error:
-                    self._answer(answer, error)
+                    self._fail(answer, error)
                     continue
                 sessions = [next(forks[prompt]) for _ in request.turns]
                 task = asyncio.create_task(self._work(request, sessions, answer))
@@ -134,35 +133,31 @@ class Sampler:
 
     async def _burst(self) -> list[tuple[SampleRequest | None, Future[SampleResponse]]]:
         """The next requests: the first, and all that come until a pause."""
-        found = [await self._queue.get()]
+        burst = [await self._queue.get()]
         until, waiting = time.monotonic() + LONGEST_BURST_S, -1
         while waiting != self._queue.qsize() and time.monotonic() < until:
             waiting = self._queue.qsize()
             await asyncio.sleep(PAUSE_S)
-        return found + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        return burst + [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
     async def _work(self, request: SampleRequest, sessions: Sequence[Any], answer: Future[SampleResponse]) -> None:
         try:
-            self._answer(answer, await self._respond(request, sessions))
+            turns = await asyncio.gather(*map(self._turn, sessions, request.turns))
+            prompt, topk = list(request.prompt), list[TopK]()
+            if request.topk_sample:
+                for turn, params in zip(turns, request.turns, strict=True):
+                    ids, temperature = [*prompt, *turn.token_ids.tolist()], params.temperature or 1.0
+                    topk.append((await self._score(ids, len(prompt), request.topk_sample, temperature))[1])
+            result = SampleResponse(turns, topk, *await self._score_prompt(request, prompt))
         except Exception as error:
-            self._answer(answer, error)
-
-    def _answer(self, answer: Future[SampleResponse], result: SampleResponse | Exception) -> None:
-        self._unanswered.discard(answer)
-        if isinstance(result, Exception):
-            answer.set_exception(result)
+            self._fail(answer, error)
         else:
+            self._unanswered.discard(answer)
             answer.set_result(result)
 
-    async def _respond(self, request: SampleRequest, sessions: Sequence[Any]) -> SampleResponse:
-        found = await asyncio.gather(*map(self._turn, sessions, request.turns))
-        turns = list(zip(found, request.turns, strict=True))
-        prompt = list(request.prompt)
-        topk = []
-        if request.topk_sample:
-            topk = [await self._sampled_topk(prompt, turn, params, request.topk_sample) for turn, params in turns]
-        logprobs, top, targets = await self._score_prompt(request, prompt)
-        return SampleResponse([turn for turn, _ in turns], topk, logprobs, top, targets)
+    def _fail(self, answer: Future[SampleResponse], error: BaseException) -> None:
+        self._unanswered.discard(answer)
+        answer.set_exception(error)
 
     async def _turn(self, session: Any, params: SamplingParams) -> Turn:
         """Sample one turn and close its session, since the engine waits briefly for open ones."""
@@ -170,11 +165,6 @@ class Sampler:
             return await self._policy.sample(session, params)
         finally:
             self._policy.close(session)
-
-    async def _sampled_topk(self, prompt: list[int], turn: Turn, params: SamplingParams, k: int) -> TopK:
-        ids = [*prompt, *turn.token_ids.tolist()]
-        _, top = await self._score(ids, len(prompt), k, params.temperature or 1.0)
-        return top
 
     async def _score_prompt(
         self, request: SampleRequest, prompt: list[int]
@@ -184,9 +174,9 @@ class Sampler:
         if not (request.prompt_logprobs or request.topk_prompt):
             return None, None, targets
         start = max(1, len(prompt) - (request.prompt_logprobs_last_n or len(prompt)))
-        found, top = await self._score(prompt, start, request.topk_prompt)
+        own, top = await self._score(prompt, start, request.topk_prompt)
         logprobs = np.full(len(prompt), np.nan, np.float32)
-        logprobs[start:] = found
+        logprobs[start:] = own
         if not request.topk_prompt:
             return logprobs, None, targets
         ids, values = (np.full((len(prompt), request.topk_prompt), fill) for fill in (0, EMPTY_LOGPROB))
@@ -203,11 +193,11 @@ class Sampler:
                 tops += piece.top
                 await asyncio.sleep(0)
         shape = (len(logprobs), k)
-        found = TopK(np.zeros(shape, np.int32), np.full(shape, EMPTY_LOGPROB, np.float32))
+        best = TopK(np.zeros(shape, np.int32), np.full(shape, EMPTY_LOGPROB, np.float32))
         for i, pairs in enumerate(tops):
             for j, (token, logprob) in enumerate(pairs):
-                found.token_ids[i, j], found.logprobs[i, j] = token, logprob
-        return np.array(logprobs, np.float32), found
+                best.token_ids[i, j], best.logprobs[i, j] = token, logprob
+        return np.array(logprobs, np.float32), best
 
     async def _score_targets(self, prompt: list[int], targets: Tensor) -> Tensor:
         if len(targets.shape) != 2 or targets.shape[0] != len(prompt) - 1:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel as Form
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -23,8 +24,8 @@ from palestra.core.errors import PalestraError
 from palestra.extras.tinker.server import requests as bodies
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.checkpoint_api import CheckpointApi
-from palestra.extras.tinker.server.futures import Gone, NotFound, Request, Result, TooBusy
-from palestra.extras.tinker.server.messages import read_forward_backward
+from palestra.extras.tinker.server.futures import Gone, NotFound, Request, TooBusy
+from palestra.extras.tinker.server.messages import parse_request, read_forward_backward
 from palestra.extras.tinker.server.service import Service
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.http_errors import refuse
@@ -39,9 +40,7 @@ LONG_POLL_S = 30.0  # the SDK waits 45 s
 SWEEP_S = 30.0
 _STATUS = ((TooBusy, 429), (Gone, 410), (NotFound, 404))
 
-Body = TypeVar("Body", bound=Form)
 Json = dict[str, Any]
-Handler = Callable[[HttpRequest], Awaitable[Json | Response]]
 
 
 def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float = LONG_POLL_S) -> Starlette:
@@ -51,31 +50,31 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
     numbered = partial(_route, "POST", refused=api.count_refused)
     run, checkpoint = "/training_runs/{run_id}", "/training_runs/{run_id}/checkpoints/{kind}/{name}"
     routes = [  # looked through in this order: what is asked for with every sample comes first
-        post("/retrieve_future", api.retrieve_future),
-        post("/asample", api.sample),
+        post("/retrieve_future", api.retrieve_future, bodies.RetrieveFuture),
+        post("/asample", api.sample, bodies.Sample, limit_mib=MAX_BODY_MIB),
         get("/healthz", api.health),
         get("/get_server_capabilities", api.capabilities),
         post("/client/config", api.client_config),
         post("/telemetry", api.telemetry),
-        post("/create_session", api.create_session),
-        post("/session_heartbeat", api.heartbeat),
+        post("/create_session", api.create_session, bodies.CreateSession),
+        post("/session_heartbeat", api.heartbeat, bodies.SessionRequest),
         post("/sessions/{session_id}/finish", api.finish),
         get("/sessions/{session_id}", api.get_session),
         get("/sessions", api.list_sessions),
-        post("/create_model", api.create_model),
-        post("/unload_model", api.unload_model),
-        post("/get_info", api.get_info),
+        post("/create_model", api.create_model, bodies.CreateModel),
+        post("/unload_model", api.unload_model, bodies.ModelRequest),
+        post("/get_info", api.get_info, bodies.ModelRequest),
         numbered("/forward_backward", api.forward_backward),
-        numbered("/optim_step", _promised(bodies.OptimStep, service.optim_step)),
-        numbered("/save_weights", _promised(bodies.SaveWeights, partial(service.save, "weights"))),
-        numbered("/save_weights_for_sampler", _promised(bodies.SaveWeightsForSampler, service.save_for_sampler)),
+        numbered("/optim_step", _promised(service.optim_step), bodies.OptimStep),
+        numbered("/save_weights", _promised(partial(service.save, "weights")), bodies.SaveWeights),
+        numbered("/save_weights_for_sampler", _promised(service.save_for_sampler), bodies.SaveWeightsForSampler),
         # the files of Hugging Face, which every checkpoint here has
         numbered(
-            "/save_weights_external", _promised(bodies.SaveWeightsExternal, partial(service.save, "external_weights"))
+            "/save_weights_external", _promised(partial(service.save, "external_weights")), bodies.SaveWeightsExternal
         ),
-        numbered("/load_weights", api.load_weights),
-        post("/weights_info", saved.weights_info),
-        post("/create_sampling_session", api.create_sampling_session),
+        numbered("/load_weights", api.load_weights, bodies.LoadBody),
+        post("/weights_info", saved.weights_info, bodies.WeightsInfo),
+        post("/create_sampling_session", api.create_sampling_session, bodies.CreateSamplingSession),
         get("/samplers/{sampling_id}", api.get_sampler),
         post("/cancel_future", api.cancel_future),
         get("/training_runs", saved.list_runs),
@@ -85,7 +84,7 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         get(f"{checkpoint}/archive", saved.archive),
         get(f"{checkpoint}/external_weights_urls", saved.file_urls),
         get(f"{checkpoint}/files/{{file}}", saved.file),
-        _route("PUT", f"{checkpoint}/ttl", saved.set_ttl),
+        _route("PUT", f"{checkpoint}/ttl", saved.set_ttl, bodies.SetTtl),
         _route("DELETE", checkpoint, saved.delete_checkpoint),
         Route("/api/v1/{path:path}", _not_served, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
@@ -93,12 +92,28 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
 
 
 def _route(
-    method: str, path: str, handler: Handler, refused: Callable[[HttpRequest, str], None] | None = None
+    method: str,
+    path: str,
+    handler: Callable[..., Any],
+    form: Any = None,
+    *,
+    limit_mib: int = 1,
+    refused: Callable[[HttpRequest, str], None] | None = None,
 ) -> Route:
+    """A route whose handler gets the request and, with a `form`, its body; plain functions run in a thread."""
+    validate = None if form is None else TypeAdapter(form).validate_json
+
     async def explained(request: HttpRequest) -> Response:
         try:
-            found = await handler(request)
-            return found if isinstance(found, Response) else JSONResponse(found)
+            arguments: list[Any] = [request]
+            if validate is not None:
+                request.state.body = await read_body(request, limit_mib * MIB)
+                arguments.append(parse(validate, request.state.body))
+            if inspect.iscoroutinefunction(handler):
+                answer = await handler(*arguments)
+            else:
+                answer = await asyncio.to_thread(handler, *arguments)
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
         except PalestraError as error:
             if refused is not None and not isinstance(error, TooBusy):
                 refused(request, str(error))
@@ -115,11 +130,10 @@ def _route(
     return Route(f"/api/v1{path}", explained, methods=[method])
 
 
-def _promised(form: type[bodies.ModelRequest], start: Callable[[Any], Request]) -> Handler:
-    """The handler that starts what a body of this form asks for."""
+def _promised(start: Callable[[Any], Request]) -> Callable[..., Any]:
+    """A handler that starts the request of a body."""
 
-    async def promise(request: HttpRequest) -> Json:
-        body = await _read(request, form)
+    async def promise(request: HttpRequest, body: Any) -> Json:
         return _promise(start(body), model_id=body.model_id)
 
     return promise
@@ -172,14 +186,13 @@ class _Api:
         await read_body(request, MAX_BODY_MIB * MIB)
         return {"status": "accepted"}
 
-    async def create_session(self, request: HttpRequest) -> Json:
-        body = await _read(request, bodies.CreateSession)
+    async def create_session(self, request: HttpRequest, body: bodies.CreateSession) -> Json:
         metadata = {**(body.user_metadata or {}), **({"tags": body.tags} if body.tags else {})}
         session_id = self._service.create_session(body.display_name or "tinker", metadata)
         return {"type": "create_session", "session_id": session_id}
 
-    async def heartbeat(self, request: HttpRequest) -> Json:
-        self._service.session((await _read(request, bodies.SessionRequest)).session_id)
+    async def heartbeat(self, request: HttpRequest, body: bodies.SessionRequest) -> Json:
+        self._service.session(body.session_id)
         return {"type": "session_heartbeat"}
 
     async def finish(self, request: HttpRequest) -> Json | Response:
@@ -198,21 +211,19 @@ class _Api:
 
     # training
 
-    async def create_model(self, request: HttpRequest) -> Json:
-        body = await _read(request, bodies.CreateModel)
+    async def create_model(self, request: HttpRequest, body: bodies.CreateModel) -> Json:
         lora = body.lora_config
         spec, seed = (AdapterSpec(), 0) if lora is None else (lora.spec, lora.seed or 0)
-        found = self._service.create_model(
+        started = self._service.create_model(
             body.session_id, body.model_seq_id, body.base_model, spec, seed, body.user_metadata or {}
         )
-        return _promise(found, model_id=f"{body.session_id}:train:{body.model_seq_id}")
+        return _promise(started, model_id=f"{body.session_id}:train:{body.model_seq_id}")
 
-    async def unload_model(self, request: HttpRequest) -> Json:
-        model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
-        return _promise(self._service.unload(model.id))
+    async def unload_model(self, request: HttpRequest, body: bodies.ModelRequest) -> Json:
+        return _promise(self._service.unload(self._service.model(body.model_id).id))
 
-    async def get_info(self, request: HttpRequest) -> Json:
-        model = self._service.model((await _read(request, bodies.ModelRequest)).model_id)
+    async def get_info(self, request: HttpRequest, body: bodies.ModelRequest) -> Json:
+        model = self._service.model(body.model_id)
         base, rank = model.base, model.spec.rank
         data = {"model_name": _loadable_name(base), "tokenizer_id": base.path, "arch": base.architecture}
         lora = {"is_lora": rank > 0, "lora_rank": rank}
@@ -222,51 +233,50 @@ class _Api:
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise refuse(415, f"forward_backward takes {PROTOBUF}; use tinker 0.25 or newer")
         request.state.body = await read_body(request, MAX_BODY_MIB * MIB)
-        found = read_forward_backward(request.state.body)
-        return _promise(self._service.forward_backward(found), model_id=found.model_id)
+        body = read_forward_backward(request.state.body)
+        return _promise(self._service.forward_backward(body), model_id=body.model_id)
 
-    async def load_weights(self, request: HttpRequest) -> Json:
-        request.state.body = await read_body(request, MIB)
-        if bodies.creates_model(request.state.body):
-            new = parse(bodies.CreateFromWeights.model_validate_json, request.state.body)
-            model_id = f"{new.session_id}:train:{new.model_seq_id}"
-            return _promise(self._service.create_from_checkpoint(new), model_id=model_id)
-        body = parse(bodies.LoadWeights.model_validate_json, request.state.body)
-        return _promise(self._service.load(body), model_id=body.model_id)
+    async def load_weights(self, request: HttpRequest, body: bodies.CreateFromWeights | bodies.LoadWeights) -> Json:
+        if isinstance(body, bodies.LoadWeights):
+            return _promise(self._service.load(body), model_id=body.model_id)
+        started = self._service.create_from_checkpoint(body)
+        return _promise(started, model_id=f"{body.session_id}:train:{body.model_seq_id}")
 
     def count_refused(self, request: HttpRequest, reason: str) -> None:
         """The number of a request that is refused counts: the model's later ones must not wait for it."""
-        model_id, seq_id = bodies.number_of(getattr(request.state, "body", b""))
-        if seq_id is not None and (model := self._service.models.get(model_id)) is not None:
-            with contextlib.suppress(PalestraError):
+        body = getattr(request.state, "body", b"")
+        with contextlib.suppress(PalestraError, ValueError, KeyError, TypeError, RecursionError):
+            fields = json.loads(body) if body[:1] == b"{" else None
+            if fields is None:
+                message = parse_request(body)
+                model_id, seq_id = message.model_id, message.seq_id
+            else:
+                model_id, seq_id = str(fields.get("model_id")), int(fields["seq_id"])
+            if model := self._service.models.get(model_id):
                 model.worker.refuse(seq_id, reason)
 
     # sampling
 
-    async def create_sampling_session(self, request: HttpRequest) -> Json:
-        body = await _read(request, bodies.CreateSamplingSession)
-        sampling_id = self._service.create_sampling_session(
-            body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
-        )
+    async def create_sampling_session(self, request: HttpRequest, body: bodies.CreateSamplingSession) -> Json:
+        sampling_id = self._service.create_sampling_session(body)
         return {"type": "create_sampling_session", "sampling_session_id": sampling_id}
 
     async def get_sampler(self, request: HttpRequest) -> Json:
-        found = self._service.sampling_session(request.path_params["sampling_id"])
-        return {"sampler_id": found.id, "base_model": _loadable_name(found.base), "model_path": found.path}
+        session = self._service.sampling_session(request.path_params["sampling_id"])
+        return {"sampler_id": session.id, "base_model": _loadable_name(session.base), "model_path": session.path}
 
-    async def sample(self, request: HttpRequest) -> Json:
-        body = await _read(request, bodies.Sample, MAX_BODY_MIB)
+    async def sample(self, request: HttpRequest, body: bodies.Sample) -> Json:
         if body.sampling_session_id is not None:
             target = self._service.sampling_session(body.sampling_session_id)
         else:
-            target = self._service.unnamed_sampling_session(body.base_model, body.model_path)
+            target = self._service.new_sampling_session(body.base_model, body.model_path)
         prompt, base = body.prompt.tokens, target.base
         if not 0 < len(prompt) < base.context:
             raise refuse(400, f"the prompt has {len(prompt)} tokens; the model takes 1 to {base.context - 1}")
         if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < base.vocabulary]:
             raise refuse(400, f"token id {wrong[0]} is outside the vocabulary 0..{base.vocabulary - 1}")
         targets = body.target_prompt_logprobs
-        found = self._service.sample(
+        started = self._service.sample(
             target,
             body.seq_id,
             prompt,
@@ -277,21 +287,22 @@ class _Api:
             topk_sample=body.topk_sample_logprobs,
             targets=None if targets is None else targets.tensor,
         )
-        return _promise(found, sample_sequence_ids=[f"{found.id}:{i}" for i in range(body.num_samples)])
+        return _promise(started, sample_sequence_ids=[f"{started.id}:{i}" for i in range(body.num_samples)])
 
     # answers
 
-    async def retrieve_future(self, request: HttpRequest) -> Json | Response:
-        body = await _read(request, bodies.RetrieveFuture)
-        found = self._service.requests.find(body.request_id)
-        result = await _result(found.future, self._long_poll_s)
-        if result is None:
-            return {"type": "try_again", "request_id": found.id, "queue_state": "active"}
-        self._service.requests.fetched(found)
-        if isinstance(result, Exception):
-            ours = isinstance(result, PalestraError)
-            message = str(result) if ours else f"{type(result).__name__}: {result}"
+    async def retrieve_future(self, request: HttpRequest, body: bodies.RetrieveFuture) -> Json | Response:
+        started = self._service.requests.find(body.request_id)
+        with contextlib.suppress(Exception):  # its error is read below
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(started.future)), self._long_poll_s)
+        if not started.future.done():
+            return {"type": "try_again", "request_id": started.id, "queue_state": "active"}
+        self._service.requests.fetched(started)
+        if error := started.future.exception():
+            ours = isinstance(error, PalestraError)
+            message = str(error) if ours else f"{type(error).__name__}: {error}"
             return {"error": message, "category": "user" if ours else "server"}
+        result = started.future.result()
         return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else result
 
     async def cancel_future(self, request: HttpRequest) -> Json:
@@ -299,24 +310,9 @@ class _Api:
         return {}
 
 
-async def _read(request: HttpRequest, model: type[Body], limit_mib: int = 1) -> Body:
-    request.state.body = await read_body(request, limit_mib * MIB)
-    return parse(model.model_validate_json, request.state.body)
-
-
 def _loadable_name(base: BaseModel) -> str:
     """A folder instead of a name, since the SDK loads the tokenizer from it; it cuts "/a/b" short, but not "/a/b/"."""
     return base.path + "/" * (base.path.count("/") == 2)
-
-
-async def _result(future: Future[Result], seconds: float) -> Result | Exception | None:
-    """What came of it; None if nothing has yet."""
-    try:
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), seconds)
-    except TimeoutError:
-        return None
-    except Exception as error:
-        return error
 
 
 def _promise(request: Request, **more: Any) -> Json:

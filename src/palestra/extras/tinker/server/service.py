@@ -25,6 +25,7 @@ from palestra.extras.tinker.server.futures import Gone, NotFound, OrderedWorker,
 from palestra.extras.tinker.server.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
 from palestra.extras.tinker.server.requests import (
     CreateFromWeights,
+    CreateSamplingSession,
     LoadWeights,
     OptimStep,
     SavedWeights,
@@ -74,16 +75,6 @@ class Model:
         if self.training_model is None or self.run is None:
             raise NotFound(f"the model {self.id!r} could not be made; see what create_model answered")
         return self.training_model, self.run
-
-    def weights_now(self, training_model: TrainingModel) -> PinnedWeights:
-        """A copy of the weights as they are, the same one for every save of a version."""
-        version = training_model.version
-        if version in self.pinned:
-            return self.pinned[version]
-        if self.inflight is not None and self.inflight[0] == version:
-            return self.inflight[1]
-        tensors = training_model.snapshot()
-        return PinnedWeights(lambda: tensors)
 
 
 @dataclass(slots=True)
@@ -142,11 +133,11 @@ class Service:
         return session.id
 
     def session(self, session_id: str) -> Session:
-        found = self.sessions.get(session_id)
-        if found is None:
+        session = self.sessions.get(session_id)
+        if session is None:
             raise Gone(f"the session {session_id!r} does not exist: {RESTARTED}")
-        found.last_seen = time.monotonic()
-        return found
+        session.last_seen = time.monotonic()
+        return session
 
     def finish_session(self, session_id: str, *, completed: bool = True) -> None:
         session = self.sessions.pop(session_id, None)
@@ -186,10 +177,10 @@ class Service:
 
     def base(self, name: str) -> BaseModel:
         path = name.rstrip("/")
-        found = self.bases.get(name) or next((base for base in self.bases.values() if path == base.path), None)
-        if found is None:
+        base = self.bases.get(name) or next((each for each in self.bases.values() if path == each.path), None)
+        if base is None:
             raise NotFound(f"the base model {name!r} is not served here; this server has {', '.join(self.bases)}")
-        return found
+        return base
 
     def create_model(
         self, session_id: str, seq: int, base_model: str, spec: AdapterSpec, seed: int, metadata: dict[str, Any]
@@ -207,9 +198,9 @@ class Service:
             return session.models[body.model_seq_id]
         path = TinkerPath.parse(body.path)
         base = self.base(body.base_model or self.checkpoints.find(path).base_model)
-        found = self._checkpoint(path, base)
-        load = partial(_load, checkpoint=found, optimizer=body.optimizer)
-        return self._create(session, body.model_seq_id, base, found.spec, 0, body.user_metadata or {}, load, body.path)
+        saved = self._checkpoint(path, base)
+        load = partial(_load, checkpoint=saved, optimizer=body.optimizer)
+        return self._create(session, body.model_seq_id, base, saved.spec, 0, body.user_metadata or {}, load, body.path)
 
     def _create(
         self, session: Session, seq: int, base: BaseModel, spec: AdapterSpec, seed: int, metadata: dict[str, Any],
@@ -221,7 +212,13 @@ class Service:
         if refusal := self._refusal(spec, size):
             raise TooBusy(refusal)
         model_id = f"{session.id}:train:{seq}"
-        worker = OrderedWorker(model_id, self.requests, lambda: _use_own_stream(base.device))
+
+        def use_own_stream() -> None:
+            """On a GPU each thread has its own stream, so that one client's kernels do not wait for another's."""
+            if base.device.type == "cuda":
+                torch.cuda.set_stream(torch.cuda.Stream(base.device))
+
+        worker = OrderedWorker(model_id, self.requests, use_own_stream)
         model = Model(model_id, session.id, base, spec, size, worker)
         self.models[model_id] = model
         about = {"model_id": model_id, "session": session.id, "user_metadata": {**session.metadata, **metadata}}
@@ -258,11 +255,11 @@ class Service:
         )
 
     def model(self, model_id: str) -> Model:
-        found = self.models.get(model_id)
-        if found is None:
+        model = self.models.get(model_id)
+        if model is None:
             raise NotFound(f"the model {model_id!r} does not exist: {RESTARTED}")
-        self._touch(found.session)
-        return found
+        self._touch(model.session)
+        return model
 
     def _touch(self, session_id: str) -> None:
         if session := self.sessions.get(session_id):
@@ -335,19 +332,19 @@ class Service:
 
         def work() -> Result:
             training_model, _ = model.ready
-            found = self._checkpoint(parsed, model.base)
-            if found.spec != model.spec:
-                raise NotFound(f"{path} has {found.spec}, and {model.id!r} was made with {model.spec}; they must agree")
-            _load(training_model, found, body.optimizer)
+            saved = self._checkpoint(parsed, model.base)
+            if saved.spec != model.spec:
+                raise NotFound(f"{path} has {saved.spec}, and {model.id!r} was made with {model.spec}; they must agree")
+            _load(training_model, saved, body.optimizer)
             return {"type": "load_weights", "path": path, "model_id": model.id}
 
         return model.worker.submit(body.seq_id, "load_weights", work)
 
     def _checkpoint(self, path: TinkerPath, base: BaseModel) -> Checkpoint:
-        found = self.checkpoints.find(path)
-        if found.base_model != base.name:
-            raise NotFound(f"{path} was trained on {found.base_model}, and this is {base.name}")
-        return found
+        checkpoint = self.checkpoints.find(path)
+        if checkpoint.base_model != base.name:
+            raise NotFound(f"{path} was trained on {checkpoint.base_model}, and this is {base.name}")
+        return checkpoint
 
     # sampling
 
@@ -367,7 +364,12 @@ class Service:
         def work() -> Result:
             training_model, _ = model.ready
             version, is_inflight = training_model.version, body.kind == "inflight"
-            weights = model.weights_now(training_model)
+            if version in model.pinned:  # every save of a version has the same copy
+                weights = model.pinned[version]
+            elif model.inflight is not None and model.inflight[0] == version:
+                weights = model.inflight[1]
+            else:
+                weights = PinnedWeights(partial(dict, training_model.snapshot()))
             if is_inflight:
                 model.inflight = version, weights
             else:
@@ -383,47 +385,44 @@ class Service:
 
         return model.worker.submit(body.seq_id, "save_weights_for_sampler", work)
 
-    def create_sampling_session(self, session_id: str, seq: int, base_model: str | None, path: str | None) -> str:
-        session = self.session(session_id)
-        if seq in session.sampling:
-            return session.sampling[seq]
-        sampling_id = f"{session_id}:sample:{seq}"
-        self.sampling[sampling_id] = self._sampling_session(sampling_id, session_id, base_model, path)
-        session.sampling[seq] = sampling_id
-        return sampling_id
+    def create_sampling_session(self, body: CreateSamplingSession) -> str:
+        session, seq = self.session(body.session_id), body.sampling_session_seq_id
+        if seq not in session.sampling:
+            sampling_id = f"{session.id}:sample:{seq}"
+            new = self.new_sampling_session(body.base_model, body.model_path, sampling_id, session.id)
+            self.sampling[sampling_id] = new
+            session.sampling[seq] = sampling_id
+        return session.sampling[seq]
 
-    def unnamed_sampling_session(self, base_model: str | None, path: str | None) -> SamplingSession:
-        """For one request that names a model instead of a session."""
-        return self._sampling_session("", "", base_model, path)
-
-    def _sampling_session(
-        self, sampling_id: str, session_id: str, base_model: str | None, path: str | None
+    def new_sampling_session(
+        self, base_model: str | None, path: str | None, sampling_id: str = "", session_id: str = ""
     ) -> SamplingSession:
+        """A sampling session that is not registered yet; without ids for one request that names a model."""
         if path is None:
             base = self.base(base_model or next(iter(self.bases)))
             return SamplingSession(sampling_id, session_id, base, None, self._base_weights, f"base {base.name}")
         parsed = TinkerPath.parse(path)
         base = self.base(base_model or self.checkpoints.find(parsed).base_model)
-        found = self._checkpoint(parsed, base)
-        key = (path, found.created)  # one that was overwritten since is another one
-        weights = self._path_weights.setdefault(key, PinnedWeights(lambda: weights_of(found)))
-        return SamplingSession(sampling_id, session_id, base, found.spec, weights, parsed.run_id, path)
+        checkpoint = self._checkpoint(parsed, base)
+        key = (path, checkpoint.created)  # one that was overwritten since is another one
+        weights = self._path_weights.setdefault(key, PinnedWeights(lambda: weights_of(checkpoint)))
+        return SamplingSession(sampling_id, session_id, base, checkpoint.spec, weights, parsed.run_id, path)
 
     def sampling_session(self, sampling_id: str) -> SamplingSession:
-        found = self.sampling.get(sampling_id)
-        if found is None:
+        session = self.sampling.get(sampling_id)
+        if session is None:
             raise NotFound(f"the sampling session {sampling_id!r} does not exist: {RESTARTED}")
-        self._touch(found.session)
-        model = self.models.get(found.sampler)
-        if found.is_inflight:
+        self._touch(session.session)
+        model = self.models.get(session.sampler)
+        if session.is_inflight:
             if model is not None and model.inflight is not None:
-                found.version, found.weights = model.inflight
-        elif found.version is not None and model is not None and found.version not in model.pinned:
+                session.version, session.weights = model.inflight
+        elif session.version is not None and model is not None and session.version not in model.pinned:
             raise Gone(
-                f"{sampling_id!r} is at version {found.version}, and the server keeps the newest "
+                f"{sampling_id!r} is at version {session.version}, and the server keeps the newest "
                 f"{self.limits.versions}; save it under a name to keep it longer"
             )
-        return found
+        return session
 
     def sample(
         self, target: SamplingSession, seq_id: int | None, prompt: Sequence[int], turns: Sequence[SamplingParams],
@@ -439,7 +438,14 @@ class Service:
         if seq_id is not None:
             target.requests[seq_id] = request
         asked = SampleRequest(target.weights, prompt, turns, **options)
-        sampler.submit(asked).add_done_callback(lambda found: _sampled(request, found))
+
+        def answer(sampled: Future[SampleResponse]) -> None:
+            if error := sampled.exception():
+                request.future.set_exception(error)
+            else:
+                request.future.set_result(write_sample(sampled.result()))
+
+        sampler.submit(asked).add_done_callback(answer)
         return request
 
     def _sampler(self, target: SamplingSession) -> Sampler:
@@ -464,16 +470,3 @@ def _load(training_model: TrainingModel, checkpoint: Checkpoint, optimizer: bool
     if optimizer and checkpoint.path.kind != "weights":
         raise NotFound(f"{checkpoint.path} was saved for sampling, without the optimizer; load the weights alone")
     training_model.load(checkpoint.folder, optimizer=optimizer)
-
-
-def _sampled(request: Request, found: Future[SampleResponse]) -> None:
-    if error := found.exception():
-        request.future.set_exception(error)
-    else:
-        request.future.set_result(write_sample(found.result()))
-
-
-def _use_own_stream(device: torch.device) -> None:
-    """On a GPU each thread has a stream of its own, so that one client's kernels do not wait for another's."""
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device))

@@ -205,8 +205,12 @@ def _families(rows: Sequence[Array]) -> Iterator[tuple[int, int]]:
     family: list[Array] = []
     shared = 0
     for ids in rows:
-        common = min(_common_length(family[0], ids), shared) if family else 0
-        common = min(common, len(ids) - 1)  # each keeps a token of its own
+        common = 0
+        if family:
+            length = min(len(family[0]), len(ids))
+            differ = np.flatnonzero(family[0][:length] != ids[:length])
+            # each keeps a token of its own
+            common = min(int(differ[0]) if len(differ) else length, shared, len(ids) - 1)
         costs = len(family) * (shared - common) if len(family) > 1 else 0  # tokens that were shared till now
         if family and common >= max(WORTH_SHARING, costs):
             family.append(ids)
@@ -217,12 +221,6 @@ def _families(rows: Sequence[Array]) -> Iterator[tuple[int, int]]:
         family, shared = [ids], len(ids) - 1
     if family:
         yield shared if len(family) > 1 else 0, len(family)
-
-
-def _common_length(a: Array, b: Array) -> int:
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _loss_of(loss: TinkerLoss, batch: Batch, logprobs: Array) -> float:
