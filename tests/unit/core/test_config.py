@@ -276,7 +276,7 @@ class Reads(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         before = dict(self.names)
-        self._hold(ast.Name("self"), "" if node.name == "RunConfig" else BY_CLASS.get(node.name))
+        self._hold(ast.Name("self"), "" if node.name == "_CoreConfig" else BY_CLASS.get(node.name))
         for part in node.body:  # the fields of a dataclass
             if isinstance(part, ast.AnnAssign) and ast.unparse(part.annotation) in BY_CLASS:
                 self.names[f"self.{ast.unparse(part.target)}"] = BY_CLASS[ast.unparse(part.annotation)]
