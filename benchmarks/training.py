@@ -117,7 +117,7 @@ def time_start() -> dict[str, float]:
     """The seconds of each part of a run's start, filled in as they end."""
     from palestra.engine import engine
     from palestra.learner import forward
-    from palestra.train import backend, run
+    from palestra.train import run, setup
 
     parts: dict[str, float] = {}
 
@@ -133,9 +133,9 @@ def time_start() -> dict[str, float]:
         setattr(owner, attribute, call)
 
     timed("load", run, "load_for_run")
-    timed("engine", backend, "policy_for")
+    timed("engine", setup, "policy_for")
     timed("engine_check", engine, "check_logprobs")
-    timed("learner", backend, "LocalLearner")
+    timed("learner", setup, "LocalLearner")
     timed("learner_check", forward, "choose_mode")
     timed("evaluation", run.Run, "_evaluate")
     return parts
