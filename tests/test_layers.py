@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ ONE_FILE = {
     "mcp": "extras/agent_tools/mcp_server.py",
 }
 
-# Lines of Python in src/palestra, and of those the lines outside of extras/; each change of a limit is a commit of its own.
+# Lines of Python in src/palestra, and those outside of extras/; each change of a limit is a commit of its own.
 MOST_LINES, MOST_CORE_LINES = 72_400, 54_000
 IMPORT_MODULES, HELP_MODULES = 30, 200  # limits on loaded modules; 6 and 88 with Python 3.11
 TERMINAL = ("click", "rich")
@@ -197,6 +198,17 @@ def test_every_permission_is_used() -> None:
     used = {(each.package, _target(each.module)) for each in OURS}
     granted = {(package, below) for package, names in MAY_IMPORT.items() for below in names.split()}
     assert not granted - used, f"remove from MAY_IMPORT: {sorted(granted - used)}"
+
+
+def test_the_paths_of_the_design_page_exist() -> None:
+    page = (PACKAGE.parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^- (`[\w/]+\.py`.*): (`.*`)$", page.partition("## Three paths")[2].partition("\n## ")[0], re.M)
+    assert len(lines) > 25
+    for files, names in lines:
+        for file in re.findall(r"`([\w/.]+)`", files):
+            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            there = {node.name for node in ast.walk(_parsed(PACKAGE / file)) if isinstance(node, kinds)}
+            assert set(re.findall(r"`(\w+)`", names)) <= there, file
 
 
 def test_no_module_imports_itself_through_others() -> None:
