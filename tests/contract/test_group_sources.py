@@ -21,7 +21,6 @@ import pytest
 from served import served
 
 from palestra.core.config import RunConfig
-from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group
 from palestra.envs.load import load_env
@@ -299,19 +298,6 @@ def test_a_group_that_the_model_cannot_take_is_told_of_and_left_out(on_the_wire:
     assert group.rollouts[0].turns[1].token_ids.tolist() == [22, 20]
     assert "batch-6/0" in on_the_wire.watcher.notes[-1]
     assert "outside of the vocabulary" in on_the_wire.watcher.notes[-1]
-
-
-def test_whoever_waits_for_groups_can_be_told_to_stop(on_the_wire: Kind) -> None:
-    with closing(on_the_wire.make()) as source:
-        for _ in range(5):
-            on_the_wire.next(source)
-
-        def check() -> None:
-            raise PalestraError("the environment has ended")
-
-        source.check = check
-        with pytest.raises(PalestraError, match="the environment has ended"):
-            on_the_wire.next(source)
 
 
 def test_the_model_is_served_until_the_source_is_closed(on_the_wire: Kind) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
+from palestra.core.show import show_path
 from palestra.extras.atropos.atropos import (
     PACKAGES,
     AtroposEnv,
@@ -124,7 +125,7 @@ def test_a_stopped_run_is_resumed_with_its_file_its_packages_and_its_settings(cl
     assert value(words, "--env.total_steps") == "7"
     assert value(words, "--env.max_token_length") == "99"
     assert words[0] == str(venv_folder(["sympy==1.13.1"]) / "bin/python")
-    assert f"palestra env run-atropos --resume {folder.path}" in cli.error(
+    assert f"palestra env run-atropos --resume {show_path(folder.path)}" in cli.error(
         "train", "--resume", str(folder.path)
     ).replace("\n", "")
     assert "leave them out" in cli("env", "run-atropos", str(DIGITS), "--resume", str(folder.path)).err

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -73,7 +74,8 @@ def pauses(monkeypatch):
     async def sleep(seconds: float) -> None:
         made.append(seconds)
 
-    monkeypatch.setattr(http.time, "sleep", made.append)
+    here, wait = threading.current_thread(), time.sleep  # threads of earlier tests may sleep, too
+    monkeypatch.setattr(http.time, "sleep", lambda s: made.append(s) if threading.current_thread() is here else wait(s))
     monkeypatch.setattr(http.asyncio, "sleep", sleep)
     return made
 
