@@ -93,6 +93,7 @@ def test_a_run_whose_checkpoints_cannot_be_written_warns_and_tries_again(forkser
     assert_equal(folder / "model", straight)
 
 
+@pytest.mark.slow("make test-slow runs the trainings of each kind of failure")
 def test_a_run_that_is_killed_after_failed_checkpoints_resumes_from_the_last_good_one(
     forkserver, tmp_path, straight
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_run_that_is_killed_after_failed_checkpoints_resumes_from_the_last_goo
     assert_equal(folder / "model", straight)
 
 
+@pytest.mark.slow("make test-slow runs the trainings of each kind of failure")
 def test_stages_go_on_without_their_last_checkpoint_and_a_resume_repeats_what_was_not_saved(
     forkserver, tmp_path
 ) -> None:
@@ -155,6 +157,7 @@ def test_a_model_that_cannot_be_written_anywhere_is_one_sentence_with_the_right_
     assert "elsewhere either" in done.text
 
 
+@pytest.mark.slow("make test-slow runs the trainings of each kind of failure")
 def test_a_final_model_that_cannot_be_written_is_in_the_last_checkpoint(forkserver, tmp_path, straight) -> None:
     folder = tmp_path / "run"
     done = train(forkserver, folder, {3: "(folder / '.model.partial').touch()"}, "--checkpoint.every", "2")
@@ -164,6 +167,7 @@ def test_a_final_model_that_cannot_be_written_is_in_the_last_checkpoint(forkserv
     assert_equal(folder / "checkpoints" / "step-000005", straight)
 
 
+@pytest.mark.slow("make test-slow runs the trainings of each kind of failure")
 def test_a_run_that_cannot_save_when_it_is_stopped_names_the_last_good_checkpoint(forkserver, tmp_path) -> None:
     folder = tmp_path / "run"
     stop = f"{SMALLER_THAN_A_CHECKPOINT}; os.kill(os.getpid(), signal.SIGINT)"
@@ -182,6 +186,7 @@ def test_a_run_folder_that_is_deleted_during_the_training_is_one_sentence(forkse
     assert not folder.exists()
 
 
+@pytest.mark.slow("make test-slow runs the trainings of each kind of failure")
 def test_a_run_whose_working_directory_is_deleted_trains_to_its_end(forkserver, tmp_path) -> None:
     working = tmp_path / "working"
     working.mkdir()
