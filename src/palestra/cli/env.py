@@ -68,7 +68,7 @@ def process(
     if (source := find_env(name_or_file)).dialect == "atropos":
         request = request_of(name_or_file, config_file, parameters)
         path = out or Path(f"{slug(source.name)}.jsonl")
-        extras.provided("Atropos environments").process(source.file_path, request, groups, path)
+        extras.provided("runs over the wire").process(source.file_path, request, groups, path)
     env, config, openai = _prepare(console, name_or_file, config_file, parameters)
     path = out or Path(f"{slug(env.name)}.jsonl")
     records: list[dict[str, Any]] = []

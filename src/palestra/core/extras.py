@@ -84,7 +84,6 @@ PROVIDES = {
     "environments of other libraries": "adapters.by_name:BY_NAME",
     "reasoning-gym": "environments.reasoning_gym_tasks:task_names",
     "runs over the wire": "atropos.runs",
-    "Atropos environments": "atropos.runs",
     "arguments of TRL": "trl.arguments:read_arguments",
     "improve()": "improve.improve:improve",
     "the dashboard": "dashboard.app:app_of_runs",
