@@ -70,13 +70,18 @@ def ask_either(request):
 def pauses(monkeypatch):
     """The pauses between attempts, which are not waited for."""
     made: list[float] = []
+    here, wait, wait_async = threading.current_thread(), time.sleep, asyncio.sleep
 
-    async def sleep(seconds: float) -> None:
-        made.append(seconds)
+    def sleep(seconds: float) -> None:  # threads of earlier tests may sleep, too
+        made.append(seconds) if threading.current_thread() is here else wait(seconds)
 
-    here, wait = threading.current_thread(), time.sleep  # threads of earlier tests may sleep, too
-    monkeypatch.setattr(http.time, "sleep", lambda s: made.append(s) if threading.current_thread() is here else wait(s))
-    monkeypatch.setattr(http.asyncio, "sleep", sleep)
+    async def sleep_async(seconds: float, *result: object) -> object:  # and so may their servers
+        if threading.current_thread() is not here:
+            return await wait_async(seconds, *result)
+        return made.append(seconds)
+
+    monkeypatch.setattr(http.time, "sleep", sleep)
+    monkeypatch.setattr(http.asyncio, "sleep", sleep_async)
     return made
 
 
