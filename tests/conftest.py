@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import signal
 import ssl
 import sys
 from contextlib import ExitStack
@@ -18,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 from forkserver import Forkserver
 from workers import run_in_workers
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
 gc.disable()  # while a few thousand modules are imported, of which nothing is garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

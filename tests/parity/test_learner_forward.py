@@ -246,8 +246,8 @@ def test_long_prompts_give_the_plain_gradients(family: str, in_double: Callable[
     assert worst_gradient(in_double(family), groups(LONG_ROWS)) < 1e-9
 
 
-@pytest.mark.parametrize("family", [*DELTA_NETS, "lfm2", "nemotron_h"])
-@pytest.mark.parametrize("min_root", [0, 5])
+@pytest.mark.parametrize("family", ["lfm2", "nemotron_h", *DELTA_NETS])
+@pytest.mark.parametrize("min_root", [0, pytest.param(5, marks=pytest.mark.slow("make test-slow takes both"))])
 def test_prompts_of_many_lengths_give_the_plain_gradients_in_few_calls(
     family: str, min_root: int, in_double: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
