@@ -34,7 +34,7 @@ LONG = (
     "parity/test_engine_cuda_path",
     "parity/test_model_support",
     "parity/test_recurrent_steps",
-    "parity/test_ranks",
+    "extras/ranks/",
     "parity/test_two_processes",
     "parity/test_gguf_llama_cpp",
     "parity/test_step_one",

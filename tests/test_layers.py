@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "extras.improve": "core agents evals models envs policy rollout runs train agent_source trainer cli",
     "extras.judge_check": "core evals rollout cli",
     "extras.plan": "core plan runs cli",
+    "extras.ranks": "core algo learner rollout",
     "extras.ray": "core models policy rollout train",
     "extras.record": "core servers cli",
     "extras.tinker": "core algo engine models learner policy runs servers train cli",
@@ -66,13 +67,13 @@ MAY_IMPORT = {
 
 # library -> the folders whose files may import it at module level. Elsewhere it is imported inside of functions.
 HEAVY = {
-    "torch": "algo engine engine/cpu engine/cuda extras/bench extras/gguf extras/ray extras/tinker "
-    "extras/tinker/client extras/tinker/server learner models models/export policy train",
+    "torch": "algo engine engine/cpu engine/cuda extras/bench extras/gguf extras/ranks extras/ray "
+    "extras/tinker extras/tinker/client extras/tinker/server learner models models/export policy train",
     "transformers": "learner",
     "peft": "",
     "safetensors": "learner models/export train",
-    "numpy": "algo core engine engine/cpu engine/cuda extras/dashboard extras/gguf extras/tinker extras/tinker/client "
-    "extras/tinker/server extras/vllm learner models/chat train",
+    "numpy": "algo core engine engine/cpu engine/cuda extras/dashboard extras/gguf extras/ranks extras/tinker "
+    "extras/tinker/client extras/tinker/server extras/vllm learner models/chat train",
     "triton": "engine/cuda learner",
     "tinker": "extras/tinker/client",
     "ray": "extras/ray",

@@ -24,7 +24,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError
 from palestra.core.extras import provided
 from palestra.core.process_end import run_process
-from palestra.core.ranks import RankFailed, RankVariables, is_first_rank, launch_ranks
+from palestra.core.ranks import RankFailed, RankVariables, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.secrets import redact
 from palestra.core.show import visible
@@ -138,7 +138,7 @@ def run_part(file: Path, part: str) -> int:
     elif part == "env":
         _wire().serve_environment(_wire().environment_request(request, folder), _background_display)
     elif request.nproc > 1 and RankVariables.of_environment() is None:
-        return launch_ranks([sys.executable, "-P", "-m", "palestra.run", str(file), part], request.nproc)
+        return int(provided("--nproc")([sys.executable, "-P", "-m", "palestra.run", str(file), part], request.nproc))
     elif folder.has_begun:
         resume(Resume(folder.path), _background_display, request)
     else:

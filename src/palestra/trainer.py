@@ -20,6 +20,7 @@ from palestra.core.event_loop import outside_event_loop
 from palestra.core.extras import provided
 from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
+from palestra.core.ranks import join
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.envs.base import Environment
 from palestra.envs.factory import FactoryEnv, owns_reward
@@ -337,8 +338,6 @@ def train_task(
 
 def _new_folder(config: RunConfig, name: str, record: Mapping[str, Any], folder: Path | None) -> RunFolder:
     """Make the run folder on the first rank, and use it on all."""
-    from palestra.train.ranks import join
-
     output_dir = Path(config.output_dir)
     run = join(config).from_first(lambda: RunFolder.create(output_dir, name, config, record, at=folder))
     if not run.has_begun:

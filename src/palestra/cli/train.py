@@ -24,7 +24,8 @@ from palestra.cli.settings import EnvCommand, layer, read_settings
 from palestra.cli.summary import print_outcome
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
-from palestra.core.ranks import RankVariables, is_first_rank, launch_ranks
+from palestra.core.extras import provided
+from palestra.core.ranks import RankVariables, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.show import show_path
 from palestra.runs.foreground import refuse_busy
@@ -175,7 +176,7 @@ def _train_in_ranks(nproc: int, resume: str | None, trust: bool) -> int:
         require_trust(run, code_of_run(run.record), trust)  # here, where a question can be answered once
         trust = True
     words = [*(["--trust"] if trust else []), *settings.typed_words()]
-    return launch_ranks([*PALESTRA, "train", *words], nproc)
+    return int(provided("--nproc")([*PALESTRA, "train", *words], nproc))
 
 
 def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:

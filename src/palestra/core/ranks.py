@@ -1,32 +1,24 @@
-"""Several processes that train together: their collectives, and starting them on this machine as torchrun would.
+"""This process among those that train together. Alone it is the only one; `extras/ranks` has the ranks of torchrun.
 
 Every rank runs the same program on the same groups and samples, so what is decided from these is decided alike. The
-first one alone writes files. `train/ranks.py` has the ranks of torchrun.
+first one alone writes files.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from palestra.core.children import ENDING_SIGNALS, end_group, ends_with_parent
 from palestra.core.errors import ServiceError, SettingError, UnsupportedError
-from palestra.core.files import scratch_root
-from palestra.core.secrets import own_environment
+from palestra.core.extras import provided
+
+if TYPE_CHECKING:
+    from palestra.core.config import RunConfig
 
 T = TypeVar("T")
-LAUNCHER = "PALESTRA_LAUNCHER"  # the process that `palestra train --nproc` started the ranks from
-RENDEZVOUS = "PALESTRA_RENDEZVOUS"  # the file by which its ranks find each other; ranks of torchrun have none
 
 
 class RankFailed(ServiceError):
@@ -99,6 +91,12 @@ class RankVariables:
         return cls(rank, size, *local)
 
 
+def join(config: RunConfig) -> Ranks:
+    """The ranks that this process is one of; `ONE_PROCESS` where it was started alone."""
+    place = RankVariables.of_environment()
+    return ONE_PROCESS if place is None else provided("several ranks").join(place, config)
+
+
 def is_first_rank() -> bool:
     """Whether this process writes files and prints; also before the ranks have met."""
     place = RankVariables.of_environment()
@@ -109,68 +107,3 @@ def refuse_ranks(what: str, remedy: str) -> None:
     """PalestraError where several processes would each do by themselves what one should."""
     if place := RankVariables.of_environment():
         raise UnsupportedError(f"{what} runs in one process, and this is one of {place.size} ranks; {remedy}")
-
-
-_POLL_S = 0.1
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-_END_S = 30.0  # the others end by themselves within 10 s after one has; what is left then is killed
-
-
-def launch_ranks(command: Sequence[str], count: int) -> int:
-    """Run the command in `count` processes that are ranks of each other; gives the exit status of the first that
-    failed, or 0.
-
-    Ctrl-C, SIGTERM and SIGHUP become a SIGTERM for each of them: they save a checkpoint together.
-    """
-    with tempfile.TemporaryDirectory(prefix="palestra-ranks-", dir=scratch_root()) as folder:
-        environments, prepare = _environments(count, Path(folder, "rendezvous")), ends_with_parent()
-        ranks = [subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare) for env in environments]
-        try:
-            with _forwarded(ranks):
-                return _wait(ranks)
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    end_group(process.pid)
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    first: tuple[int, int] | None = None  # that failed: its rank and status
-    until = float("inf")
-    while None in (statuses := [process.poll() for process in ranks]) and time.monotonic() < until:
-        if first is None and (failed := [(rank, status) for rank, status in enumerate(statuses) if status]):
-            first, until = failed[0], time.monotonic() + _END_S
-            if first[1] < 0:
-                what = f"rank {first[0]} (process {ranks[first[0]].pid}) was ended by {signal.Signals(-first[1]).name}"
-                print(what, file=sys.stderr, flush=True)
-        time.sleep(_POLL_S)
-    status = first[1] if first else next((status for status in statuses if status), 0)
-    return 128 - status if status < 0 else status
-
-
-def _environments(count: int, rendezvous: Path) -> list[dict[str, str]]:
-    """The variables of each rank.
-
-    The ranks meet in a file that only this user can read, and exchange data over the loopback interface: nothing of
-    them can be reached from another machine. MASTER_ADDR and MASTER_PORT only mark them as ranks, as torchrun does.
-    """
-    shared = {name: _LOOPBACK for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} | own_environment()
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": str(count)}
-    shared |= {"LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid()), RENDEZVOUS: str(rendezvous)}
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-
-
-@contextmanager
-def _forwarded(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    def forward(number: int, frame: FrameType | None) -> None:
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-
-    numbers = [n for n in ENDING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # nohup: SIGHUP
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, *numbers)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

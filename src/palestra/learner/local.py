@@ -23,6 +23,7 @@ from palestra.algo.losses import TokenStats
 from palestra.algo.step_loss import Loss, LossTerms, LossTokens
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, SettingError, UnsupportedModel
+from palestra.core.extras import provided
 from palestra.core.phases import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
@@ -48,14 +49,13 @@ from palestra.learner.micro_batches import (
 )
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.shapes import Shapes
-from palestra.learner.sharding import is_sharded, load_sharded, shard
 
 
 class LocalLearner:
     """Trains one model in place. A sampler that drives the same module sees every step at once.
 
     The model's weights at construction are the KL reference, if `train.beta` asks for one. One of several `ranks` holds
-    its shard of the model and computes its own rows; all of them call the same methods (`FsdpLearner` sees to it).
+    its shard of the model and computes its own rows; all of them call the same methods (`extras/ranks` sees to it).
 
     >>> learner = LocalLearner(model, config=config)                        # doctest: +SKIP
     >>> outputs = learner.forward_backward(batch, StepLoss.of(batch, objective, max_completion_length=256))
@@ -110,7 +110,7 @@ class LocalLearner:
             self._reference = self._scorer if frozen is None else Scorer(frozen, **options)
         if in_shards:
             for scorer in {self._scorer, self._reference} - {None}:
-                shard(scorer, master_weights=config.model.master_weights)
+                provided("models in shards").shard(scorer, master_weights=config.model.master_weights)
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
         self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
         self._packings: WeakKeyDictionary[Batch, tuple[bool, PackedBatch]] = WeakKeyDictionary()
@@ -295,8 +295,8 @@ class LocalLearner:
 
     def load(self, folder: Path) -> None:
         state = learner_state.load(folder, self.model)
-        if is_sharded(folder):  # several ranks wrote it
-            load_sharded(folder, self.optimizer)
+        if (folder / learner_state.SHARDS).is_dir():
+            provided("models in shards").load_sharded(folder, self.optimizer)
         else:
             self.optimizer.load_state_dict(state["optimizer"])
         if self._shapes is not None:

@@ -14,6 +14,7 @@ from palestra.core.errors import PalestraError, SettingError, UnreadableFileErro
 
 STATE = "learner.pt"
 WEIGHTS = "model.safetensors"
+SHARDS = "shards"  # of a checkpoint that several ranks wrote
 ADAPTER = "adapter_model.safetensors"
 
 

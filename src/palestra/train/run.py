@@ -22,6 +22,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, StateError, TrainingError, UserCodeError, text_of
 from palestra.core.files import is_unwritable
 from palestra.core.machine import interpreter_for_many_rollouts
+from palestra.core.ranks import join
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group
 from palestra.evals.capability import Capability
@@ -46,7 +47,6 @@ from palestra.train.group_queue import GroupQueue, queue_for
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.limits import setting_warnings
 from palestra.train.loop import Training
-from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
 from palestra.train.schedule import total_steps
 from palestra.train.setup import Backend, backend_of, load_for_run, use_threads

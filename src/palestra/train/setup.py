@@ -16,9 +16,8 @@ import torch
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
 from palestra.core.extras import BACKENDS, provided
-from palestra.core.ranks import ONE_PROCESS, Ranks
+from palestra.core.ranks import ONE_PROCESS, Ranks, join
 from palestra.learner.base import Learner
-from palestra.learner.fsdp import FsdpLearner
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora, quantization_config
 from palestra.models.export.hf import save_hf, write_tokenizer_and_card
@@ -37,7 +36,6 @@ from palestra.policy.local import sampling_copy
 from palestra.policy.remote import RemotePolicy
 from palestra.runs.limits import count_gpus, require_gpus
 from palestra.train.forecast import kv_memory_for, parameter_count, refuse_what_cannot_fit, with_step_size
-from palestra.train.ranks import join
 
 
 def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
@@ -180,7 +178,7 @@ def local_backend(
     ranks: Ranks = ONE_PROCESS,
 ) -> Backend:
     """A backend that trains in this process."""
-    kind = LocalLearner if ranks.size == 1 else partial(FsdpLearner, ranks=ranks)
+    kind = LocalLearner if ranks.size == 1 else partial(provided("learners of several ranks"), ranks=ranks)
     return Backend(
         config,
         model,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from palestra.core.config import RunConfig
 from palestra.core.conversations import Conversation
 from palestra.core.errors import SettingError, UnsupportedError
+from palestra.core.extras import provided
 from palestra.core.machine import processors
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
@@ -29,7 +30,6 @@ from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import CollectsGroups
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
-from palestra.rollout.shared import SharedCollector
 from palestra.rollout.speakers import token_speakers
 from palestra.rollout.workers import RolloutWorkers, WorkerCollector
 from palestra.train.evaluation import Evaluator
@@ -142,7 +142,7 @@ class EnvironmentTask:
             return parts.policy.group_collector(parts.config, task, training, collector.groups_at_once)
         if parts.workers:
             return WorkerCollector(parts.workers[0], training, collector.groups_at_once)
-        return collector if parts.ranks.size == 1 else SharedCollector(collector, parts.ranks)
+        return collector if parts.ranks.size == 1 else provided("rollouts of several ranks")(collector, parts.ranks)
 
     def _agent_collector(self, parts: Parts, *, training: bool) -> Collector:
         """Our agent loop, with the reward functions."""

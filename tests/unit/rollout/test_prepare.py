@@ -8,12 +8,12 @@ import pytest
 from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 
 from palestra.core.errors import PalestraError
+from palestra.core.extras import provided
 from palestra.core.types import Problem, SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout import collect
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector
-from palestra.rollout.shared import SharedCollector
 from palestra.rollout.speakers import token_speakers
 from palestra.train.group_source import ProblemSource
 
@@ -122,7 +122,7 @@ def test_an_episode_that_does_not_open_is_left_to_the_attempt(world: Prepared, m
 
 
 def test_each_of_several_ranks_prepares_its_own_problems(world: Prepared) -> None:
-    shared = SharedCollector(world.collector, SimpleNamespace(rank=1, size=2))  # type: ignore[arg-type]
+    shared = provided("rollouts of several ranks")(world.collector, SimpleNamespace(rank=1, size=2))  # type: ignore[arg-type]
     asyncio.run(shared.prepare(PROBLEMS, 2))
     world.collect(PROBLEMS[1], PROBLEMS[3])
     assert [episode.prompt[-1].text for episode in world.environment.episodes] == [

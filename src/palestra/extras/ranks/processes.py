@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, ResourceError, ServiceError, SettingError, text_of
-from palestra.core.ranks import LAUNCHER, ONE_PROCESS, RENDEZVOUS, RankFailed, Ranks, RankVariables
+from palestra.core.ranks import RankFailed, Ranks, RankVariables
+from palestra.extras.ranks.launch import LAUNCHER, RENDEZVOUS
 
 log = logging.getLogger("palestra")
 T = TypeVar("T")
@@ -34,12 +35,9 @@ _POLL_S = 1.0
 _joined: TorchRanks | None = None  # torch.distributed is one for a process, too
 
 
-def join(config: RunConfig) -> Ranks:
-    """The ranks that this process is one of; `ONE_PROCESS` where it was started alone."""
+def join(place: RankVariables, config: RunConfig) -> Ranks:
+    """The ranks that this process is one of, which it meets at the first call."""
     global _joined
-    place = RankVariables.of_environment()
-    if place is None:
-        return ONE_PROCESS
     if _joined is None:
         _joined = TorchRanks(place, rank_device(place, config), config.ranks.timeout_s)
         atexit.register(_joined.close)

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from engine_families import tiny_model
 from small_learner import loss_of, make_samples
@@ -33,14 +33,14 @@ from test_learners import BASE, LEARNERS, RATE, Case, model_of, rows
 from palestra.algo.batch import Batch
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
-from palestra.core.ranks import Ranks
+from palestra.core.ranks import Ranks, join
 from palestra.core.types import Group, Problem, Rollout
 from palestra.engine.routing import ExpertRouting
+from palestra.extras.ranks.collector import SharedCollector
+from palestra.extras.ranks.learner import FsdpLearner, share_of_rows
+from palestra.extras.ranks.processes import TorchRanks
 from palestra.learner.base import Learner
-from palestra.learner.fsdp import FsdpLearner, share_of_rows
 from palestra.learner.local import LocalLearner
-from palestra.rollout.shared import SharedCollector
-from palestra.train.ranks import TorchRanks, join
 
 STEPS = 5
 Weights = dict[str, torch.Tensor]
@@ -280,7 +280,7 @@ def killed(ranks: TorchRanks, folder: Path) -> str:
 
 def stuck(ranks: TorchRanks, folder: Path) -> str:
     """The last rank is killed, and the others wait where no signal arrives, as in a kernel of NCCL."""
-    import palestra.train.ranks as module
+    import palestra.extras.ranks.processes as module
 
     module.GRACE_S = 0.3
     if ranks.rank == ranks.size - 1:

@@ -1,4 +1,4 @@
-"""What several ranks refuse, and how rows are divided among them. tests/parity/test_ranks.py has real ranks."""
+"""What several ranks refuse, and how rows are divided among them. tests/extras/ranks/test_parity.py has real ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,8 @@ from palestra.core.errors import PalestraError, ResourceError, SettingError
 from palestra.core.ranks import Ranks, RankVariables
 from palestra.core.types import Sample
 from palestra.envs.load import load_env
-from palestra.learner.fsdp import share_of_rows
-from palestra.train.ranks import rank_device
+from palestra.extras.ranks.learner import share_of_rows
+from palestra.extras.ranks.processes import rank_device
 from palestra.train.tasks import EnvironmentTask, FinishTask, require_ranks_support
 
 PLACE = RankVariables(rank=1, size=4, local_rank=1, local_size=4)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from palestra.core import ranks as launch
 from palestra.core.errors import PalestraError, SettingError
 from palestra.core.ranks import RankVariables, is_first_rank, refuse_ranks
+from palestra.extras.ranks import launch
+
+LAUNCH = "import sys; from palestra.extras.ranks.launch import launch_ranks; raise SystemExit(launch_ranks"
 
 
 def run(code: str, count: int = 2) -> int:
@@ -53,7 +55,7 @@ def test_ctrl_c_is_handed_on_to_every_rank() -> None:
     rank = (
         "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); os.write(1, b'ready '); time.sleep(9)"
     )
-    program = f"from palestra.core.ranks import *; raise SystemExit(launch_ranks([sys.executable, '-c', {rank!r}], 2))"
+    program = f"{LAUNCH}([sys.executable, '-c', {rank!r}], 2))"
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     assert launcher.stdout.read(12) == "ready ready "
@@ -85,7 +87,7 @@ def test_a_process_alone_is_the_first_and_only_rank(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_ranks_end_with_a_launcher_that_is_killed_while_they_start() -> None:
     rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
-    program = f"from palestra.core.ranks import *; raise SystemExit(launch_ranks([sys.executable, '-c', {rank!r}], 2))"
+    program = f"{LAUNCH}([sys.executable, '-c', {rank!r}], 2))"
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline()) for _ in range(2)]
@@ -99,7 +101,7 @@ LISTENERS = """
 import os
 from pathlib import Path
 from palestra.core.config import RunConfig
-from palestra.train.ranks import join
+from palestra.core.ranks import join
 ranks = join(RunConfig.build({"model.device": "cpu"}))
 assert ranks.gather(ranks.rank) == [0, 1]
 names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]

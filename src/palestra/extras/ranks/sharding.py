@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from palestra.core.errors import SettingError, UnreadableFileError
 from palestra.learner.optimizer import Optimizer
 from palestra.learner.patches import decoder_layers
+from palestra.learner.state import SHARDS
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
@@ -60,7 +61,6 @@ def _with_master_weights(trained: list[nn.Parameter], policy: MixedPrecisionPoli
     return MixedPrecisionPolicy(param_dtype=types.pop(), reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-SHARDS = "shards"
 _METADATA = ".metadata"  # torch writes it as a pickle
 _MAX_METADATA_BYTES = 1 << 30
 # The names that .metadata of tensors may hold. BytesStorageMetadata is none of them: torch reads such entries with
@@ -76,11 +76,6 @@ _SAFE_NAMES = {
     },
     "torch.serialization": {"_get_layout"},
 }
-
-
-def is_sharded(folder: Path) -> bool:
-    """Whether several ranks wrote the checkpoint."""
-    return (folder / SHARDS).is_dir()
 
 
 def save_sharded(folder: Path, optimizer: Optimizer) -> None:

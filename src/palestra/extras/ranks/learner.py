@@ -23,11 +23,11 @@ from palestra.core.errors import InputError
 from palestra.core.ranks import Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights
+from palestra.extras.ranks.sharding import load_sharded, load_whole, save_sharded
 from palestra.learner import state as learner_state
 from palestra.learner.base import noop
 from palestra.learner.local import LocalLearner
 from palestra.learner.micro_batches import LocalOutputs
-from palestra.learner.sharding import is_sharded, load_sharded, load_whole, save_sharded
 
 
 def share_of_rows(batch: Batch, ranks: Ranks) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class FsdpLearner:
     def load(self, folder: Path) -> None:
         """Read what any number of ranks saved, or one process."""
         state = learner_state.read(folder)
-        if is_sharded(folder):
+        if (folder / learner_state.SHARDS).is_dir():
             load_sharded(folder, self._local.optimizer)
         else:
             learner_state.load_model(folder, self.model)
