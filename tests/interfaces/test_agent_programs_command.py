@@ -151,7 +151,7 @@ def test_an_mcp_servers_tools_are_offered_by_our_own_loop_and_kept_for_a_resumed
 PEEK = """
 import contextlib, glob, os
 seen = []
-for name in (*glob.glob("**", recursive=True), *glob.glob("/tmp/*"), "cases.jsonl", "data/score.py", *json.loads(PLACES)):
+for name in (*glob.glob("**", recursive=True), *glob.glob("/tmp/*"), "cases.jsonl", *json.loads(PLACES)):
     try:
         seen.append([name, os.listdir(name) if os.path.isdir(name) else open(name).read()])
     except OSError as error:
