@@ -4,11 +4,15 @@
 """
 
 import asyncio
+import ctypes
+import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
 import time
+import traceback
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +22,11 @@ import pytest
 from palestra import Env, EvalSuite, measure
 from palestra.agents.agent import Agent
 from palestra.agents.tools.tool import function_tool
-from palestra.core import calls
+from palestra.cli import main as cli_main
+from palestra.core import calls, time_limit
 from palestra.core.errors import UserCodeError
 from palestra.core.types import Message, SamplingParams, ToolCall
-from palestra.envs import running, suite_env
+from palestra.envs import problems, running, suite_env
 from palestra.envs.running import RunningEnv
 from palestra.rollout import agent_loop, collect, rewards
 from palestra.rollout.agent_loop import AttemptLimits
@@ -34,6 +39,9 @@ HANG_S = 20.0
 SIZE = 2  # attempts in a group
 RELEASED = threading.Event()  # ends the calls that hang
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="rollout.workers forks processes")
+
+
+leave = os._exit  # `palestra` replaces it
 
 
 class OwnBase(BaseException):
@@ -137,7 +145,7 @@ KINDS = {
     "cancels its task": cancel_this_task,
     "signal.setitimer": alarmed,
     "fork and os._exit": exit_a_fork,
-    "sleeps": lambda: RELEASED.wait(HANG_S * 2),
+    "sleeps": RELEASED.wait,
     "nan": lambda: float("nan"),
     "inf": lambda: float("inf"),
     "None": lambda: None,
@@ -145,13 +153,16 @@ KINDS = {
     "deep": deep,
     "lambda": lambda: lambda: 1,
     "generator": lambda: (KINDS["pytest.fail"]() for _ in range(2)),
+    "sleeping generator": lambda: (RELEASED.wait() for _ in range(2)),
     "lock": threading.Lock,
     "bytes": lambda: b"\xff",
     "bad repr": BadRepr,
     "10^400": lambda: 10**400,
     "str": lambda: "\x00",
 }
+ENDING: dict[str, Any] = {"segfault": lambda: ctypes.string_at(0), "os._exit(0)": lambda: os._exit(0)}
 WELL = "well"  # of the problem at which nothing goes wrong
+ALL = [*KINDS, *ENDING, WELL]
 QUICK = ("pytest.fail", "CancelledError", "SystemExit", "text that raises", "cancels its task", "BaseExceptionGroup")
 ENV_HOOKS = (
     "tool", "async tool", "make_problem", "start", "step", "score", "async score", "score_group", "score_turns",
@@ -163,7 +174,7 @@ HOOKS = (*ENV_HOOKS, *SUITE_HOOKS)
 
 def do(here: str, hook: str, kind: str) -> Any:
     """Misbehave if this place is the one that does."""
-    return KINDS[kind]() if here == hook and kind != WELL else None
+    return (KINDS | ENDING)[kind]() if here == hook and kind != WELL else None
 
 
 class Items:
@@ -173,12 +184,12 @@ class Items:
         self.hook = hook
 
     def __len__(self):
-        return len(KINDS) + 1
+        return len(ALL)
 
     def __getitem__(self, index):
-        kind = [*KINDS, WELL][index]
-        if self.hook == "make_problem" and kind not in ("sleeps", "KeyboardInterrupt", WELL):
-            made = KINDS[kind]()
+        kind = ALL[index]
+        if self.hook == "make_problem":
+            made = do("make_problem", self.hook, kind)
             if made is not None:
                 return made
         return {"input": "Look it up.", "kind": kind}
@@ -247,7 +258,7 @@ def suite_of(hook: str) -> Any:
     measures = [measure(judged), measure(judged_slowly)]
     if hook == "group measure":
         measures.append(measure(group=True)(lambda contexts: do("group measure", hook, contexts[0].case.row["kind"])))
-    records = [{"input": "Look it up.", "kind": kind} for kind in (*KINDS, WELL)]
+    records = [{"input": "Look it up.", "kind": kind} for kind in ALL]
     context_fn = (lambda row: do("context_fn", hook, row["kind"])) if hook == "context_fn" else None
     suite = EvalSuite.from_records(records, measures=measures, context_fn=context_fn)
     return suite_env.SuiteEnvironment(Agent("hostile", tools=[look]), suite)
@@ -283,7 +294,7 @@ class Run:
 
     def __init__(self, hook: str, workers: int) -> None:
         self.environment = environment_of(hook)
-        self.problems = list(self.environment.problems("train"))
+        self.problems = self.environment.problems("train")
         self.runner = asyncio.Runner()
         self._hook, self._workers = hook, None
         self.collector: Any = self._collector()
@@ -307,7 +318,7 @@ class Run:
 
     def collect(self, kind: str) -> str:
         """What came of the attempts at the problem of this kind."""
-        problem = self.problems[[*KINDS, WELL].index(kind)]
+        problem = self.problems[ALL.index(kind)]
 
         async def collected() -> Any:
             async with asyncio.timeout(HANG_S):
@@ -340,17 +351,16 @@ def outcome(rollout: Any) -> str:
 def shorten_limits(patch: Any) -> None:
     for module, name in (
         (running, "STEP_TIMEOUT_S"), (agent_loop, "STEP_TIMEOUT_S"), (suite_env, "MEASURE_TIMEOUT_S"),
-        (rewards, "REWARD_TIMEOUT_S"), (collect, "CLOSE_LIMIT_S"),
+        (rewards, "REWARD_TIMEOUT_S"), (collect, "CLOSE_LIMIT_S"), (problems, "MAKE_LIMIT_S"),
+        (time_limit, "BLOCKED_S"), (running, "NAMED_AFTER_S"),
     ):  # fmt: skip
         patch(module, name, LIMIT_S)
     patch(collect.Opener.open, "__defaults__", (LIMIT_S,))
 
 
 def ends_the_process(hook: str, kind: str, workers: int) -> bool:
-    """As Ctrl-C does; nothing ends a blocked event loop, or a problem that is not made."""
-    if hook == "make_problem":
-        return kind in ("KeyboardInterrupt", "sleeps")
-    return (kind == "KeyboardInterrupt" and not workers) or (kind == "sleeps" and hook.startswith("async"))
+    """As Ctrl-C does. Problems are made in the trainer's process in any case."""
+    return kind == "KeyboardInterrupt" and (not workers or hook == "make_problem")
 
 
 @pytest.fixture
@@ -389,14 +399,16 @@ def test_user_code_that_raises_anything_fails_no_more_than_its_attempts(hook, wo
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_no_misbehaviour_of_user_code_ends_or_stops_the_run(hook, workers, short_limits):
-    assert len(attempts(hook, workers, KINDS)) >= len(KINDS) - 2
+    found = attempts(hook, workers, KINDS)
+    assert len(found) >= len(KINDS) - 1
+    assert hook == "close" or found["sleeps"] != "no effect"
 
 
 @linux_only
 def test_a_problem_that_cannot_be_sent_to_a_worker_fails_that_call_alone(short_limits):
     run = Run("tool", 1)
     try:
-        run.problems[0] = replace(run.problems[0], row={"kind": "None", "function": lambda: 1})
+        run.problems = [replace(run.problems[0], row={"function": lambda: 1}), *run.problems[1:]]
         with pytest.raises(RuntimeError, match="cannot be sent"):
             run.collect(next(iter(KINDS)))
         assert run.collect(WELL) == "no effect"
@@ -415,30 +427,103 @@ def test_a_setup_that_misbehaves_is_reported_with_its_name(kind):
     assert error is None or error.startswith("Hostile.setup raised")
 
 
+@linux_only
+def test_a_setup_that_does_not_return_is_named():
+    assert "Hostile.setup has not returned for 0.3 s" in child_that("setup", "sleeps", 0, ends_with="not returned")[1]
+
+
+def child_that(hook: str, kind: str, workers: int, ends_with: str = "") -> tuple[int | None, str]:
+    """The exit code and the output of the command's process in which user code misbehaves; None: it did not end."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        cli_main.cli.main = lambda **_: print(misbehave(hook, kind, workers))
+        code = 99
+        try:
+            cli_main.main()
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        leave(code)
+    os.close(write)
+    text, until = b"", time.monotonic() + HANG_S
+    while time.monotonic() < until and not (ends_with and ends_with in text.decode()):
+        if select.select([read], [], [], 0.1)[0]:
+            if not (chunk := os.read(read, 1 << 16)):
+                break
+            text += chunk
+    else:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return None, text.decode()
+    os.close(read)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.decode()
+
+
+def misbehave(hook: str, kind: str, workers: int) -> str:
+    shorten_limits(setattr)
+    if hook == "setup":
+        RunningEnv(type("Hostile", (Env,), {"setup": lambda self: (KINDS | ENDING)[kind]()})())
+        return "no effect"
+    return Run(hook, workers).collect(kind)
+
+
+LEGEND = """\
+A: the attempt fails with the text. C: the call fails. V: no verdict. –: no effect. E: the process ends with one
+sentence and an exit code other than 0; of a segfault, with the code that crashed. S: a sentence before the run.
+N: a warning names it after a while, here and until it returns. Left of the slash without workers, right of it with one.
+HANGS, ENDS: must not be.
+
+"""
+
+
 def table() -> str:
     """The outcomes as Markdown."""
+    ending = {
+        (hook, kind, workers): end_cell(hook, kind, workers)
+        for workers in (0, 1)
+        for hook in (*HOOKS, "setup")
+        for kind in (*KINDS, *ENDING)
+        if kind in ENDING or ends_the_process(hook, kind, workers) or (hook, kind) == ("setup", "sleeps")
+    }  # first: a process with threads is not to fork
     shorten_limits(setattr)
-    lines = [
-        "A: the attempt fails with the text. C: the call fails. V: no verdict. –: no effect. "
-        "E: the run ends, as by Ctrl-C. B: a blocked event loop, named after 5 s. Left of the slash without workers, "
-        "right of it with one.\n",
-        f"| | {' | '.join((*HOOKS, 'setup'))} |",
-        "| --- |" + " --- |" * (len(HOOKS) + 1),
-    ]
     cells = {(hook, workers): cells_of(hook, workers) for hook in HOOKS for workers in (0, 1)}
-    for kind in KINDS:
-        row = [f"{cells[hook, 0][kind]}/{cells[hook, 1][kind]}" for hook in HOOKS]
-        lines.append(f"| {kind} | {' | '.join((*row, setup_cell(kind)))} |")
-    return "\n".join(lines) + "\n"
+    lines = [f"| | {' | '.join((*HOOKS, 'setup'))} |", "| --- |" + " --- |" * (len(HOOKS) + 1)]
+    for kind in (*KINDS, *ENDING):
+        row = [
+            "/".join(ending.get((hook, kind, workers)) or cells[hook, workers][kind] for workers in (0, 1))
+            for hook in HOOKS
+        ]
+        lines.append(f"| {kind} | {' | '.join((*row, ending.get(('setup', kind, 0)) or setup_cell(kind)))} |")
+    return LEGEND + "\n".join(lines) + "\n"
+
+
+def end_cell(hook: str, kind: str, workers: int) -> str:
+    """Of what may end the process."""
+    is_named = (hook, kind) == ("setup", "sleeps")
+    code, text = child_that(hook, kind, workers, ends_with="not returned" if is_named else "")
+    print(f"{hook} {workers} {kind}: exit code {code}, {text[:200]!r}", file=sys.stderr, flush=True)
+    if is_named:
+        return "N" if "not returned" in text else "HANGS"
+    if code is None:
+        return "HANGS"
+    said = [line for line in text.splitlines() if line.startswith(("Error: ", "Stopped."))]
+    is_told = len(said) == 1 or (not said and "Fatal Python error: " in text)
+    return "–" if text.startswith("no effect") else "E" if code and is_told and "Traceback" not in text else "ENDS"
 
 
 def cells_of(hook: str, workers: int) -> dict[str, str]:
     run, cells = Run(hook, workers), {}
     for kind in KINDS:
         if ends_the_process(hook, kind, workers):
-            cells[kind] = {"sleeps": "B", "KeyboardInterrupt": "E"}[kind]
             continue
         began = time.perf_counter()
+        faulthandler.dump_traceback_later(3 * HANG_S, exit=True)
         try:
             text = run.collect(kind)
             cells[kind] = {"attempt": "A", "call": "C", "no verdict": "V", "no effect": "–"}[
@@ -453,16 +538,15 @@ def cells_of(hook: str, workers: int) -> dict[str, str]:
             f"{hook} {workers} {kind}: {text[:150]!r} {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True
         )
     run.close()
+    faulthandler.cancel_dump_traceback_later()
     return cells
 
 
 def setup_cell(kind: str) -> str:
-    if kind in ("sleeps", "KeyboardInterrupt"):
-        return "no limit" if kind == "sleeps" else "E"
     try:
         RunningEnv(type("Hostile", (Env,), {"setup": lambda self: KINDS[kind]()})())
     except UserCodeError:
-        return "a sentence before the run"
+        return "S"
     except BaseException:
         return "ENDS"
     return "–"

@@ -12,6 +12,7 @@ from palestra.agent_source import AgentOptions
 from palestra.api import GRPOTrainer
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
+from palestra.envs.sandbox.sandbox import why_not
 
 PROGRAM = """
 import json, os, sys, urllib.request
@@ -145,3 +146,57 @@ def test_an_mcp_servers_tools_are_offered_by_our_own_loop_and_kept_for_a_resumed
         assert rollout["tool_names"] == ["double", "count", "whoami", "fail", "die"]
         assert rollout["messages"][0]["text"] == "Use the tools."
     assert AgentOptions.from_record(run.record["agent_options"]).mcp == mcp[1:]
+
+
+PEEK = """
+import contextlib, glob, os
+seen = []
+for name in (*glob.glob("**", recursive=True), *glob.glob("/tmp/*"), "cases.jsonl", *json.loads(PLACES)):
+    try:
+        seen.append([name, os.listdir(name) if os.path.isdir(name) else open(name).read()])
+    except OSError as error:
+        seen.append([name, error.strerror])
+for name in ("cases.jsonl", "data/score.py"):
+    for act in (os.remove, lambda name: os.rename(name, "away"), lambda name: open(name, "w")):
+        with contextlib.suppress(OSError):
+            act(name)
+print(json.dumps(seen), file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or why_not() is not None, reason=f"no user namespaces: {why_not()}")
+@pytest.mark.parametrize("place", ["beside the program", "elsewhere"])
+def test_a_program_in_the_sandbox_sees_no_answers_and_no_run_and_works_otherwise(cli, program, tmp_path, place):
+    folder = tmp_path if place == "beside the program" else tmp_path / "sub"
+    (folder / "data").mkdir(parents=True)
+    cases = Path("cases.jsonl").rename(folder / "cases.jsonl")
+    measure = Path("score.py").rename(folder / "data" / "score.py")
+    places = [str(path) for path in (cases, measure, Path("runs").absolute(), Path.home())]
+    Path("agent.py").write_text(PROGRAM + PEEK.replace("PLACES", repr(json.dumps(places))))
+    Path("notes.txt").write_text("of the program")
+    tmp_path.chmod(0o755)  # of root's programs in the sandbox, which run as another user
+    files = ["--cases", str(cases), "--measure", f"{measure}:even"]
+    trained = cli.ok("train", *program[:2], *files, *SMALL, "--agent.sandbox", "true", "--checkpoint.every", "1")
+    assert "can read the answers" not in trained.err
+    run = RunFolder.open(Path(json.loads(trained.out)["run_dir"]).absolute())
+    assert run.path.is_relative_to(tmp_path)
+    rollouts = list(run.rollouts())
+    assert len(rollouts) == 4
+    for rollout in rollouts:
+        assert rollout["info"]["exit_code"] == 0
+        seen = rollout["info"]["stderr"]
+        assert "of the program" in seen
+        assert "red lamp" not in seen
+        assert "def even" not in seen
+        assert run.path.name not in seen
+        assert json.loads(seen)
+    assert "red lamp" in cases.read_text()
+    assert measure.read_text() == SCORE
+
+
+def test_without_the_sandbox_it_is_told_at_the_start_which_answers_the_program_can_read(cli, program):
+    Path("more.py").write_text("def short(ctx):\n    return len(ctx.program.stdout) < 9\n")
+    err = cli.ok("train", *program, "--measure", "more.py:short", *SMALL).err
+    (warning,) = (line for line in err.splitlines() if "can read the answers" in line)
+    assert "can read the answers in cases.jsonl, score.py, more.py; agent.sandbox hides them" in warning
+    assert err.index(warning) < err.index("scoring before")

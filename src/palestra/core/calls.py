@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
-import logging
 import os
 import signal
 import threading
@@ -22,20 +21,16 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from palestra.core.errors import CallTimeout, UserCodeExit, text_of
+from palestra.core.time_limit import USER_CODE, limit_blocking
 
 MAX_HUNG_CALLS = 500
 MAX_IDLE_THREADS = 512
 SLOW_S = 0.01  # a call that takes longer keeps its thread to itself
 NO_BLOCK_AFTER_SLOW_S = 1.0  # how long the event loop does not block for quick calls after a slow one
 DELIVER_EVERY_S = 0.002
-BLOCKED_S = 5.0  # how long async user code may block the event loop before a warning names it
-
-_USER_CODE = "user code "  # begins the names of its tasks
-
-log = logging.getLogger("palestra")
 
 
 class OutOfThreads(BaseException):
@@ -219,7 +214,6 @@ class _Worker:
 
 _idle_workers: list[_Worker] = []
 _queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _CallQueue] = WeakKeyDictionary()
-_watched: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 _hung_in_workers = 0
 _hung: set[_Call] = set()  # ran past their limit; a thread cannot be ended from outside
 os.register_at_fork(after_in_child=_idle_workers.clear)  # a forked child has no threads but its own
@@ -241,15 +235,15 @@ def note_hung_calls(change: int) -> None:
 async def call_with_limit(fn: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any) -> Any:
     """The result of `fn`: async functions run on this event loop, all others in a thread.
 
-    What `fn` raises is raised; what is no Exception, as UserCodeExit. Running past the limit raises CallTimeout, and
-    too many calls that do so OutOfThreads.
+    What `fn` raises is raised; what is no Exception, as UserCodeExit. Running past the limit raises CallTimeout, also
+    in async code that blocks the event loop, and too many calls that do so OutOfThreads.
     """
     if inspect.iscoroutinefunction(fn):
-        return await _within(timeout_s, _awaited(fn(*args, **kwargs)))
+        return await _within(timeout_s, _awaited(fn(*args, **kwargs), timeout_s))
     call = _start(partial(fn, *args, **kwargs))
     if await _ended_immediately((call,)) and not inspect.isawaitable(call.value):
         return call.result()
-    return await _within(timeout_s, _outcome(call), (call,))
+    return await _within(timeout_s, _outcome(call, timeout_s), (call,))
 
 
 async def calls_with_limit(fns: Iterable[Callable[[], Any]], *, timeout_s: float) -> list[Any]:
@@ -257,7 +251,7 @@ async def calls_with_limit(fns: Iterable[Callable[[], Any]], *, timeout_s: float
     calls = [_start(fn) for fn in fns]
     if await _ended_immediately(calls):
         return [call.result() for call in calls]
-    return list(await _within(timeout_s, asyncio.gather(*map(_outcome, calls)), calls))
+    return list(await _within(timeout_s, asyncio.gather(*(_outcome(call, timeout_s) for call in calls)), calls))
 
 
 async def _ended_immediately(calls: Sequence[_Call]) -> bool:
@@ -270,39 +264,25 @@ async def _ended_immediately(calls: Sequence[_Call]) -> bool:
     return all(call.delivered for call in calls)
 
 
-async def _outcome(call: _Call) -> Any:
+async def _outcome(call: _Call, timeout_s: float) -> Any:
     if not call.delivered:
         call.waiter = asyncio.get_running_loop().create_future()
         await call.waiter
     result = call.result()
-    return await _awaited(result) if inspect.isawaitable(result) else result
+    return await _awaited(result, timeout_s) if inspect.isawaitable(result) else result
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
+async def _awaited(result: Awaitable[Any], timeout_s: float) -> Any:
     """The outcome of async user code: in a task of its own, so that it cannot cancel ours."""
-    loop, name = asyncio.get_running_loop(), getattr(result, "__qualname__", "")
-    if loop not in _watched:
-        _watched.add(loop)
-        threading.Thread(target=_warn_of_blocking, args=[loop], name="palestra-blocked", daemon=True).start()
 
     async def run() -> Any:
+        limit_blocking(timeout_s)
         with user_code():
             return await result
 
+    name = getattr(result, "__qualname__", "")
     with user_code():
-        return await loop.create_task(run(), name=f"{_USER_CODE}{name}")
-
-
-def _warn_of_blocking(loop: asyncio.AbstractEventLoop) -> None:
-    """Name async user code that does not return to the event loop."""
-    last, count = None, 0
-    while not loop.is_closed():
-        time.sleep(BLOCKED_S / 5)
-        task = asyncio.current_task(loop)
-        last, count = task, count + 1 if task is last else 0
-        if count == 5 and task is not None and (name := task.get_name()).startswith(_USER_CODE):
-            text = "%s blocks the event loop, for %g s so far; await what it waits for, or make it a plain function"
-            log.warning(text, name.removeprefix(_USER_CODE), BLOCKED_S)
+        return await asyncio.get_running_loop().create_task(run(), name=f"{USER_CODE}{name}")
 
 
 async def _within(timeout_s: float, outcome: Awaitable[Any], calls: Sequence[_Call] = ()) -> Any:

@@ -12,10 +12,12 @@ from typing import Any, overload
 from palestra.core.calls import user_code
 from palestra.core.errors import InputError, UserCodeError, text_of
 from palestra.core.messages import as_messages
+from palestra.core.time_limit import time_limit
 from palestra.core.types import Problem
 from palestra.envs.base import Split
 
 _MAX_DRAWS = 500  # for one problem, before a split counts as empty
+MAKE_LIMIT_S = 300.0  # for one problem
 
 
 def as_problem(item: Any, problem_id: str) -> Problem:
@@ -130,7 +132,7 @@ class ProblemList(Sequence[Problem]):
         if at not in self._made:
             problem_id = f"{self.split}-{at}"
             try:
-                with user_code():
+                with time_limit(MAKE_LIMIT_S), user_code():
                     self._made[at] = as_problem(self.items[at], problem_id)
             except Exception as error:
                 reason = text_of(error, f"making problem {problem_id}")
@@ -144,7 +146,7 @@ def problem_list(items: Any, split: Split, limit: int) -> ProblemList:
         items = list(itertools.islice(items, limit))
     if isinstance(items, LazyProblems):
         try:
-            with user_code():
+            with time_limit(MAKE_LIMIT_S), user_code():
                 items[0]
         except NoProblem:
             if split == "train":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from palestra.core.calls import call_with_limit, user_code
 from palestra.core.errors import PalestraError, RolloutError, UserCodeError, text_of
 from palestra.core.messages import as_messages, with_text
 from palestra.core.text import shorten
+from palestra.core.time_limit import time_limit
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.envs.env import Env, env_name, tool_methods
@@ -23,6 +25,7 @@ from palestra.evals.measures import Measure, as_score
 from palestra.models.chat.toolcalls import strip_reasoning
 
 STEP_TIMEOUT_S = 300.0
+NAMED_AFTER_S = 60.0  # a method that the run waits for
 log = logging.getLogger("palestra")
 
 
@@ -48,7 +51,8 @@ class EnvEpisode:
         if type(self.env).step is Env.step and not self.error:  # most environments answer nothing
             return ()
         reply = await self._call("step", messages)
-        return () if reply is None else as_messages(reply)
+        with time_limit(STEP_TIMEOUT_S), user_code():  # of a generator
+            return () if reply is None else as_messages(reply)
 
     async def score(self, messages: Sequence[Message], tool_results: Sequence[ToolResult]) -> Mapping[str, Score]:
         self.env.tool_results = tuple(tool_results)
@@ -164,11 +168,17 @@ class RunningEnv:
         return [episode.as_scores(verdict) for episode, verdict in zip(episodes, verdicts, strict=True)]
 
     def _required(self, method: str, call: Any) -> Any:
-        """Call a method that the run needs before any attempt; what it raises ends the run."""
+        """Call a method that the run needs before any attempt, which may take long; what it raises ends the run."""
+        name = f"{type(self.env).__name__}.{method}"
+        slow = threading.Timer(NAMED_AFTER_S, log.warning, ["%s has not returned for %g s", name, NAMED_AFTER_S])
+        slow.daemon = True
+        slow.start()
         try:
             with user_code():
                 return call()
         except PalestraError:
             raise
         except Exception as error:
-            raise UserCodeError(f"{type(self.env).__name__}.{method} raised {text_of(error)}") from error
+            raise UserCodeError(f"{name} raised {text_of(error)}") from error
+        finally:
+            slow.cancel()

@@ -16,6 +16,7 @@ from typing import Any
 from palestra.core.calls import call_with_limit, user_code
 from palestra.core.errors import UserCodeError, text_of
 from palestra.core.messages import prompt_length, to_dict
+from palestra.core.time_limit import time_limit
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.envs.base import Episode
 
@@ -133,7 +134,7 @@ class RewardFunctions:
             values = await call_with_limit(
                 self._locked, name, {**arguments, **log_functions}, problem, timeout_s=REWARD_TIMEOUT_S
             )
-            with user_code():  # of a generator
+            with time_limit(REWARD_TIMEOUT_S), user_code():  # of a generator
                 return _checked(values, count)
         except Exception as error:
             self._failures[name] += 1

@@ -1,12 +1,13 @@
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
 
-from palestra.core import calls
+from palestra.core import calls, time_limit
 from palestra.core.calls import OutOfThreads, call_with_limit, calls_with_limit, hung_calls, user_code
 from palestra.core.errors import CallTimeout, UserCodeExit, text_of
 
@@ -236,13 +237,74 @@ def test_what_a_signal_handler_raises_is_not_the_failure_of_the_code_that_it_int
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_async_code_that_blocks_the_event_loop_is_named(monkeypatch):
-    monkeypatch.setattr(calls, "BLOCKED_S", 0.05)
-    warned, seen = threading.Event(), []
-    monkeypatch.setattr(calls.log, "warning", lambda text, *values: (seen.append(values[0]), warned.set()))
+@pytest.fixture
+def named(monkeypatch):
+    """The names of async code that blocks the event loop for 0.05 s."""
+    names = []
+    monkeypatch.setattr(time_limit, "BLOCKED_S", 0.05)
+    monkeypatch.setattr(time_limit.log, "warning", lambda text, *values: names.append(values[0].rpartition(".")[2]))
+    return names
 
+
+def test_async_code_that_blocks_the_event_loop_is_named(named):
     async def look_up():
-        warned.wait(20)
+        while not named:
+            time.sleep(0.01)
 
     asyncio.run(call_with_limit(look_up, timeout_s=30))
-    assert [name.rpartition(".")[2] for name in seen] == ["look_up"]
+    assert named == ["look_up"]
+
+
+def sleep_for_ever():
+    time.sleep(10**6)
+
+
+def loop_for_ever():
+    while True:
+        pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signal ends a waiting call")
+@pytest.mark.parametrize("block", [sleep_for_ever, loop_for_ever, lambda: threading.Event().wait()])
+@pytest.mark.parametrize("in_task_of_its_own", [False, True])
+def test_async_code_that_blocks_the_event_loop_for_ever_is_stopped(named, block, in_task_of_its_own):
+    async def blocks():
+        await asyncio.sleep(0)
+        block()
+
+    async def look_up():
+        await (asyncio.wait_for(asyncio.create_task(blocks()), 1000) if in_task_of_its_own else blocks())
+
+    async def main():
+        for _ in range(2):
+            with pytest.raises(CallTimeout, match=r"blocked the event loop for more than 0.1 s and was stopped"):
+                await call_with_limit(look_up, timeout_s=0.1)
+        return await call_with_limit(asyncio.sleep, 0.2, "still works", timeout_s=5)
+
+    assert asyncio.run(main()) == "still works"
+    assert named == ["blocks" if in_task_of_its_own else "look_up"] * 2
+
+
+def test_our_own_work_on_the_event_loop_is_not_stopped(named):
+    """Such as a step of the engine, which a judge's request may have started."""
+
+    async def main():
+        exec(compile("async def drive(sleep): sleep(0.5)", "drive", "exec"), names := {"__name__": "palestra.policy"})
+
+        async def judge():
+            asyncio.get_running_loop().create_task(names["drive"](time.sleep))
+            await asyncio.sleep(0.05)
+
+        await call_with_limit(judge, timeout_s=0.1)
+
+    with pytest.raises(CallTimeout, match="took longer than"):
+        asyncio.run(main())
+    assert named == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signal ends a waiting call")
+@pytest.mark.parametrize("block", [sleep_for_ever, loop_for_ever])
+def test_a_time_limit_in_the_main_thread_ends_waiting_and_computing(block):
+    with pytest.raises(time_limit.TimeLimitError, match="longer than its time limit"), time_limit.time_limit(0.1):
+        block()
+    time.sleep(0.2)  # nothing comes later

@@ -16,6 +16,7 @@ from palestra.agents.tools.tool import Tool
 from palestra.core.calls import call_with_limit, user_code
 from palestra.core.errors import did_you_mean, text_of
 from palestra.core.text import encodable, shorten
+from palestra.core.time_limit import time_limit
 from palestra.core.types import ToolCall, ToolResult
 
 MAX_ERROR_CHARS = 300
@@ -163,9 +164,10 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float,
     except Exception as error:
         return failed(text_of(error, call.name), raised=True)
     try:
-        with user_code():  # of a generator or an object with a text of its own
-            plain = to_jsonable_python(value, fallback=str)
-        text = value if isinstance(value, str) else json.dumps(plain, ensure_ascii=False)
+        text = value
+        if not isinstance(value, str):
+            with time_limit(timeout_s), user_code():  # of a generator or an object with a text of its own
+                text = json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
         content = encodable(text)
     except Exception as error:
         kind = f"{type(value).__name__}, which has no text form"
@@ -181,5 +183,5 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> A
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or "signal only works in main thread" not in text_of(error):
             raise
-    with user_code():
+    with time_limit(timeout_s), user_code():
         return tool.fn(**arguments)
