@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from palestra.core.calls import TimeLimitError, time_limit
 from palestra.core.errors import NotFoundError, UnreadableFileError, UserCodeError
-from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.extras.gguf.config import config_from_gguf
 from palestra.extras.gguf.file import open_gguf
 from palestra.models import adapters

@@ -1,5 +1,6 @@
 """Calls user code (tools, measures, environments) with a time limit, without blocking the event loop for long.
 
+`time_limit` is for pure Python code that runs in the calling thread, such as a chat template.
 A call in a burst of 64 takes 20 to 30 µs here, and 100 to 150 µs by `anyio.to_thread` or an executor (2 cores). With
 five calls in a rollout that would be 0.5 ms more for each rollout, several percent of a step on a GPU.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import inspect
 import logging
 import os
@@ -106,13 +108,7 @@ class _CallQueue:
         self.loop_is_blocked = False  # until `idle` is set
         self._no_block_until = 0.0
         self._loop = loop
-        self._watched = self._waking = False
-
-    def submit(self, call: _Call) -> None:
-        self.waiting.append(call)
-        if not self._watched:
-            self._watched = True
-            self._loop.call_soon(self._watch)  # after all tasks that are ready now have submitted their calls
+        self.is_watched = self._waking = False
 
     def wake(self) -> None:
         """Called by workers when there are outcomes."""
@@ -129,7 +125,7 @@ class _CallQueue:
             if call.waiter is not None and not call.waiter.done():  # it may have timed out
                 call.waiter.set_result(None)
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Give waiting calls a worker, or twice as many as run slow calls; deliver outcomes."""
         self._deliver()
         with self.lock:
@@ -146,9 +142,9 @@ class _CallQueue:
             self.idle.wait(SLOW_S)
             self.loop_is_blocked = False
             self._deliver()
-        self._watched = bool(self.waiting or self.workers)
-        if self._watched:
-            self._loop.call_later(SLOW_S, self._watch)
+        self.is_watched = bool(self.waiting or self.workers)
+        if self.is_watched:
+            self._loop.call_later(SLOW_S, self.watch)
 
     def _add_workers(self, count: int) -> None:
         for _ in range(count):
@@ -184,24 +180,21 @@ class _Worker:
 
     def _work(self) -> None:
         while True:
-            self._drain(self.queues.get())
+            queue, woken = self.queues.get(), time.perf_counter()
+            while (call := self._next(queue)) is not None:
+                try:
+                    with user_code():
+                        call.value = call.context.run(call.run)
+                except BaseException as caught:
+                    call.error = caught
+                call.ended = True
+                queue.outcomes.append(call)
+                if not queue.waiting or time.perf_counter() - woken > DELIVER_EVERY_S:
+                    queue.wake()
+                    woken = time.perf_counter()
             if len(_idle_workers) >= MAX_IDLE_THREADS:
                 return
             _idle_workers.append(self)
-
-    def _drain(self, queue: _CallQueue) -> None:
-        woken = time.perf_counter()
-        while (call := self._next(queue)) is not None:
-            try:
-                with user_code():
-                    call.value = call.context.run(call.run)
-            except BaseException as caught:
-                call.error = caught
-            call.ended = True
-            queue.outcomes.append(call)
-            if not queue.waiting or time.perf_counter() - woken > DELIVER_EVERY_S:
-                queue.wake()
-                woken = time.perf_counter()
 
     def _next(self, queue: _CallQueue) -> _Call | None:
         with queue.lock:
@@ -333,9 +326,63 @@ def _cancel(calls: Iterable[_Call]) -> None:
 
 def _start(fn: Callable[[], Any]) -> _Call:
     loop = asyncio.get_running_loop()
-    call = _Call(fn, contextvars.copy_context())
     queue = _queues.get(loop)
     if queue is None:
         queue = _queues[loop] = _CallQueue(loop)
-    queue.submit(call)
+    queue.waiting.append(call := _Call(fn, contextvars.copy_context()))
+    if not queue.is_watched:
+        queue.is_watched = True
+        loop.call_soon(queue.watch)  # after all tasks that are ready now have submitted their calls
     return call
+
+
+_CHECK_EVERY_S = 0.1
+_deadlines: dict[int, float] = {}  # by thread, of the bodies that run and have not expired
+_expiry = threading.Lock()  # the end of a body and its expiry exclude each other
+_has_deadlines = threading.Event()
+_watchdog: threading.Thread | None = None
+os.register_at_fork(after_in_child=_deadlines.clear)
+
+
+class TimeLimitError(Exception):
+    """Raised inside a body that takes too long."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitError in the body if it takes longer. Works in any thread; does not interrupt a call into C.
+
+    One thread watches all limits: a template is rendered hundreds of times in a step, too often to start a thread.
+    Limits of one thread cannot be nested.
+    """
+    global _watchdog
+    if _watchdog is None or not _watchdog.is_alive():  # a forked child has only the thread that forked
+        _watchdog = threading.Thread(target=_end_expired, name="palestra-time-limit", daemon=True)
+        _watchdog.start()
+    thread = threading.get_ident()
+    _deadlines[thread] = time.monotonic() + seconds
+    _has_deadlines.set()
+    try:
+        yield
+    finally:
+        with _expiry:
+            if _deadlines.pop(thread, None) is None:  # the error may still be pending: it must not hit later code
+                _raise_in(thread, None)
+
+
+def _end_expired() -> None:
+    while True:
+        _has_deadlines.wait()
+        _has_deadlines.clear()  # before the check: a limit that begins now sets it again
+        while _deadlines:
+            time.sleep(_CHECK_EVERY_S)
+            now = time.monotonic()
+            with _expiry:
+                for thread in [thread for thread, deadline in _deadlines.copy().items() if now > deadline]:
+                    del _deadlines[thread]
+                    _raise_in(thread, TimeLimitError)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, StateError, StorageError, TrainingError, text_of
-from palestra.core.phases import phases
+from palestra.core.machine import phases
 from palestra.core.ranks import ONE_PROCESS, RankFailed, Ranks
 from palestra.core.run_folder import step_folder, step_of
 from palestra.core.types import Group

@@ -14,9 +14,9 @@ from functools import cached_property
 from importlib import resources
 from typing import Any, Literal
 
+from palestra.core.calls import TimeLimitError, time_limit
 from palestra.core.errors import UnsupportedError, UserCodeError
 from palestra.core.messages import to_dict
-from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.callformats import FORMATS, CallFormat, format_of
 
