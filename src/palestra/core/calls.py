@@ -221,7 +221,9 @@ os.register_at_fork(after_in_child=_queues.clear)
 
 def hung_calls() -> int:
     """Number of calls that still run in their threads after their time limit, here and in worker processes."""
-    _hung.difference_update([call for call in _hung if call.ended])
+    for call in list(_hung):
+        if call.ended:
+            _hung.discard(call)
     return len(_hung) + _hung_in_workers
 
 

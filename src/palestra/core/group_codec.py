@@ -307,14 +307,15 @@ def _message_from_fields(fields: Mapping[str, Any]) -> Message:
 
 def _message_fields(message: Message) -> dict[str, Any]:
     """As `asdict`, without its copies: there are thousands of records in a step."""
+    calls = []
+    for call in message.tool_calls:
+        calls.append({"id": call.id, "name": call.name, "arguments": call.arguments, "error": call.error})
+        if call.format:
+            calls[-1]["format"] = call.format
     return {
         "role": message.role,
         "text": message.text,
-        "tool_calls": [
-            {"id": call.id, "name": call.name, "arguments": call.arguments, "error": call.error}
-            | ({"format": call.format} if call.format else {})
-            for call in message.tool_calls
-        ],
+        "tool_calls": calls,
         "tool_call_id": message.tool_call_id,
         "name": message.name,
     }
