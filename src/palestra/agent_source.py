@@ -61,6 +61,14 @@ def load_agent_file(path: str | None) -> AgentFile:
         trained, _ = hold_out(suite, held_out)
     except PalestraError as error:
         raise InputError(f"{source}: {error}") from None
+    config = getattr(module, "config", {})
+    if isinstance(config, GRPOTrainingConfig):
+        config = config.to_run_config(len(trained)).model_dump()
+    if not isinstance(config, Mapping):
+        raise InputError(
+            f"{source}: `config` is a {type(config).__name__}; expected a dict such as {{'train.max_steps': 50}} "
+            "or a GRPOTrainingConfig"
+        )
     return AgentFile(
         source=source,
         agent=as_agent(_required(module, "agent", source)),
@@ -68,7 +76,7 @@ def load_agent_file(path: str | None) -> AgentFile:
         held_out=held_out,
         measures=getattr(module, "measures", None),
         reward_weights=getattr(module, "reward_weights", None),
-        config=_config(getattr(module, "config", {}), len(trained), source),
+        config=config,
     )
 
 
@@ -102,17 +110,6 @@ def _required(module: ModuleType, name: str, source: str) -> Any:
     if not hasattr(module, name):
         raise InputError(f"{source} defines no `{name}`. {_EXPECTED}, and may define held_out, measures and config")
     return getattr(module, name)
-
-
-def _config(value: Any, cases: int, source: str) -> Mapping[str, Any]:
-    if isinstance(value, GRPOTrainingConfig):
-        return value.to_run_config(cases).model_dump()
-    if isinstance(value, Mapping):
-        return value
-    raise InputError(
-        f"{source}: `config` is a {type(value).__name__}; expected a dict such as {{'train.max_steps': 50}} "
-        "or a GRPOTrainingConfig"
-    )
 
 
 @dataclass(frozen=True)
@@ -179,12 +176,12 @@ class AgentOptions:
         self._check()
         if self.cases is not None and agent_file is None:
             agent = Agent(Path(self.cases).stem, _DEFAULT_MODEL, self.instructions or "")
-            file = AgentFile("", agent, self._suite(), self._held_out(), None, None, {})
+            file = AgentFile("", agent, EvalSuite.from_jsonl(self.cases), self._held_out(), None, None, {})
             file, agent, config = _with_settings(file, settings)
         else:
             file, agent, config = open_agent_file(agent_file, settings)
             if self.cases is not None:
-                file = replace(file, suite=self._suite(), held_out=self._held_out())
+                file = replace(file, suite=EvalSuite.from_jsonl(self.cases), held_out=self._held_out())
         if self.measure:
             file = replace(file, measures=[import_function(spec, "--measure") for spec in self.measure])
         return file, self._agent(agent), config
@@ -227,9 +224,6 @@ class AgentOptions:
     @property
     def is_program(self) -> bool:
         return self._is_started_here or self.agent_port is not None
-
-    def _suite(self) -> EvalSuite:
-        return EvalSuite.from_jsonl(str(self.cases))
 
     def _held_out(self) -> EvalSuite | float:
         if self.held_out is None:

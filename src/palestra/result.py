@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,30 +162,27 @@ class GRPOTrainingResult:
             stop_token_ids=chat.stop_token_ids,
             seed=seed,
         )
-        with self._sampler() as policy:
+        policy = self._policy
+        policy.wake()
+        policy.update(Weights(policy.version + 1, dict, self.model))
+        try:
             answering = converse(policy, chat, messages, chosen, AttemptLimits(sampling))
             rollout = outside_event_loop(lambda: asyncio.run(answering))
+        finally:
+            policy.sleep()
         if rollout.error:
             raise StateError(f"the model could not answer: {rollout.error}")
         return strip_reasoning(rollout.messages[-1].text).strip()
 
     @cached_property
     def _policy(self) -> Policy[Any]:
-        """The sampler of `generate`, with the self-check and captured kernels that all calls share."""
+        """The sampler of `generate`, with the self-check and captured kernels that all calls share.
+
+        Between calls it holds no KV cache.
+        """
         from palestra.policy.build import build_policy
 
         return build_policy(self.model, self.tokenizer, "auto")
-
-    @contextlib.contextmanager
-    def _sampler(self) -> Iterator[Policy[Any]]:
-        """The sampler with the model's weights as they are now; between calls it holds no KV cache."""
-        policy = self._policy
-        policy.wake()
-        policy.update(Weights(policy.version + 1, dict, self.model))
-        try:
-            yield policy
-        finally:
-            policy.sleep()
 
     def _as_tool(self, tool: Any) -> Tool:
         if not isinstance(tool, Mapping):

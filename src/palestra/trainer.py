@@ -146,19 +146,24 @@ class GRPOTrainer:
         return save_hf(self.model, self.tokenizer, folder)
 
     def _resolve(self, problems: int | None) -> RunConfig:
-        layer: Mapping[str, Any]
+        overrides = {
+            "model.name": self.model_name,
+            "model.dtype": self.torch_dtype,
+            "model.device": self.device_map,
+        }
+        overrides = {key: value for key, value in overrides.items() if value is not None}
         match self._config:
             case GRPOTrainingConfig():
-                layer = self._config.to_run_config(problems).model_dump()
+                config = self._config.to_run_config(problems)
             case RunConfig():
-                layer = self._config.model_dump()
+                config = self._config
             case Mapping() | None:
-                layer = dict(self._config or {})
+                return RunConfig.build(self._config or {}, overrides)
             case other:
                 kind = type(other).__name__
                 raise SettingError(f"config is of type {kind}; expected a dict of settings or a GRPOTrainingConfig")
-        overrides = {"name": self.model_name, "dtype": self.torch_dtype, "device": self.device_map}
-        return RunConfig.build(dict(layer), {"model": {key: v for key, v in overrides.items() if v is not None}})
+        changes = {key: value for key, value in overrides.items() if config.value(key) != value}
+        return config.with_settings(changes) if changes else config
 
     def _load(self, config: RunConfig, *, training: bool = True) -> Any:
         if self._loaded is None:
@@ -321,7 +326,13 @@ def train_task(
         chosen = config()
         objective = CustomObjective.of(chosen.train, **functions)  # before the model is loaded
         loaded = load(chosen)  # a model that cannot be loaded leaves no run folder behind
-        run = _new_folder(chosen, name, record, folder)
+        ranks, output_dir = join(chosen), Path(chosen.output_dir)
+        run = ranks.from_first(lambda: RunFolder.create(output_dir, name, chosen, record, at=folder))
+        if not run.has_begun:
+            raise NotFoundError(
+                f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir that "
+                "all machines share"
+            )
     on_folder(run)
 
     def train() -> Outcome:
@@ -334,15 +345,3 @@ def train_task(
                 return built.train()
 
     return run, outside_event_loop(train)
-
-
-def _new_folder(config: RunConfig, name: str, record: Mapping[str, Any], folder: Path | None) -> RunFolder:
-    """Make the run folder on the first rank, and use it on all."""
-    output_dir = Path(config.output_dir)
-    run = join(config).from_first(lambda: RunFolder.create(output_dir, name, config, record, at=folder))
-    if not run.has_begun:
-        raise NotFoundError(
-            f"{run.path.absolute()}, which rank 0 has made, is not there on this machine; give an output_dir that "
-            "all machines share"
-        )
-    return run

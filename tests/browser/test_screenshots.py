@@ -8,8 +8,8 @@ import make_runs
 import pytest
 
 from palestra.extras.agent_tools.launcher import FormLauncher
+from palestra.extras.agent_tools.locks import load_site
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
 pytestmark = pytest.mark.slow("make test-browser drives a Chromium")

@@ -3,8 +3,8 @@
 import pytest
 
 from palestra.extras.agent_tools.launcher import FormLauncher
+from palestra.extras.agent_tools.locks import load_site
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
 SLOW = pytest.mark.slow("make test-browser trains in the browser")

@@ -11,10 +11,10 @@ from typing import Any
 from palestra.core.run_folder import RunFolder
 from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
+from palestra.extras.agent_tools.locks import Site
 from palestra.extras.agent_tools.pending_run import PendingRunConfig
 from palestra.models.loading import load_model
 from palestra.runs.index import UnknownRun
-from palestra.runs.locks import Site
 from palestra.runs.manager import Run, RunManager, RunRequest
 
 PALESTRA = [sys.executable, "-c", "from palestra.cli.main import main; main()"]

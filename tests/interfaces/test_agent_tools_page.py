@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from palestra.extras.agent_tools import TOOL_NAMES
-from palestra.runs.locks import RequestLimits, Site
+from palestra.extras.agent_tools.locks import RequestLimits, Site
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agent_tools.md").read_text(encoding="utf-8")
 

@@ -13,7 +13,7 @@ import yaml
 from doc_pages import PAGES, ROOT, blocks, name_of, wrong_names
 
 from palestra.core.config import RunConfig, read_yaml_config
-from palestra.runs.locks import Site
+from palestra.extras.agent_tools.locks import Site
 
 SHORT = {
     "train": {"max_steps": 1, "problems_per_step": 1},

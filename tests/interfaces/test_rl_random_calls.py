@@ -15,7 +15,7 @@ import pytest
 
 from palestra.extras.agent_tools import TOOL_NAMES, RlTools
 from palestra.extras.agent_tools import tools as tools_module
-from palestra.runs.locks import RequestLimits, Site
+from palestra.extras.agent_tools.locks import RequestLimits, Site
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rl_agent

@@ -20,12 +20,12 @@ from palestra.extras.agent_tools import RlTools, coroutines, get_missing_keys, v
 from palestra.extras.agent_tools.answers import Refusal
 from palestra.extras.agent_tools.endpoints import OPENROUTER_MODELS, Candidate
 from palestra.extras.agent_tools.inference import _scores, _summary
+from palestra.extras.agent_tools.locks import RequestLimits, Site
 from palestra.extras.agent_tools.pending_run import PendingRunConfig
 from palestra.extras.agent_tools.tools import TOOLS
 from palestra.extras.atropos.atropos import PACKAGES, env_process_environment
 from palestra.policy.openai import OpenAISettings
 from palestra.runs.index import Index
-from palestra.runs.locks import RequestLimits, Site
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import process_environment
 

@@ -23,9 +23,9 @@ from palestra.envs.load import env_class
 from palestra.extras.adapters.by_name import BY_NAME
 from palestra.extras.agent_tools import RlTools, mcp_server, pending_run
 from palestra.extras.agent_tools.endpoints import Candidate, Relay
+from palestra.extras.agent_tools.locks import RequestLimits, Site, locked_settings
 from palestra.extras.agent_tools.tools import Clients
 from palestra.runs.index import TooManyRuns
-from palestra.runs.locks import RequestLimits, Site, locked_settings
 from palestra.runs.manager import RunManager, RunRequest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interfaces"))

@@ -19,10 +19,10 @@ from starlette.routing import Route
 
 from palestra.core.errors import SettingError
 from palestra.extras.agent_tools import RlTools, mcp_server
+from palestra.extras.agent_tools.locks import Site
 from palestra.extras.agent_tools.tools import Clients
 from palestra.extras.atropos.protocol import ScoredGroup
 from palestra.extras.atropos.server import trajectory_app
-from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 from palestra.servers import body, web
 from palestra.servers.body import read_body

@@ -7,8 +7,8 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Rollout, Score, ToolCall
-from palestra.runs.tracking.base import Trackers
-from palestra.runs.tracking.open import open_trackers
+from palestra.runs.tracking.base import Tracker
+from palestra.runs.tracking.services import open_trackers
 
 
 def silence_services(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -36,7 +36,7 @@ def attempts() -> list[Group]:
     return [Group("p1", tuple(rollouts))]
 
 
-def track(folder: Path, report_to: list[str], steps: range, resume_after: int | None) -> Trackers:
+def track(folder: Path, report_to: list[str], steps: range, resume_after: int | None) -> Tracker:
     """Open trackers on a folder, write the loss of some steps (half the step), close."""
     folder.mkdir(exist_ok=True)
     config = RunConfig.build({"track": {"report_to": report_to, "project": "gym"}})

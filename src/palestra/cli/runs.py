@@ -35,8 +35,7 @@ from palestra.evals.findings import recorded_findings
 from palestra.evals.run_report.charts import curves_svg
 from palestra.runs.compare import ComparedRun, differing_keys
 from palestra.runs.compare import compared as compared_run
-from palestra.runs.manager import RunManager
-from palestra.runs.prune import cache_garbage, run_garbage
+from palestra.runs.manager import RunManager, cache_garbage, run_garbage
 from palestra.runs.reader import Run, RunReader, results
 
 _PARTS = ("trainer", "env", "api", "supervisor")

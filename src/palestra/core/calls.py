@@ -101,13 +101,7 @@ class _CallQueue:
         self.loop_is_blocked = False  # until `idle` is set
         self._no_block_until = 0.0
         self._loop = loop
-        self._watched = self._waking = False
-
-    def submit(self, call: _Call) -> None:
-        self.waiting.append(call)
-        if not self._watched:
-            self._watched = True
-            self._loop.call_soon(self._watch)  # after all tasks that are ready now have submitted their calls
+        self.is_watched = self._waking = False
 
     def wake(self) -> None:
         """Called by workers when there are outcomes."""
@@ -124,7 +118,7 @@ class _CallQueue:
             if call.waiter is not None and not call.waiter.done():  # it may have timed out
                 call.waiter.set_result(None)
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Give waiting calls a worker, or twice as many as run slow calls; deliver outcomes."""
         self._deliver()
         with self.lock:
@@ -141,9 +135,9 @@ class _CallQueue:
             self.idle.wait(SLOW_S)
             self.loop_is_blocked = False
             self._deliver()
-        self._watched = bool(self.waiting or self.workers)
-        if self._watched:
-            self._loop.call_later(SLOW_S, self._watch)
+        self.is_watched = bool(self.waiting or self.workers)
+        if self.is_watched:
+            self._loop.call_later(SLOW_S, self.watch)
 
     def _add_workers(self, count: int) -> None:
         for _ in range(count):
@@ -179,24 +173,21 @@ class _Worker:
 
     def _work(self) -> None:
         while True:
-            self._drain(self.queues.get())
+            queue, woken = self.queues.get(), time.perf_counter()
+            while (call := self._next(queue)) is not None:
+                try:
+                    with user_code():
+                        call.value = call.context.run(call.run)
+                except BaseException as caught:
+                    call.error = caught
+                call.ended = True
+                queue.outcomes.append(call)
+                if not queue.waiting or time.perf_counter() - woken > DELIVER_EVERY_S:
+                    queue.wake()
+                    woken = time.perf_counter()
             if len(_idle_workers) >= MAX_IDLE_THREADS:
                 return
             _idle_workers.append(self)
-
-    def _drain(self, queue: _CallQueue) -> None:
-        woken = time.perf_counter()
-        while (call := self._next(queue)) is not None:
-            try:
-                with user_code():
-                    call.value = call.context.run(call.run)
-            except BaseException as caught:
-                call.error = caught
-            call.ended = True
-            queue.outcomes.append(call)
-            if not queue.waiting or time.perf_counter() - woken > DELIVER_EVERY_S:
-                queue.wake()
-                woken = time.perf_counter()
 
     def _next(self, queue: _CallQueue) -> _Call | None:
         with queue.lock:
@@ -222,7 +213,9 @@ os.register_at_fork(after_in_child=_queues.clear)
 
 def hung_calls() -> int:
     """Number of calls that still run in their threads after their time limit, here and in worker processes."""
-    _hung.difference_update([call for call in _hung if call.ended])
+    for call in list(_hung):
+        if call.ended:
+            _hung.discard(call)
     return len(_hung) + _hung_in_workers
 
 
@@ -313,9 +306,11 @@ def _cancel(calls: Iterable[_Call]) -> None:
 
 def _start(fn: Callable[[], Any]) -> _Call:
     loop = asyncio.get_running_loop()
-    call = _Call(fn, contextvars.copy_context())
     queue = _queues.get(loop)
     if queue is None:
         queue = _queues[loop] = _CallQueue(loop)
-    queue.submit(call)
+    queue.waiting.append(call := _Call(fn, contextvars.copy_context()))
+    if not queue.is_watched:
+        queue.is_watched = True
+        loop.call_soon(queue.watch)  # after all tasks that are ready now have submitted their calls
     return call

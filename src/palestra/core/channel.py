@@ -15,10 +15,17 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from palestra.core.errors import PalestraError, StateError, text_of
 from palestra.core.types import (
+    EMPTY_LOGPROBS,
+    EMPTY_VERSIONS,
+    Array,
+    Finish,
     Group,
     Lineage,
+    Maker,
     Message,
     Rollout,
     SamplingParams,
@@ -26,8 +33,6 @@ from palestra.core.types import (
     ToolCall,
     ToolResult,
     Turn,
-    turn_from_bytes,
-    turn_to_bytes,
 )
 
 _READ_BYTES = 1 << 18
@@ -207,8 +212,24 @@ def _pickled(batch: list[tuple[Any, ...]]) -> bytes:
     return buffer.getvalue()
 
 
-def _reduced(turn: Turn) -> tuple[Any, ...]:
-    return turn_from_bytes, turn_to_bytes(turn)
+def _turn_from_bytes(
+    maker: Maker, token_ids: bytes, logprobs: bytes, versions: bytes, finish: Finish | None, routing: Array | None
+) -> Turn:
+    """The turn, whose arrays are not checked again."""
+    turn: Turn = object.__new__(Turn)
+    object.__setattr__(turn, "maker", maker)
+    object.__setattr__(turn, "token_ids", np.frombuffer(token_ids, np.int32))
+    object.__setattr__(turn, "logprobs", np.frombuffer(logprobs, np.float32) if logprobs else EMPTY_LOGPROBS)
+    object.__setattr__(turn, "versions", np.frombuffer(versions, np.int32) if versions else EMPTY_VERSIONS)
+    object.__setattr__(turn, "finish", finish)
+    object.__setattr__(turn, "routing", routing)
+    return turn
+
+
+def _turn_to_bytes(turn: Turn) -> tuple[Any, ...]:
+    """A turn as a call with the bytes of its arrays, which is pickled in a third of the time."""
+    arrays = turn.token_ids.tobytes(), turn.logprobs.tobytes(), turn.versions.tobytes()
+    return _turn_from_bytes, (turn.maker, *arrays, turn.finish, turn.routing)
 
 
 def _by_fields(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -220,6 +241,6 @@ def _by_fields(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
 _DATACLASSES = (Message, ToolCall, ToolResult, SamplingParams, Score, Lineage, Rollout, Group)
 _REDUCERS: dict[type[Any], Callable[[Any], Any]] = {
     **copyreg.dispatch_table,
-    Turn: _reduced,
+    Turn: _turn_to_bytes,
     **{kind: _by_fields(kind) for kind in _DATACLASSES},
 }

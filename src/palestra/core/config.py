@@ -179,11 +179,19 @@ class _CoreConfig(Section):
         flat: dict[str, Any] = {}
         for layer in layers:
             flat |= flatten(layer)
-        for key in flat:
+        nested: dict[str, Any] = {}
+        for key, value in flat.items():
             if key in REMOVED_SETTINGS:
                 raise SettingError(unknown_setting(key, ()))
+            *path, name = key.split(".")
+            inner = nested
+            for section in path:
+                below = inner.get(section)
+                inner[section] = below = dict(below) if isinstance(below, dict) else {}
+                inner = below
+            inner[name] = value
         try:
-            return cls.model_validate(_nested(flat))
+            return cls.model_validate(nested)
         except ValidationError as error:
             raise SettingError(explain(error, list(cls.keys()))) from None
 
@@ -219,13 +227,13 @@ class _CoreConfig(Section):
     @classmethod
     def settings(cls) -> dict[str, FieldInfo]:
         """Every setting by its dotted key."""
-        found: dict[str, FieldInfo] = {}
+        settings: dict[str, FieldInfo] = {}
         for name, info in cls.model_fields.items():
             if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-                found |= {f"{name}.{key}": inner for key, inner in info.annotation.model_fields.items()}
+                settings |= {f"{name}.{key}": inner for key, inner in info.annotation.model_fields.items()}
             else:
-                found[name] = info
-        return found
+                settings[name] = info
+        return settings
 
 
 # the sections that extras declare; an extra whose folder is missing has none
@@ -246,20 +254,6 @@ if TYPE_CHECKING:
 else:
     _more = {name: (section, Field(default_factory=section)) for name, section in EXTRA_SECTIONS.items()}
     RunConfig = create_model("RunConfig", __base__=_CoreConfig, __module__=__name__, **_more)
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as nested sections, the reverse of `flatten`."""
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, name = key.split(".")
-        inner = nested
-        for section in path:
-            below = inner.get(section)
-            inner[section] = below = dict(below) if isinstance(below, dict) else {}
-            inner = below
-        inner[name] = value
-    return nested
 
 
 def explain(error: ValidationError, known: list[str]) -> str:
@@ -370,14 +364,14 @@ def flatten(data: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in data.items():
         key = f"{prefix}{name}"
-        found = {}
+        settings = {}
         if isinstance(value, Mapping) and key not in known:  # a setting may be an object itself
-            found = flatten(value, f"{key}.")
+            settings = flatten(value, f"{key}.")
         elif value is not None or not any(k.startswith(f"{key}.") for k in known):
-            found = {key: value}
-        if twice := sorted(flat.keys() & found):
+            settings = {key: value}
+        if twice := sorted(flat.keys() & settings):
             raise SettingError(f"{twice[0]} is given twice, in its section and by its dotted name; keep one of them")
-        flat |= found
+        flat |= settings
     return flat
 
 
@@ -398,11 +392,9 @@ def translate(flat: dict[str, Any], where: str) -> dict[str, Any]:
         if name in out:
             twice = " and ".join(k for k in flat if TRANSLATIONS.get(k, k) == name)
             raise SettingError(f"{where}: {twice} are one setting; keep one of them")
-        out[name] = _trackers(value, where) if key == "wandb.enabled" else value
+        if key == "wandb.enabled":
+            if not isinstance(value, bool):
+                raise SettingError(f"{where}: wandb.enabled is {value!r}; expected true or false")
+            value = ["wandb"] if value else []
+        out[name] = value
     return out
-
-
-def _trackers(enabled: Any, where: str) -> list[str]:
-    if not isinstance(enabled, bool):
-        raise SettingError(f"{where}: wandb.enabled is {enabled!r}; expected true or false")
-    return ["wandb"] if enabled else []

@@ -367,9 +367,3 @@ class TrackSection(Section):
     def shows_transcripts(self, step: int) -> bool:
         """The first step has a table, too: it shows early what the agent does."""
         return self.transcripts_every > 0 and (step == 1 or step % self.transcripts_every == 0)
-
-    def records_rollouts(self, step: int) -> bool:
-        return self.rollouts_every > 0 and step % self.rollouts_every == 0
-
-    def records_tokens(self, step: int) -> bool:
-        return self.records_rollouts(step) and self.tokens_every > 0 and step % self.tokens_every == 0

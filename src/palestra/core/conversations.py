@@ -101,7 +101,12 @@ def _to_chat(record: Json) -> Json:
     if "steps" in record or "conversations" in record:
         return provided("traces of other programs")(record)
     if "prompt" in record and "completion" in record:
-        record = {**record, "messages": _prompt_and_completion(record["prompt"], record["completion"])}
+        asked, said = record["prompt"], record["completion"]  # TRL's form: texts or messages
+        asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        said = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+        # what the assistant says in the prompt is not trained
+        asked = [{**message, "weight": 0} if message.get("role") == "assistant" else message for message in asked]
+        record = {**record, "messages": [*asked, *said]}
     if not isinstance(record.get("messages"), list):
         raise ValueError(f"the format of an object with the keys {sorted(record)} is not known; use {FORMATS}")
     blocks = [b for m in record["messages"] if isinstance(m.get("content"), list) for b in m["content"]]
@@ -121,24 +126,17 @@ def _without_function_call(message: Json) -> Json:
     return message
 
 
-def _prompt_and_completion(prompt: Any, completion: Any) -> list[Json]:
-    """TRL's form: texts or messages. What the assistant says in the prompt is not trained."""
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    return [*({**message, "weight": 0} if message.get("role") == "assistant" else message for message in asked), *said]
-
-
 def chat_tools(tools: Any) -> list[Json]:
     """Schemas in the form of chat templates; datasets often have them as JSON text."""
     if isinstance(tools, str):
         tools = read_json(tools) if tools.strip() else []
     if not isinstance(tools or [], list):
         raise ValueError('"tools" is not a list of schemas')
-    found = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()]
-    for tool in found:
+    schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()]
+    for tool in schemas:
         if not isinstance(tool["function"].get("name"), str):
             raise ValueError(f"a tool has no name: {tool!r:.100}; only function tools are supported")
-    return found
+    return schemas
 
 
 def conversation_of(
@@ -181,7 +179,10 @@ def _with_results_named(messages: Sequence[Message]) -> Iterator[Message]:
         if message.role != "tool" and waiting:
             raise ValueError(f"the call of {_names(waiting)} has no result before message {i}; add a tool message")
         if message.role == "assistant":
-            waiting = {call.id: _checked(call, i) for call in message.tool_calls}
+            for made in message.tool_calls:
+                if made.error is not None or not made.name:
+                    raise ValueError(f"message {i}: {made.error or 'a tool call has no name'}")
+            waiting = {call.id: call for call in message.tool_calls}
             if len(waiting) < len(message.tool_calls):
                 raise ValueError(f"two calls of message {i} have the same id; give each its own")
         elif message.role == "tool":
@@ -192,12 +193,6 @@ def _with_results_named(messages: Sequence[Message]) -> Iterator[Message]:
                 raise ValueError(f"message {i} is the result of call {message.tool_call_id!r}; {known}")
             message = replace(message, tool_call_id=call.id, name=call.name)
         yield message
-
-
-def _checked(call: ToolCall, index: int) -> ToolCall:
-    if call.error is not None or not call.name:
-        raise ValueError(f"message {index}: {call.error or 'a tool call has no name'}")
-    return call
 
 
 def _names(calls: Mapping[str, ToolCall]) -> str:
@@ -216,25 +211,21 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         whole = read_json(text)
     except ValueError:
-        yield from _lines(path, text)
+        for number, line in enumerate(text.split("\n"), start=1):  # not splitlines(): JSON may hold other separators
+            if not line.strip():
+                continue
+            try:
+                yield f"{path}, line {number}", read_json(line)
+            except ValueError as error:
+                raise UnreadableFileError(
+                    f"{path}, line {number} is not valid JSON ({error}); write one JSON object per line, "
+                    "or one JSON document"
+                ) from None
         return
     if isinstance(whole, list):
         yield from ((f"{path}, entry {i}", each) for i, each in enumerate(whole, start=1))
     else:
         yield f"{path}, line {1 + text[: len(text) - len(text.lstrip())].count(chr(10))}", whole
-
-
-def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines(): JSON may hold other separators
-        if not line.strip():
-            continue
-        try:
-            yield f"{path}, line {number}", read_json(line)
-        except ValueError as error:
-            raise UnreadableFileError(
-                f"{path}, line {number} is not valid JSON ({error}); write one JSON object per line, "
-                "or one JSON document"
-            ) from None
 
 
 def _reason(error: Exception) -> str:

@@ -44,7 +44,7 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False, with_routing: bool
     `with_routing` adds the experts that the sampler recorded.
     """
     record = {"problem_id": rollout.problem_id, **_outcome(rollout, exact, with_routing)}
-    record["messages"] = [_message_fields(message) for message in rollout.messages]
+    record["messages"] = list(map(_message_fields, rollout.messages))
     record["turns"] = [_turn_to_dict(turn, exact, with_routing) for turn in rollout.turns]
     if exact and rollout.advantages is not None:
         record["advantages"] = rollout.advantages.tolist()
@@ -52,21 +52,42 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False, with_routing: bool
 
 
 def _outcome(rollout: Rollout, exact: bool, with_routing: bool = False) -> dict[str, Any]:
-    """What a line and the columns of a group have in common."""
-    record = {
+    """What a line and the columns of a group have in common.
+
+    Rare keys are only there where they say something: readers of an earlier version do not know them.
+    """
+    scores = {}
+    for name, score in rollout.scores.items():
+        verdict: dict[str, Any] = {
+            "value": score.value, "passed": score.passed, "reason": score.reason, "error": score.error,
+        }  # fmt: skip
+        scores[name] = verdict
+        if not score.counts:
+            verdict["counts"] = False
+        if score.roles:
+            verdict["roles"] = dict(score.roles)
+        if score.turns:
+            verdict["turns"] = list(score.turns)
+    record: dict[str, Any] = {
         "reward": rollout.reward,
         "passed": rollout.passed,
         "stop": rollout.stop,
         "error": rollout.error,
-        "scores": {name: _verdict(score) for name, score in rollout.scores.items()},
+        "scores": scores,
         "tool_names": list(rollout.tool_names),
-        "tool_results": [_result_to_dict(result) for result in rollout.tool_results],
+        "tool_results": list(map(_result_to_dict, rollout.tool_results)),
         "seconds": round(rollout.seconds, 4),
         "tool_seconds": round(rollout.tool_seconds, 4),
     }
-    lineages = [_lineage_to_dict(lineage, exact, with_routing) for lineage in rollout.lineages]
-    rare = {"lineages": lineages, "info": dict(rollout.info), "role": rollout.role, "states": list(rollout.states)}
-    return record | {name: value for name, value in rare.items() if value}
+    if rollout.lineages:
+        record["lineages"] = [_lineage_to_dict(lineage, exact, with_routing) for lineage in rollout.lineages]
+    if rollout.info:
+        record["info"] = dict(rollout.info)
+    if rollout.role:
+        record["role"] = rollout.role
+    if rollout.states:
+        record["states"] = list(rollout.states)
+    return record
 
 
 def rollout_from_dict(record: Mapping[str, Any]) -> Rollout:
@@ -118,10 +139,12 @@ def group_to_dict(group: Group, *, mask_truncated: bool = False) -> dict[str, An
     columns: dict[str, Any] = {"problem_id": group.problem_id}
     for key in {key: None for outcome in outcomes for key in outcome}:
         columns[_COLUMNS.get(key, key)] = [outcome.get(key, _RARE.get(key)) for outcome in outcomes]
+    tokens = [_flat(r, lambda turn: turn.token_ids) for r in rollouts]
+    masks = [_flat(r, lambda turn: _or_fill(turn.token_ids, turn, NOT_TRAINED)) for r in rollouts]
     columns |= {
         "messages": [[to_dict(m, arguments_as_text=True) for m in r.messages] for r in rollouts],
-        "tokens": [_flat(r, lambda turn: turn.token_ids) for r in rollouts],
-        "masks": [_flat(r, _unmasked if not m else _masked) for r, m in zip(rollouts, masked, strict=True)],
+        "tokens": tokens,
+        "masks": [[NOT_TRAINED] * len(mask) if m else mask for mask, m in zip(masks, masked, strict=True)],
         "inference_logprobs": [_flat(r, _known_logprobs) for r in rollouts],
         "versions": [_flat(r, lambda turn: _or_fill(turn.versions, turn, 0)) for r in rollouts],
         "turns": [[[turn.maker, len(turn.token_ids)] for turn in r.turns] for r in rollouts],
@@ -157,12 +180,16 @@ def _rollout_from_dict(
     scores = {name: _score_from_dict(verdict) for name, verdict in (verdicts or {}).items()}
     if verdicts is None and record["error"] is None:
         scores = {"score": Score(reward, reward >= 1.0)}
+    try:  # messages are for the record only
+        messages = tuple(map(from_dict, _entry(columns, "messages", i) or ()))
+    except (PalestraError, TypeError, AttributeError):
+        messages = ()
     row = _entry(columns, "advantages", i)
     return _rollout(
         record,
         problem_id,
         turns=_turns(columns, i, trained, shared, version),
-        messages=_messages(columns, i),
+        messages=messages,
         scores=scores,
         advantages=(None if row is None else np.where(trained, np.asarray(row, dtype=np.float32), np.float32(0.0))),
     )
@@ -211,14 +238,6 @@ def _shared_prompt(tokens: Sequence[Sequence[int]], trained: Sequence[Array]) ->
     return min(alike, min(map(len, tokens)) - 1)
 
 
-def _messages(columns: Mapping[str, Any], i: int) -> tuple[Message, ...]:
-    """For the record only, so what cannot be read is left out."""
-    try:
-        return tuple(from_dict(message) for message in _entry(columns, "messages", i) or ())
-    except (PalestraError, TypeError, AttributeError):
-        return ()
-
-
 def _entry(columns: Mapping[str, Any], name: str, i: int) -> Any:
     rows = columns.get(name)
     return rows[i] if rows else None
@@ -229,14 +248,6 @@ def _flat(rollout: Rollout, column: Any) -> list[Any]:
     return [value for turn in rollout.turns for value in column(turn).tolist()]
 
 
-def _unmasked(turn: Turn) -> Array:
-    return turn.token_ids if turn.maker == "model" else _masked(turn)
-
-
-def _masked(turn: Turn) -> Array:
-    return np.full(len(turn.token_ids), NOT_TRAINED)
-
-
 def _known_logprobs(turn: Turn) -> Array:
     values = _or_fill(turn.logprobs, turn, NO_LOGPROB).astype(np.float64)
     return np.where(np.isnan(values), NO_LOGPROB, values)  # JSON has no NaN
@@ -244,14 +255,6 @@ def _known_logprobs(turn: Turn) -> Array:
 
 def _or_fill(values: Array, turn: Turn, fill: float) -> Array:
     return values if turn.maker == "model" else np.full(len(turn.token_ids), fill)
-
-
-def _verdict(score: Score) -> dict[str, Any]:
-    """`counts`, `roles` and `turns` only where they say something: readers of an earlier version know no such keys."""
-    verdict: dict[str, Any] = {name: getattr(score, name) for name in ("value", "passed", "reason", "error")}
-    rare: dict[str, Any] = {} if score.counts else {"counts": False}
-    rare |= {"roles": dict(score.roles)} if score.roles else {}
-    return verdict | rare | ({"turns": list(score.turns)} if score.turns else {})
 
 
 def _score_from_dict(verdict: Mapping[str, Any]) -> Score:
@@ -275,17 +278,15 @@ def _turn_to_dict(turn: Turn, exact: bool, with_routing: bool = False) -> dict[s
 
 def _turn_from_dict(record: Mapping[str, Any]) -> Turn:
     ids = record["token_ids"]
-    routing = _array_from_dict(record["routing"]) if "routing" in record else None
+    routing = None
+    if kept := record.get("routing"):
+        data = zlib.decompress(base64.b64decode(kept["data"]))
+        routing = np.frombuffer(data, np.dtype(kept["dtype"])).reshape(kept["shape"])
     if record["maker"] != "model":
         return Turn(record["maker"], ids, routing=routing)
     versions = record["versions"] if "versions" in record else record["policy_version"]
     logprobs = record.get("logprobs") or [np.nan] * len(ids)
     return Turn("model", ids, logprobs, versions, record.get("finish"), routing)  # type: ignore[arg-type]
-
-
-def _array_from_dict(record: Mapping[str, Any]) -> Array:
-    data = zlib.decompress(base64.b64decode(record["data"]))
-    return np.frombuffer(data, np.dtype(record["dtype"])).reshape(record["shape"])
 
 
 def _lineage_to_dict(lineage: Lineage, exact: bool, with_routing: bool = False) -> dict[str, Any]:
@@ -305,15 +306,16 @@ def _message_from_fields(fields: Mapping[str, Any]) -> Message:
 
 
 def _message_fields(message: Message) -> dict[str, Any]:
-    """As `asdict`, without its copies: there are thousands of records in a step. So are scores below."""
+    """As `asdict`, without its copies: there are thousands of records in a step."""
+    calls = []
+    for call in message.tool_calls:
+        calls.append({"id": call.id, "name": call.name, "arguments": call.arguments, "error": call.error})
+        if call.format:
+            calls[-1]["format"] = call.format
     return {
         "role": message.role,
         "text": message.text,
-        "tool_calls": [
-            {"id": call.id, "name": call.name, "arguments": call.arguments, "error": call.error}
-            | ({"format": call.format} if call.format else {})
-            for call in message.tool_calls
-        ],
+        "tool_calls": calls,
         "tool_call_id": message.tool_call_id,
         "name": message.name,
     }
@@ -322,8 +324,10 @@ def _message_fields(message: Message) -> dict[str, Any]:
 def _result_to_dict(result: ToolResult) -> dict[str, Any]:
     call = result.call
     record = {"id": call.id, "name": call.name, "ok": result.ok, "seconds": round(result.seconds, 4)}
-    rare = {"raised": result.raised, "error": call.error, "format": call.format}
-    return record | {name: value for name, value in rare.items() if value}
+    for name, value in (("raised", result.raised), ("error", call.error), ("format", call.format)):
+        if value:
+            record[name] = value
+    return record
 
 
 def _result_from_dict(record: Mapping[str, Any]) -> ToolResult:

@@ -129,7 +129,15 @@ class Request:
         try:
             yield
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            raise self._unanswered(error) from error
+            timed_out = isinstance(error, httpx.TimeoutException)
+            reason = f"no answer within {self.timeout_s:g} s" if timed_out else str(error)
+            cause: BaseException | None = error
+            while cause is not None:  # httpx says "All connection attempts failed"; the operating system says why
+                if isinstance(cause, OSError) and cause.strerror:
+                    reason = str(cause)
+                    break
+                cause = cause.__cause__ or cause.__context__
+            raise HttpError(self.url, reason or type(error).__name__) from error
 
     def check(self, reply: Reply) -> None:
         """HttpError for an error status."""
@@ -137,7 +145,9 @@ class Request:
             reason = _said(reply.body)
             if target := reply.headers.get("Location"):
                 reason = f"it redirects to {target}, which is not followed with a key or a body; give that URL itself"
-            raise HttpError(self.url, reason, reply.status, _retry_after_s(reply))
+            seconds = reply.headers.get("Retry-After", "")
+            retry_after_s = min(float(seconds), _MAX_RETRY_AFTER_S) if seconds.isdecimal() else None
+            raise HttpError(self.url, reason, reply.status, retry_after_s)
 
     def parse(self, reply: Reply) -> Any:
         """What `reply` holds; HttpError for an error status."""
@@ -167,18 +177,6 @@ class Request:
         body += chunk
         if len(body) > self.max_bytes:
             raise HttpError(self.url, f"it answers with more than {self.max_bytes:,} bytes", status)
-
-    def _unanswered(self, error: Exception) -> HttpError:
-        import httpx
-
-        reason = f"no answer within {self.timeout_s:g} s" if isinstance(error, httpx.TimeoutException) else str(error)
-        cause: BaseException | None = error
-        while cause is not None:  # httpx says "All connection attempts failed"; the operating system says why
-            if isinstance(cause, OSError) and cause.strerror:
-                reason = str(cause)
-                break
-            cause = cause.__cause__ or cause.__context__
-        return HttpError(self.url, reason or type(error).__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +258,3 @@ def _said(body: bytes) -> str:
     if "<html" in text.lower():
         text = " ".join(_MARKUP.sub(" ", text).split())
     return text[:_QUOTED]
-
-
-def _retry_after_s(reply: Reply) -> float | None:
-    seconds = reply.headers.get("Retry-After", "")
-    return min(float(seconds), _MAX_RETRY_AFTER_S) if seconds.isdecimal() else None

@@ -1,5 +1,13 @@
 """This machine: processors, memory, free ports, installed packages; CUDA graph capture and transfers to a GPU; the
-settings of the Python interpreter."""
+settings of the Python interpreter; where the time of a step goes.
+
+>>> phases = Phases()
+>>> with phases("sample"):
+...     with phases("decode"):
+...         pass
+>>> sorted(phases.take())
+['decode', 'sample']
+"""
 
 from __future__ import annotations
 
@@ -7,11 +15,12 @@ import gc
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from itertools import accumulate
-from threading import Lock
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +63,7 @@ def installed_version(package: str) -> str | None:
 
 # Sampler and learner may have a thread each, and a capture begins by synchronising the GPU, which could break another
 # capture in progress.
-_one_at_a_time = Lock()
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager
@@ -106,15 +115,16 @@ def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """
     import torch
 
-    found = list(tensors)
-    if all(x.device == device for x in found):
-        return found
-    ends = list(accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in found), initial=0))
+    tensors = list(tensors)
+    if all(x.device == device for x in tensors):
+        return tensors
+    ends = list(accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors), initial=0))
     together = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for x, start in zip(found, ends, strict=False):
+    for x, start in zip(tensors, ends, strict=False):
         together.numpy()[start : start + x.nbytes] = x.numpy().reshape(-1).view(np.uint8)
     moved = together.to(device, non_blocking=True)
-    return [moved[start : start + x.nbytes].view(x.dtype).view(x.shape) for x, start in zip(found, ends, strict=False)]
+    pairs = zip(tensors, ends, strict=False)
+    return [moved[start : start + x.nbytes].view(x.dtype).view(x.shape) for x, start in pairs]
 
 
 def put(*pairs: tuple[Tensor, np.ndarray]) -> None:
@@ -148,3 +158,41 @@ def interpreter_for_many_rollouts() -> Iterator[None]:
         gc.set_threshold(*threshold)
         if not is_frozen:
             gc.unfreeze()
+
+
+class Phases(threading.local):
+    """A stopwatch with nested phases, for each thread its own: each moment counts for the innermost open phase.
+
+    Inside of a phase nothing may be awaited.
+    """
+
+    def __init__(self) -> None:  # called by each thread
+        self._seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._count()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._count()
+            self._open.pop()
+
+    def take(self) -> dict[str, float]:
+        """The seconds of each phase since the last call."""
+        self._count()
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def _count(self) -> None:
+        now = perf_counter()
+        if self._open:
+            name = self._open[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+
+phases = Phases()

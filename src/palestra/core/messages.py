@@ -22,9 +22,9 @@ def to_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, A
     """The message as chat templates take it; OpenAI-style servers want the arguments as JSON text."""
     row: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
-        row["tool_calls"] = [call_to_dict(call, arguments_as_text) for call in message.tool_calls]
-        for call, fields in zip(message.tool_calls, row["tool_calls"], strict=True):
-            fields |= {"format": call.format} if call.format else {}
+        row["tool_calls"] = calls = []
+        for call in message.tool_calls:
+            calls.append(call_to_dict(call, arguments_as_text) | ({"format": call.format} if call.format else {}))
     if message.tool_call_id is not None:
         row["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -111,8 +111,6 @@ def with_unique_ids(messages: Sequence[Message], first: int = 0) -> list[Message
     Ids that a model or a server made are kept, and so are all ids before the message `first`.
     """
     numbered = list(messages[:first])
-    if not any(message.tool_calls for message in messages[first:]):
-        return list(messages)
     taken = {call.id for message in numbered for call in message.tool_calls}
     free = (name for number in count() if (name := f"call_{number}") not in taken)
     new_ids: dict[str | None, str] = {}  # of the last assistant message's calls, by their old ids

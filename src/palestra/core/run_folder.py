@@ -33,6 +33,7 @@ STATE = "state.json"  # of a checkpoint: where the loop stands
 # wire: environments over HTTP; prompts: StepTrainer; endpoint: a chat endpoint is scored; other: another trainer's run
 RunKind = Literal["agent", "function", "program", "wire", "prompts", "endpoint", "other"]
 MAX_STEP = 2**53
+_step_name = "step-{:06d}".format
 MAX_CONFIG_BYTES = 1 << 20
 EvalName = Literal["before", "after"] | int  # an int is the step after which the evaluation ran
 
@@ -328,7 +329,3 @@ def step_checkpoints(checkpoints: Path) -> list[Path]:
 def last_checkpoint(checkpoints: Path) -> Path | None:
     found = step_checkpoints(checkpoints)
     return found[-1] if found else None
-
-
-def _step_name(step: int) -> str:
-    return f"step-{step:06d}"

@@ -29,8 +29,8 @@ StopReason = Literal["answered", "truncated", "context_full", "tool_limit", "fai
 HELD_OUT_PREFIX = "held_out/"  # of the ids of held-out cases, where training cases have the same ids
 CUT_OFF = ("truncated", "context_full")
 MAX_REASON_CHARS = 20_000  # of a score
-_NO_LOGPROBS, _NO_VERSIONS = np.zeros(0, np.float32), np.zeros(0, np.int32)
-for _empty in (_NO_LOGPROBS, _NO_VERSIONS):
+EMPTY_LOGPROBS, EMPTY_VERSIONS = np.zeros(0, np.float32), np.zeros(0, np.int32)
+for _empty in (EMPTY_LOGPROBS, EMPTY_VERSIONS):
     _empty.setflags(write=False)
 
 
@@ -39,6 +39,40 @@ def _make_encodable(self: Any, *names: str) -> None:
         value = getattr(self, name)
         if value and not (type(value) is str and value.isascii()):
             object.__setattr__(self, name, encodable(value))  # the dataclass is frozen
+
+
+def _set_array(self: Any, name: str, kind: Any, count: int) -> None:
+    """Make a field a read-only array; one number stands for `count` equal ones. The caller's array stays writable."""
+    values = getattr(self, name)
+    if isinstance(values, int | float):
+        values = np.full(count, values, kind)
+    array = values.astype(kind, copy=False) if isinstance(values, np.ndarray) else np.array(values, kind)
+    if array.ndim == 0:
+        array = np.full(count, array)
+    if array.flags.writeable:
+        array = array.view()
+        array.setflags(write=False)
+    object.__setattr__(self, name, array)
+
+
+class _EqualByArrays:
+    """A dataclass with arrays, which is compared field by field; NaN equals NaN."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return False
+        for f in fields(self):  # type: ignore[arg-type]
+            x, y = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
+                is_equal = np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+            else:
+                is_equal = not isinstance(x, np.ndarray) and not isinstance(y, np.ndarray) and x == y
+            if not is_equal:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +119,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class Turn(_EqualByArrays):
     """A run of token ids with one maker, as arrays of one length.
 
     `model` tokens were sampled: they carry the sampler's logprobs (under the distribution sampled from), the
@@ -107,44 +141,19 @@ class Turn:
     def __post_init__(self) -> None:
         count = len(self.token_ids)
         expected = count if self.maker == "model" else 0
-        _set(self, "token_ids", _array(self.token_ids, np.int32))
+        _set_array(self, "token_ids", np.int32, count)
         if not expected and isinstance(self.logprobs, tuple) and not self.logprobs and isinstance(self.versions, int):
-            object.__setattr__(self, "logprobs", _NO_LOGPROBS)
-            object.__setattr__(self, "versions", _NO_VERSIONS)
+            object.__setattr__(self, "logprobs", EMPTY_LOGPROBS)
+            object.__setattr__(self, "versions", EMPTY_VERSIONS)
             return
-        _set(self, "logprobs", _array(self.logprobs, np.float32))
-        _set(self, "versions", _filled(self.versions, expected, np.int32))
+        _set_array(self, "logprobs", np.float32, expected)
+        _set_array(self, "versions", np.int32, expected)
         for name, array in (("logprobs", self.logprobs), ("versions", self.versions)):
             if len(array) != expected:
                 raise ValueError(f"a {self.maker} turn of {count} tokens has {len(array)} {name}; expected {expected}")
 
     def __repr__(self) -> str:
         return f"Turn({self.maker!r}, {len(self.token_ids)} tokens, finish={self.finish!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Turn) and _equal(self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def turn_to_bytes(turn: Turn) -> tuple[Any, ...]:
-    """The arguments of `turn_from_bytes`, which are pickled in a third of the time of a turn."""
-    arrays = turn.token_ids.tobytes(), turn.logprobs.tobytes(), turn.versions.tobytes()
-    return turn.maker, *arrays, turn.finish, turn.routing
-
-
-def turn_from_bytes(
-    maker: Maker, token_ids: bytes, logprobs: bytes, versions: bytes, finish: Finish | None, routing: Array | None
-) -> Turn:
-    """The turn, whose arrays are not checked again."""
-    turn: Turn = object.__new__(Turn)
-    object.__setattr__(turn, "maker", maker)
-    object.__setattr__(turn, "token_ids", np.frombuffer(token_ids, np.int32))
-    object.__setattr__(turn, "logprobs", np.frombuffer(logprobs, np.float32) if logprobs else _NO_LOGPROBS)
-    object.__setattr__(turn, "versions", np.frombuffer(versions, np.int32) if versions else _NO_VERSIONS)
-    object.__setattr__(turn, "finish", finish)
-    object.__setattr__(turn, "routing", routing)
-    return turn
 
 
 class Matching:
@@ -297,8 +306,12 @@ class Rollout:
     @property
     def passed(self) -> bool:
         """Every measure that counts passed."""
-        verdicts = [s.passed for s in self.scores.values() if s.decides]
-        return bool(verdicts) and all(verdicts)
+        is_decided = False
+        for score in self.scores.values():
+            if score.decides and not score.passed:
+                return False
+            is_decided |= score.decides
+        return is_decided
 
     @property
     def cut_off(self) -> bool:
@@ -311,19 +324,22 @@ class Rollout:
 
     @property
     def model_turns(self) -> tuple[Turn, ...]:
-        """What the model has sampled, in the order in which its conversations ended: its own is the last."""
+        """The turns of the model, in the order in which its conversations ended: its own is the last."""
         conversations = (*(lineage.turns for lineage in self.lineages), self.turns)
         return tuple(turn for turns in conversations for turn in turns if turn.maker == "model")
 
     @property
     def conversations(self) -> tuple[Rollout | Lineage, ...]:
-        """What is trained as a row each: itself, and its other conversations."""
+        """Itself and its other conversations, each of which is trained as a row."""
         return (self, *self.lineages)
 
     @property
     def all_turns(self) -> tuple[Turn, ...]:
         """The turns of all its conversations."""
-        return self.turns + tuple(turn for lineage in self.lineages for turn in lineage.turns)
+        turns = self.turns
+        for lineage in self.lineages:
+            turns += lineage.turns
+        return turns
 
 
 def without_routing(rollout: Rollout) -> Rollout:
@@ -358,7 +374,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class Sample(_EqualByArrays):
     """One row for the learner: flat tokens, who made them, and what they are worth, as arrays of one length.
 
     `policy_mask` marks the model's tokens that count in the policy loss, `echo_mask` the bodies of tool results
@@ -378,53 +394,12 @@ class Sample:
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
-        _set(self, "token_ids", _array(self.token_ids, np.int32))
-        for name, kind in (("policy_mask", np.bool_), ("echo_mask", np.bool_), ("logprobs", np.float32)):
-            _set(self, name, _array(getattr(self, name), kind))
-        _set(self, "advantages", _filled(self.advantages, count, np.float32))
-        _set(self, "versions", _filled(self.versions, count, np.int32))
-        arrays = (self.policy_mask, self.echo_mask, self.logprobs, self.advantages, self.versions)
-        if any(len(array) != count for array in arrays):
-            found = {f.name: len(x) for f in fields(self) if isinstance(x := getattr(self, f.name), np.ndarray)}
-            raise ValueError(f"the arrays of a sample of {count} tokens have other lengths: {found}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sample) and _equal(self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _set(owner: object, name: str, value: Array) -> None:
-    if value.flags.writeable:
-        value.setflags(write=False)
-    object.__setattr__(owner, name, value)  # the dataclass is frozen
-
-
-def _array(values: Any, kind: Any) -> Array:
-    """An array of its own, or a view: making it read-only does not change the caller's array."""
-    if not isinstance(values, np.ndarray):
-        return np.array(values, kind)
-    array = values.astype(kind, copy=False)
-    return array.view() if array.flags.writeable else array
-
-
-def _filled(values: Any, count: int, kind: Any) -> Array:
-    if isinstance(values, int | float):
-        return np.full(count, values, kind) if count else np.empty(0, kind)
-    array = _array(values, kind)
-    return np.full(count, array) if array.ndim == 0 else array
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Field by field; NaN equals NaN."""
-    pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    return all(_equal_values(x, y) for x, y in pairs)
-
-
-def _equal_values(x: Any, y: Any) -> bool:
-    if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
-        return np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
-    return not isinstance(x, np.ndarray) and not isinstance(y, np.ndarray) and bool(x == y)
+        kinds = {"token_ids": np.int32, "policy_mask": np.bool_, "echo_mask": np.bool_, "logprobs": np.float32}
+        for name, kind in (kinds | {"advantages": np.float32, "versions": np.int32}).items():
+            _set_array(self, name, kind, count)
+        lengths = {f.name: len(x) for f in fields(self) if isinstance(x := getattr(self, f.name), np.ndarray)}
+        if set(lengths.values()) != {count}:
+            raise ValueError(f"the arrays of a sample of {count} tokens have other lengths: {lengths}")
 
 
 _LOG_CHARS = 4000

@@ -24,7 +24,7 @@ from palestra.core.errors import (
     StateError,
     UnsupportedModel,
 )
-from palestra.core.phases import phases
+from palestra.core.machine import phases
 from palestra.core.types import Finish, Grammar, SamplingParams, Turn
 from palestra.engine.attention import unchunked_context
 from palestra.engine.check import check_logprobs

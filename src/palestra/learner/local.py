@@ -24,7 +24,7 @@ from palestra.algo.step_loss import Loss, LossTerms, LossTokens
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, SettingError, UnsupportedModel
 from palestra.core.extras import provided
-from palestra.core.phases import phases
+from palestra.core.machine import phases
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.types import Array
 from palestra.core.weights import Weights

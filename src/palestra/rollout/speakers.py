@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from palestra.core.errors import PalestraError, RolloutError
-from palestra.core.phases import phases
+from palestra.core.machine import phases
 from palestra.core.types import Finish, Message, SamplingParams, Turn
 from palestra.envs.base import Episode
 from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat

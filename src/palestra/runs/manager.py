@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import StateError
-from palestra.core.files import new_folder, open_private, remove_stale
+from palestra.core.files import cache_folder, folder_size, new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
+from palestra.runs.folder_lock import holder
 from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, new_id, palestra_home
 from palestra.runs.processes import RUN_VARIABLE, send, this_host
 from palestra.runs.reader import Part, Run, RunReader, Runs, read_run
@@ -149,3 +151,36 @@ class RunManager(RunReader):
             reason = f"its supervisor could not be started; see {log.name}"
             self._index.move(run_id, ["pending"], "failed", reason=reason, ended=time.time())
             raise StateError(f"run {run_id}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeletableFolder:
+    """A folder that can be deleted without losing a result, and why."""
+
+    path: Path
+    why: str
+    size: int
+
+    def delete(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def run_garbage(run: RunFolder) -> Iterator[DeletableFolder]:
+    """All checkpoints but the newest, which can be resumed, and the best; and what a killed trainer left half written.
+
+    Nothing of a run that is being trained.
+    """
+    if holder(run.path) is not None:
+        return
+    keep = {run.last_checkpoint(), run.best_checkpoint()}
+    for path in run.step_checkpoints():
+        if path not in keep:
+            yield DeletableFolder(path, "an older checkpoint", folder_size(path))
+    for path in sorted(run.checkpoints.glob(".step-*")):
+        yield DeletableFolder(path, "half written", folder_size(path))
+
+
+def cache_garbage() -> Iterator[DeletableFolder]:
+    """GGUF files that were converted to be loaded: they are converted again when they are needed."""
+    for path in sorted((cache_folder() / "gguf").glob("*")):
+        yield DeletableFolder(path, "a converted GGUF file", folder_size(path))

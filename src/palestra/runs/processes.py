@@ -49,7 +49,8 @@ def identify(pid: int) -> Process | None:
             since_boot_s = process.create_time() - psutil.boot_time()
     except psutil.Error:
         return None
-    return Process(pid, f"{_boot()}/{round(since_boot_s * _ticks_per_s())}")
+    ticks_per_s = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+    return Process(pid, f"{_boot()}/{round(since_boot_s * ticks_per_s)}")
 
 
 def this_process() -> Process:
@@ -166,8 +167,3 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     except OSError:
         return "boot"
-
-
-@lru_cache(1)
-def _ticks_per_s() -> int:
-    return os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100

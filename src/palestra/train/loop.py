@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, StateError, StorageError, TrainingError, text_of
-from palestra.core.phases import phases
+from palestra.core.machine import phases
 from palestra.core.ranks import ONE_PROCESS, RankFailed, Ranks
 from palestra.core.run_folder import step_folder, step_of
 from palestra.core.types import Group
@@ -218,7 +218,9 @@ class Training:
             batch = batch.part(0, 0)
         taught = distilled.batch.rows if distilled is not None else 0
         version = state.policy_version
-        record = TokenRecord(batch) if config.track.records_tokens(state.step + 1) else None
+        every, tokens_every = config.track.rollouts_every, config.track.tokens_every
+        is_recorded = every and tokens_every and not (state.step + 1) % every and not (state.step + 1) % tokens_every
+        record = TokenRecord(batch) if is_recorded else None
         metrics: dict[str, float] = {}
         learned: dict[str, float] = {}
 
@@ -309,8 +311,8 @@ class Training:
         if self.demonstrations is not None:
             return {"peak_memory_gib": peak_memory_gib(), **self.demonstrations.metrics}
         found = rollout_metrics(rollouts.groups, advantages, self.state.policy_version)
-        step = self.state.step + 1
-        if self.config.track.records_rollouts(step):  # examples refer to rollouts on disk
+        step, every = self.state.step + 1, self.config.track.rollouts_every
+        if every and step % every == 0:  # examples refer to rollouts on disk
             self.examples |= find_examples([r for group in rollouts.groups for r in group.rollouts], "train", step)
         if self.rates is not None:
             found |= self.rates.metrics(self.config.rollout.group_size)

@@ -36,8 +36,8 @@ from palestra.learner.optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.runs.foreground import listed, mark_failed, refuse_busy
-from palestra.runs.tracking.base import Trackers
-from palestra.runs.tracking.open import check_trackers, open_trackers
+from palestra.runs.tracking.base import Tracker
+from palestra.runs.tracking.services import check_trackers, open_trackers
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.credit import CustomObjective
 from palestra.train.distill import teacher_of
@@ -151,7 +151,7 @@ class Run:
             queue or source,
             policy,
             backend.learner,
-            Trackers(()),
+            Tracker(),
             steps,
             folder.checkpoints if keeps_checkpoints else None,
             runner,

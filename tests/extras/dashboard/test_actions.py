@@ -20,9 +20,9 @@ from palestra.core.run_folder import RunFolder
 from palestra.envs.config_fields import EnvDescription
 from palestra.extras.agent_tools import launcher as launchers
 from palestra.extras.agent_tools.launcher import FormLauncher
+from palestra.extras.agent_tools.locks import Site
 from palestra.extras.dashboard import action_routes, chats, jobs
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.runs.locks import Site
 from palestra.runs.manager import RunManager
 
 

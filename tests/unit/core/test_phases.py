@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
-from palestra.core import phases as phases_module
-from palestra.core.phases import Phases
+from palestra.core import machine
+from palestra.core.machine import Phases
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(phases_module, "perf_counter", made)
+    monkeypatch.setattr(machine, "perf_counter", made)
     return made
 
 

@@ -10,7 +10,7 @@ from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.runs.folder_lock import hold
 from palestra.runs.foreground import listed
-from palestra.runs.prune import run_garbage
+from palestra.runs.manager import run_garbage
 
 
 @pytest.fixture

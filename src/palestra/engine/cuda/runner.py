@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.core.errors import UnsupportedModel
-from palestra.core.machine import capture, lacks_memory, to_device
-from palestra.core.phases import phases
+from palestra.core.machine import capture, lacks_memory, phases, to_device
 from palestra.engine.attention import ENGINE_ATTENTION, AttentionSwitch
 from palestra.engine.cuda.exact import ExactPlan
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder

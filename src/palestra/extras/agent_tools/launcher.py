@@ -22,8 +22,8 @@ from palestra.extras.agent_tools import views
 from palestra.extras.agent_tools.answers import Refusal, to_json
 from palestra.extras.agent_tools.endpoints import choose_models
 from palestra.extras.agent_tools.inference import InferenceTest
+from palestra.extras.agent_tools.locks import Site, load_site
 from palestra.extras.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, describe
-from palestra.runs.locks import Site
 from palestra.runs.manager import Run, RunManager, RunRequest
 from palestra.servers.body import SubjectBody, TestBody
 
@@ -44,10 +44,10 @@ _KINDS = {"integer": "integer", "number": "number", "boolean": "boolean", "strin
 class FormLauncher:
     """Starts runs, tests and exports for the dashboard. Code of users is read in processes of its own."""
 
-    def __init__(self, manager: RunManager, site: Site, folders: Sequence[Path] = ()) -> None:
-        """`folders`: where code may lie besides the working directory."""
+    def __init__(self, manager: RunManager, site: Site | None = None, folders: Sequence[Path] = ()) -> None:
+        """`folders`: where code may lie besides the working directory. Without a `site`, that of the site file."""
         self._manager = manager
-        self._site = site
+        self._site = site or load_site()
         self._folders = [Path.cwd(), *map(Path.resolve, folders)]
         self._testing = threading.Lock()
         self._described: dict[tuple[str, Path, int], EnvDescription] = {}

@@ -26,9 +26,9 @@ from palestra.extras.agent_tools import views
 from palestra.extras.agent_tools.answers import Answer, Refusal, answer, closest, require_json, require_page, short
 from palestra.extras.agent_tools.endpoints import choose_models
 from palestra.extras.agent_tools.inference import InferenceTest
+from palestra.extras.agent_tools.locks import Site, load_site
 from palestra.extras.agent_tools.pending_run import TRACKING_NAME, PendingRunConfig, Progress, describe
 from palestra.runs.index import UnknownRun
-from palestra.runs.locks import Site, load_site
 from palestra.runs.manager import Run, RunManager, State
 from palestra.runs.tracking.services import needs_wandb_key
 

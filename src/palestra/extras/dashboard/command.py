@@ -14,7 +14,6 @@ from palestra.cli.serve import address_options, run_server, server_port
 from palestra.core.errors import NotFoundError
 from palestra.core.extras import is_installed, provided
 from palestra.runs.index import run_folders
-from palestra.runs.locks import load_site
 from palestra.runs.manager import RunManager
 
 
@@ -45,7 +44,7 @@ def command(
         raise NotFoundError(f"{path} holds no run; give a run folder or a folder that contains some")
     manager = RunManager()
     can_start = is_installed("agent_tools")
-    launcher = provided("the form of the dashboard")(manager, load_site(), agents_folder) if can_start else None
+    launcher = provided("the form of the dashboard")(manager, folders=agents_folder) if can_start else None
     catalog = Catalog(manager, folders, trust=trust)
     app = dashboard_app(catalog, token, launcher=launcher, path=path)
     run_server(app, socket, "the dashboard is at", f"/?token={quote(token, safe='')}")

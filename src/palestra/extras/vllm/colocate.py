@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.errors import MissingPackageError, RolloutError, ServiceError
-from palestra.core.phases import phases
+from palestra.core.machine import phases
 from palestra.core.types import SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.extras.vllm.common import (

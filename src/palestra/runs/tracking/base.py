@@ -1,4 +1,4 @@
-"""Trackers: where the metrics and rollouts of a run are written. `JsonlTracker` is always on."""
+"""Trackers: where the metrics and rollouts of a run are written. `JsonlTracker` writes the files of its folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tracker:
     def rollouts(self, step: int, groups: Sequence[Group]) -> None: ...
 
     def tokens(self, step: int, table: Callable[[], Array]) -> None:
-        """What the step found for each token of its rollouts, as `train.update` says; it may be made later."""
+        """The columns that `train.update` computed for each token of the step; `table` may be called later."""
 
     def flush(self) -> None:
         """Wait until all of it is on disk."""
@@ -33,43 +33,23 @@ class Tracker:
     def close(self) -> None: ...
 
 
-class Trackers(Tracker):
-    """Several trackers as one."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = tuple(trackers)
-
-    def metrics(self, step: int, row: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.metrics(step, row)
-
-    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        for tracker in self._trackers:
-            tracker.rollouts(step, groups)
-
-    def tokens(self, step: int, table: Callable[[], Array]) -> None:
-        for tracker in self._trackers:
-            tracker.tokens(step, table)
-
-    def flush(self) -> None:
-        for tracker in self._trackers:
-            tracker.flush()
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
-
-
 class JsonlTracker(Tracker):
     """One line per step in metrics.jsonl, one line per rollout of every `rollouts_every`-th step in rollouts.jsonl.
 
     Rollouts and tokens are written in a thread: a step has hundreds, and the next one begins to sample meanwhile. What
-    fails there is raised by `flush`, which the next step calls.
+    fails there is raised by `flush`, which the next step calls. `services` get the same metrics and rollouts.
     """
 
-    def __init__(self, folder: RunFolder, resume_after: int | None = None, rollouts_every: int = 1) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        resume_after: int | None = None,
+        rollouts_every: int = 1,
+        services: Sequence[Tracker] = (),
+    ) -> None:
         self._folder = folder
         self._rollouts_every = rollouts_every
+        self._services = services
         self._thread = ThreadPoolExecutor(1, "palestra-records")
         self._written: list[Future[None]] = []
         if resume_after is not None:  # the steps after it are repeated
@@ -81,26 +61,31 @@ class JsonlTracker(Tracker):
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
         append_jsonl(self._folder.metrics_file, [{"step": step, **row}])
+        for service in self._services:
+            service.metrics(step, row)
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         self.flush()
-        if not self._rollouts_every or step % self._rollouts_every:
-            return
-        rows = (
-            {"step": step, "group": g, **rollout_to_dict(r)} for g, group in enumerate(groups) for r in group.rollouts
-        )
-        self._written.append(self._thread.submit(append_jsonl, self._folder.rollouts_file, rows))
+        if self._rollouts_every and step % self._rollouts_every == 0:
+            rows = (
+                {"step": step, "group": g, **rollout_to_dict(rollout)}
+                for g, group in enumerate(groups)
+                for rollout in group.rollouts
+            )
+            self._written.append(self._thread.submit(append_jsonl, self._folder.rollouts_file, rows))
+        for service in self._services:
+            service.rollouts(step, groups)
 
     def tokens(self, step: int, table: Callable[[], Array]) -> None:
-        self._written.append(self._thread.submit(self._write_tokens, step, table))
+        def write() -> None:
+            import numpy as np
 
-    def _write_tokens(self, step: int, table: Callable[[], Array]) -> None:
-        import numpy as np
+            path = self._folder.tokens_file(step)
+            path.parent.mkdir(exist_ok=True)
+            with replacing(path) as partial, partial.open("wb") as file:
+                np.save(file, table(), allow_pickle=False)
 
-        path = self._folder.tokens_file(step)
-        path.parent.mkdir(exist_ok=True)
-        with replacing(path) as partial, partial.open("wb") as file:
-            np.save(file, table(), allow_pickle=False)
+        self._written.append(self._thread.submit(write))
 
     def flush(self) -> None:
         written, self._written = self._written, []
@@ -112,6 +97,8 @@ class JsonlTracker(Tracker):
             self.flush()
         finally:
             self._thread.shutdown()
+            for service in self._services:
+                service.close()
 
 
 class GuardedTracker(Tracker):

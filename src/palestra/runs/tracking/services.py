@@ -1,7 +1,7 @@
-"""Services that take a run's metrics: W&B, TensorBoard, MLflow and Trackio. W&B and Trackio show transcripts, too; all
-rollouts are in rollouts.jsonl.
+"""Opens the trackers of a run: its files, and the services W&B, TensorBoard, MLflow and Trackio.
 
-Each library is imported when its service starts.
+W&B and Trackio show transcripts, too; all rollouts are in rollouts.jsonl. Each library is imported when its service
+starts.
 """
 
 from __future__ import annotations
@@ -13,25 +13,83 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.core.config import flatten
+from palestra.core.config import RunConfig, flatten
 from palestra.core.config_sections import TrackSection
-from palestra.core.errors import SettingError
+from palestra.core.errors import MissingPackageError, PalestraError, ServiceError, SettingError
 from palestra.core.files import write_text
 from palestra.core.messages import prompt_length, show_call
 from palestra.core.run_folder import RunFolder
 from palestra.core.show import visible
-from palestra.core.types import Group, Message, Rollout
-from palestra.runs.tracking.base import Tracker
+from palestra.core.types import Group, Rollout
+from palestra.runs.tracking.base import GuardedTracker, JsonlTracker, Tracker
 
 COLUMNS = ["step", "problem", "reward", "passed", "stop", "sampled_tokens", "question", "transcript", "reasons"]
 MAX_TRANSCRIPTS = 32
 MAX_CELL_CHARS = 10_000  # of one cell
 MAX_PARAMETER_CHARS = 6000  # MLflow's own limit
 _MODES_WITHOUT_KEY = ("offline", "dryrun", "disabled")
+
+
+def open_trackers(config: RunConfig, folder: RunFolder, record: Mapping[str, Any], resume_after: int | None) -> Tracker:
+    """The files of the run folder, and every service in `track.report_to`.
+
+    `record` describes the run (agent, tools, instructions). With `resume_after`, the run continues after that
+    step. A service that cannot start raises here, before any training.
+    """
+    settings = {**config.model_dump(mode="json"), "run": dict(record)}
+    services: list[Tracker] = []
+    tracker = JsonlTracker(folder, resume_after, config.track.rollouts_every, services)
+    try:
+        for name in dict.fromkeys(config.track.report_to):
+            services.append(GuardedTracker(name, _start(name, folder, config.track, settings, resume_after)))
+    except BaseException:
+        tracker.close()
+        raise
+    return tracker
+
+
+def check_trackers(track: TrackSection) -> None:
+    """Raise for a service that cannot start, before a model is loaded."""
+    for name in track.report_to:
+        if find_spec(name) is None:
+            raise _not_installed(name, name)
+        if name == "wandb":
+            check_wandb_key()
+
+
+def _not_installed(name: str, package: str | None) -> PalestraError:
+    return MissingPackageError(
+        f"report_to {name!r} needs a package that is not installed ({package}); pip install 'palestra[{name}]'"
+    )
+
+
+def _start(
+    name: str, folder: RunFolder, track: TrackSection, settings: dict[str, Any], resume_after: int | None
+) -> Tracker:
+    run_name, resumed = track.run_name or folder.path.name, resume_after is not None
+    try:
+        match name:
+            case "wandb":
+                return WandbService(folder, run_name, track, settings, resumed)
+            case "tensorboard":
+                return TensorBoardService(folder, settings, resume_after)
+            case "mlflow":
+                return MLflowService(folder, track.project, run_name, settings, resumed)
+            case _:
+                return TrackioService(run_name, track, settings, resumed)
+    except ModuleNotFoundError as error:
+        raise _not_installed(name, error.name) from error
+    except PalestraError:
+        raise
+    except Exception as error:
+        raise ServiceError(
+            f"{name} could not be started ({type(error).__name__}: {error}); fix that, or leave it out of report_to"
+        ) from error
 
 
 class WandbService(Tracker):
@@ -186,20 +244,17 @@ def transcript_rows(step: int, groups: Sequence[Group]) -> list[list[Any]]:
 def _row(step: int, rollout: Rollout) -> list[Any]:
     first = prompt_length(rollout.messages)
     question = next((message.text for message in reversed(rollout.messages[:first]) if message.role == "user"), "")
-    said = rollout.messages[first:]
+    said = []
+    for message in rollout.messages[first:]:
+        said += [f"{message.role}: {message.text}", *(f"  calls {show_call(call)}" for call in message.tool_calls)]
     reasons = [f"{name}: {score.value:g} {score.reason}".strip() for name, score in rollout.scores.items()]
-    texts = (question, "\n".join(_line(message) for message in said), "\n".join(reasons) or rollout.error or "")
-    numbers: list[Any] = [
+    texts = (question, "\n".join(said), "\n".join(reasons) or rollout.error or "")
+    return [
         step,
         rollout.problem_id,
         float(rollout.reward),
         rollout.passed,
         rollout.stop,
         rollout.sampled_tokens,
+        *(visible(text)[:MAX_CELL_CHARS] for text in texts),
     ]
-    return [*numbers, *(visible(text)[:MAX_CELL_CHARS] for text in texts)]
-
-
-def _line(message: Message) -> str:
-    calls = "".join(f"\n  calls {show_call(call)}" for call in message.tool_calls)
-    return f"{message.role}: {message.text}{calls}"

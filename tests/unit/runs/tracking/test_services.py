@@ -12,7 +12,7 @@ from trackers import attempts, track
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.open import open_trackers
+from palestra.runs.tracking.services import open_trackers
 
 LOSSES = [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]  # of `track`, by step
 # Trackio fixes its folder when it is imported, so it runs in a process of its own.
@@ -21,7 +21,7 @@ from pathlib import Path
 from trackers import attempts
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.open import open_trackers
+from palestra.runs.tracking.services import open_trackers
 
 config = RunConfig.build({"track": {"report_to": ["trackio"], "project": "gym", "run_name": "first"}})
 for steps, resume_after in ((range(1, 3), None), (range(3, 5), 2)):

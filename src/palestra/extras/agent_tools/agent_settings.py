@@ -15,7 +15,7 @@ SettingClass = Literal["agent", "backend", "address", "folder", "model", "accoun
 
 # Who decides each setting of a run. An agent may edit the class "agent", and "model" where it names a model of the
 # hub. All others decide where data, keys and weights go: they are locked unless the site file unlocks them.
-# tests/unit/runs/test_locks.py compares this table with all settings: a new setting needs a class.
+# tests/extras/agent_tools/test_locks.py compares this table with all settings: a new setting needs a class.
 SETTING_CLASSES: dict[SettingClass, tuple[str, ...]] = {
     "backend": ("backend", "vllm.mode"),
     "address": (
