@@ -120,13 +120,6 @@ def unchunked_context(config: Any) -> int | None:
     return min(limits)
 
 
-def register(name: str, function: Any) -> None:
-    """Make an attention function known to transformers (no mask is built for it)."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(name, function)
-
-
 class ModulePatches(ExitStack):
     """Attributes of modules and configs that are set for a while; leaving the block restores them, the last one first.
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -45,8 +44,7 @@ MIN_STATE_SLOTS = 8  # the self-check's sessions and their snapshots
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """A step that has begun."""
 
     chunks: Sequence[Chunk]
@@ -132,16 +130,22 @@ class Engine:
         self.runner: Runner = build_runner(
             model, shape, pages, size, max_running, self.context, exact, slots, self._routing
         )
-        states = StateSlots(self.runner, state_slots) if state_slots else None
-        self.scheduler = Scheduler(
-            PagePool(pages, size), self.runner, max_running, tokens_per_step, self.context, states
-        )
+        states = StateSlots(self.runner.states, state_slots) if state_slots else None
+        pool = PagePool(pages, size)
+        self.scheduler = Scheduler(pool, self.runner.memory, max_running, tokens_per_step, self.context, states)
         self._stops = StopStrings(tokenizer)
         self._compile_grammar = compile_grammar
         self._keep_closed = keep_closed
         self._asleep = self._warned = self._shrunk = False
-        if self_check:
-            self._check()
+        if not self_check:
+            return
+        try:
+            check_logprobs(self, model, size, self._capacity)
+        except UnsupportedModel as error:
+            if not self.runner.disable_fast_path():
+                raise
+            log.warning("the fast decoder is wrong; falling back to the module's own layers (slower): %s", error)
+            check_logprobs(self, model, size, self._capacity)
 
     @property
     def pool(self) -> PagePool:
@@ -289,20 +293,8 @@ class Engine:
             self._reserve(self.pool.pages)
             self._asleep = False
 
-    def _check(self) -> None:
-        """Compare with the model's own forward; without the fast decoder if that is what differs."""
-        size, capacity = self.pool.page_size, self._capacity
-        try:
-            check_logprobs(self, self.model, size, capacity)
-        except UnsupportedModel as error:
-            if not self.runner.disable_fast_path():
-                raise
-            log.warning("the fast decoder is wrong; falling back to the module's own layers (slower): %s", error)
-            check_logprobs(self, self.model, size, capacity)
-
     def _within_memory(self, part: Callable[[], T]) -> T | None:
-        """What a part of a step returns; None where the GPU's memory ran out: then the cache is half as large, and
-        filled again."""
+        """Run part of a step; on CUDA out of memory halve the KV cache and return None."""
         try:
             return part()
         except torch.OutOfMemoryError:
@@ -348,31 +340,22 @@ class Engine:
         if job.matching is not None:
             for token in emission.token_ids:
                 job.matching.accept(token)
-        if not params.stop and emission.token_ids:  # runners end at stop ids and limits, so only the last can end it
-            session.token_ids += emission.token_ids
-            job.logprobs += emission.logprobs
-            job.versions += [self.version] * len(emission.logprobs)
-            finish = self._finish_of(job, params, emission.token_ids[-1])
-            if finish is not None:
-                self._end(job, finish)
-            return finish is not None
-        for token, logprob in zip(emission.token_ids, emission.logprobs, strict=True):
-            session.token_ids.append(token)
-            job.logprobs.append(logprob)
-            job.versions.append(self.version)
-            finish = self._finish_of(job, params, token)
-            if finish is not None:
-                self._end(job, finish)
+        # Runners end at stop ids and limits, so without stop strings only the last token can end the turn.
+        step = 1 if params.stop else max(1, len(emission.token_ids))
+        for i in range(0, len(emission.token_ids), step):
+            tokens = emission.token_ids[i : i + step]
+            session.token_ids += tokens
+            job.logprobs += emission.logprobs[i : i + step]
+            job.versions += [self.version] * len(tokens)
+            if tokens[-1] in params.stop_token_ids or (
+                params.stop and self._stops.found(session.token_ids[job.start :], params.stop)
+            ):
+                self._end(job, "stop")
+                return True
+            if len(job.logprobs) >= params.max_new_tokens or len(session.token_ids) >= self.context:
+                self._end(job, "length")
                 return True
         return False
-
-    def _finish_of(self, job: Job, params: SamplingParams, token: int) -> Finish | None:
-        if token in params.stop_token_ids:
-            return "stop"
-        if params.stop and self._stops.found(job.session.token_ids[job.start :], params.stop):
-            return "stop"
-        full = len(job.logprobs) >= params.max_new_tokens or len(job.session.token_ids) >= self.context
-        return "length" if full else None
 
     def _end(self, job: Job, finish: Finish) -> None:
         job.finish = finish

@@ -139,9 +139,6 @@ class RecurrentLayers:
             for number, module in enumerate(self.modules)
         ]
 
-    def __bool__(self) -> bool:
-        return bool(self.modules)
-
     @contextmanager
     def use(self, compute: Compute) -> Iterator[None]:
         """Let `compute(layer, hidden)` make the output of each layer."""
@@ -178,7 +175,7 @@ def _cache_argument(module: nn.Module) -> Any:
 
 def state_shape(model: Any, layers: RecurrentLayers) -> StateShape:
     """Run a few tokens through the model with transformers' own cache and read the shapes of its states."""
-    if not layers:
+    if not layers.modules:
         return {}
     from transformers import DynamicCache
 

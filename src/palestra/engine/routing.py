@@ -37,19 +37,8 @@ class ExpertRouting:
         blocks = [module for module in model.modules() if EXPERTS in module._modules]
         if not self.experts or not blocks:
             raise UnsupportedModel(f"{config.model_type} has no experts; leave train.expert_routing at own")
-        self.modules, self.per_token = self._find(model, blocks, config.model_type)
-
-    @property
-    def layers(self) -> int:
-        return len(self.modules)
-
-    @property
-    def unknown(self) -> int:
-        """Stands for the experts of a token whose routing is not known."""
-        return torch.iinfo(self.dtype).max
-
-    def _find(self, model: Any, blocks: Sequence[nn.Module], family: str) -> tuple[list[nn.Module], int]:
-        """The module of each block that calls `topk` once in a pass over two tokens, and the experts of a token."""
+        self.unknown = torch.iinfo(self.dtype).max  # in place of the experts of a token whose routing is not known
+        # The router is the module of each block that calls `topk` once in a pass over two tokens.
         candidates = [
             module
             for block in blocks
@@ -64,18 +53,19 @@ class ExpertRouting:
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
         with torch.no_grad(), self._patched(candidates, note):
             plain_forward(model, ids, use_cache=False)
-        routers: list[nn.Module] = []
-        per_token = 0
+        self.modules: list[nn.Module] = []
+        self.per_token = 0
         for block in blocks:
             own = [number for number, module in enumerate(candidates) if module in (block, *block._modules.values())]
             router = next((number for number in own if len(calls[number]) == 1), None)
-            if router is None or per_token not in (0, calls[router][0]):
+            if router is None or self.per_token not in (0, calls[router][0]):
                 raise UnsupportedModel(
-                    f"{family} chooses experts in a way that cannot be recorded; leave train.expert_routing at own"
+                    f"{config.model_type} chooses experts in a way that cannot be recorded; leave "
+                    "train.expert_routing at own"
                 )
-            routers.append(candidates[router])
-            per_token = calls[router][0]
-        return routers, per_token
+            self.modules.append(candidates[router])
+            self.per_token = calls[router][0]
+        self.layers = len(self.modules)
 
     def use(self, choose: Choose) -> AbstractContextManager[None]:
         """Let `choose(layer, own)` decide which experts each router uses; the modules are as before afterwards."""
@@ -84,14 +74,14 @@ class ExpertRouting:
     @contextmanager
     def record(self) -> Iterator[list[Tensor]]:
         """Collect the choice [T, k] of each layer in one pass."""
-        found: list[Tensor] = []
+        choices: list[Tensor] = []
 
         def note(layer: int, own: Tensor) -> Tensor:
-            found.append(own.to(self.dtype))
+            choices.append(own.to(self.dtype))
             return own
 
         with self.use(note):
-            yield found
+            yield choices
 
     @contextmanager
     def _patched(self, modules: Sequence[nn.Module], choose: Choose) -> Iterator[None]:

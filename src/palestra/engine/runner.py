@@ -7,22 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from palestra.core.machine import memory_gib
+from palestra.engine.recurrent import StateStore
 from palestra.engine.session import Chunk, Collect, Session
 
 GIB = 1 << 30
 
 
-class Runner:
-    """Runs steps on one kind of device. The memory hooks do nothing where steps read and write pages in place."""
-
-    decode_steps: int = 1  # tokens that a session may sample before the scheduler plans again
-    overlaps: bool = False  # whether a launched step runs while the host does something else
-    path: str | None = None  # of `paths` the one to use wherever possible; None: the fastest
-
-    @property
-    def paths(self) -> Sequence[str]:
-        """Ways to compute a decode step; the self-check runs all of them."""
-        raise NotImplementedError
+class KVMemory:
+    """The KV of sessions. The hooks do nothing where steps read and write pages in place."""
 
     def enter(self, session: Session) -> None:
         """Called before the first step of a turn."""
@@ -39,13 +31,16 @@ class Runner:
     def copy_page(self, source: int, target: int) -> None:
         raise NotImplementedError
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy a slot of recurrent state; steps that were launched before are done first."""
-        raise NotImplementedError
 
-    def clear_state(self, slot: int) -> None:
-        """Make a slot the state before the first token."""
-        raise NotImplementedError
+class Runner:
+    """Runs steps on one kind of device."""
+
+    decode_steps: int = 1  # tokens that a session may sample before the scheduler plans again
+    overlaps: bool = False  # whether a launched step runs while the host does something else
+    path: str | None = None  # of `paths` the one to use wherever possible; None: the fastest
+    paths: Sequence[str]  # ways to compute a decode step; the self-check runs all of them
+    memory: KVMemory
+    states: StateStore  # of recurrent layers
 
     def weights_changed(self) -> None:
         """Update what was derived from the weights."""

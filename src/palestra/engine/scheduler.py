@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from palestra.engine.pages import PagePool, PrefixIndex
-from palestra.engine.runner import Runner
+from palestra.engine.runner import KVMemory
 from palestra.engine.session import Chunk, Job, Session
 from palestra.engine.state_slots import StateSlots
 
@@ -23,7 +23,7 @@ class Scheduler:
     def __init__(
         self,
         pool: PagePool,
-        memory: Runner,
+        memory: KVMemory,
         max_running: int,
         tokens_per_step: int,
         context: int,
@@ -55,12 +55,20 @@ class Scheduler:
 
     def withdraw(self, job: Job) -> None:
         """Remove a job, finished or not; its session keeps its KV and can be continued later."""
-        if job in self.running:
+        session = job.session
+        if job in self.running:  # pages that were reserved and not used are released
             del self.running[job]
-            self._to_idle(job.session)
+            self.memory.leave(session)
+            session.running = False
+            if self.states is not None:
+                self.states.leave(session)
+            used = self.pool.needed(session.kv_len)
+            self.pool.release(session.table[used:])
+            del session.table[used:]
+            self._touch(session)
         elif job in self.waiting:
             self.waiting.remove(job)
-        job.session.job = None
+        session.job = None
 
     def drop(self, session: Session) -> None:
         """Discard a session's KV; its tokens stay, so that it can be computed again."""
@@ -131,8 +139,8 @@ class Scheduler:
         budget, page_size = self.tokens_per_step, self.pool.page_size
         chunks: list[Chunk] = []
         pending = [(job.pending, job) for job in self.running]
-        singles, others = [p for p in pending if p[0] <= 1], [p for p in pending if p[0] > 1]
-        for tokens, job in singles + others:
+        pending.sort(key=lambda each: each[0] > 1)
+        for tokens, job in pending:
             count, session = min(tokens, budget), job.session
             if count <= 0 or job in self._preempted:
                 continue
@@ -181,38 +189,41 @@ class Scheduler:
         blocked: list[Job] = []
         while self.waiting and len(self.running) < self.max_running:
             job = self.waiting.popleft()
-            if self.states is not None and job.session.state < 0:
-                self._rewind(job.session)
-            source = self._unfilled_source(job.session)
-            if source is not None:
+            session, source = job.session, job.session.source
+            if self.states is not None and session.state < 0:
+                self._rewind(session)
+            if source is not None and session.kv_len == 0 and source.fill_target > 0:  # inherit the source's KV
+                computed = source.kv_len if self.states is None else self.states.longest(source, source.kv_len)
+                if computed < source.fill_target:
+                    blocked.append(job)
+                    if source.job is None:
+                        self.waiting.appendleft(Job(source, None, len(source.token_ids)))
+                        source.job = self.waiting[0]
+                    continue
+                if not self._share(source, session, source.fill_target):
+                    self.waiting.appendleft(job)
+                    break
+            elif source is None and session.kv_len == 0 and self._share_or_await_prefix(session):
                 blocked.append(job)
-                if source.job is None:
-                    self.waiting.appendleft(Job(source, None, len(source.token_ids)))
-                    source.job = self.waiting[0]
                 continue
-            if self._share_or_await_prefix(job.session):
-                blocked.append(job)
-                continue
-            if not self._inherit_prefix(job.session):
-                self.waiting.appendleft(job)
-                break
             if job.pending <= 0:  # a fill whose KV is there already
-                job.session.job = None
+                session.job = None
                 continue
-            if not self._fits(job) or not self._enter_state(job):
+            # Room for the whole pending part; with nothing running, whatever there is must do.
+            missing = self.pool.needed(session.kv_len + job.pending) - len(session.table)
+            fits = self._free_up(missing, keep=(session,)) or not self.running
+            if not fits or not self._enter_state(session):
                 self.waiting.appendleft(job)
                 break
-            self.memory.enter(job.session)
-            job.session.running = True
+            self.memory.enter(session)
+            session.running = True
             self.running[job] = None
-            if job.session.source is None:
-                self._prefixes.add(job.session)
+            if source is None:
+                self._prefixes.add(session)
         self.waiting.extendleft(reversed(blocked))
 
     def _share_or_await_prefix(self, session: Session) -> bool:
         """Share the pages that other prompts have in common with it; True: wait, one of them is being computed."""
-        if session.source is not None or session.kv_len > 0:
-            return False
         for other, length in self._prefixes.find(session):
             if other.kv_len >= length:
                 if self._share_prefix(other, session, length):
@@ -238,21 +249,6 @@ class Scheduler:
         self._touch(other)
         return True
 
-    def _unfilled_source(self, session: Session) -> Session | None:
-        """The source that must be computed before this session can inherit from it, if any."""
-        source = session.source
-        if source is None or session.kv_len > 0 or source.fill_target <= 0:
-            return None
-        computed = source.kv_len if self.states is None else self.states.longest(source, source.kv_len)
-        return source if computed < source.fill_target else None
-
-    def _inherit_prefix(self, session: Session) -> bool:
-        """Share the source's pages; False when there is no page for the partial one."""
-        source = session.source
-        if source is None or session.kv_len > 0 or source.fill_target <= 0:
-            return True
-        return self._share(source, session, source.fill_target)
-
     def _share(self, source: Session, session: Session, length: int) -> bool:
         """Give a session without KV that of the source's first `length` tokens; False without a page for the last."""
         if length % self.pool.page_size and not self._free_up(1, keep=(session, source)):
@@ -270,18 +266,10 @@ class Scheduler:
         self._touch(session)
         return True
 
-    def _fits(self, job: Job) -> bool:
-        """Room for the whole pending part; with nothing running, whatever there is must do."""
-        session = job.session
-        missing = self.pool.needed(session.kv_len + job.pending) - len(session.table)
-        return self._free_up(missing, keep=(session,)) or not self.running
-
-    def _enter_state(self, job: Job) -> bool:
+    def _enter_state(self, entering: Session) -> bool:
         """Take a slot for the recurrent state, dropping idle sessions if necessary; False if all others run."""
-        if self.states is None:
-            return True
-        while not self.states.enter(job.session):
-            idle = (s for s in self.holders if s is not job.session and not s.running and (s.state >= 0 or s.snapshots))
+        while self.states is not None and not self.states.enter(entering):
+            idle = (s for s in self.holders if s is not entering and not s.running and (s.state >= 0 or s.snapshots))
             victim = next(idle, None)
             if victim is None:
                 return False
@@ -321,7 +309,11 @@ class Scheduler:
             victim = next((j for j in reversed(self.running) if j is not job), None)
             if victim is None:
                 return False
-            self._preempt(victim)
+            del self.running[victim]
+            self._preempted.add(victim)
+            self.drop(victim.session)
+            self.dropped_sessions += 1
+            self.waiting.appendleft(victim)
         self._take(session, missing)
         return True
 
@@ -342,24 +334,6 @@ class Scheduler:
             if pages <= self.pool.free:
                 return True
         return False
-
-    def _preempt(self, job: Job) -> None:
-        del self.running[job]
-        self._preempted.add(job)
-        self.drop(job.session)
-        self.dropped_sessions += 1
-        self.waiting.appendleft(job)
-
-    def _to_idle(self, session: Session) -> None:
-        """Out of the running batch with its KV; pages that were reserved and not used are released."""
-        self.memory.leave(session)
-        session.running = False
-        if self.states is not None:
-            self.states.leave(session)
-        used = self.pool.needed(session.kv_len)
-        self.pool.release(session.table[used:])
-        del session.table[used:]
-        self._touch(session)
 
     def _touch(self, session: Session) -> None:
         self.holders.pop(session, None)

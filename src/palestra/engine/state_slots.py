@@ -9,15 +9,15 @@ nearest snapshot before it. Snapshots are evicted, oldest first, when slots run 
 from __future__ import annotations
 
 from palestra.engine.pages import PagePool
-from palestra.engine.runner import Runner
+from palestra.engine.recurrent import StateStore
 from palestra.engine.session import Session
 
 
 class StateSlots:
     """Hands out slots; knows no tensors. Slot 0 belongs to no session."""
 
-    def __init__(self, memory: Runner, slots: int) -> None:
-        self._memory = memory
+    def __init__(self, store: StateStore, slots: int) -> None:
+        self._store = store
         self._pool = PagePool(slots + 1, 1)
         self._pool.take(1)  # slot 0
         self._snapshots: dict[tuple[Session, int], None] = {}  # in the order in which they were taken
@@ -41,9 +41,9 @@ class StateSlots:
         if slot is None:
             return False
         if session.kv_len == 0:
-            self._memory.clear_state(slot)
+            self._store.clear(slot)
         else:
-            self._memory.copy_state(session.snapshots[session.kv_len], slot)
+            self._store.copy(session.snapshots[session.kv_len], slot)
         session.state = slot
         return True
 
@@ -72,7 +72,7 @@ class StateSlots:
             slot = self._take(keep=None)
             if slot is None:
                 return False
-            self._memory.copy_state(source.state, slot)
+            self._store.copy(source.state, slot)
             self._add(source, length, slot)
         slot = source.snapshots[length]
         self._pool.share([slot])

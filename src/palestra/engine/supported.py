@@ -23,7 +23,6 @@ from palestra.engine.attention import (
     KVLayout,
     ScoreRule,
     engine_attention,
-    register,
 )
 from palestra.engine.recurrent import RecurrentLayers, StateShape, state_shape
 from palestra.engine.routing import expert_count
@@ -101,13 +100,6 @@ def adapter_of(linear: Any) -> LowRank | None:
         return None
     name = linear.active_adapters[0]
     return LowRank(linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name])
-
-
-def merged_weight(linear: Any) -> Tensor:
-    """The weight [out, in] with the adapter added to it."""
-    weight: Tensor = base_linear(linear).weight
-    adapter = adapter_of(linear)
-    return weight if adapter is None else torch.addmm(weight, adapter.up, adapter.down, alpha=adapter.scaling)
 
 
 class FusedAdapter:
@@ -190,12 +182,14 @@ def has_experts(config: Any) -> bool:
 
 def kv_shape(model: Any) -> KVShape:
     """Run two tokens through the model and read the shape of its KV; UnsupportedModel when it has another memory."""
-    register(ENGINE_ATTENTION, engine_attention)
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ENGINE_ATTENTION, engine_attention)  # transformers builds no mask for it
     config = text_config(model)
     name = config.model_type
     if not has_attention_interface(model):
         raise UnsupportedModel(f"{name} does not attend through transformers' attention interface; {REMEDY}")
-    if not _hands_keywords_on(model):
+    if not takes_keywords(base_model(model).base_model):
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers; the paged engine needs it; {REMEDY}")
     recurrent = RecurrentLayers(model)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -233,10 +227,10 @@ def has_attention_interface(model: nn.Module) -> bool:
     return any(hasattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
-def _hands_keywords_on(model: Any) -> bool:
-    """Whether keywords of the model's forward reach its layers."""
-    forward = inspect.signature(base_model(model).base_model.forward)
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.parameters.values())
+def takes_keywords(decoder: Any) -> bool:
+    """Whether keywords of the decoder's forward reach its layers."""
+    parameters = inspect.signature(decoder.forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")

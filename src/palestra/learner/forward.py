@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -131,10 +131,12 @@ class Scorer(nn.Module):
         `training` switches the modules to training or evaluation mode; None leaves them as they are.
         """
         is_packed = self.mode == "trees"
-        over = over_trees(self._recurrent, self._current_layout, in_shards=self.in_shards)
-        packed = self._recurrent.use(over) if is_packed else nullcontext()
-        routed = self.routing.use() if self.routing is not None else nullcontext()
-        with packed, routed, ModulePatches() as patches:
+        with ModulePatches() as patches:
+            if is_packed and self._recurrent.modules:
+                over = over_trees(self._recurrent, self._current_layout, in_shards=self.in_shards)
+                patches.enter_context(self._recurrent.use(over))
+            if self.routing is not None:
+                patches.enter_context(self.routing.use())
             if training is not None:
                 patches.set_training(self.model, training)
             if self._norms is not None:

@@ -39,7 +39,7 @@ def can_be_captured(model: Any) -> bool:
         and not model.is_gradient_checkpointing
         and all(weight.dtype in HALF or "lora_" in name for name, weight in model.named_parameters())
         and not has_dropout(model)
-        and not RecurrentLayers(model)
+        and not RecurrentLayers(model).modules
         and getattr(config, "sliding_window", None) is None
         and not any(name in vars(config) for name in NOT_CAPTURED)
     )

@@ -6,7 +6,6 @@ compiler cannot do to uncompiled layers; any other exception, such as a lack of 
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from palestra.algo.batch import Batch
 from palestra.core.errors import UnsupportedModel
 from palestra.core.types import Sample
 from palestra.engine.recurrent import RecurrentLayers
-from palestra.engine.supported import has_attention_interface, is_linear
+from palestra.engine.supported import has_attention_interface, is_linear, takes_keywords
 from palestra.learner.micro_batches import PackedMicroBatch, pack_batch
 from palestra.learner.patches import ModulePatches, decoder_of
 
@@ -90,7 +89,7 @@ def require_tree_support(model: Any) -> None:
     name = type(model).__name__
     kinds = [str(kind) for kind in getattr(model.config, "layer_types", None) or []]
     recurrent = [kind for kind in kinds if any(word in kind for word in RECURRENT)]
-    if recurrent and not RecurrentLayers(model):  # their state would pass from one sibling to the next
+    if recurrent and not RecurrentLayers(model).modules:  # their state would pass from one sibling to the next
         raise UnsupportedModel(f"{name} has {recurrent[0]} layers")
     if not has_attention_interface(model):
         raise UnsupportedModel(f"{name} does not attend through transformers' attention interface")
@@ -98,8 +97,7 @@ def require_tree_support(model: Any) -> None:
         raise UnsupportedModel(f"{name} does not name its decoder")
     if not is_linear(model.get_output_embeddings()):
         raise UnsupportedModel(f"the output layer of {name} is not an nn.Linear")
-    kinds_of_argument = {p.kind for p in inspect.signature(decoder_of(model).forward).parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD not in kinds_of_argument:
+    if not takes_keywords(decoder_of(model)):
         raise UnsupportedModel(f"{name} hands no keywords to its attention layers")
 
 
@@ -158,7 +156,7 @@ def _probe(model: Any, share_prefix: bool, min_root: int = 0, size: int = 0) -> 
         _row(ids[:PROMPT] + ids[first:last], last - first, group=0, prompt_length=PROMPT) for first, last in completions
     ]
     samples.append(_row(ids[:ROOT] + ids[PROMPT:15], 4, group=1, prompt_length=0))
-    if RecurrentLayers(model):
+    if RecurrentLayers(model).modules:
         prompt = ids[:ROOT] + ids[PROMPT : 2 * PROMPT - ROOT - 1]  # one token less
         samples += [_row(prompt + ids[15 : 15 + n], n, group=-1, prompt_length=len(prompt)) for n in (4, 3)]
     others = range(2, 2 + min(4096, size // embeddings.shape[1]) // 128)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +20,11 @@ from transformers import AttentionInterface
 
 from palestra.algo.batching import Tree
 from palestra.core.errors import UnsupportedModel
-from palestra.core.types import Array
 from palestra.engine.attention import attention_chunk, query_scales, scales_queries
 from palestra.engine.recurrent import RecurrentLayer
 from palestra.learner.patches import ModulePatches, Registry, gradients
 from palestra.learner.shapes import Shapes
-from palestra.learner.tree_attention_cuda import Bounds, flash_fits, flash_trees
+from palestra.learner.tree_attention_cuda import HALF, Bounds, flash_trees
 
 NAME = "palestra_trees"
 MAX_REPEATS = 4
@@ -50,9 +49,11 @@ class Layout:
         self.trees = trees
         self.root = root
         self.device = device
+        self._shapes = shapes
         rows = (t.prompt_length + max(t.completion_lengths, default=0) for t in trees)
         self.longest_row = root + max(rows, default=0)
-        self.bounds = Bounds(trees, device, shapes, root)
+        if device.type == "cuda":  # copied to the device now, so that no pass waits for it
+            self.bounds = Bounds(trees, device, shapes, root)
         self._masks: dict[tuple[int, int, Reach], Tensor] = {}
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
         self.recurrent: Sequence[RecurrentLayer] = ()
@@ -67,6 +68,10 @@ class Layout:
         other.bounds = self.bounds.copy()
         other.handle = LAYOUTS.add(other)
         return other
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        return Bounds(self.trees, self.device, self._shapes, self.root)
 
     @property
     def is_reordered(self) -> bool:
@@ -135,15 +140,14 @@ def tree_attention(
         packed = torch.arange(query.shape[2], device=query.device)
         factors = query_scales(module, layout.positions) / query_scales(module, packed)
         query = (query * factors).to(query.dtype)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, H, D]
     chunk, longest = attention_chunk(module), layout.longest_row
     window = sliding_window if sliding_window is not None and sliding_window < longest else 0
     in_chunks = chunk is not None and chunk < longest
     is_plain = softcap is None and s_aux is None and not window and not in_chunks
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    has_windows = layout.flash_windows and (not window or layout.bounds.shape is None)
-    by_flash = is_plain or (has_windows and softcap is None and not in_chunks)
-    if by_flash and flash_fits(q, v):
+    with_windows = layout.flash_windows and softcap is None and not in_chunks
+    if flash_fits(q, v) and (is_plain or (with_windows and (not window or layout.bounds.shape is None))):
         # Repeated here, where a compiled layer fuses it and its gradient's sum; the kernel's own sum is slow.
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
         out = flash_trees(q, k, v, layout.bounds, scale, s_aux, window)
@@ -157,6 +161,12 @@ def tree_attention(
         extra = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         out = masked_trees(q, k, v, layout, Reach(sliding_window, chunk), extra)
     return out[None], None  # [1, T, H, D]
+
+
+def flash_fits(query: Tensor, value: Tensor) -> bool:
+    """Whether the GPU kernels take these heads."""
+    size = query.shape[-1]
+    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and size <= 256 and value.shape[-1] <= size
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
@@ -312,8 +322,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 @torch.compiler.disable  # it walks the trees, which differ from one micro-batch to the next
 def cpu_trees(q: Tensor, k: Tensor, v: Tensor, trees: tuple[Tree, ...], scale: float, root: int = 0) -> Tensor:
     """[T, H, D] attention of packed tokens over their tree paths; q [T, H, D], k and v [T, K, D]."""
-    if repeats := q.shape[1] // k.shape[1] - 1:
-        k, v = (x.repeat_interleave(repeats + 1, dim=1) for x in (k, v))
+    if (repeats := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     out: Tensor = _TreeAttention.apply(q, k, v, trees, scale, root)
     return out
 
@@ -324,12 +334,13 @@ class _TreeAttention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         total = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # log-sum-exp
         for runs in _batches(trees, root):
-            part = _flash(*(runs.pad(x) for x in (q, k, v)), 0.0, True, scale=scale)
-            for whole, result in zip((out, total), part, strict=True):
-                runs.unpad(result, whole)
+            own_out, own_total = _flash(runs.pad(q), runs.pad(k), runs.pad(v), 0.0, True, scale=scale)
+            runs.unpad(own_out, out)
+            runs.unpad(own_total, total)
         for prompt, own in _shared(trees, root):
             queries, keys, values = _batch(q[own]), _batch(k[prompt]), _batch(v[prompt])
-            half, half_total = (x[0].transpose(0, 1) for x in _flash(queries, keys, values, 0.0, False, scale=scale))
+            half, half_total = _flash(queries, keys, values, 0.0, False, scale=scale)
+            half, half_total = half[0].transpose(0, 1), half_total[0].transpose(0, 1)
             out[own].lerp_(half, (half_total - total[own]).sigmoid_()[..., None].to(out.dtype))
             total[own] = torch.logaddexp(total[own], half_total)
         ctx.save_for_backward(q, k, v, out, total)
@@ -342,15 +353,17 @@ class _TreeAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for runs in _batches(ctx.trees, ctx.root):
-            parts = runs.pad(grad, zeros=True), *(runs.pad(x) for x in (q, k, v, out, total))
-            for whole, result in zip((dq, dk, dv), _flash_backward(*parts, 0.0, True, scale=ctx.scale), strict=True):
-                runs.unpad(result, whole)
+            queries, keys, values = runs.pad(q), runs.pad(k), runs.pad(v)
+            inputs = runs.pad(grad, zeros=True), queries, keys, values, runs.pad(out), runs.pad(total)
+            for whole, part in zip((dq, dk, dv), _flash_backward(*inputs, 0.0, True, scale=ctx.scale), strict=True):
+                runs.unpad(part, whole)
         for prompt, own in _shared(ctx.trees, ctx.root):
-            queries, results = (_batch(x[own]) for x in (grad, q)), (_batch(x[own]) for x in (out, total))
             keys, values = _batch(k[prompt]), _batch(v[prompt])
-            parts = _flash_backward(*queries, keys, values, *results, 0.0, False, scale=ctx.scale)
-            for whole, place, result in zip((dq, dk, dv), (own, prompt, prompt), parts, strict=True):
-                whole[place] += result[0].transpose(0, 1)
+            inputs = _batch(grad[own]), _batch(q[own]), keys, values, _batch(out[own]), _batch(total[own])
+            by_q, by_k, by_v = _flash_backward(*inputs, 0.0, False, scale=ctx.scale)
+            dq[own] += by_q[0].transpose(0, 1)
+            dk[prompt] += by_k[0].transpose(0, 1)
+            dv[prompt] += by_v[0].transpose(0, 1)
         return dq, dk, dv, None, None, None
 
 
@@ -380,27 +393,27 @@ class _Runs:
 @lru_cache(maxsize=2)  # every layer asks for the same, forward and backward
 def _batches(trees: tuple[Tree, ...], root: int) -> list[_Runs]:
     """All runs, those of about one length together."""
-    of_trees = (n for tree in trees for n in (tree.prompt_length, *tree.completion_lengths))
-    lengths = np.array([n for n in (root, *of_trees) if n])
+    each = [root]
+    for tree in trees:
+        each += [tree.prompt_length, *tree.completion_lengths]
+    lengths = np.array(each)
+    lengths = lengths[lengths > 0]
     starts = lengths.cumsum() - lengths
     order = lengths.argsort(kind="stable")
-    found, first = [], 0
+    batches, first = [], 0
     for i in range(1, len(order) + 1):
         if i < len(order) and lengths[order[i]] <= MAX_PADDING * lengths[order[first]]:
             continue
-        found.append(_padded(starts[order[first:i]], lengths[order[first:i]]))
-        first = i
-    return found
-
-
-def _padded(starts: Array, lengths: Array) -> _Runs:
-    step = np.arange(lengths.max())
-    is_real = (step < lengths[:, None]).reshape(-1)
-    places = torch.from_numpy((starts[:, None] + np.minimum(step, lengths[:, None] - 1)).reshape(-1))
-    if is_real.all():
-        return _Runs(len(starts), places, None, None, places)
-    real, padding = (torch.from_numpy(np.flatnonzero(which)) for which in (is_real, ~is_real))
-    return _Runs(len(starts), places, padding, real, places[real])
+        chosen, first = order[first:i], i
+        own, step = lengths[chosen, None], np.arange(lengths[chosen].max())
+        places = torch.from_numpy((starts[chosen, None] + np.minimum(step, own - 1)).reshape(-1))
+        is_real = (step < own).reshape(-1)
+        if is_real.all():
+            batches.append(_Runs(len(chosen), places, None, None, places))
+        else:
+            real, padding = torch.from_numpy(np.flatnonzero(is_real)), torch.from_numpy(np.flatnonzero(~is_real))
+            batches.append(_Runs(len(chosen), places, padding, real, places[real]))
+    return batches
 
 
 def _batch(x: Tensor, rows: int = 1) -> Tensor:

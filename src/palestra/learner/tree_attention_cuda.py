@@ -174,12 +174,6 @@ class Window(NamedTuple):
 _BOUNDS: Registry[Bounds] = Registry()
 
 
-def flash_fits(query: Tensor, value: Tensor) -> bool:
-    """Whether the GPU kernels take these heads."""
-    size = query.shape[-1]
-    return query.is_cuda and query.dtype in HALF and size % 8 == 0 and size <= 256 and value.shape[-1] <= size
-
-
 def flash_trees(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, sinks: Tensor | None = None, window: int = 0
 ) -> Tensor:

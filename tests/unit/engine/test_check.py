@@ -17,7 +17,7 @@ from palestra.engine import supported
 from palestra.engine.check import prompt_length, tolerated_difference
 from palestra.engine.cpu import fast_decoder, plan
 from palestra.engine.cpu.fast_decoder import CpuFastDecoder
-from palestra.engine.cpu.kv_slots import Pages
+from palestra.engine.cpu.kv_slots import KVSlots, Pages
 from palestra.engine.cpu.plan import SharedPrefixes, SlotRows
 from palestra.engine.engine import Engine
 from palestra.models.loading import load_model
@@ -53,7 +53,7 @@ def wrong_page_offset(patch: pytest.MonkeyPatch) -> None:
 
 
 def partial_page_not_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pages, "copy", lambda self, source, target: None)
+    patch.setattr(KVSlots, "copy_page", lambda self, source, target: None)
 
 
 def wrong_page(patch: pytest.MonkeyPatch) -> None:

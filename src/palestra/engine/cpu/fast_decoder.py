@@ -17,10 +17,10 @@ from torch import Tensor
 
 from palestra.engine.attention import AttentionPlan, ScoreRule
 from palestra.engine.supported import (
+    adapter_of,
     base_linear,
     base_model,
     is_llama_like,
-    merged_weight,
     norm_epsilon,
     sliding_window,
     text_config,
@@ -80,20 +80,27 @@ class CpuFastDecoder:
 
     def __call__(self, ids: list[int], positions: list[int], ends: list[int], plan: AttentionPlan) -> Tensor:
         """Logits [ends, vocabulary] for a step's tokens at their positions; `ends` says which of them sample."""
-        self._refresh()
+        # A write in place raises a tensor's version, except by a fused optimizer: it calls for `weights_changed`.
+        version = sum(p._version for p in self._parameters)
+        if version != self._copied_version:
+            self._copy_weights()
+            self._copied_version = version
         if max(positions) >= len(self._cos):
             self._extend_rope(max(positions) + 1)
-        places = torch.tensor(positions)
+        places, norm = torch.tensor(positions), self._norms["hidden"]
         cos, sin = self._cos.index_select(0, places), self._sin.index_select(0, places)
         x = self.model.model.embed_tokens(torch.tensor(ids))
-        last = len(self._layers) - 1
-        for i, (module, weights) in enumerate(zip(self.model.model.layers, self._layers, strict=True)):
+        for module, weights in zip(self.model.model.layers, self._layers, strict=True):
             out = self._attention(x, module.self_attn, weights, cos, sin, plan)
-            if i == last and len(ends) < len(ids):  # from here on only what is sampled from
-                x, out = (t.index_select(0, torch.tensor(ends, dtype=torch.long)) for t in (x, out))
+            if weights is self._layers[-1] and len(ends) < len(ids):  # from here on only what is sampled from
+                sampled = torch.tensor(ends, dtype=torch.long)
+                x, out = x.index_select(0, sampled), out.index_select(0, sampled)
             x = _add_product(x, out, weights.out)
-            x = self._mlp(x, weights)
-        return _product(self._norms["hidden"](x), self._head)
+            normed = norm(x)
+            gate = F.silu(_product(normed, weights.gate), inplace=True)
+            gate.mul_(_product(normed, weights.up))
+            x = _add_product(x, gate, weights.down)
+        return _product(norm(x), self._head)
 
     def _attention(
         self, x: Tensor, module: Any, weights: _Weights, cos: Tensor, sin: Tensor, plan: AttentionPlan
@@ -109,42 +116,28 @@ class CpuFastDecoder:
         q, k, v = qkv.transpose(0, 1)[None].split((self.heads, self.kv_heads, self.kv_heads), 1)
         return plan.attend(module, q, k, v, weights.rule).reshape(x.shape[0], -1)
 
-    def _mlp(self, x: Tensor, weights: _Weights) -> Tensor:
-        normed = self._norms["hidden"](x)
-        gate = F.silu(_product(normed, weights.gate), inplace=True)
-        gate.mul_(_product(normed, weights.up))
-        return _add_product(x, gate, weights.down)
-
-    def _refresh(self) -> None:
-        """Copy the weights if they changed. A write in place raises a tensor's version, except by a fused optimizer:
-        after its steps `weights_changed` must be called, as for cached KV."""
-        version = sum(p._version for p in self._parameters)
-        if version == self._copied_version:
-            return
-        self._copied_version = version
+    def _copy_weights(self) -> None:
         hidden, head = self._norms["hidden"].factor, self._norms["head"].factor
-        self._layers = [self._copy(layer, hidden, head) for layer in self.model.model.layers]
+        self._layers = []
+        for layer in self.model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            attention_norm = layer.input_layernorm.weight * hidden
+            mlp_norm = layer.post_attention_layernorm.weight * hidden
+            qk_norm = None
+            if hasattr(attention, "q_norm"):
+                of_q, of_k = attention.q_norm.weight, attention.k_norm.weight
+                qk_norm = torch.cat([of_q.expand(self.heads, -1), of_k.expand(self.kv_heads, -1)]) * head
+            weights = _Weights(
+                qkv=_scaled([attention.q_proj, attention.k_proj, attention.v_proj], attention_norm),
+                out=_scaled([attention.o_proj]),
+                gate=_scaled([mlp.gate_proj], mlp_norm),
+                up=_scaled([mlp.up_proj], mlp_norm),
+                down=_scaled([mlp.down_proj]),
+                qk_norm=qk_norm,
+                rule=ScoreRule(attention.scaling, sliding_window(attention)),
+            )
+            self._layers.append(weights)
         self._head = _scaled([self.model.lm_head], self.model.model.norm.weight * hidden)
-
-    def _copy(self, layer: Any, hidden: float, head: float) -> _Weights:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-        attention_norm, mlp_norm = (
-            norm.weight * hidden for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        )
-        qk_norm = None
-        if hasattr(attention, "q_norm"):
-            norms = [(attention.q_norm, self.heads), (attention.k_norm, self.kv_heads)]
-            qk_norm = torch.cat([norm.weight.expand(n, -1) for norm, n in norms]) * head
-        return _Weights(
-            qkv=_scaled(qkv, attention_norm),
-            out=_scaled([attention.o_proj]),
-            gate=_scaled([mlp.gate_proj], mlp_norm),
-            up=_scaled([mlp.up_proj], mlp_norm),
-            down=_scaled([mlp.down_proj]),
-            qk_norm=qk_norm,
-            rule=ScoreRule(attention.scaling, sliding_window(attention)),
-        )
 
     def _extend_rope(self, length: int) -> None:
         """The model's own tables [positions, 1, D], twice as long as needed now; the sine has rotate_half's signs."""
@@ -183,8 +176,16 @@ def _add_product(x: Tensor, y: Tensor, linear: _Linear) -> Tensor:
 
 
 def _scaled(linears: list[Any], norm: Tensor | None = None) -> _Linear:
-    """Linear layers side by side, their input scaled by a norm's weight."""
-    weight = torch.cat([merged_weight(linear).t() for linear in linears], dim=1)
-    biases = [base_linear(linear).bias for linear in linears]
-    bias = None if biases[0] is None else biases[0] if len(biases) == 1 else torch.cat(biases)
+    """Linear layers side by side, their adapters added, their input scaled by a norm's weight."""
+    weights: list[Tensor] = []
+    biases: list[Any] = []
+    for linear in linears:
+        base, adapter = base_linear(linear), adapter_of(linear)
+        own = base.weight
+        if adapter is not None:
+            own = torch.addmm(own, adapter.up, adapter.down, alpha=adapter.scaling)
+        weights.append(own.t())
+        biases.append(base.bias)
+    weight = torch.cat(weights, dim=1)
+    bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
     return _Linear(weight if norm is None else weight.mul_(norm[:, None]), bias)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.errors import ResourceError
+from palestra.engine.runner import KVMemory
 from palestra.engine.session import Session
 from palestra.engine.supported import KVShape
 
@@ -50,10 +51,6 @@ class Pages:
 
     def release(self) -> None:
         self.keys = self.values = torch.empty(0)
-
-    def copy(self, source: int, target: int) -> None:
-        for store in (self.keys, self.values):
-            store[:, target] = store[:, source]
 
     def read(self, store: Tensor, table: Sequence[int], start: int, stop: int) -> Tensor:
         """Tokens start..stop of one session -> [layers, heads, tokens, dim]."""
@@ -101,7 +98,7 @@ class SlotBuffer:
     def move(self, sources: Mapping[int, tuple[int, int]]) -> None:
         """Copy (row, length) into each target, every row before it is written over."""
         todo, lengths = dict(sources), dict(sources.values())
-        for first in sorted(sources, key=lambda row: row in lengths):
+        for first in sorted(sources, key=lengths.__contains__):
             target, aside = first, None
             if first in todo and first in lengths:  # only circles are left: the first row has to be put aside
                 aside = [store[:, first, :, : lengths[first]].clone() for store in (self.keys, self.values)]
@@ -139,7 +136,7 @@ class Slot:
         return self.session.kv_len - self.base
 
 
-class KVSlots:
+class KVSlots(KVMemory):
     """Slots of the sessions that run, which `place` puts into rows 0, 1, … before a step, and of idle ones.
 
     Which rows idle sessions have depends on when others are closed, the order of the running ones does not: it decides
@@ -173,7 +170,16 @@ class KVSlots:
         if session in self._idle:
             del self._idle[session]
         else:
-            self._take_slot(session)
+            row = self._free_row()
+            prefix = self._join_prefix(session) if session.source is not None and session.shared_len else None
+            slot = Slot(session, prefix, prefix.length if prefix is not None else 0, session.kv_len)
+            if slot.length > 0:
+                self.own.ensure(self.own.rows, slot.length)
+                for own, store in ((self.own.keys, self.pages.keys), (self.own.values, self.pages.values)):
+                    tokens = self.pages.read(store, session.table, slot.base, session.kv_len)
+                    own[:, row, :, : slot.length] = tokens
+            self._slots[row], session.slot = slot, row
+            self.generation += 1
         self.own.ensure(self.own.rows, len(session.token_ids) - self[session.slot].base + 1)
         self.sessions.append(session)
 
@@ -202,6 +208,10 @@ class KVSlots:
                 self.pages.write(store, session.table, slot.stored_len, own[:, session.slot, :, start:stop])
             slot.stored_len = session.kv_len
 
+    def copy_page(self, source: int, target: int) -> None:
+        for store in (self.pages.keys, self.pages.values):
+            store[:, target] = store[:, source]
+
     def place(self, count: int) -> None:
         """Swap the first `count` running sessions into rows 0..count-1."""
         targets = {session: row for row, session in enumerate(self.sessions[:count]) if session.slot != row}
@@ -217,23 +227,11 @@ class KVSlots:
                 targets[slot.session] = following if following in left else min(left)
                 left.remove(targets[slot.session])
         self.own.move({row: (session.slot, self[session.slot].length) for session, row in targets.items()})
-        moved = [(row, self[session.slot]) for session, row in targets.items()]
-        for row, slot in [*((row, None) for row in left), *moved]:
-            self._slots[row] = slot
-            if slot is not None:
-                slot.session.slot = row
-        self.generation += 1
-
-    def _take_slot(self, session: Session) -> None:
-        row = self._free_row()
-        prefix = self._join_prefix(session) if session.source is not None and session.shared_len else None
-        slot = Slot(session, prefix, prefix.length if prefix is not None else 0, session.kv_len)
-        if slot.length > 0:
-            self.own.ensure(self.own.rows, slot.length)
-            for own, store in ((self.own.keys, self.pages.keys), (self.own.values, self.pages.values)):
-                tokens = self.pages.read(store, session.table, slot.base, session.kv_len)
-                own[:, row, :, : slot.length] = tokens
-        self._slots[row], session.slot = slot, row
+        moved = [(session, row, self[session.slot]) for session, row in targets.items()]
+        for row in left:
+            self._slots[row] = None
+        for session, row, slot in moved:
+            self._slots[row], session.slot = slot, row
         self.generation += 1
 
     def _free_row(self) -> int:
@@ -261,9 +259,15 @@ class KVSlots:
         prefix = self[session.slot].prefix
         self._slots[session.slot], session.slot = None, -1
         self._idle.pop(session, None)
-        if prefix is not None:
-            self._leave_prefix(prefix)
         self.generation += 1
+        if prefix is None:
+            return
+        prefix.users -= 1
+        if prefix.users == 0:  # the last prefix moves into its row: attention reads unused rows in between, too
+            last = self._prefixes.pop()
+            if last is not prefix:
+                self.prefix.copy(last.row, prefix.row, last.length)
+                self._prefixes[prefix.row], last.row = last, prefix.row
 
     def _stop_running(self, session: Session) -> None:
         """The last one comes in its place."""
@@ -285,12 +289,3 @@ class KVSlots:
             self._prefixes.append(prefix)
         prefix.users += 1
         return prefix
-
-    def _leave_prefix(self, prefix: Prefix) -> None:
-        """Once it has no users, the last prefix moves into its row: attention reads unused rows in between, too."""
-        prefix.users -= 1
-        if prefix.users == 0:
-            last = self._prefixes.pop()
-            if last is not prefix:
-                self.prefix.copy(last.row, prefix.row, last.length)
-                self._prefixes[prefix.row], last.row = last, prefix.row

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.engine.attention import AttentionPlan, ScoreRule, attend_part, masked_score, merge_parts, with_sinks
-from palestra.engine.cpu.kv_slots import KVSlots
+from palestra.engine.cpu.kv_slots import KVSlots, SlotBuffer
 
 MAX_PADDED_TOKENS = 64  # a longer chunk keeps the kernel busy by itself
 MAX_PADDING = 1.5  # times the tokens of the shortest
@@ -40,10 +40,11 @@ class SlotRows:
     first: int  # of its tokens among the step's
     prefixes: SharedPrefixes | None
     biases: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
-    prefix_biases: dict[int | None, Tensor | None] = field(default_factory=dict)
+    prefix_biases: dict[int, Tensor] = field(default_factory=dict)
     tokens: int = field(init=False)
     count: int = field(init=False)
     width: int = field(init=False)
+    last: Tensor = field(init=False)  # [n, count] the newest column of its slot that each place sees
     picked: slice | Tensor = field(init=False)
     to_places: Tensor | None = field(init=False)  # [n * count], the token of each place (padding repeats the last)
     to_tokens: Tensor | None = field(init=False)  # [tokens], the place of each token
@@ -52,16 +53,13 @@ class SlotRows:
         self.tokens, self.count, self.width = sum(self.counts), max(self.counts), max(self.own_len)
         self.picked = _picked(self.rows)
         self.to_places = self.to_tokens = None
+        step = torch.arange(self.count)
+        counts, end = torch.tensor(self.counts)[:, None], torch.tensor(self.own_len)[:, None]
+        self.last = torch.minimum(end - counts + step, end - 1)
         if self.tokens < len(self.counts) * self.count:
-            counts, step = torch.tensor(self.counts)[:, None], torch.arange(self.count)
             starts = counts.cumsum(0) - counts
             self.to_places = (starts + torch.minimum(step, counts - 1)).view(-1)
             self.to_tokens = (step < counts).view(-1).nonzero()[:, 0]
-
-    def _last(self) -> Tensor:
-        """[n, count] the newest column of its slot that each place sees."""
-        end = torch.tensor(self.own_len)[:, None]
-        return torch.minimum(end - torch.tensor(self.counts)[:, None] + torch.arange(self.count), end - 1)
 
     def bias(self, window: int | None, group: int) -> Tensor | None:
         """[n, 1, G * count, own width], which masks columns that a token must not see; None when it may see all."""
@@ -69,7 +67,7 @@ class SlotRows:
             self.biases[window] = None
             cut = window is not None and self.width > window
             if self.count > 1 or min(self.own_len) < self.width or cut:
-                columns, last = torch.arange(self.width), self._last()[..., None]
+                columns, last = torch.arange(self.width), self.last[..., None]
                 masked = columns > last
                 if window is not None:
                     masked |= columns <= last - window
@@ -77,41 +75,31 @@ class SlotRows:
                 self.biases[window] = bias if self.count == 1 else bias.repeat(1, 1, group, 1)
         return self.biases[window]
 
-    def prefix_bias(self, prefixes: SharedPrefixes, window: int | None, group: int) -> Tensor | None:
-        if window is None:
-            return prefixes.bias(group * self.count)
-        if window not in self.prefix_biases:
-            self.prefix_biases[window] = prefixes.window_bias(self._last(), window, group)
-        return self.prefix_biases[window]
-
     def attend(self, layer: int, q: Tensor, rule: ScoreRule) -> Tensor:
         """q [N, KV, G, D] of the step's tokens -> [tokens, KV, G, D]."""
-        own, group = self.slots.own, q.shape[2]
-        q = self._by_slot(q[self.first : self.first + self.tokens])
-        keys, values = (_cut(store[layer], self.picked, self.width) for store in (own.keys, own.values))
-        out, total = attend_part(q, keys, values, self.bias(rule.window, group), rule)
+        group, window = q.shape[2], rule.window
+        q = q[self.first : self.first + self.tokens]
+        if self.count > 1:  # [tokens, KV, G, D] -> [n, KV, G * count, D]
+            if self.to_places is not None:
+                q = q.index_select(0, self.to_places)
+            q = q.unflatten(0, (-1, self.count)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        keys, values = _cut(self.slots.own, layer, self.picked, self.width)
+        out, total = attend_part(q, keys, values, self.bias(window, group), rule)
         if self.prefixes is not None:
-            bias = self.prefix_bias(self.prefixes, rule.window, group)
+            if window is None:
+                bias = self.prefixes.bias(group * self.count)
+            else:
+                if window not in self.prefix_biases:
+                    self.prefix_biases[window] = self.prefixes.window_bias(self.last, window, group)
+                bias = self.prefix_biases[window]
             prefix, prefix_total = self.prefixes.attend(layer, q, bias, rule)
             out, total = merge_parts(out, total, prefix, prefix_total), torch.logaddexp(total, prefix_total)
         if rule.sinks is not None:
             out = with_sinks(out, total, rule.sinks.view(-1, group).repeat_interleave(self.count, 1))
-        return self._by_token(out, group)
-
-    def _by_slot(self, x: Tensor) -> Tensor:
-        """[tokens, KV, G, D] -> [n, KV, G * count, D]."""
         if self.count == 1:
-            return x
-        if self.to_places is not None:
-            x = x.index_select(0, self.to_places)
-        return x.unflatten(0, (-1, self.count)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-    def _by_token(self, x: Tensor, group: int) -> Tensor:
-        """The reverse."""
-        if self.count == 1:
-            return x
-        x = x.unflatten(2, (group, self.count)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-        return x if self.to_tokens is None else x.index_select(0, self.to_tokens)
+            return out
+        out = out.unflatten(2, (group, self.count)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        return out if self.to_tokens is None else out.index_select(0, self.to_tokens)
 
 
 @dataclass(slots=True)
@@ -135,21 +123,23 @@ class SharedPrefixes:
     def of(cls, slots: KVSlots, chosen: Sequence[int]) -> SharedPrefixes | None:
         """These slots by prefix; None when no slot has one."""
         places: dict[int, list[int]] = {}
-        prefixes = [slots[row].prefix for row in chosen]
-        for i, prefix in enumerate(prefixes):
-            if prefix is not None:
+        lengths, without = [0] * len(chosen), list[int]()
+        for i, row in enumerate(chosen):
+            prefix = slots[row].prefix
+            if prefix is None:
+                without.append(i)
+            else:
                 places.setdefault(prefix.row, []).append(i)
+                lengths[i] = prefix.length
         if not places:
             return None
-        lengths = [prefix.length if prefix is not None else 0 for prefix in prefixes]
-        for i, prefix in enumerate(prefixes):
-            if prefix is None:  # it needs a place too, where all is masked for it
-                min(places.values(), key=len).append(i)
+        for i in without:  # it needs a place too, where all is masked for it
+            min(places.values(), key=len).append(i)
         used, members = sorted(places), max(map(len, places.values()))
         span = range(used[0], used[-1] + 1)
         if len(span) <= 2 * len(used):  # a few too many cost less than a copy
             used = list(span)
-        to_rows, to_slots = [0] * (len(used) * members), [0] * len(prefixes)
+        to_rows, to_slots = [0] * (len(used) * members), [0] * len(chosen)
         for i, row in enumerate(used):
             for place, slot in enumerate(places.get(row, ()), i * members):
                 to_rows[place] = slot
@@ -175,12 +165,6 @@ class SharedPrefixes:
         places = score_bias(masked, self.slots).index_select(0, self.to_rows).repeat(1, repeats, 1)
         return places.view(-1, 1, self.members * places.shape[1], self.width)
 
-    def _by_row(self, x: Tensor) -> Tensor:
-        """[n, KV, Q, X] -> [rows, KV, members * Q, X]."""
-        _, heads, queries, width = x.shape
-        places = x.index_select(0, self.to_rows).view(-1, self.members, heads, queries, width)
-        return places.transpose(1, 2).reshape(-1, heads, self.members * queries, width)
-
     def _by_slot(self, x: Tensor, queries: int) -> Tensor:
         """[rows, KV, members * Q, ...] -> [n, KV, Q, ...]."""
         rows, heads, _, *rest = x.shape
@@ -189,9 +173,11 @@ class SharedPrefixes:
 
     def attend(self, layer: int, q: Tensor, bias: Tensor | None, rule: ScoreRule) -> tuple[Tensor, Tensor]:
         """q [n, KV, Q, D] over the slots' prefixes: [n, KV, Q, D] and its log-sum-exp [n, KV, Q]."""
-        prefix, queries = self.slots.prefix, q.shape[2]
-        keys, values = (_cut(store[layer], self.picked, self.width) for store in (prefix.keys, prefix.values))
-        out, total = attend_part(self._by_row(q), keys, values, bias, rule)
+        _, heads, queries, dim = q.shape
+        places = q.index_select(0, self.to_rows).view(-1, self.members, heads, queries, dim)
+        of_rows = places.transpose(1, 2).reshape(-1, heads, self.members * queries, dim)
+        keys, values = _cut(self.slots.prefix, layer, self.picked, self.width)
+        out, total = attend_part(of_rows, keys, values, bias, rule)
         return self._by_slot(out, queries), self._by_slot(total, queries)
 
 
@@ -201,10 +187,12 @@ def _picked(rows: list[int]) -> slice | Tensor:
     return slice(start, start + len(rows)) if rows == list(range(start, start + len(rows))) else torch.tensor(rows)
 
 
-def _cut(store: Tensor, picked: slice | Tensor, width: int) -> Tensor:
-    """The first columns of these rows of [rows, KV, length, D]."""
-    columns = store[:, :, :width]
-    return columns[picked] if isinstance(picked, slice) else columns.index_select(0, picked)
+def _cut(buffer: SlotBuffer, layer: int, picked: slice | Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values [rows, KV, width, D]: the first columns of these rows."""
+    keys, values = buffer.keys[layer, :, :, :width], buffer.values[layer, :, :, :width]
+    if isinstance(picked, slice):
+        return keys[picked], values[picked]
+    return keys.index_select(0, picked), values.index_select(0, picked)
 
 
 @dataclass(slots=True)
@@ -240,11 +228,11 @@ class PrefillChunk:
 
         causal = window is None and self.own_len == self.count
         bias = None if causal else self.bias(window)[..., base:]
-        keys, values = (part(store, self.row, self.own_len) for store in (own.keys, own.values))
+        keys, values = part(own.keys, self.row, self.own_len), part(own.values, self.row, self.own_len)
         out, total = attend_part(q, keys, values, bias, rule, causal)
         if prefix is not None:
-            stores = self.slots.prefix.keys, self.slots.prefix.values
-            keys, values = (part(store, prefix.row, base) for store in stores)
+            shared = self.slots.prefix
+            keys, values = part(shared.keys, prefix.row, base), part(shared.values, prefix.row, base)
             bias = None if window is None else self.bias(window)[..., :base]
             before, before_total = attend_part(q, keys, values, bias, rule)
             out, total = merge_parts(out, total, before, before_total), torch.logaddexp(total, before_total)

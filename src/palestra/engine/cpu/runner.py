@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -62,36 +63,15 @@ class CpuRunner(Runner):
         keep_freed_memory()
         self._routing = routing
         self.model: Any = model
-        self.slots = KVSlots(shape, Pages(shape, pages, page_size))
+        self.slots = self.memory = KVSlots(shape, Pages(shape, pages, page_size))
         self._layout = shape.layout
         self._recurrent = RecurrentLayers(model)
-        self._states = StateStore(shape.states, state_slots, lazy_zeros)
+        self.states = StateStore(shape.states, state_slots, lazy_zeros)
         self._state_slots = state_slots
         self.fast_decoder = CpuFastDecoder.of(model)
         self._switch = AttentionSwitch(model)
         self._heads = torch.arange(shape.heads)
         self._prefixes: tuple[int, int, SharedPrefixes | None] = (-1, -1, None)
-
-    def enter(self, session: Session) -> None:
-        self.slots.enter(session)
-
-    def leave(self, session: Session) -> None:
-        self.slots.leave(session)
-
-    def drop(self, session: Session) -> None:
-        self.slots.drop(session)
-
-    def store(self, session: Session) -> None:
-        self.slots.store(session)
-
-    def copy_page(self, source: int, target: int) -> None:
-        self.slots.pages.copy(source, target)
-
-    def copy_state(self, source: int, target: int) -> None:
-        self._states.copy(source, target)
-
-    def clear_state(self, slot: int) -> None:
-        self._states.clear(slot)
 
     def weights_changed(self) -> None:
         if self.fast_decoder is not None:
@@ -99,7 +79,7 @@ class CpuRunner(Runner):
 
     def release_memory(self) -> None:
         self.slots.release_memory()
-        self._states.release()
+        self.states.release()
         if self.fast_decoder is not None:
             self.fast_decoder.release_memory()
         give_freed_memory_back()
@@ -107,14 +87,14 @@ class CpuRunner(Runner):
     def reserve_memory(self, pages: int) -> None:
         """Pages are taken as they fill, so fewer need nothing else."""
         self.slots.pages.reserve()
-        self._states.reserve(self._state_slots)
+        self.states.reserve(self._state_slots)
 
     def disable_fast_path(self) -> bool:
         fast_decoder, self.fast_decoder = self.fast_decoder, None
         return fast_decoder is not None
 
     def launch(self, chunks: Sequence[Chunk]) -> Collect:
-        emissions = self._step_with_states(chunks) if self._recurrent else self.step(chunks)
+        emissions = self._step_with_states(chunks) if self._recurrent.modules else self.step(chunks)
         return lambda until_one_ends: emissions
 
     def _step_with_states(self, chunks: Sequence[Chunk]) -> list[Emission]:
@@ -124,7 +104,7 @@ class CpuRunner(Runner):
             self.step(fills)
         for chunk in chunks:
             if chunk.snapshot is not None:
-                self.copy_state(chunk.job.session.state, chunk.snapshot)
+                self.states.copy(chunk.job.session.state, chunk.snapshot)
         sampling = [Chunk(c.job, 1, samples=True) for c in chunks if c.samples]
         return self.step(sampling) if sampling else []
 
@@ -138,16 +118,16 @@ class CpuRunner(Runner):
             sampling = [chunk.job for chunk in ordered if chunk.samples]
             if not sampling:
                 return []
-            tokens, logprobs = sample(logits, [SamplingRow.of(job) for job in sampling])
+            tokens, logprobs = sample(logits, list(map(SamplingRow.of, sampling)))
         pairs = zip(sampling, tokens.tolist(), logprobs.tolist(), strict=True)
         return [Emission(job, [token], [logprob]) for job, token, logprob in pairs]
 
     def _recorded(self, chunks: Sequence[Chunk], decoding: int) -> Tensor:
         """The same as `forward`; the sessions get the experts of their tokens."""
         assert self._routing is not None
-        with self._routing.record() as found:
+        with self._routing.record() as choices:
             logits = self.forward(chunks, decoding)
-        rows = torch.stack(found, 1).split([chunk.count for chunk in chunks])  # [count, layers, k] each
+        rows = torch.stack(choices, 1).split([chunk.count for chunk in chunks])  # [count, layers, k] each
         for chunk, own in zip(chunks, rows, strict=True):
             session = chunk.job.session
             if session.routing is not None:
@@ -169,8 +149,8 @@ class CpuRunner(Runner):
         plan = self._plan(chunks, decoding)
         if self.fast_decoder is not None:
             return self.fast_decoder(ids, positions, ends, plan)
-        rows = [(chunk.job.session.state, chunk.count) for chunk in chunks] if self._recurrent else []
-        compute = over_runs(self._states, runs_of(rows, torch.device("cpu")))
+        rows = [(chunk.job.session.state, chunk.count) for chunk in chunks] if self._recurrent.modules else []
+        compute = over_runs(self.states, runs_of(rows, torch.device("cpu")))
         with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute):
             output = self.model(
                 input_ids=torch.tensor([ids]),
@@ -183,7 +163,13 @@ class CpuRunner(Runner):
 
     def _arrange(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], int]:
         """Sessions with one token first, in slots 0..n-1, where attention reads them; then the rest by length."""
-        singles = {chunk.job.session: chunk for chunk in chunks if chunk.count == 1}
+        singles: dict[Session, Chunk] = {}
+        others: list[Chunk] = []
+        for chunk in chunks:
+            if chunk.count == 1:
+                singles[chunk.job.session] = chunk
+            else:
+                others.append(chunk)
         sessions = self.slots.sessions
         n, last = len(singles), len(sessions) - 1
         for slot in range(n):
@@ -192,21 +178,25 @@ class CpuRunner(Runner):
                     last -= 1
                 sessions[slot], sessions[last] = sessions[last], sessions[slot]
         self.slots.place(n)
-        ordered = [singles[session] for session in sessions[:n]]
-        others = sorted((chunk for chunk in chunks if chunk.count > 1), key=lambda chunk: chunk.count)
-        return ordered + others, n
+        others.sort(key=attrgetter("count"))
+        return [*map(singles.__getitem__, sessions[:n]), *others], n
 
     def _plan(self, chunks: Sequence[Chunk], decoding: int) -> SlotPlan:
         slots = self.slots
-        rows = [chunk.job.session.slot for chunk in chunks]
-        counts = [chunk.count for chunk in chunks]
-        own_lens = [slots[row].length + count for row, count in zip(rows, counts, strict=True)]
-        slots.own.ensure(slots.own.rows, max(own_lens))
+        rows: list[int] = []
+        counts: list[int] = []
+        own_lens: list[int] = []
         token_rows: list[int] = []
         columns: list[int] = []
-        for row, count, own_len in zip(rows, counts, own_lens, strict=True):
+        for chunk in chunks:
+            row, count = chunk.job.session.slot, chunk.count
+            length = slots[row].length
+            rows.append(row)
+            counts.append(count)
+            own_lens.append(length + count)
             token_rows += [row] * count
-            columns += range(own_len - count, own_len)
+            columns += range(length, length + count)
+        slots.own.ensure(slots.own.rows, max(own_lens))
         heads, length = len(self._heads), slots.own.length
         row_starts = torch.tensor(token_rows) * (heads * length) + torch.tensor(columns)
         targets = (row_starts[:, None] + self._heads * length).view(-1)
@@ -216,19 +206,14 @@ class CpuRunner(Runner):
             if counts[part.start] > 1 and part.stop - part.start == 1:
                 at = part.start
                 parts.append(PrefillChunk(slots, rows[at], first, counts[at], own_lens[at]))
-            else:
-                decodes = counts[part.start] == 1
-                prefixes = self._shared_prefixes(decoding) if decodes else SharedPrefixes.of(slots, rows[part])
+            elif counts[part.start] > 1:
+                prefixes = SharedPrefixes.of(slots, rows[part])
                 parts.append(SlotRows(slots, rows[part], counts[part], own_lens[part], first, prefixes))
+            else:
+                if self._prefixes[:2] != (slots.generation, decoding):  # the batch has changed
+                    self._prefixes = slots.generation, decoding, SharedPrefixes.of(slots, range(decoding))
+                parts.append(SlotRows(slots, rows[part], counts[part], own_lens[part], first, self._prefixes[2]))
             first += sum(counts[part])
         plan = SlotPlan(slots, targets, parts)
         plan.layout = self._layout
         return plan
-
-    def _shared_prefixes(self, n: int) -> SharedPrefixes | None:
-        """Those of slots 0..n-1; computed again only when the batch has changed."""
-        generation, count, prefixes = self._prefixes
-        if (generation, count) != (self.slots.generation, n):
-            prefixes = SharedPrefixes.of(self.slots, range(n))
-            self._prefixes = (self.slots.generation, n, prefixes)
-        return prefixes

@@ -11,9 +11,8 @@ takes longer than running them.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +45,7 @@ from palestra.engine.recurrent import (
     runs_of,
 )
 from palestra.engine.routing import ExpertRouting
-from palestra.engine.runner import Runner
+from palestra.engine.runner import KVMemory, Runner
 from palestra.engine.sampler import SamplingRow, sample
 from palestra.engine.session import Chunk, Collect, Emission, no_emissions
 from palestra.engine.supported import NO_EXACT, CacheTooLarge, KVShape, base_model, can_capture, is_llama_like
@@ -62,7 +61,7 @@ class DecodeShape(NamedTuple):
     path: Literal["per_row", "shared_prefix"]  # each row reads all its pages, or groups read common pages once
 
 
-class CudaRunner(Runner):
+class CudaRunner(Runner, KVMemory):
     """Owns the KV pages of one model on a GPU and runs its steps."""
 
     overlaps = True
@@ -88,14 +87,17 @@ class CudaRunner(Runner):
         self.page_size = page_size
         self.context = context
         self.device = next(model.parameters()).device
-        self.warm_up_s = 0.0
         self._kv_shape = shape
         self._copies: dict[int, int] = {}  # pages that the next step copies: target -> source
         self._recurrent = RecurrentLayers(model)
         self._state_slots = state_slots
+        self.states = StateStore(shape.states, 0, partial(torch.zeros, device=self.device))
         self.reserve_memory(pages)
         self._switch = AttentionSwitch(model)
+        self.memory = self
         self.fast_decoder = CudaFastDecoder(model, context, exact) if is_llama_like(model) else None
+        self._exact = self.fast_decoder if exact else None  # computes every step, by the kernels of `exact`
+        self.paths = ["per_row"] if exact else ["per_row", "shared_prefix"]
         steps = {module: RecurrentStep.of(module) for module in self._recurrent.modules}
         self.recurrent_steps = {module: step for module, step in steps.items() if step is not None}
         complete = len(self.recurrent_steps) == len(steps) > 0
@@ -117,16 +119,6 @@ class CudaRunner(Runner):
             shape_of_token = (routing.layers, routing.per_token)
             self._routed = torch.zeros((*lead, *shape_of_token), dtype=routing.dtype, device=self.device)
 
-    @property
-    def _exact(self) -> CudaFastDecoder | None:
-        """The decoder, where every step is computed by the kernels of `exact`."""
-        decoder = self.fast_decoder
-        return decoder if decoder is not None and decoder.exact else None
-
-    @property
-    def paths(self) -> Sequence[str]:
-        return ["per_row"] if self._exact is not None else ["per_row", "shared_prefix"]
-
     def copy_page(self, source: int, target: int) -> None:
         """Copy with the next step. Forking a group of 512 makes as many copies; launching each would take longer than
         the step. Deferring is safe because only steps write pages."""
@@ -141,12 +133,6 @@ class CudaRunner(Runner):
             for store in (self.keys, self.values):
                 store.index_copy_(1, targets, store.index_select(1, sources))
             self._copies = {}
-
-    def copy_state(self, source: int, target: int) -> None:
-        self._states.copy(source, target)
-
-    def clear_state(self, slot: int) -> None:
-        self._states.clear(slot)
 
     def weights_changed(self) -> None:
         """Drop captured graphs if a weight has moved, since they hold the weights' addresses."""
@@ -163,7 +149,7 @@ class CudaRunner(Runner):
         self._forget_graphs()  # they hold the addresses of the pages
         self._copies = {}
         self.keys = self.values = torch.empty(0)
-        self._states.release()
+        self.states.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -173,7 +159,7 @@ class CudaRunner(Runner):
         try:
             self.keys = torch.zeros((*lead, s.key_dim), dtype=s.dtype, device=self.device)
             self.values = torch.zeros((*lead, s.value_dim), dtype=s.dtype, device=self.device)
-            self._states = StateStore(s.states, self._state_slots, partial(torch.zeros, device=self.device))
+            self.states.reserve(self._state_slots)
         except torch.OutOfMemoryError as error:
             gib = pages * self.page_size * s.bytes_per_token / (1 << 30)
             self.keys = self.values = torch.empty(0)
@@ -208,7 +194,7 @@ class CudaRunner(Runner):
                 self._prefill(fills)
         for chunk in chunks:
             if chunk.snapshot is not None:
-                self.copy_state(chunk.job.session.state, chunk.snapshot)
+                self.states.copy(chunk.job.session.state, chunk.snapshot)
         if not decoding:
             return no_emissions
         with phases("decode"):
@@ -232,22 +218,26 @@ class CudaRunner(Runner):
             self._fills.load(arrays)
             self._replay(shape.captured, partial(self._prefill_step, self._fills, shape.captured))
         else:
-            buffers = arrays.to(self.device)
-            self._prefill_step(buffers, shape, *self._recurrent_work(fills, buffers))
-            if self._routing is not None:
-                self._record_fills(fills)
+            buffers, counts = arrays.to(self.device), [count for _, count in fills]
+            # Recurrent layers compute runs by their own forwards, or by our kernels.
+            ours = len(self.recurrent_steps) if max(counts) <= MAX_RUN else 0
+            states, runs, steps = [session.state for session, _ in fills], list[Run](), NO_STEPS
+            if ours < len(self._recurrent.modules):
+                runs = runs_of(list(zip(states, counts, strict=True)), self.device)
+            if ours:
+                [slots] = to_device([torch.tensor(states, dtype=torch.int32)], self.device)
+                steps = self._steps_of(StateRows(slots, buffers.rows[1], buffers.rows[0], buffers.tokens[3]))
+            self._prefill_step(buffers, shape, runs, steps)
+            if self._routing is not None:  # in host memory when the step is collected
+                routed = self._pass_routing
+                assert routed is not None
+                on_host = torch.empty(routed.shape, dtype=routed.dtype, pin_memory=self.device.type == "cuda")
+                on_host.copy_(routed, non_blocking=True)
+                for (session, _), rows in zip(fills, on_host.split(counts), strict=True):
+                    if session.routing is not None:
+                        session.routing.add(session.kv_len, rows)
         for session, count in fills:
             session.kv_len += count
-
-    def _recurrent_work(self, fills: Sequence[Fill], buffers: PrefillBuffers) -> tuple[Sequence[Run], RecurrentSteps]:
-        """What recurrent layers compute in a prefill: the runs of their own forwards, and the steps of our kernels."""
-        of_rows, short = [(s.state, n) for s, n in fills], max(n for _, n in fills) <= MAX_RUN
-        ours = len(self.recurrent_steps) if short else 0
-        runs = runs_of(of_rows, self.device) if ours < len(self._recurrent.modules) else ()
-        if not ours:
-            return runs, NO_STEPS
-        [slots] = to_device([torch.tensor([slot for slot, _ in of_rows], dtype=torch.int32)], self.device)
-        return runs, self._steps_of(StateRows(slots, buffers.rows[1], buffers.rows[0], buffers.tokens[3]))
 
     def _prefill_step(
         self, buffers: PrefillBuffers, shape: PrefillShape, runs: Sequence[Run] = (), steps: RecurrentSteps = NO_STEPS
@@ -261,16 +251,6 @@ class CudaRunner(Runner):
             self.fast_decoder.prefill(plan)
         else:
             self._module_logits(plan, plan.ids, plan.positions, runs, steps)
-
-    def _record_fills(self, fills: Sequence[Fill]) -> None:
-        """Give the sessions of a prefill the experts of its tokens, in host memory when the step is collected."""
-        routed = self._pass_routing
-        assert routed is not None
-        on_host = torch.empty(routed.shape, dtype=routed.dtype, pin_memory=self.device.type == "cuda")
-        on_host.copy_(routed, non_blocking=True)
-        for (session, _), rows in zip(fills, on_host.split([count for _, count in fills]), strict=True):
-            if session.routing is not None:
-                session.routing.add(session.kv_len, rows)
 
     def _record_decoded(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> None:
         """Give the sessions the experts of the tokens that their last decode steps computed."""
@@ -305,20 +285,20 @@ class CudaRunner(Runner):
         blind = any(c.job.params.stop for c in chunks if c.job.params)  # stop strings are checked on the host alone
         most = self.poll_interval if blind or others_wait else self.decode_steps
         shape, steps = self._load(chunks, most)
-        state, looks = self._state, list[Callable[[], bool]]()
+        state, polls = self._state, list[Callable[[], bool]]()
 
         def enqueue() -> int:
-            done = len(looks) * self.poll_interval
+            done = len(polls) * self.poll_interval
             end = min(done + self.poll_interval, steps)
             state.draw(done, end)
             for _ in range(done, end):
                 self._decode(shape)
-            looks.append(state.poll_finished(len(looks)))
+            polls.append(state.poll_finished(len(polls)))
             return end
 
         def collect(until_one_ends: bool) -> list[Emission]:
-            done = min(len(looks) * self.poll_interval, steps)
-            while until_one_ends and done < steps and not looks[-2]():
+            done = min(len(polls) * self.poll_interval, steps)
+            while until_one_ends and done < steps and not polls[-2]():
                 done = enqueue()
             emissions = []
             emitted = state.emitted(done)
@@ -355,56 +335,45 @@ class CudaRunner(Runner):
 
     def _decode_step(self, shape: DecodeShape) -> Tensor:
         state, rows = self._state, shape.rows
-        if self._exact is not None:
-            logits = self._exact.decode_exact(self._exact_plan(rows))
+        ids, positions, lens, tables = state.ids[:rows], state.positions[:rows], state.lens[:rows], state.tables[:rows]
+        if self._exact is not None:  # the last token of each row
+            pages = tables.gather(1, (positions // self.page_size).long()[:, None])[:, 0]
+            pages = torch.where(lens > 0, pages, -1)
+            numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
+            logits = self._exact.decode_exact(ExactPlan(self.keys, self.values, tables, ids, positions, pages, numbers))
             state.choose(logits)
             return logits
         shared = state.shared(rows) if shape.path == "shared_prefix" else None
-        plan = DecodePlan(self.keys, self.values, state.tables[:rows], state.lens[:rows], shared, self._side)
+        plan = DecodePlan(self.keys, self.values, tables, lens, shared, self._side)
+        state_rows = StateRows(state.slots[:rows], lens)
         if self.fast_decoder is not None:
-            logits = self.fast_decoder.decode(state.ids[:rows], plan)
+            logits = self.fast_decoder.decode(ids, plan)
         elif self.hybrid_decoder is not None:
             plan.layout = self._kv_shape.layout
-            logits = self.hybrid_decoder.decode_with_states(
-                state.ids[:rows], plan, self._states, self._state_rows(rows)
-            )
+            logits = self.hybrid_decoder.decode_with_states(ids, plan, self.states, state_rows)
         else:
-            runs = [Run(state.slots[:rows].long(), 1, state.lens[:rows] > 0)]
-            recurrent = self._steps_of(self._state_rows(rows))
-            logits = self._module_logits(plan, state.ids[:rows], state.positions[:rows], runs, recurrent)
+            runs = [Run(state.slots[:rows].long(), 1, lens > 0)]
+            logits = self._module_logits(plan, ids, positions, runs, self._steps_of(state_rows))
             if self._routing is not None:
-                steps = (state.positions[:rows] - state.starts[:rows]).long()
+                steps = (positions - state.starts[:rows]).long()
                 at = steps * self._routed.shape[1] + torch.arange(rows, device=self.device)
                 assert self._pass_routing is not None
                 self._routed.flatten(0, 1).index_copy_(0, at, self._pass_routing)
         state.choose(logits)
         return logits
 
-    def _state_rows(self, rows: int) -> StateRows:
-        return StateRows(self._state.slots[:rows], self._state.lens[:rows])
-
     def _steps_of(self, rows: StateRows) -> RecurrentSteps:
         """The recurrent layers, by place, that our kernels compute."""
         return {
-            place: partial(self.recurrent_steps[module], parts=self._states.parts(place), rows=rows)
+            place: partial(self.recurrent_steps[module], parts=self.states.parts(place), rows=rows)
             for place, module in enumerate(self._recurrent.modules)
             if module in self.recurrent_steps
         }
-
-    def _exact_plan(self, rows: int) -> ExactPlan:
-        """The last token of each row."""
-        state = self._state
-        positions, tables = state.positions[:rows], state.tables[:rows]
-        pages = tables.gather(1, (positions // self.page_size).long()[:, None])[:, 0]
-        pages = torch.where(state.lens[:rows] > 0, pages, -1)
-        numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
-        return ExactPlan(self.keys, self.values, tables, state.ids[:rows], positions, pages, numbers)
 
     def _replay(self, shape: DecodeShape | PrefillShape, forward: Callable[[], Tensor | None]) -> Tensor | None:
         """Run the graph of a shape. From the first step that cannot be captured on, for another reason than memory,
         kernels are launched one by one."""
         if shape not in self._graphs:
-            started = time.perf_counter()
             graph = forward
             if self._captures:
                 try:
@@ -418,12 +387,11 @@ class CudaRunner(Runner):
                         "which is slower: %s", type(base_model(self.model)).__name__, error,
                     )  # fmt: skip
             self._graphs[shape] = graph
-            self.warm_up_s += time.perf_counter() - started
         return self._graphs[shape]()
 
     def _captured(self, forward: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
         state = self._state
-        alive = state.lens.clone(), state.left.clone()
+        lens, left = state.lens.clone(), state.left.clone()
         # Warm-up and capture run the kernels for real. With all rows dead they write no KV and advance no row.
         state.lens.zero_()
         state.left.zero_()
@@ -438,8 +406,8 @@ class CudaRunner(Runner):
             with capture(graph, self._graph_pool):
                 logits = forward()
         finally:
-            state.lens.copy_(alive[0])
-            state.left.copy_(alive[1])
+            state.lens.copy_(lens)
+            state.left.copy_(left)
         self._graph_pool = self._graph_pool or graph.pool()
 
         def replay() -> Tensor | None:
@@ -454,11 +422,9 @@ class CudaRunner(Runner):
     ) -> Tensor:  # fmt: skip
         """[rows, V] logits of the module with our attention, and of its recurrent layers over `runs`, or by `steps`."""
         plan.layout = self._kv_shape.layout
-        compute = over_runs(self._states, runs, steps)
-        recording: AbstractContextManager[list[Tensor]] = nullcontext([])
-        if self._routing is not None:
-            recording = self._routing.record()
-        with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute), recording as found:
+        compute = over_runs(self.states, runs, steps)
+        recording = nullcontext(list[Tensor]()) if self._routing is None else self._routing.record()
+        with self._switch.use(ENGINE_ATTENTION, training=False), self._recurrent.use(compute), recording as choices:
             output = self.model(
                 input_ids=ids.long()[None],
                 position_ids=positions.long()[None],
@@ -466,8 +432,8 @@ class CudaRunner(Runner):
                 logits_to_keep=1 if isinstance(plan, PrefillPlan) else 0,  # 0: all; of a prefill only its KV matters
                 plan=plan,
             )
-        if found:
-            self._pass_routing = torch.stack(found, 1)
+        if choices:
+            self._pass_routing = torch.stack(choices, 1)
         return output.logits[0]
 
 
