@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.algo.step_loss import coefficient_at, next_entropy_coefficient
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import SettingError
-from palestra.core.types import Group
-from palestra.train.batch import has_signal
 
 MIN_STEPS = 40  # of a run whose length is not given
 
@@ -83,21 +81,6 @@ def token_limit_reason(sampled: int, step: int, limit: int | None) -> str | None
     if limit is None or sampled < limit:
         return None
     return f"{sampled:,} tokens are sampled, so the training ended after step {step} (train.max_sampled_tokens={limit})"
-
-
-def step_scale(
-    groups: Sequence[Group],
-    advantages: Sequence[Sequence[float]],
-    *,
-    taught: Collection[int],
-    problems: int,
-    full_update_share: float,
-) -> float:
-    """The `update_scale` of a step. Groups that a teacher scores (`taught`, by index) count as groups with signal."""
-    pairs = enumerate(zip(groups, advantages, strict=True))
-    signal = sum(i in taught or has_signal(group, row) for i, (group, row) in pairs)
-    solved = sum(all(r.passed for r in group.rollouts) for group in groups)
-    return update_scale(signal, solved, problems, full_update_share)
 
 
 def update_scale(signal_groups: int, solved_groups: int, problems: int, full_update_share: float) -> float:

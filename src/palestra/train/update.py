@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import InputError, UserCodeError
 from palestra.core.types import Array, Group
 from palestra.learner.base import Learner, Outputs, noop
-from palestra.train.batch import TurnColumns, conversations_of
+from palestra.train.batch import as_rows, conversations_of
 from palestra.train.distill import DistillRows
 from palestra.train.schedule import Coefficients
 
 # These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
+SUMS = ("loss", "tokens_computed")
 SAMPLER_METRICS = ("kl_sampler", "sampler_gap_mean", "sampler_gap_max")
 
 
@@ -44,8 +46,11 @@ def update(
     """
     started, train = time.perf_counter(), config.train
     distilled = [] if distill is None else distill.parts(learner)
-    if batch.rows or not distilled:
-        check_batch(batch)
+    if not batch.rows and not distilled:
+        raise InputError("the batch has no rows; give the learner at least one group")
+    if len(bad := np.flatnonzero(~np.isfinite(batch.advantages))):
+        group = batch.groups[batch.row_of(bad[0])]
+        raise UserCodeError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
     parts = batch.minibatches(train.minibatches) if batch.rows else []
     first_rows = np.cumsum([0, *(part.rows for part in parts)])
     losses = step_losses(parts, config, coefficients, custom_loss)
@@ -66,11 +71,17 @@ def update(
                 coefficients.learning_rate, max_grad_norm=train.max_grad_norm, host_work=noop if updates else host_work
             )
             known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
-            updates.append(added_up([one.metrics() for one in (outputs, added) if one is not None]) | known)
+            metrics = {} if outputs is None else outputs.metrics()
+            if added is not None:  # the gradients of both losses make one step: these of their metrics add up
+                taught = added.metrics()
+                sums = {name: metrics.get(name, 0.0) + taught[name] for name in SUMS if name in taught}
+                metrics = metrics | taught | sums
+            updates.append(metrics | known)
             if outputs is not None and record is not None:
                 record.add(first_rows[i], parts[i], outputs)
             if outputs is not None and train.iterations > 1 and len(updates) <= len(parts):
-                parts[i].old_logprobs = filled(parts[i].old_logprobs, outputs.logprobs())
+                own, old = outputs.logprobs(), parts[i].old_logprobs  # the next passes compare with those of the first
+                parts[i].old_logprobs = own if old is None else np.where(np.isnan(old), own, old)
     seconds = time.perf_counter() - started
     metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
     if not bool(np.isfinite(batch.logprobs[batch.policy_mask]).any()):  # then these compare the policy with itself
@@ -84,29 +95,18 @@ def update(
     }
 
 
-def added_up(outputs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of losses whose gradients make one optimizer step: their loss and the tokens computed add up."""
-    metrics = {name: value for one in outputs for name, value in one.items()}
-    sums = {name: sum(one.get(name, 0.0) for one in outputs) for name in ("loss", "tokens_computed")}
-    return metrics | {name: value for name, value in sums.items() if name in metrics}
-
-
 def step_losses(
     batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients, custom_loss: LossFunction | None = None
 ) -> list[StepLoss]:
     """The loss of each optimizer step."""
     objective = replace(objective_of(config), custom=custom_loss)
-    losses = [
-        StepLoss.of(
-            batch,
-            objective,
-            max_completion_length=config.rollout.max_new_tokens,
-            entropy_coefficient=coefficients.entropy,
-            echo_coefficient=coefficients.echo,
-            echo_normalization=config.echo.normalization,
-        )
-        for batch in batches
-    ]
+    options: dict[str, Any] = {
+        "max_completion_length": config.rollout.max_new_tokens,
+        "entropy_coefficient": coefficients.entropy,
+        "echo_coefficient": coefficients.echo,
+        "echo_normalization": config.echo.normalization,
+    }
+    losses = [StepLoss.of(batch, objective, **options) for batch in batches]
     if config.train.loss not in BATCH_TOKEN_LOSSES or not losses:
         return losses
     mean = sum(loss.policy_tokens for loss in losses) / len(losses)
@@ -128,20 +128,6 @@ def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several:
     return np.where(stale, batch.logprobs, own)
 
 
-def filled(old: Array | None, own: Array) -> Array:
-    """Old logprobs for the next pass: unknown ones are those of the first pass."""
-    return own if old is None else np.where(np.isnan(old), own, old)
-
-
-def check_batch(batch: Batch) -> None:
-    if not batch.rows:
-        raise InputError("the batch has no rows; give the learner at least one group")
-    bad = np.flatnonzero(~np.isfinite(batch.advantages))
-    if len(bad):
-        group = batch.groups[batch.row_of(bad[0])]
-        raise UserCodeError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
-
-
 def objective_of(config: RunConfig) -> Objective:
     settings = {f.name: getattr(config.train, f.name) for f in fields(Objective) if f.name != "custom"}
     return Objective(**settings | {"importance_correction": config.importance_correction})
@@ -149,18 +135,18 @@ def objective_of(config: RunConfig) -> Objective:
 
 def combine(updates: Sequence[dict[str, float]], iterations: int) -> dict[str, float]:
     """Each metric over the optimizer steps that report it: maxima stay maxima, tokens add up, the rest are means."""
-    names = dict.fromkeys(name for update in updates for name in update)
-    values = {name: [update[name] for update in updates if name in update] for name in names}
-
-    def one(name: str, column: list[float]) -> float:
+    columns: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            columns.setdefault(name, []).append(value)
+    combined: dict[str, float] = {}
+    for name, column in columns.items():
         if name.endswith("_max") or name == "peak_memory_gib":
-            return max(column)
-        return sum(column) / (iterations if name.startswith("tokens_") else len(column))
+            combined[name] = max(column)
+        else:
+            combined[name] = sum(column) / (iterations if name.startswith("tokens_") else len(column))
+    return combined
 
-    return {name: one(name, column) for name, column in values.items()}
-
-
-LEARNED = ("learner_logprob", "ratio", "entropy")
 
 TOKEN_COLUMNS = np.dtype(
     [
@@ -179,7 +165,8 @@ class TokenRecord:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._columns = {name: np.full(len(batch.token_ids), np.nan, np.float32) for name in LEARNED}
+        unknown = np.full(len(batch.token_ids), np.nan, np.float32)
+        self._columns = {"learner_logprob": unknown, "ratio": unknown.copy(), "entropy": unknown.copy()}
         self._added: set[int] = set()
 
     def add(self, first_row: int, batch: Batch, outputs: Outputs) -> None:
@@ -196,16 +183,15 @@ class TokenRecord:
 
     def table(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Array:
         """[T] `TOKEN_COLUMNS` of all tokens of the step, trained or not."""
-        conversations = conversations_of(groups, advantages)
-        columns = TurnColumns.of(conversations)
-        table = np.zeros(len(columns.token_ids), TOKEN_COLUMNS)
-        table["logprob"] = np.where(columns.by_model, columns.logprobs, np.nan)
-        table["advantage"] = np.where(columns.by_model, columns.advantages, np.nan)
-        is_row = np.zeros(len(conversations), np.bool_)
+        step = as_rows(conversations_of(groups, advantages))
+        table = np.zeros(len(step.token_ids), TOKEN_COLUMNS)
+        table["logprob"] = np.where(step.policy_mask, step.logprobs, np.nan)
+        table["advantage"] = np.where(step.policy_mask, step.advantages, np.nan)
+        is_row = np.zeros(step.rows, np.bool_)
         is_row[self._batch.conversations] = True
-        places, mask = np.repeat(is_row, columns.lengths), self._batch.policy_mask
+        places, mask = np.repeat(is_row, step.lengths), self._batch.policy_mask
         table["policy_mask"][places] = mask
-        for name in LEARNED:
+        for name, column in self._columns.items():
             table[name] = np.nan
-            table[name][places] = np.where(mask, self._columns[name], np.nan)
+            table[name][places] = np.where(mask, column, np.nan)
         return table
