@@ -113,8 +113,7 @@ class ProblemSource(GroupSource):
             places = [i for i, choice in enumerate(chosen) if choice.retests == retests]
             problems = [self.problems[chosen[i].index] for i in places]
             if problems:
-                own = [keys[i] for i in places]
-                found = await self.collector.collect(problems, size, own, self.on_rollout)
+                found = await self.collector.collect(problems, size, [keys[i] for i in places], self.on_rollout)
                 groups |= dict(zip(places, found, strict=True))
         return [groups[i] for i in range(len(chosen))]
 
@@ -195,7 +194,8 @@ async def gather(
     share of groups with signal, of the step before) it takes; those behind the last that is needed are given back.
     `function` is a user's, for the advantages: it is called for each draw, and again for all groups of the step.
     """
-    train, began, limit = config.train, time.perf_counter(), source.max_staleness
+    train, began = config.train, time.perf_counter()
+    limit = math.inf if source.max_staleness is None else source.max_staleness
     refills = train.filter_equal_groups and not config.distill.only  # a teacher needs no differing rewards
     budget = count * (1 + train.refill_limit) if refills else count
     needed = math.ceil(train.signal_share * count)
@@ -209,9 +209,13 @@ async def gather(
         missing, least = max(0, needed - good), max(1, count - sum(any_good([group]) for group in groups))
         most = budget - drawn if source.gives_back and drawn < budget else count
         asked = draw_size(missing, signal_rate, least, most)
-        found = await source.next(asked, version)
-        fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
-        dropped += len(found) - len(fresh)
+        fresh = []
+        for group in await source.next(asked, version):
+            oldest = oldest_version(group.rollouts)
+            if oldest is None or version - oldest <= limit:
+                fresh.append(group)
+            else:
+                dropped += 1
         credit = assign_credit(fresh, train, source.reward_weights, function)
         signals = [has_signal(group, row) for group, row in zip(credit.groups, credit.advantages, strict=True)]
         used = len(fresh)
@@ -237,12 +241,6 @@ def draw_size(missing: int, signal_rate: float, least: int, most: int) -> int:
     if rate * least >= missing:
         return min(least, most)
     return min(math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate), most)
-
-
-def staleness(group: Group, version: int) -> int:
-    """How many versions the oldest token of a group is behind."""
-    oldest = oldest_version(group.rollouts)
-    return 0 if oldest is None else version - oldest
 
 
 def draw(problems: Sequence[T], start: int, count: int, seed: int) -> list[T]:
