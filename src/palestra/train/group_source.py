@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import StateError
-from palestra.core.types import Group, Problem, oldest_version
+from palestra.core.types import Group, Problem, Rollout, oldest_version
 from palestra.evals.case_rates import CaseRates, Choice, retest_size
-from palestra.rollout.collect import OnRollout, any_good, require_one_good
+from palestra.rollout.collect import any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
 from palestra.train.batch import has_signal
 from palestra.train.credit import AdvantageFunction, Credit, assign_credit
+from palestra.train.watcher import Watcher
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
 T = TypeVar("T")
@@ -78,11 +79,14 @@ class ProblemSource(GroupSource):
     gives_back: bool = True
     max_staleness: int | None = 0
     concurrent: int = 1024
-    on_rollout: OnRollout = lambda rollout: None
+    watcher: Watcher = field(default_factory=Watcher)
     on_close: Callable[[], None] = lambda: None
     rates: CaseRates | None = None  # with train.sampling = learnable: they choose the problems
     tried: int = 0  # with rates: problems of the stream that were drawn once; the others are untested
     _in_progress: dict[str, int] = field(default_factory=dict)  # index by id of what was drawn and not yet seen again
+
+    def _show(self, rollout: Rollout) -> None:
+        self.watcher.rollout()
 
     def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
@@ -94,7 +98,7 @@ class ProblemSource(GroupSource):
             return self._collect_chosen(chosen, keys)
         problems = draw(self.problems, self.drawn, count, self.seed)
         self.drawn += count
-        return self.collector.collect(problems, self.group_size, keys, self.on_rollout)
+        return self.collector.collect(problems, self.group_size, keys, self._show)
 
     def _choose(self, count: int) -> list[Choice]:
         assert self.rates is not None
@@ -113,7 +117,7 @@ class ProblemSource(GroupSource):
             places = [i for i, choice in enumerate(chosen) if choice.retests == retests]
             problems = [self.problems[chosen[i].index] for i in places]
             if problems:
-                found = await self.collector.collect(problems, size, [keys[i] for i in places], self.on_rollout)
+                found = await self.collector.collect(problems, size, [keys[i] for i in places], self._show)
                 groups |= dict(zip(places, found, strict=True))
         return [groups[i] for i in range(len(chosen))]
 

@@ -28,7 +28,7 @@ from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker
-from palestra.train import schedule
+from palestra.train import update as learning
 from palestra.train.batch import has_signal, peak_memory_gib, rollout_metrics, trainable_batch
 from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
@@ -38,7 +38,6 @@ from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts
 from palestra.train.safety_net import Snapshots, collapse_reason
-from palestra.train.update import TokenRecord, update
 from palestra.train.watcher import Watcher
 
 log = logging.getLogger("palestra")
@@ -164,9 +163,9 @@ class Training:
                 if finding.kind not in self.reported_findings:
                     self.reported_findings.add(finding.kind)
                     self.watcher.warn(str(finding))
-            reason = schedule.solved_reason(self.history, step, total, train.stop_when_solved)
+            reason = learning.solved_reason(self.history, step, total, train.stop_when_solved)
         if source is None or source.samples_next:  # the next step costs tokens
-            reason = reason or schedule.token_limit_reason(self.state.sampled_tokens, step, train.max_sampled_tokens)
+            reason = reason or learning.token_limit_reason(self.state.sampled_tokens, step, train.max_sampled_tokens)
         if reason is not None and self.ended_early is None:
             self.ended_early = reason
             self.watcher.note(reason)
@@ -213,7 +212,7 @@ class Training:
         if config.distill.only:
             batch = batch.part(0, 0)
         version = state.policy_version
-        record = TokenRecord(batch) if config.track.records_tokens(state.step + 1) else None
+        record = learning.TokenRecord(batch) if config.track.records_tokens(state.step + 1) else None
         metrics: dict[str, float] = {}
         learned: dict[str, float] = {}
         host_work = partial(self._host_work, rollouts, metrics)
@@ -225,7 +224,7 @@ class Training:
                 stack.enter_context(phases("learner"))
                 own = host_work if self.learner_thread is None else noop
                 custom = self.objective.loss if self.demonstrations is None else None
-                learn = partial(update, self.learner, batch, config, coefficients, version, record, own)
+                learn = partial(learning.update, self.learner, batch, config, coefficients, version, record, own)
                 learned = self._compute(partial(learn, distill=distilled, custom_loss=custom))
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
@@ -239,7 +238,7 @@ class Training:
             step=state.step + 1,
             source=self.source.state(),
             policy_version=version,
-            entropy_coefficient=schedule.next_entropy(coefficients.entropy, metrics, config.train),
+            entropy_coefficient=learning.next_entropy(coefficients.entropy, metrics, config.train),
             signal_rate=rollouts.signal_rate,
             sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
             cases=state.cases if self.rates is None else self.rates.to_dict(),
@@ -264,12 +263,12 @@ class Training:
 
     def _coefficients(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], distilled: DistillRows | None
-    ) -> tuple[schedule.Coefficients, float]:
+    ) -> tuple[learning.Coefficients, float]:
         """The coefficients of this step, and the share of a full update by which its learning rate is scaled."""
         state, train = self.state, self.config.train
         steps = None if self.total_steps is None else self.total_steps - state.stage_start
         entropy = train.entropy_coefficient if state.entropy_coefficient is None else state.entropy_coefficient
-        coefficients = schedule.coefficients_at(state.step - state.stage_start, self.config, steps, entropy)
+        coefficients = learning.coefficients_at(state.step - state.stage_start, self.config, steps, entropy)
         scale = 1.0  # with ECHO, where every group has a gradient
         if coefficients.echo <= 0:
             taught = () if distilled is None else distilled.batch.groups  # by a teacher: these have a gradient, too
@@ -279,7 +278,7 @@ class Training:
                 solved += all([r.passed for r in group.rollouts])
             # outside of a run, the caller chooses the groups of a step
             problems = len(groups) if self.total_steps is None else train.problems_per_step
-            scale = schedule.update_scale(signal, solved, problems, train.full_update_share)
+            scale = learning.update_scale(signal, solved, problems, train.full_update_share)
         rate = coefficients.learning_rate * scale * state.safety.rate_factor
         return replace(coefficients, learning_rate=rate), scale
 

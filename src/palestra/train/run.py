@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,10 +49,10 @@ from palestra.train.limits import setting_warnings
 from palestra.train.loop import Training
 from palestra.train.ranks import join
 from palestra.train.safety_net import Snapshots
-from palestra.train.schedule import total_steps
-from palestra.train.setup import Backend, backend_of, load_for_run, use_threads
+from palestra.train.setup import Backend, backend_of, load_for_run
 from palestra.train.stages import Stages, stage_config, stage_names
 from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
+from palestra.train.update import total_steps
 from palestra.train.watcher import SilentWatcher, Watcher
 
 
@@ -126,7 +127,10 @@ class Run:
             for warning in setting_warnings(config, parameter_count(loaded.model), loaded.context_tokens):
                 watcher.warn(warning)
         if resume is not None:
-            use_threads(folder.record.get("threads"), config)
+            # as many CPU threads as the run began with: their sums differ in the last bits
+            threads = folder.record.get("threads")
+            if threads is not None and config.model.threads is None and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(threads)
         max_group = getattr(getattr(task, "environment", None), "max_episodes", None)
         limits = {"max_problems": task.problem_count, "max_group": max_group}
         asked, backend = config, backend_of(config, loaded, learner, policy, ranks, **limits)

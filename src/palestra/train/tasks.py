@@ -35,7 +35,7 @@ from palestra.rollout.workers import RolloutWorkers, WorkerCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import attempt_limits
-from palestra.train.schedule import total_steps
+from palestra.train.update import total_steps
 from palestra.train.watcher import Watcher
 
 # of our agent loop alone
@@ -196,7 +196,7 @@ def source_of(
         size,
         parts.config.seed,
         concurrent=collector.groups_at_once(size),
-        on_rollout=lambda rollout: parts.watcher.rollout(),
+        watcher=parts.watcher,
         on_close=on_close,
         gives_back=not learnable,  # what was sampled is used
         rates=CaseRates(train.sampling_half_life) if learnable else None,
