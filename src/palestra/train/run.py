@@ -219,11 +219,11 @@ class Run:
             training.on_first_groups = lambda groups: self._report_capability(before, groups)
             if self.stages.plan[0] != "grpo" and self.resume_from is None:
                 self._report_capability(before, [])
-            self.stages.run(
-                self._evaluate_between if self.evaluator else None,
-                ranks.from_first(self._lacks_evaluation),
-                self._score_stage,
-            )
+            # whether the run was killed during the evaluation that was due after its checkpoint
+            step = training.state.step
+            is_due = self.resume_from is not None and training.evaluates_after(step)
+            lacks_evaluation = ranks.from_first(lambda: is_due and not self._is_evaluated(step))
+            self.stages.run(self._evaluate_between if self.evaluator else None, lacks_evaluation, self._score_stage)
             try:
                 path = self.model_path or self._save_model()  # already saved, unless no step was left
             except Exception as error:
@@ -235,10 +235,8 @@ class Run:
             metrics, seconds = self.folder.metrics(), training.elapsed_s
             events = (*training.state.safety.events, *choice)
             findings = self._findings(metrics, after, choice)
-            device = gpu_name(self.backend.model)
-            page = ranks.from_first(
-                lambda: write_report(self.folder, before, after, metrics, seconds, findings, device=device)
-            )
+            report = partial(write_report, self.folder, before, after, metrics, seconds, findings)
+            page = ranks.from_first(partial(report, device=gpu_name(self.backend.model)))
         model, tokenizer = self.backend.model, self.backend.tokenizer
         return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, findings, events)
 
@@ -276,30 +274,30 @@ class Run:
             raise StateError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
         training.config.save(folder.config_file)  # with what was suited to the model, and changed for a resume
         weights = dict(training.source.reward_weights)
-        several = {"ranks": training.ranks.size} if training.ranks.size > 1 or "ranks" in folder.record else {}
-        threads = torch.get_num_threads()
         about: dict[str, Any] = {"kind": training.facts.kind, "context_tokens": training.facts.context_tokens}
+        if training.ranks.size > 1 or "ranks" in folder.record:
+            about["ranks"] = training.ranks.size
         if functions := training.objective.names():
             about["objective"] = functions
-        folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **several, **about)
+        threads = torch.get_num_threads()
+        folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **about)
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
         training.earlier_s = 0.0 if after is None else folder.elapsed_s()
 
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
         """Score the model, or read what an earlier process of this run found."""
-        path = self.folder.eval_file(name)
         if self.evaluator is None:
             return None
+        path, report = self.folder.eval_file(name), None
         if self.resume_from and not again:
-            known = read_evaluation(path, self.evaluator.split, self.evaluator.problems)
-            if known is not None:
-                return known
-        try:
-            report = self._score(f"scoring {name}")
-            if self.training.ranks.is_first:
-                write_evaluation(path, report)
-        except Exception as error:
-            raise self.training.failure(f"scoring {name}", error) from error
+            report = read_evaluation(path, self.evaluator.split, self.evaluator.problems)
+        if report is None:
+            try:
+                report = self._score(f"scoring {name}")
+                if self.training.ranks.is_first:
+                    write_evaluation(path, report)
+            except Exception as error:
+                raise self.training.failure(f"scoring {name}", error) from error
         return report
 
     def _best_of(self, before: EvalReport | None) -> tuple[EvalReport | None, list[str]]:
@@ -381,12 +379,6 @@ class Run:
         training.watcher.note(str(capability))
         if training.ranks.is_first:
             self.folder.add_to_record(capability=capability.to_dict())
-
-    def _lacks_evaluation(self) -> bool:
-        """Whether the run was killed during the evaluation that was due after its checkpoint."""
-        step = self.training.state.step
-        is_due = self.resume_from is not None and self.training.evaluates_after(step)
-        return is_due and not self._is_evaluated(step)
 
     def _evaluate_between(self, step: int) -> float:
         """Score the model, and note if its reward has clearly fallen: its interval lies below that of an earlier

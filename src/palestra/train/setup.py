@@ -155,10 +155,8 @@ def backend_of(
         config = suited_to(config, loaded.model, max_problems=max_problems, max_group=max_group)
     if config.backend != "local":
         return provided(f"backend: {config.backend}").open_backend(config, loaded)
-    model = with_adapter(loaded.model, config)
-    return local_backend(
-        config, model, loaded.tokenizer, policy or policy_for(model, loaded.tokenizer, config), learner, ranks
-    )
+    model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
+    return local_backend(config, model, tokenizer, policy or policy_for(model, tokenizer, config), learner, ranks)
 
 
 def local_backend(
