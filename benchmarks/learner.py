@@ -35,8 +35,7 @@ from palestra.core.config import RunConfig
 from palestra.core.types import Sample
 from palestra.learner import patches
 from palestra.learner.local import LocalLearner
-from palestra.train.schedule import coefficients_at
-from palestra.train.update import update
+from palestra.train.update import coefficients_at, update
 
 
 def policy_loss(objective, logprobs, old, row, advantages, **more):

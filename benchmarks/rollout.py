@@ -247,9 +247,8 @@ def run_ours(scenario: dict[str, Any], steps: int) -> list[dict[str, float]]:
     from palestra.models.chat.template import ChatFormat
     from palestra.policy.local import LocalPolicy
     from palestra.train.batch import group_advantages, to_batch
-    from palestra.train.schedule import coefficients_at
     from palestra.train.tasks import agent_collector
-    from palestra.train.update import update
+    from palestra.train.update import coefficients_at, update
 
     model, tokenizer = build(scenario)
     rollout = {"group_size": scenario["group"], "temperature": 1.0, "max_new_tokens": scenario["new"]}

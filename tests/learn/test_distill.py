@@ -21,8 +21,7 @@ from palestra.models.loading import LoadedModel
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.hints import answer_hint
 from palestra.train.distill import SelfTeacher, choose_rows
-from palestra.train.schedule import Coefficients
-from palestra.train.update import update
+from palestra.train.update import Coefficients, update
 
 THINGS = ("lamp", "chair", "desk", "shelf")
 PROBLEMS = {name: Problem(name, f"Which number has the {name}?", str(i + 2)) for i, name in enumerate(THINGS)}

@@ -21,7 +21,7 @@ a mean of micro-batch means; clip fractions and ratios are means over tokens at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -118,16 +118,20 @@ class TokenStats:
     """Sums and maxima over tokens; add them over micro-batches, then `finish` once."""
 
     tokens: int = 0
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)
-    counts: Mapping[str, Tensor] = field(default_factory=dict)  # of sums over fewer than all tokens
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)  # of sums over fewer than all tokens
 
     def __add__(self, other: TokenStats) -> TokenStats:
-        sums = {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}}
-        maxima = {**self.maxima, **other.maxima}
-        both = {k: torch.maximum(self.maxima[k], other.maxima[k]) for k in self.maxima if k in other.maxima}
-        counts = {k: self.counts.get(k, 0.0) + other.counts.get(k, 0.0) for k in {**self.counts, **other.counts}}
-        return TokenStats(self.tokens + other.tokens, sums, {**maxima, **both}, counts)  # type: ignore[arg-type]
+        added = TokenStats(self.tokens + other.tokens, dict(self.sums), dict(self.maxima), dict(self.counts))
+        for mine, theirs, join in (
+            (added.sums, other.sums, torch.add),
+            (added.maxima, other.maxima, torch.maximum),
+            (added.counts, other.counts, torch.add),
+        ):
+            for name, value in theirs.items():
+                mine[name] = join(mine[name], value) if name in mine else value
+        return added
 
     def cpu(self) -> TokenStats:
         """The same, ready to be sent to another process."""
@@ -138,8 +142,8 @@ class TokenStats:
         """Means and maxima by name; nothing at all where no token was trained."""
         if self.tokens == 0:
             return {}
-        found = [*self.sums.values(), *self.maxima.values(), *self.counts.values()]
-        values = torch.stack(found).tolist()  # at once: a GPU is waited for
+        columns = [*self.sums.values(), *self.maxima.values(), *self.counts.values()]
+        values = torch.stack(columns).tolist()  # at once: a GPU is waited for
         counts = dict.fromkeys(self.sums, float(self.tokens)) | dict.fromkeys(self.maxima, 1.0)
         counts |= dict(zip(self.counts, values[len(counts) :], strict=True))
         return {name: value / counts[name] for name, value in zip(counts, values, strict=False) if counts[name]}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -182,11 +181,10 @@ class StepLoss(Loss):
         self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, Tensor, TokenStats]:
         """([2] loss and bonus, [N] loss of each token, what to report); unknown logprobs count as the policy's own."""
-        objective, inputs = self.objective, tokens.inputs
-        sampler, old = (
-            None if x is None else torch.where(x.isnan(), logprobs.detach(), x)
-            for x in (inputs["logprobs"], inputs.get("old_logprobs"))
-        )
+        objective, inputs, known = self.objective, tokens.inputs, logprobs.detach()
+        sampler, old = inputs["logprobs"], inputs.get("old_logprobs")
+        sampler = torch.where(sampler.isnan(), known, sampler)
+        old = None if old is None else torch.where(old.isnan(), known, old)
         token_loss, stats = policy_loss(
             objective,
             logprobs,
@@ -233,14 +231,15 @@ class StepLoss(Loss):
     def gradient(self, tokens: LossTokens) -> LossGradient | None:
         if tokens.policy is not None or not self.objective.is_sum_over_tokens:
             return None
-        return partial(self._gradient, tokens)
 
-    def _gradient(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            own, spread = (x.detach().requires_grad_() for x in (logprobs, entropy))
-            total = self.policy_terms(tokens.select(part), own, spread)[0].sum()
-            by_own, by_spread = torch.autograd.grad(total, (own, spread), allow_unused=True, materialize_grads=True)
-        return by_own, by_spread
+        def gradient(logprobs: Tensor, entropy: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            with torch.enable_grad():
+                own, spread = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+                total = self.policy_terms(tokens.select(part), own, spread)[0].sum()
+                by_own, by_spread = torch.autograd.grad(total, (own, spread), allow_unused=True, materialize_grads=True)
+            return by_own, by_spread
+
+        return gradient
 
     def metrics(self, terms: Tensor, stats: TokenStats) -> dict[str, float]:
         policy, echo, bonus = terms.tolist()

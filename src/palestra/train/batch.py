@@ -24,30 +24,32 @@ from palestra.evals.rollout_stats import called_successfully, is_judged, rollout
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:
     """Whether there is something to learn: by these advantages, one a rollout, or by those of its tokens."""
-
-    def of_tokens(rollout: Rollout) -> bool:
-        return any(c.advantages is not None and bool(c.advantages.any()) for c in rollout.conversations)
-
-    return any(
-        abs(advantage) > tolerance if rollout.advantages is None else of_tokens(rollout)
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-    )
+    for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+        if rollout.advantages is None:
+            if abs(advantage) > tolerance:
+                return True
+        elif any(c.advantages is not None and c.advantages.any() for c in rollout.conversations):
+            return True
+    return False
 
 
 def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapping[str, float]) -> list[list[float]]:
     """The advantage of every rollout, by group. A rollout that failed has none and is in no baseline."""
-    for group in groups:
-        for i, reward in enumerate(group.rewards):
-            if not math.isfinite(reward):
+    rows: list[tuple[int, int]] = []
+    rollouts: list[Rollout] = []
+    for g, group in enumerate(groups):
+        for i, rollout in enumerate(group.rollouts):
+            if not math.isfinite(rollout.reward):
                 raise UserCodeError(
-                    f"the reward of rollout {i} in the group of problem {group.problem_id!r} is {reward}; "
+                    f"the reward of rollout {i} in the group of problem {group.problem_id!r} is {rollout.reward}; "
                     "a measure or reward function must return finite numbers"
                 )
-    rows = [(g, i) for g, group in enumerate(groups) for i, r in enumerate(group.rollouts) if r.error is None]
+            if rollout.error is None:
+                rows.append((g, i))
+                rollouts.append(rollout)
     result = [[0.0] * len(group.rollouts) for group in groups]
     if not rows:
         return result
-    rollouts = [groups[g].rollouts[i] for g, i in rows]
     members = torch.tensor([g for g, _ in rows])
     scale, leave_one_out = train.advantage_scale, train.leave_one_out
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
@@ -68,17 +70,10 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
 class Conversation:
     """One conversation of a step's rollouts: a row of the batch if it is trained."""
 
-    number: int  # among all conversations of the step
     group: int
     rollout: Rollout
     turns: Rollout | Lineage
     advantage: float
-
-    @property
-    def can_train(self) -> bool:
-        """False for failed rollouts, and lineages in which no turn was sampled (rejected choices, side calls)."""
-        is_sampled = self.turns is self.rollout or any(turn.maker == "model" for turn in self.turns.turns)
-        return self.rollout.error is None and is_sampled
 
 
 def conversations_of(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Conversation]:
@@ -87,8 +82,50 @@ def conversations_of(groups: Sequence[Group], advantages: Sequence[Sequence[floa
     for g, (group, row) in enumerate(zip(groups, advantages, strict=True)):
         for rollout, advantage in zip(group.rollouts, row, strict=True):
             for turns in rollout.conversations:
-                conversations.append(Conversation(len(conversations), g, rollout, turns, advantage))
+                conversations.append(Conversation(g, rollout, turns, advantage))
     return conversations
+
+
+def as_rows(conversations: Sequence[Conversation]) -> Batch:
+    """A row for each conversation, with masks of all tokens of the model and of all tool results.
+
+    Most turns are so short that a call of numpy for each would take longer than its work: all are concatenated at once.
+    """
+    makers: list[str] = []
+    sizes: list[int] = []  # of the turns
+    offsets, prompt_lengths = [0], []
+    token_ids, versions = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
+    logprobs, advantages = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+    for conversation in conversations:
+        turns, own = conversation.turns.turns, conversation.turns.advantages
+        length = 0
+        for turn in turns:
+            makers.append(turn.maker)
+            sizes.append(len(turn.token_ids))
+            token_ids.append(turn.token_ids)
+            logprobs.append(turn.logprobs)  # empty where the model did not sample, as are versions
+            versions.append(turn.versions)
+            length += len(turn.token_ids)
+        offsets.append(offsets[-1] + length)
+        prompt_lengths.append(len(turns[0].token_ids) if turns else 0)
+        advantages.append(np.full(length, conversation.advantage, np.float32) if own is None else own)
+    maker = np.array(makers, np.str_)
+    by_model = np.repeat(maker == "model", sizes)
+    batch = Batch(
+        token_ids=np.concatenate(token_ids),
+        policy_mask=by_model,
+        echo_mask=np.repeat(maker == "environment", sizes),
+        logprobs=np.zeros(len(by_model), np.float32),
+        advantages=np.concatenate(advantages, dtype=np.float32),
+        versions=np.zeros(len(by_model), np.int32),
+        offsets=np.array(offsets),
+        groups=np.array([c.group for c in conversations], int),
+        prompt_lengths=np.array(prompt_lengths, int),
+        conversations=np.arange(len(conversations)),
+    )
+    batch.logprobs[by_model] = np.concatenate(logprobs)
+    batch.versions[by_model] = np.concatenate(versions)
+    return batch
 
 
 def to_batch(
@@ -106,27 +143,30 @@ def to_batch(
     A truncated rollout stays as a row without trained tokens, so that it still counts where a loss averages over rows.
     Advantages of a rollout's tokens take precedence. `with_routing` adds the experts that the sampler recorded.
     """
-    every = trained or [True] * len(groups)
-    rows = [c for c in conversations_of(groups, advantages) if c.can_train]
-    is_masked = {c.number: mask_truncated and c.turns.stop in CUT_OFF for c in rows}
-    rows = [c for c in rows if every[c.group] or (echo and not is_masked[c.number] and _has_results(c))]
-    columns = TurnColumns.of(rows)
-    lengths = columns.lengths
-    unmasked = np.repeat(np.array([not is_masked[c.number] for c in rows], np.bool_), lengths)
-    in_policy = np.repeat(np.array([every[c.group] for c in rows], np.bool_), lengths)
-    return Batch(
-        token_ids=columns.token_ids,
-        policy_mask=columns.by_model & unmasked & in_policy,
-        echo_mask=columns.by_environment & unmasked,
-        logprobs=columns.logprobs,
-        advantages=columns.advantages,
-        versions=columns.versions,
-        offsets=np.cumsum([0, *lengths]),
-        groups=np.array([c.group for c in rows], int),
-        prompt_lengths=np.array([len(c.turns.turns[0].token_ids) for c in rows], int),
-        conversations=np.array([c.number for c in rows], int),
-        routing=routing_column([c.turns.turns for c in rows]) if with_routing else None,
-    )
+    rows: list[Conversation] = []
+    numbers, unmasked, in_policy = [], [], []
+    for number, conversation in enumerate(conversations_of(groups, advantages)):
+        turns = conversation.turns
+        # in another conversation there may be no sampled turn: rejected choices, side calls
+        is_sampled = turns is conversation.rollout or any(turn.maker == "model" for turn in turns.turns)
+        if conversation.rollout.error is not None or not is_sampled:
+            continue
+        is_masked = mask_truncated and turns.stop in CUT_OFF
+        is_trained = trained is None or trained[conversation.group]
+        has_results = any(turn.maker == "environment" and len(turn.token_ids) for turn in turns.turns)
+        if is_trained or (echo and has_results and not is_masked):
+            rows.append(conversation)
+            numbers.append(number)
+            unmasked.append(not is_masked)
+            in_policy.append(is_trained)
+    batch = as_rows(rows)
+    is_unmasked = np.repeat(np.array(unmasked, np.bool_), batch.lengths)
+    batch.policy_mask &= is_unmasked & np.repeat(np.array(in_policy, np.bool_), batch.lengths)
+    batch.echo_mask &= is_unmasked
+    batch.conversations = np.array(numbers, int)
+    if with_routing:
+        batch.routing = routing_column([c.turns.turns for c in rows])
+    return batch
 
 
 def routing_column(rows: Sequence[Sequence[Turn]]) -> Array | None:
@@ -165,44 +205,6 @@ def trainable_batch(
     return to_batch(groups, advantages, trained=trained, **options)
 
 
-def _has_results(conversation: Conversation) -> bool:
-    return any(turn.maker == "environment" and len(turn.token_ids) for turn in conversation.turns.turns)
-
-
-@dataclass(frozen=True, slots=True)
-class TurnColumns:
-    """The tokens of conversations end to end. Built for all of them at once, since most turns are so short that a call
-    of numpy for each would take longer than its work."""
-
-    lengths: list[int]  # of the conversations
-    token_ids: Array  # [T] int32
-    by_model: Array  # [T] bool
-    by_environment: Array  # [T] bool
-    logprobs: Array  # [T] float32, 0 where the model did not sample the token
-    versions: Array  # [T] int32, 0 where the model did not sample the token
-    advantages: Array  # [T] float32
-
-    @classmethod
-    def of(cls, conversations: Sequence[Conversation]) -> TurnColumns:
-        turns = [turn for conversation in conversations for turn in conversation.turns.turns]
-        sizes = [len(turn.token_ids) for turn in turns]
-        by_model, by_environment = (
-            np.repeat(np.array([turn.maker == maker for turn in turns], np.bool_), sizes)
-            for maker in ("model", "environment")
-        )
-        logprobs, versions = np.zeros(len(by_model), np.float32), np.zeros(len(by_model), np.int32)
-        if turns:  # arrays of other turns are empty
-            logprobs[by_model] = np.concatenate([turn.logprobs for turn in turns])
-            versions[by_model] = np.concatenate([turn.versions for turn in turns])
-        token_ids = np.concatenate([np.zeros(0, np.int32), *(turn.token_ids for turn in turns)])
-        lengths = [sum([len(turn.token_ids) for turn in c.turns.turns]) for c in conversations]
-        advantages = np.repeat(np.array([c.advantage for c in conversations], np.float32), lengths)
-        for end, length, conversation in zip(np.cumsum(lengths), lengths, conversations, strict=True):
-            if conversation.turns.advantages is not None:
-                advantages[end - length : end] = conversation.turns.advantages
-        return cls(lengths, token_ids, by_model, by_environment, logprobs, versions, advantages)
-
-
 def peak_memory_gib() -> float:
     """The most memory that this process has held so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -213,14 +215,29 @@ def rollout_metrics(
     groups: Sequence[Group], advantages: Sequence[Sequence[float]], policy_version: int
 ) -> dict[str, float]:
     """Rewards, pass rates, lengths, tools, failures and advantages of one step's groups."""
-    pairs = list(zip(groups, advantages, strict=True))
     out = rollout_stats([r for group in groups for r in group.rollouts])
-    good = [(r, a) for group, row in pairs for r, a in zip(group.rollouts, row, strict=True) if r.error is None]
+    good: list[Rollout] = []
+    flat: list[float] = []  # advantages; of those that came along token by token, the mean of the model's own tokens
+    verdicts: list[list[bool]] = []  # of the groups in which rollouts are judged
+    with_signal = 0
+    for group, row in zip(groups, advantages, strict=True):
+        with_signal += has_signal(group, row)
+        own: list[bool] = []
+        for rollout, advantage in zip(group.rollouts, row, strict=True):
+            if rollout.error is not None:
+                continue
+            good.append(rollout)
+            if rollout.advantages is None:
+                flat.append(advantage)
+            else:
+                by_model = np.concatenate([np.full(len(t.token_ids), t.maker == "model") for t in rollout.turns])
+                flat.append(float(rollout.advantages[by_model].mean()) if by_model.any() else 0.0)
+            if is_judged(rollout):
+                own.append(rollout.passed)
+        verdicts += [own] if own else []
     if not good:
         return out
-    flat = [advantage if r.advantages is None else _mean_advantage(r) for r, advantage in good]
-    oldest = oldest_version(r for r, _ in good)
-    with_signal = sum(has_signal(group, row) for group, row in pairs)
+    oldest = oldest_version(good)
     out |= {
         "groups": float(len(groups)),
         "signal_groups": float(with_signal),
@@ -230,36 +247,14 @@ def rollout_metrics(
         "equal_reward_groups": 1.0 - with_signal / len(groups),
         "staleness_max": 0.0 if oldest is None else float(policy_version - oldest),
     }
-    out |= _group_outcomes(groups) | _reinforced(list(zip([r for r, _ in good], flat, strict=True)))
+    if verdicts:
+        out["passed_groups"] = sum(map(all, verdicts)) / len(verdicts)
+        out["failed_groups"] = (len(verdicts) - sum(map(any, verdicts))) / len(verdicts)
+    if any(r.tool_names for r in good):  # rollouts with a positive advantage, and those in which no tool call succeeded
+        reinforced = [r for r, advantage in zip(good, flat, strict=True) if advantage > 1e-6 and r.tool_names]
+        out["reinforced_rollouts"] = float(len(reinforced))
+        out["reinforced_without_tools"] = float(len(reinforced) - sum(map(called_successfully, reinforced)))
     for name in dict.fromkeys(name for g in groups for name in g.metrics):
         values = [g.metrics[name] for g in groups if name in g.metrics]
         out[name] = sum(values) if is_total(name) else statistics.fmean(values)
     return out
-
-
-def _group_outcomes(groups: Sequence[Group]) -> dict[str, float]:
-    """Shares of the groups in which every rollout passed, and in which none did."""
-    verdicts = [[r.passed for r in g.rollouts if r.error is None and is_judged(r)] for g in groups]
-    judged = [row for row in verdicts if row]
-    if not judged:
-        return {}
-    return {
-        "passed_groups": statistics.fmean(all(row) for row in judged),
-        "failed_groups": statistics.fmean(not any(row) for row in judged),
-    }
-
-
-def _reinforced(rollouts: Sequence[tuple[Rollout, float]]) -> dict[str, float]:
-    """Count the rollouts with a positive advantage, and those of them in which no tool call succeeded."""
-    if not any(r.tool_names for r, _ in rollouts):
-        return {}
-    reinforced = [r for r, advantage in rollouts if advantage > 1e-6 and r.tool_names]
-    without = sum(not called_successfully(r) for r in reinforced)
-    return {"reinforced_rollouts": float(len(reinforced)), "reinforced_without_tools": float(without)}
-
-
-def _mean_advantage(rollout: Rollout) -> float:
-    """Of advantages that came along with the rollout, token by token: their mean over the model's own tokens."""
-    by_model = np.concatenate([np.full(len(t.token_ids), t.maker == "model") for t in rollout.turns])
-    assert rollout.advantages is not None
-    return float(rollout.advantages[by_model].mean()) if by_model.any() else 0.0

@@ -20,6 +20,7 @@ from palestra.core.errors import PalestraError, StateError, StorageError, Unread
 from palestra.core.files import free_bytes, partial_folder, verify_folder, write_folder
 from palestra.core.ranks import ONE_PROCESS, RankFailed, Ranks
 from palestra.core.run_folder import MANIFEST, STATE, RunFolder, last_checkpoint, step_checkpoints, step_folder, step_of  # noqa: F401
+from palestra.runs.foreground import refuse_busy
 from palestra.train.safety_net import UNTOUCHED, SafetyState
 
 FORMAT = 2
@@ -114,7 +115,11 @@ def read_checkpoint(folder: Path) -> TrainState:
 
 
 def choose_checkpoint(run: RunFolder, name: str | None, note: Callable[[str], None]) -> tuple[Path, TrainState] | None:
-    """The checkpoint of this name; without one the newest that is whole. None where the run has none at all."""
+    """The checkpoint of this name; without one the newest that is whole. None where the run has none at all.
+
+    Raises while another process trains the run: its records are cut back to the checkpoint.
+    """
+    refuse_busy(run.path)
     damaged: PalestraError | None = None
     for path in reversed(run.step_checkpoints()) if name is None else [run.checkpoint(name)]:
         try:

@@ -14,7 +14,7 @@ from palestra.algo.losses import LossFunction
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import SettingError, UserCodeError, text_of
 from palestra.core.files import import_function
-from palestra.core.types import Array, Group, Lineage, Rollout, Turn
+from palestra.core.types import Array, Group, Lineage, Rollout
 from palestra.rollout.rewards import role_score
 from palestra.train.batch import conversations_of, group_advantages, to_batch
 
@@ -32,9 +32,16 @@ class CustomObjective:
     @classmethod
     def of(cls, train: TrainSection, advantages: Any = None, loss: Any = None) -> CustomObjective:
         """Functions that were given in Python, or those that the settings name as FILE:NAME."""
-        return cls(
-            _function("advantages", advantages, train.custom_advantages), _function("loss", loss, train.custom_loss)
-        )
+        functions = {"advantages": advantages, "loss": loss}
+        for name, spec in {"advantages": train.custom_advantages, "loss": train.custom_loss}.items():
+            function, key = functions[name], f"train.custom_{name}"
+            if function is not None and spec is not None:
+                raise SettingError(f"{name} is given as a function and as {key} = {spec}; give one of them")
+            if spec is not None:
+                functions[name] = function = import_function(spec, key)
+            if function is not None and not callable(function):
+                raise SettingError(f"{name} is {function!r}; expected a function (docs/objectives.md)")
+        return cls(**functions)
 
     def names(self) -> dict[str, str]:
         """For run.json: which functions the run was trained with."""
@@ -49,16 +56,6 @@ class CustomObjective:
                 f"the run was trained with functions of its own; continue it from Python with them: "
                 f"train_grpo(…, {given}, resume=…), or train with train.custom_loss and train.custom_advantages"
             )
-
-
-def _function(name: str, given: Any, spec: str | None) -> Any:
-    key = f"train.custom_{name}"
-    if given is not None and spec is not None:
-        raise SettingError(f"{name} is given as a function and as {key} = {spec}; give one of them")
-    function = given if spec is None else import_function(spec, key)
-    if function is not None and not callable(function):
-        raise SettingError(f"{name} is {function!r}; expected a function (docs/objectives.md)")
-    return function
 
 
 BUILT_IN = CustomObjective()
@@ -95,32 +92,40 @@ def with_role_advantages(groups: Sequence[Group], train: TrainSection, weights: 
     """
     if not any(score.roles for group in groups for r in group.rollouts for score in r.scores.values()):
         return list(groups)
-    roles = dict.fromkeys(c.role for group in groups for r in group.rollouts for c in r.conversations)
-    values = {role: group_advantages([_as_seen_by(role, g, weights) for g in groups], train, weights) for role in roles}
-    done = []
-    for g, group in enumerate(groups):
-        rows = [{role: values[role][g][i] for role in roles} for i in range(len(group.rollouts))]
-        done.append(replace(group, rollouts=tuple(map(_with, group.rollouts, rows))))
-    return done
+    values: dict[str, list[list[float]]] = {}
+    for role in dict.fromkeys(c.role for group in groups for r in group.rollouts for c in r.conversations):
+        as_seen = []  # by this agent: its own scores and rewards
+        for group in groups:
+            rollouts = []
+            for rollout in group.rollouts:
+                scores = {n: replace(s, value=role_score(s, role), roles={}) for n, s in rollout.scores.items()}
+                reward = sum(weights.get(name, 1.0) * score.value for name, score in scores.items())
+                rollouts.append(replace(rollout, scores=scores, reward=reward, advantages=None, lineages=()))
+            as_seen.append(replace(group, rollouts=tuple(rollouts)))
+        values[role] = group_advantages(as_seen, train, weights)
+
+    def changed(g: int, i: int, rollout: Rollout) -> Rollout:
+        return _with_columns(rollout, lambda c: np.full(_size(c), values[c.role][g][i], np.float32))
+
+    return _changed(groups, changed)
 
 
-def _as_seen_by(role: str, group: Group, weights: Mapping[str, float]) -> Group:
-    """The group with the scores and rewards of one agent."""
-    rollouts = []
-    for rollout in group.rollouts:
-        scores = {name: replace(s, value=role_score(s, role), roles={}) for name, s in rollout.scores.items()}
-        reward = sum(weights.get(name, 1.0) * score.value for name, score in scores.items())
-        rollouts.append(replace(rollout, scores=scores, reward=reward, advantages=None, lineages=()))
-    return replace(group, rollouts=tuple(rollouts))
+def _size(conversation: Rollout | Lineage) -> int:
+    return sum(len(turn.token_ids) for turn in conversation.turns)
 
 
-def _with(rollout: Rollout, values: Mapping[str, float]) -> Rollout:
-    lineages = tuple(replace(x, advantages=_fill(x, values[x.role])) for x in rollout.lineages)
-    return replace(rollout, advantages=_fill(rollout, values[rollout.role]), lineages=lineages)
+def _with_columns(rollout: Rollout, column: Callable[[Rollout | Lineage], Array]) -> Rollout:
+    """The rollout with these advantages of the tokens of each conversation, its own last."""
+    lineages = tuple(replace(lineage, advantages=column(lineage)) for lineage in rollout.lineages)
+    return replace(rollout, advantages=column(rollout), lineages=lineages)
 
 
-def _fill(conversation: Rollout | Lineage, value: float) -> Array:
-    return np.full(sum(len(turn.token_ids) for turn in conversation.turns), value, np.float32)
+def _changed(groups: Sequence[Group], change: Callable[[int, int, Rollout], Rollout]) -> list[Group]:
+    """The groups with changed rollouts, by the number of the group and in the group."""
+    return [
+        replace(group, rollouts=tuple(change(g, i, rollout) for i, rollout in enumerate(group.rollouts)))
+        for g, group in enumerate(groups)
+    ]
 
 
 def turn_rewards(rollout: Rollout, weights: Mapping[str, float]) -> Array:
@@ -172,23 +177,20 @@ def _by_turns(
         )
     else:
         found = return_advantages(rewards, members, discount=train.discount, scale=train.advantage_scale)
-    changed = {place: _with_turn_values(r, v) for place, r, v in zip(chosen, rollouts, found, strict=True)}
-    return [
-        replace(group, rollouts=tuple(changed.get((g, i), r) for i, r in enumerate(group.rollouts)))
-        for g, group in enumerate(groups)
-    ]
+    values = {place: iter(row.tolist()) for place, row in zip(chosen, found, strict=True)}
 
+    def changed(g: int, i: int, rollout: Rollout) -> Rollout:
+        if (left := values.get((g, i))) is None:
+            return rollout
 
-def _with_turn_values(rollout: Rollout, values: Array) -> Rollout:
-    """The rollout with one advantage for each turn of the model."""
-    left = iter(values.tolist())
+        def column(conversation: Rollout | Lineage) -> Array:
+            turns = conversation.turns
+            parts = [np.full(len(t.token_ids), next(left) if t.maker == "model" else 0.0, np.float32) for t in turns]
+            return np.concatenate([np.zeros(0, np.float32), *parts])
 
-    def column(turns: Sequence[Turn]) -> Array:
-        parts = [np.full(len(t.token_ids), next(left) if t.maker == "model" else 0.0, np.float32) for t in turns]
-        return np.concatenate([np.zeros(0, np.float32), *parts])
+        return _with_columns(rollout, column)
 
-    lineages = tuple(replace(lineage, advantages=column(lineage.turns)) for lineage in rollout.lineages)
-    return replace(rollout, advantages=column(rollout.turns), lineages=lineages)
+    return _changed(groups, changed)
 
 
 def _by_function(
@@ -202,41 +204,27 @@ def _by_function(
     batch = to_batch(groups, advantages, mask_truncated=train.mask_truncated)
     conversations = conversations_of(groups, advantages)
     own = [conversations[number] for number in batch.conversations.tolist()]
-    batch.rewards = np.array([c.rollout.reward for c in own], np.float64)
-    batch.turns, batch.turn_rewards = _turn_columns(own, weights)
-    column = custom_advantages(function, batch)
-    parts = {id(c.turns): part for c, part in zip(own, batch.split(column), strict=True)}
-
-    def changed(rollout: Rollout) -> Rollout:
-        if id(rollout) not in parts and not any(id(lineage) in parts for lineage in rollout.lineages):
-            return rollout
-
-        def of(turns: Rollout | Lineage) -> Array:
-            size = sum(len(turn.token_ids) for turn in turns.turns)
-            return parts.get(id(turns), np.zeros(size, np.float32))
-
-        lineages = tuple(replace(lineage, advantages=of(lineage)) for lineage in rollout.lineages)
-        return replace(rollout, advantages=of(rollout), lineages=lineages)
-
-    return [replace(group, rollouts=tuple(map(changed, group.rollouts))) for group in groups]
-
-
-def _turn_columns(conversations: Sequence[Any], weights: Mapping[str, float]) -> tuple[Array, Array]:
-    """([T] the number of each token's turn in its rollout, [T] the reward of that turn)."""
+    # [T] the number of each token's turn in its rollout, and the reward of that turn
     numbers: list[Array] = [np.zeros(0, np.int32)]
     rewards: list[Array] = [np.zeros(0, np.float32)]
-    of_rollouts: dict[int, tuple[dict[int, int], Array]] = {}
-    for conversation in conversations:
-        rollout = conversation.rollout
-        if id(rollout) not in of_rollouts:
-            places = {id(turn): k for k, turn in enumerate(rollout.model_turns)}
-            of_rollouts[id(rollout)] = places, turn_rewards(rollout, weights)
-        places, earned = of_rollouts[id(rollout)]
+    for conversation in own:
+        places = {id(turn): k for k, turn in enumerate(conversation.rollout.model_turns)}
+        earned = turn_rewards(conversation.rollout, weights)
         for turn in conversation.turns.turns:
             k = places.get(id(turn), -1)
             numbers.append(np.full(len(turn.token_ids), k, np.int32))
             rewards.append(np.full(len(turn.token_ids), earned[k] if k >= 0 else 0.0, np.float32))
-    return np.concatenate(numbers), np.concatenate(rewards)
+    batch.rewards = np.array([c.rollout.reward for c in own], np.float64)
+    batch.turns, batch.turn_rewards = np.concatenate(numbers), np.concatenate(rewards)
+    column = custom_advantages(function, batch)
+    parts = {id(c.turns): part for c, part in zip(own, batch.split(column), strict=True)}
+
+    def changed(g: int, i: int, rollout: Rollout) -> Rollout:
+        if not any(id(conversation) in parts for conversation in rollout.conversations):
+            return rollout
+        return _with_columns(rollout, lambda c: parts.get(id(c), np.zeros(_size(c), np.float32)))
+
+    return _changed(groups, changed)
 
 
 def custom_advantages(function: AdvantageFunction, batch: Batch) -> Array:

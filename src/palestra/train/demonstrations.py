@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,16 +115,14 @@ def as_demonstrations(rollout: Rollout) -> list[Rollout]:
 
     Its log-probabilities and versions are those of another policy, so they are left out.
     """
-    found = []
+    demonstrated = []
     for part in rollout.conversations:
         turns = tuple(_model_turn(turn.token_ids) if turn.maker == "model" else turn for turn in part.turns)
-        if not any(turn.maker == "model" and len(turn.token_ids) for turn in turns):
-            continue
-        own = rollout
-        if part is not rollout:
-            own = replace(rollout, messages=part.messages, stop=part.stop, tool_results=())
-        found.append(replace(own, turns=turns, lineages=(), advantages=_ones(turns), reward=1.0))
-    return found
+        if any(turn.maker == "model" and len(turn.token_ids) for turn in turns):
+            results = rollout.tool_results if part is rollout else ()
+            own = replace(rollout, messages=part.messages, stop=part.stop, tool_results=results)
+            demonstrated.append(replace(own, turns=turns, lineages=(), advantages=_ones(turns), reward=1.0))
+    return demonstrated
 
 
 def read_run(folder: RunFolder, per_problem: int | None = None) -> list[Rollout]:
@@ -141,19 +139,17 @@ def read_run(folder: RunFolder, per_problem: int | None = None) -> list[Rollout]
             if key not in seen:
                 seen.add(key)
                 by_problem[rollout.problem_id].append((rollout.reward, each))
-    ranked = [sorted(found, key=lambda pair: -pair[0])[:per_problem] for found in by_problem.values()]
-    longest = max(map(len, ranked), default=0)
-    return [found[rank][1] for rank in range(longest) for found in ranked if rank < len(found)]
+    ranked = [sorted(own, key=lambda pair: -pair[0])[:per_problem] for own in by_problem.values()]
+    return [pair[1] for row in zip_longest(*ranked) for pair in row if pair is not None]
 
 
 def run_conversations(folder: RunFolder, tools: Schemas = ()) -> list[Conversation]:
     """Conversations of an earlier run's rollouts that passed, for another model. Each comes once."""
-    found: dict[str, Conversation] = {}
+    conversations: dict[str, Conversation] = {}
     for number, rollout in enumerate(_passed(folder)):
         origin = f"{folder.rollouts_file}, rollout {number} that passed"
-        conversation = Conversation(rollout.messages, tuple(tools), origin)
-        found.setdefault(repr(rollout.messages), conversation)
-    return list(found.values())
+        conversations.setdefault(repr(rollout.messages), Conversation(rollout.messages, tuple(tools), origin))
+    return list(conversations.values())
 
 
 def _passed(folder: RunFolder) -> Iterator[Rollout]:
@@ -188,13 +184,12 @@ def _steps(conversation: Conversation, chat: ChatFormat) -> list[_Step]:
         if len(calls) < 2:
             single.append(step)
             continue
-        behind = list(takewhile(lambda each: each.message.role == "tool", steps))
-        del steps[: len(behind)]
-        for i, call in enumerate(calls):
-            text = "" if i else step.message.text
-            own = replace(step, message=replace(step.message, text=text, tool_calls=(call,)))
-            single += [replace(own, reasoning="" if i else step.reasoning)]
-            single += [result for result in behind if result.message.tool_call_id == call.id]
+        results = list(takewhile(lambda each: each.message.role == "tool", steps))
+        del steps[: len(results)]
+        for call in calls:
+            single.append(replace(step, message=replace(step.message, tool_calls=(call,))))
+            single += [result for result in results if result.message.tool_call_id == call.id]
+            step = replace(step, message=replace(step.message, text=""), reasoning="")  # before the first call
     return single
 
 
@@ -208,15 +203,25 @@ def _demonstration(conversation: Conversation, steps: Sequence[_Step], chat: Cha
     left_out: set[str] = set()
     for step in steps[first:]:
         if step.message.role != "assistant":
-            reply = _as_reply(step.message, calls)
-            results += [ToolResult(calls[step.message.tool_call_id], reply.text)] if reply.role == "tool" else []
+            reply = step.message
+            if reply.role == "tool":  # with the id of its call as the model wrote it
+                call = calls.get(reply.tool_call_id)
+                if call is None:
+                    raise InputError(
+                        f"a tool result belongs to no call before it (id {reply.tool_call_id!r}); take it out"
+                    )
+                reply = replace(reply, tool_call_id=call.id, name=call.name)
+                results.append(ToolResult(call, reply.text))
             replies.append(reply)
             continue
         if len(messages) > first:  # not the first assistant message
             turns += chat.continuation(replies, last_token=int(turns[-1].token_ids[-1]))
         after = (*messages, *replies)[-1].role
         prompt_end = [i for turn in turns[-4:] for i in turn.token_ids.tolist()][-PROMPT_END_TOKENS:]
-        own = _with_ids(step.message, chat, len(results))
+        own = step.message
+        if chat.call_format.name == "kimi":  # its models write the name of the tool into the id of a call
+            numbered = enumerate(own.tool_calls, start=len(results))
+            own = replace(own, tool_calls=tuple(replace(c, id=f"functions.{c.name}:{i}") for i, c in numbered))
         written = write_reply(chat, own, schemas, after=after, reasoning=step.reasoning, prompt_end=prompt_end)
         ids = np.array(written.token_ids, np.int32)
         turns.append(_model_turn(ids) if step.is_trained else Turn("template", ids))
@@ -235,26 +240,6 @@ def _demonstration(conversation: Conversation, steps: Sequence[_Step], chat: Cha
         tool_names=tuple(str(schema.get("function", schema).get("name")) for schema in schemas),
         info={"left_out": sorted(left_out)} if left_out else {},
     )
-
-
-def _as_reply(message: Message, calls: dict[str | None, ToolCall]) -> Message:
-    """A tool result with the id of its call as the model wrote it."""
-    if message.role != "tool":
-        return message
-    call = calls.get(message.tool_call_id)
-    if call is None:
-        raise InputError(f"a tool result belongs to no call before it (id {message.tool_call_id!r}); take it out")
-    return replace(message, tool_call_id=call.id, name=call.name)
-
-
-def _with_ids(message: Message, chat: ChatFormat, calls_before: int) -> Message:
-    """Kimi's models write the name of the tool into the id of a call."""
-    if chat.call_format.name != "kimi":
-        return message
-    calls = (
-        replace(call, id=f"functions.{call.name}:{i}") for i, call in enumerate(message.tool_calls, start=calls_before)
-    )
-    return replace(message, tool_calls=tuple(calls))
 
 
 def _model_turn(token_ids: Any) -> Turn:
@@ -317,10 +302,10 @@ class DemonstrationSource(GroupSource):
         return groups
 
     def draw(self, count: int) -> list[Group]:
-        chosen = self.store.rollouts[self.first : self.first + self.count]
-        found = draw(chosen, self.drawn, min(count, len(chosen)), self.seed)
-        self.drawn += len(found)
-        return [Group(rollout.problem_id, (rollout,)) for rollout in found]
+        own = self.store.rollouts[self.first : self.first + self.count]
+        chosen = draw(own, self.drawn, min(count, len(own)), self.seed)
+        self.drawn += len(chosen)
+        return [Group(rollout.problem_id, (rollout,)) for rollout in chosen]
 
     def state(self) -> dict[str, Any]:
         return {"first": self.first, "count": self.count, "drawn": self.drawn, "stored": len(self.store)}

@@ -157,20 +157,10 @@ class Overview:
         if model is None:
             return cls(0, 0, 0, "", "", train_cases, eval_cases, steps, config)
         parameters = list(model.parameters())
-        trainable = sum(p.numel() for p in parameters if p.requires_grad)
-        first = parameters[0]
-        return cls(
-            parameter_count(model),
-            trainable,
-            first.element_size(),
-            str(first.device),
-            str(first.dtype).removeprefix("torch."),
-            train_cases,
-            eval_cases,
-            steps,
-            config,
-            forecast(config, model.config, first.device) if hasattr(model, "config") else None,
-        )
+        trainable, first = sum(p.numel() for p in parameters if p.requires_grad), parameters[0]
+        place = first.element_size(), str(first.device), str(first.dtype).removeprefix("torch.")
+        planned = forecast(config, model.config, first.device) if hasattr(model, "config") else None
+        return cls(parameter_count(model), trainable, *place, train_cases, eval_cases, steps, config, planned)
 
     @property
     def state_bytes(self) -> int:

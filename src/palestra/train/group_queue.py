@@ -13,12 +13,12 @@ import json
 import sqlite3
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from palestra.core.config import RunConfig
 from palestra.core.group_codec import group_from_record, group_to_record
-from palestra.core.journal import Change, Journal
+from palestra.core.journal import Journal
 from palestra.core.types import Group
 from palestra.train.group_source import GroupSource
 
@@ -101,7 +101,12 @@ class GroupQueue(GroupSource):
         finally:
             sampling.close()  # where it was cancelled before it began
         if self._journal is not None:
-            await self._journal.do(_add(number, after, groups))
+
+            def add(db: sqlite3.Connection) -> None:
+                row = (number, json.dumps(dict(after)), json.dumps([group_to_record(group) for group in groups]))
+                db.execute("INSERT OR REPLACE INTO draws VALUES (?, ?, ?)", row)
+
+            await self._journal.do(add)
         return groups
 
     async def drained(self) -> None:
@@ -121,7 +126,7 @@ class GroupQueue(GroupSource):
 
     def commit(self) -> None:
         if self._journal is not None:
-            self._journal.do_now(_commit(self._saved))
+            self._journal.do_now(partial(_commit, self._saved))
 
     def close(self) -> None:
         self._cancel()
@@ -137,10 +142,13 @@ class GroupQueue(GroupSource):
         self._is_open = True
         if self._journal is None:
             self._journal = Journal(self._journal_file, _TABLES, remedy="restore it from a copy, or delete it")
-        if self._journal.read(_committed) > self._number:  # an older checkpoint: these draws lead up to a newer one
-            self._journal.do_now(_clear)
-        self._journal.do_now(_commit(self._number))
-        self._finished = self._journal.read(_draws)
+
+        def draws(db: sqlite3.Connection) -> dict[int, tuple[dict[str, Any], list[Group]]]:
+            rows = db.execute("SELECT * FROM draws")
+            return {n: (json.loads(after), list(map(group_from_record, json.loads(text)))) for n, after, text in rows}
+
+        self._journal.do_now(partial(_commit, self._number))
+        self._finished = self._journal.read(draws)
 
     def _cancel(self) -> None:
         for draw in self._line:
@@ -149,49 +157,9 @@ class GroupQueue(GroupSource):
         self._line = []
 
 
-def queue_for(
-    source: GroupSource, config: RunConfig, journal: Path | None, steps_left: Callable[[], int | None]
-) -> GroupQueue | None:
-    """A queue around the source, where groups are sampled ahead of their step."""
-    if not (config.rollout.max_staleness and source.concurrent):
-        return None
-    return GroupQueue(
-        source,
-        per_step=config.train.problems_per_step,
-        max_staleness=config.rollout.max_staleness,
-        journal_file=journal,
-        steps_left=steps_left,
-    )
-
-
-def _add(number: int, after: Mapping[str, Any], groups: Sequence[Group]) -> Change:
-    def change(db: sqlite3.Connection) -> None:
-        row = (number, json.dumps(dict(after)), json.dumps([group_to_record(group) for group in groups]))
-        db.execute("INSERT OR REPLACE INTO draws VALUES (?, ?, ?)", row)
-
-    return change
-
-
-def _draws(db: sqlite3.Connection) -> dict[int, tuple[dict[str, Any], list[Group]]]:
-    rows = db.execute("SELECT * FROM draws")
-    return {n: (json.loads(after), list(map(group_from_record, json.loads(groups)))) for n, after, groups in rows}
-
-
-def _committed(db: sqlite3.Connection) -> int:
-    row = db.execute("SELECT max(number) FROM committed").fetchone()
-    return row[0] or 0
-
-
-def _commit(number: int) -> Change:
-    """The draws before this number are in a checkpoint."""
-
-    def change(db: sqlite3.Connection) -> None:
-        db.execute("DELETE FROM draws WHERE number < ?", (number,))
-        db.execute("DELETE FROM committed")
-        db.execute("INSERT INTO committed VALUES (?)", (number,))
-
-    return change
-
-
-def _clear(db: sqlite3.Connection) -> None:
-    db.execute("DELETE FROM draws")
+def _commit(number: int, db: sqlite3.Connection) -> None:
+    """The draws before this number are in a checkpoint; after that of an earlier number, none is of use any more."""
+    [[committed]] = db.execute("SELECT max(number) FROM committed")
+    db.execute("DELETE FROM draws WHERE number < ? OR ? < ?", (number, number, committed or 0))
+    db.execute("DELETE FROM committed")
+    db.execute("INSERT INTO committed VALUES (?)", (number,))

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import StateError
-from palestra.core.types import Group, Problem, oldest_version
+from palestra.core.types import Group, Problem, Rollout, oldest_version
 from palestra.evals.case_rates import CaseRates, Choice, retest_size
-from palestra.rollout.collect import OnRollout, any_good, require_one_good
+from palestra.rollout.collect import any_good, require_one_good
 from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
 from palestra.train.batch import has_signal
 from palestra.train.credit import AdvantageFunction, Credit, assign_credit
+from palestra.train.watcher import Watcher
 
 DRAWS_UNTIL_ONE_IS_GOOD = 3
 T = TypeVar("T")
@@ -78,11 +79,14 @@ class ProblemSource(GroupSource):
     gives_back: bool = True
     max_staleness: int | None = 0
     concurrent: int = 1024
-    on_rollout: OnRollout = lambda rollout: None
+    watcher: Watcher = field(default_factory=Watcher)
     on_close: Callable[[], None] = lambda: None
     rates: CaseRates | None = None  # with train.sampling = learnable: they choose the problems
     tried: int = 0  # with rates: problems of the stream that were drawn once; the others are untested
     _in_progress: dict[str, int] = field(default_factory=dict)  # index by id of what was drawn and not yet seen again
+
+    def _show(self, rollout: Rollout) -> None:
+        self.watcher.rollout()
 
     def next(self, count: int, version: int) -> Coroutine[Any, Any, list[Group]]:
         keys = [f"{self.seed}/{self.drawn + i}" for i in range(count)]
@@ -94,7 +98,7 @@ class ProblemSource(GroupSource):
             return self._collect_chosen(chosen, keys)
         problems = draw(self.problems, self.drawn, count, self.seed)
         self.drawn += count
-        return self.collector.collect(problems, self.group_size, keys, self.on_rollout)
+        return self.collector.collect(problems, self.group_size, keys, self._show)
 
     def _choose(self, count: int) -> list[Choice]:
         assert self.rates is not None
@@ -113,8 +117,7 @@ class ProblemSource(GroupSource):
             places = [i for i, choice in enumerate(chosen) if choice.retests == retests]
             problems = [self.problems[chosen[i].index] for i in places]
             if problems:
-                own = [keys[i] for i in places]
-                found = await self.collector.collect(problems, size, own, self.on_rollout)
+                found = await self.collector.collect(problems, size, [keys[i] for i in places], self._show)
                 groups |= dict(zip(places, found, strict=True))
         return [groups[i] for i in range(len(chosen))]
 
@@ -195,7 +198,8 @@ async def gather(
     share of groups with signal, of the step before) it takes; those behind the last that is needed are given back.
     `function` is a user's, for the advantages: it is called for each draw, and again for all groups of the step.
     """
-    train, began, limit = config.train, time.perf_counter(), source.max_staleness
+    train, began = config.train, time.perf_counter()
+    limit = math.inf if source.max_staleness is None else source.max_staleness
     refills = train.filter_equal_groups and not config.distill.only  # a teacher needs no differing rewards
     budget = count * (1 + train.refill_limit) if refills else count
     needed = math.ceil(train.signal_share * count)
@@ -209,9 +213,13 @@ async def gather(
         missing, least = max(0, needed - good), max(1, count - sum(any_good([group]) for group in groups))
         most = budget - drawn if source.gives_back and drawn < budget else count
         asked = draw_size(missing, signal_rate, least, most)
-        found = await source.next(asked, version)
-        fresh = [g for g in found if limit is None or staleness(g, version) <= limit]
-        dropped += len(found) - len(fresh)
+        fresh = []
+        for group in await source.next(asked, version):
+            oldest = oldest_version(group.rollouts)
+            if oldest is None or version - oldest <= limit:
+                fresh.append(group)
+            else:
+                dropped += 1
         credit = assign_credit(fresh, train, source.reward_weights, function)
         signals = [has_signal(group, row) for group, row in zip(credit.groups, credit.advantages, strict=True)]
         used = len(fresh)
@@ -237,12 +245,6 @@ def draw_size(missing: int, signal_rate: float, least: int, most: int) -> int:
     if rate * least >= missing:
         return min(least, most)
     return min(math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate), most)
-
-
-def staleness(group: Group, version: int) -> int:
-    """How many versions the oldest token of a group is behind."""
-    oldest = oldest_version(group.rollouts)
-    return 0 if oldest is None else version - oldest
 
 
 def draw(problems: Sequence[T], start: int, count: int, seed: int) -> list[T]:

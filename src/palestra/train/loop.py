@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,8 @@ from palestra.evals.findings import run_findings
 from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker
-from palestra.train.batch import peak_memory_gib, rollout_metrics, trainable_batch
+from palestra.train import update as learning
+from palestra.train.batch import has_signal, peak_memory_gib, rollout_metrics, trainable_batch
 from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
@@ -37,15 +38,6 @@ from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts
 from palestra.train.safety_net import Snapshots, collapse_reason
-from palestra.train.schedule import (
-    Coefficients,
-    coefficients_at,
-    next_entropy,
-    solved_reason,
-    step_scale,
-    token_limit_reason,
-)
-from palestra.train.update import TokenRecord, update
 from palestra.train.watcher import Watcher
 
 log = logging.getLogger("palestra")
@@ -109,15 +101,7 @@ class Training:
                     self._roll_back(str(error))
                     continue
                 doing = f"after step {self.state.step}"
-                self.watcher.advance(self.state.step, metrics)
-                if self.demonstrations is None:
-                    self._judge(metrics, total)
-                if self.demonstrations is None or self.demonstrations.samples_next:  # the next step costs tokens
-                    limit = self.config.train.max_sampled_tokens
-                    self._end(token_limit_reason(self.state.sampled_tokens, self.state.step, limit))
-                self._log(metrics, total)
-                if self.demonstrations is None:
-                    self._check_health(metrics)
+                self._judge(metrics, total)
                 if self.state.step >= total or self.ended_early is not None:
                     with self._warns_if_unwritable():
                         self.save_model()
@@ -160,34 +144,40 @@ class Training:
             total = None if source.ends_by_itself else self.total_steps
             self.watcher.phase(f"training ({source.stage})", total)
 
-    def _log(self, metrics: dict[str, float], total: int) -> None:
-        """A log line every `track.log_every` steps, for runs without a display."""
-        step = self.state.step
-        if step % self.config.track.log_every == 0 or step == total:
-            names = ("loss", "reward_mean", "pass_rate", "demonstrations")
-            shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
-            log.info("step %d of %d: %s", step, total, shown)
-
     def _judge(self, metrics: dict[str, float], total: int) -> None:
-        """Warn of what keeps the run from learning, each kind once, and end it where nothing is left to learn."""
-        planned = self.config.train.problems_per_step
-        if metrics.get("groups", 0) > planned >= max((row.get("groups", 0) for row in self.history), default=0):
-            self.watcher.note(
-                f"step {self.state.step} sampled {metrics['groups']:.0f} groups instead of {planned}: groups with "
-                "equal rewards teach nothing, so other problems are sampled, too "
-                "(train.signal_share, train.refill_limit)"
-            )
-        self.history.append(metrics)
-        for finding in run_findings(self.history, facts=self.facts, examples=self.examples):
-            if finding.kind not in self.reported_findings:
-                self.reported_findings.add(finding.kind)
-                self.watcher.warn(str(finding))
-        self._end(solved_reason(self.history, self.state.step, total, self.config.train.stop_when_solved))
+        """Show a step, warn of what keeps the run from learning, each kind once, and end or roll it back if need be.
 
-    def _end(self, reason: str | None) -> None:
+        The rewards of demonstrations say nothing about the model.
+        """
+        step, train, source, reason = self.state.step, self.config.train, self.demonstrations, None
+        self.watcher.advance(step, metrics)
+        if source is None:
+            groups, planned = metrics.get("groups", 0), train.problems_per_step
+            if groups > planned >= max((row.get("groups", 0) for row in self.history), default=0):
+                self.watcher.note(
+                    f"step {step} sampled {groups:.0f} groups instead of {planned}: groups with equal rewards teach "
+                    "nothing, so other problems are sampled, too (train.signal_share, train.refill_limit)"
+                )
+            self.history.append(metrics)
+            for finding in run_findings(self.history, facts=self.facts, examples=self.examples):
+                if finding.kind not in self.reported_findings:
+                    self.reported_findings.add(finding.kind)
+                    self.watcher.warn(str(finding))
+            reason = learning.solved_reason(self.history, step, total, train.stop_when_solved)
+        if source is None or source.samples_next:  # the next step costs tokens
+            reason = reason or learning.token_limit_reason(self.state.sampled_tokens, step, train.max_sampled_tokens)
         if reason is not None and self.ended_early is None:
             self.ended_early = reason
             self.watcher.note(reason)
+        if step % self.config.track.log_every == 0 or step == total:  # for runs without a display
+            names = ("loss", "reward_mean", "pass_rate", "demonstrations")
+            shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
+            log.info("step %d of %d: %s", step, total, shown)
+        if source is None and self.snapshots is not None:
+            health = self.state.safety.health.with_step(metrics)
+            self.state = replace(self.state, safety=replace(self.state.safety, health=health))
+            if collapse := collapse_reason(health):
+                self._roll_back(collapse)
 
     def step(self) -> dict[str, float]:
         """One step: sample and learn. The state moves on only when all of it has worked."""
@@ -202,7 +192,12 @@ class Training:
         times = phases.take()
         times["agent_loop"] = max(0.0, rollouts.seconds - sum(times.values()))
         with deferred_interrupts():
-            self._snapshot_if_best(rollouts.groups)
+            # Before a step changes the weights, take a snapshot if their smoothed reward is the best so far.
+            if self.snapshots is not None and not self.config.eval.every and self.demonstrations is None:
+                rewards = [r.reward for group in rollouts.groups for r in group.rollouts if r.error is None]
+                reward = state.safety.new_best(state.step, sum(rewards) / len(rewards))
+                if reward is not None:
+                    self._snapshot(reward)
             return self.learn(rollouts, times)
 
     def learn(self, rollouts: StepRollouts, times: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
@@ -216,40 +211,40 @@ class Training:
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
         if config.distill.only:
             batch = batch.part(0, 0)
-        taught = distilled.batch.rows if distilled is not None else 0
         version = state.policy_version
         every, tokens_every = config.track.rollouts_every, config.track.tokens_every
         is_recorded = every and tokens_every and not (state.step + 1) % every and not (state.step + 1) % tokens_every
-        record = TokenRecord(batch) if is_recorded else None
+        record = learning.TokenRecord(batch) if is_recorded else None
         metrics: dict[str, float] = {}
         learned: dict[str, float] = {}
-
-        def on_host() -> None:
-            """Do the work that needs no weights while a GPU changes them."""
-            if not metrics:
-                left = self.steps_left or 0  # an evaluation's episodes may need the room of prepared ones
-                continues = left > 1 and not self.evaluates_after(state.step + 1)
-                if continues and self.learner_thread is None and self.demonstrations is None:
-                    with phases("preparing"):
-                        self.runner.run(self.source.prepare(self.config.train.problems_per_step))
-                metrics.update(self._rollout_metrics(rollouts, advantages))
-                with phases("records"):
-                    self.tracker.rollouts(state.step + 1, groups)
-
-        if batch.policy_mask.any() or batch.echo_mask.any() or taught:
-            with self._policy_asleep(), phases("learner"):
-                host_work = on_host if self.learner_thread is None else noop
-                learn = partial(update, self.learner, batch, config, coefficients, version, record, host_work)
+        host_work = partial(self._host_work, rollouts, metrics)
+        if batch.policy_mask.any() or batch.echo_mask.any() or (distilled is not None and distilled.batch.rows):
+            with ExitStack() as stack:
+                if config.model.sleep_mode:  # the learner may use the KV cache's memory inside of this block
+                    self.policy.sleep()
+                    stack.callback(self.policy.wake)
+                stack.enter_context(phases("learner"))
+                own = host_work if self.learner_thread is None else noop
                 custom = self.objective.loss if self.demonstrations is None else None
+                learn = partial(learning.update, self.learner, batch, config, coefficients, version, record, own)
                 learned = self._compute(partial(learn, distill=distilled, custom_loss=custom))
             if config.train.target_entropy is not None:
                 learned["entropy_coefficient"] = coefficients.entropy
             version += 1
             with phases("publishing"):
                 self.policy.update(self.learner.weights(version))
-        on_host()
+        host_work()
         metrics |= learned | {"update_scale": scale if learned else 0.0} | (distilled.metrics if distilled else {})
-        after = self._state_after(metrics, coefficients.entropy, version, rollouts.signal_rate)
+        after = replace(
+            state,
+            step=state.step + 1,
+            source=self.source.state(),
+            policy_version=version,
+            entropy_coefficient=learning.next_entropy(coefficients.entropy, metrics, config.train),
+            signal_rate=rollouts.signal_rate,
+            sampled_tokens=state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
+            cases=state.cases if self.rates is None else self.rates.to_dict(),
+        )
         train_s = time.perf_counter() - began
         sampling_s = rollouts.seconds + (train_s if self.learner_thread else 0.0)
         metrics |= {
@@ -270,57 +265,52 @@ class Training:
 
     def _coefficients(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], distilled: DistillRows | None
-    ) -> tuple[Coefficients, float]:
+    ) -> tuple[learning.Coefficients, float]:
         """The coefficients of this step, and the share of a full update by which its learning rate is scaled."""
-        state, config = self.state, self.config
+        state, train = self.state, self.config.train
         steps = None if self.total_steps is None else self.total_steps - state.stage_start
-        entropy = config.train.entropy_coefficient if state.entropy_coefficient is None else state.entropy_coefficient
-        coefficients = coefficients_at(state.step - state.stage_start, config, steps, entropy)
+        entropy = train.entropy_coefficient if state.entropy_coefficient is None else state.entropy_coefficient
+        coefficients = learning.coefficients_at(state.step - state.stage_start, self.config, steps, entropy)
         scale = 1.0  # with ECHO, where every group has a gradient
         if coefficients.echo <= 0:
-            scale = step_scale(
-                groups,
-                advantages,
-                taught=set() if distilled is None else set(distilled.batch.groups.tolist()),
-                # outside of a run, the caller chooses the groups of a step
-                problems=len(groups) if self.total_steps is None else config.train.problems_per_step,
-                full_update_share=config.train.full_update_share,
-            )
+            taught = () if distilled is None else distilled.batch.groups  # by a teacher: these have a gradient, too
+            signal = solved = 0
+            for i, (group, row) in enumerate(zip(groups, advantages, strict=True)):
+                signal += i in taught or has_signal(group, row)
+                solved += all([r.passed for r in group.rollouts])
+            # outside of a run, the caller chooses the groups of a step
+            problems = len(groups) if self.total_steps is None else train.problems_per_step
+            scale = learning.update_scale(signal, solved, problems, train.full_update_share)
         rate = coefficients.learning_rate * scale * state.safety.rate_factor
         return replace(coefficients, learning_rate=rate), scale
 
-    def _state_after(
-        self, metrics: dict[str, float], entropy: float, policy_version: int, signal_rate: float
-    ) -> TrainState:
-        """The state after a step with these metrics and this entropy coefficient."""
-        return replace(
-            self.state,
-            step=self.state.step + 1,
-            source=self.source.state(),
-            policy_version=policy_version,
-            entropy_coefficient=next_entropy(entropy, metrics, self.config.train),
-            signal_rate=signal_rate,
-            sampled_tokens=self.state.sampled_tokens + int(metrics.get("sampled_tokens", 0)),
-            cases=self._known_cases(),
-        )
-
-    def _known_cases(self) -> dict[str, list[float]]:
-        return self.state.cases if self.rates is None else self.rates.to_dict()
-
-    def _rollout_metrics(self, rollouts: StepRollouts, advantages: Sequence[Sequence[float]]) -> dict[str, float]:
-        if self.demonstrations is not None:
-            return {"peak_memory_gib": peak_memory_gib(), **self.demonstrations.metrics}
-        found = rollout_metrics(rollouts.groups, advantages, self.state.policy_version)
-        step, every = self.state.step + 1, self.config.track.rollouts_every
-        if every and step % every == 0:  # examples refer to rollouts on disk
-            self.examples |= find_examples([r for group in rollouts.groups for r in group.rollouts], "train", step)
-        if self.rates is not None:
-            found |= self.rates.metrics(self.config.rollout.group_size)
-        if rollouts.dropped:
-            found["stale_groups_dropped"] = float(rollouts.dropped)
-        if hung := hung_calls():
-            found["hung_calls"] = float(hung)
-        return {"peak_memory_gib": peak_memory_gib()} | found
+    def _host_work(self, rollouts: StepRollouts, metrics: dict[str, float]) -> None:
+        """Do the work that needs no weights while a GPU changes them, once: prepare the next step, fill the metrics of
+        the rollouts in, and record them."""
+        if metrics:
+            return
+        step, source = self.state.step + 1, self.demonstrations
+        metrics["peak_memory_gib"] = peak_memory_gib()
+        if source is None:
+            # an evaluation's episodes may need the room of prepared ones
+            continues = (self.steps_left or 0) > 1 and not self.evaluates_after(step)
+            if continues and self.learner_thread is None:
+                with phases("preparing"):
+                    self.runner.run(self.source.prepare(self.config.train.problems_per_step))
+            metrics |= rollout_metrics(rollouts.groups, rollouts.advantages, self.state.policy_version)
+            every = self.config.track.rollouts_every
+            if every and step % every == 0:  # examples refer to rollouts on disk
+                self.examples |= find_examples([r for group in rollouts.groups for r in group.rollouts], "train", step)
+            if self.rates is not None:
+                metrics |= self.rates.metrics(self.config.rollout.group_size)
+            if rollouts.dropped:
+                metrics["stale_groups_dropped"] = float(rollouts.dropped)
+            if hung := hung_calls():
+                metrics["hung_calls"] = float(hung)
+        else:
+            metrics |= source.metrics
+        with phases("records"):
+            self.tracker.rollouts(step, rollouts.groups)
 
     def _compute(self, work: Callable[[], T]) -> T:
         """Run the learner; in a thread if groups are sampled ahead, so that the event loop continues."""
@@ -332,26 +322,6 @@ class Training:
             return await loop.run_in_executor(self.learner_thread, work)
 
         return self.runner.run(wait())
-
-    @contextmanager
-    def _policy_asleep(self) -> Iterator[None]:
-        """With `model.sleep_mode`, the learner may use the KV cache's memory inside of this block."""
-        if not self.config.model.sleep_mode:
-            yield
-            return
-        self.policy.sleep()
-        try:
-            yield
-        finally:
-            self.policy.wake()
-
-    def _snapshot_if_best(self, groups: Sequence[Group]) -> None:
-        """Before a step changes the weights, take a snapshot if their smoothed reward is the best so far."""
-        if self.snapshots is None or self.config.eval.every or self.demonstrations is not None:
-            return
-        rewards = [rollout.reward for group in groups for rollout in group.rollouts if rollout.error is None]
-        if (reward := self.state.safety.new_best(self.state.step, sum(rewards) / len(rewards))) is not None:
-            self._snapshot(reward)
 
     def _snapshot(self, reward: float) -> None:
         assert self.snapshots is not None
@@ -369,21 +339,14 @@ class Training:
         keep = self.config.checkpoint  # the best model is kept, also where no checkpoint was due
         self._save_if(keep.every and keep.keep_best and reward > self.state.best_reward, reward)
 
-    def _check_health(self, metrics: dict[str, float]) -> None:
-        if self.snapshots is None:
-            return
-        health = self.state.safety.health.with_step(metrics)
-        self.state = replace(self.state, safety=replace(self.state.safety, health=health))
-        if reason := collapse_reason(health):
-            self._roll_back(reason)
-
     def _roll_back(self, reason: str) -> None:
         """Restore earlier weights and lower the learning rate; end the run after `train.max_rollbacks` rollbacks."""
         assert self.snapshots is not None
         state, most = self.state, self.config.train.max_rollbacks
         self.ended_early, safety = state.safety.rolled_back(state.step, reason, most, self.snapshots.has_best)
         self.restore_weights(best=safety.restored_step > 0)
-        self.state = replace(self.state, safety=safety, source=self.source.state(), cases=self._known_cases())
+        cases = self.state.cases if self.rates is None else self.rates.to_dict()
+        self.state = replace(self.state, safety=safety, source=self.source.state(), cases=cases)
         self.tracker.metrics(state.step, {"rollback": 1.0, "learning_rate_factor": safety.rate_factor})
         self.watcher.warn(safety.events[-1])
 
@@ -396,7 +359,11 @@ class Training:
         self.state = replace(self.state, policy_version=version)
 
     def _save_if(self, is_due: object, reward: float = NEVER_BEST) -> None:
-        if self.checkpoints is not None and is_due and self._has_room():
+        """Save a checkpoint that is due, where it and the final model fit on the disk; the same on all ranks."""
+        if self.checkpoints is None or not is_due:
+            return
+        least = self.checkpoint_bytes + self.model_bytes
+        if self.ranks.from_first(partial(has_room, self.checkpoints, self.state.step, least, self.watcher.warn)):
             with deferred_interrupts(), self._warns_if_unwritable():
                 self.checkpoint(reward)
 
@@ -414,12 +381,6 @@ class Training:
         last = last_checkpoint(self.checkpoints) if self.checkpoints else None
         return last is not None and step_of(last) == self.state.step
 
-    def _has_room(self) -> bool:
-        """Whether a checkpoint and the final model fit on the disk; the same on all ranks."""
-        assert self.checkpoints is not None
-        least = self.checkpoint_bytes + self.model_bytes
-        return self.ranks.from_first(partial(has_room, self.checkpoints, self.state.step, least, self.watcher.warn))
-
     def checkpoint(self, reward: float = NEVER_BEST) -> Path:
         """Save where the run stands, and delete what need not be kept. The best is the one of the highest reward."""
         if self.checkpoints is None:
@@ -428,10 +389,17 @@ class Training:
         if reward > state.best_reward:
             state = replace(state, best_reward=reward, best_step=state.step)
         path = step_folder(self.checkpoints, state.step)
+
+        def write(folder: Path) -> None:
+            self.learner.save(folder)
+            if self.ranks.is_first:
+                self.write_beside(folder)
+                if self.snapshots is not None:
+                    self.snapshots.save(folder)
+
         try:
             self.tracker.flush()
         finally:  # a checkpoint is written also when a record could not be
-            write = self._write_checkpoint if self.ranks.is_first else self.learner.save
             save_checkpoint(path, state, write, self.ranks)
             self.state = state  # a checkpoint that could not be written is not the best one
             if self.ranks.is_first:
@@ -439,12 +407,6 @@ class Training:
                 prune(self.checkpoints, keep.keep_last, best)
             self.source.commit()
         return path
-
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.learner.save(folder)
-        self.write_beside(folder)
-        if self.snapshots is not None:
-            self.snapshots.save(folder)
 
     @property
     def elapsed_s(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from palestra.core.calls import call_with_limit
@@ -78,10 +78,9 @@ def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Token ids that model, tokenizer or chat template define as the end of an answer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
-    found = {end for end in ends if end is not None}
     if getattr(tokenizer, "chat_template", None):
-        found |= set(ChatFormat(tokenizer).stop_token_ids)
-    return tuple(sorted(found))
+        ends += ChatFormat(tokenizer).stop_token_ids
+    return tuple(sorted({end for end in ends if end is not None}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +118,6 @@ class _Texts:
     def read(self, token_ids: Sequence[int], *_: Any) -> Message:
         return Message("assistant", str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)))
 
-    def continuation(self, replies: Sequence[Message], *, last_token: int | None = None) -> Sequence[Turn]:
-        raise RuntimeError("prompts are answered in one turn")
-
-    def prompt(self, messages: Sequence[Message], tools: Any = ()) -> Turn:
-        raise RuntimeError("prompts are answered in one turn")
-
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
@@ -134,18 +127,12 @@ class PromptTask:
     reward: Callable[[str, Any], float] | None
     tokenizer: Any
     stops: tuple[int, ...]
-
-    @property
-    def kind(self) -> RunKind:
-        return "prompts"
+    kind: RunKind = "prompts"
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def problem_count(self) -> int:
         return len(self.dataset)
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]:
-        return {}
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return self.dataset if split == "train" else ()

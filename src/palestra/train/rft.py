@@ -96,7 +96,11 @@ class RftSource(DemonstrationSource):
             self.store.add(self._chosen(this))
             self.count, self.drawn = len(self.store) - self.first, 0
             self.metrics = this.metrics() | {"rft/covered_cases": float(len(self._covered()))}
-            self.note(self._text(this, self.count - before))
+            hinted = f", {pass_rate(this.hinted):.1%} of {len(this.hinted)} with hints" if this.hinted else ""
+            self.note(
+                f"rft round {this.number}: {pass_rate(this.plain):.1%} of {len(this.plain)} attempts passed{hinted}; "
+                f"{self.count - before} new demonstrations, {self.count} in all, of {len(self._covered())} cases"
+            )
             helps = this.solved_share > self.best or len(self._covered()) > len(covered)
             self.best = max(self.best, this.solved_share)
             self.is_done = not self.count or not helps or this.solved_share >= self.settings.rft_until
@@ -116,7 +120,9 @@ class RftSource(DemonstrationSource):
     async def _attempt(self, this: Round) -> None:
         """Plain attempts, then passes with hints over cases without a demonstration: more attempts at fewer cases."""
         most, in_pass = self.settings.rft_attempts or 1, self.settings.rft_pass or 1
-        problems, attempts, passes = self._cases(), min(PLAIN_ATTEMPTS, most), 1
+        problems = list(self.environment.problems("train"))
+        random.Random(f"{self.seed}/{self.round}").shuffle(problems)
+        attempts, passes = min(PLAIN_ATTEMPTS, most), 1
         this.plain = await self._sample(this, problems[: max(1, in_pass // attempts)], {}, attempts, 0)
         covered = self._covered()
         if len(this.found.keys() - covered) >= ENOUGH_CASES:
@@ -148,18 +154,11 @@ class RftSource(DemonstrationSource):
                 this.found[rollout.problem_id].append(rollout)
         return rollouts
 
-    def _cases(self) -> list[Problem]:
-        """All cases, in an order that changes with the round."""
-        problems = list(self.environment.problems("train"))
-        random.Random(f"{self.seed}/{self.round}").shuffle(problems)
-        return problems
-
     def _forced_calls(self, this: Round, passes: int) -> int:
         """How many tool calls a hinted attempt begins with: one where the model rarely calls, and more than it makes
         on its own, one more in each pass, until something has passed."""
         usual = int(median(sum(result.ok for result in r.tool_results) for r in this.plain)) if this.plain else 0
-        has_passed = self.count > 0 or bool(this.found)
-        if has_passed:
+        if self.count > 0 or this.found:
             return 0 if usual else 1
         return usual + passes
 
@@ -174,7 +173,9 @@ class RftSource(DemonstrationSource):
         for problem in problems:
             chosen = random.Random(f"{self.seed}/{self.round}/{passes}/{problem.id}")
             shown = {id(r): r for r in chosen.choices(solved, weights, k=EXAMPLES)} if solved else {}
-            hints[problem.id] = Hint(rules, tuple(map(_conversation, shown.values())), tells_answer=tells_answer)
+            # without the instructions, which the prompt has
+            examples = [tuple(m for m in r.messages if m.role != "system") for r in shown.values()]
+            hints[problem.id] = Hint(rules, tuple(examples), tells_answer=tells_answer)
         return hints
 
     def _chosen(self, this: Round) -> list[Rollout]:
@@ -194,13 +195,6 @@ class RftSource(DemonstrationSource):
                 chosen.append(rollout)
         return chosen[:NEW_PER_ROUND]
 
-    def _text(self, this: Round, new: int) -> str:
-        hinted = f", {pass_rate(this.hinted):.1%} of {len(this.hinted)} with hints" if this.hinted else ""
-        return (
-            f"rft round {this.number}: {pass_rate(this.plain):.1%} of {len(this.plain)} attempts passed{hinted}; "
-            f"{new} new demonstrations, {self.count} in all, of {len(self._covered())} cases"
-        )
-
     def state(self) -> dict[str, Any]:
         own = {"round": self.round, "steps_left": self.steps_left, "is_done": self.is_done, "best": self.best}
         return DemonstrationSource.state(self) | own
@@ -216,8 +210,3 @@ def _order(rollout: Rollout) -> tuple[float, ...]:
     failed = sum(not result.ok for result in rollout.tool_results)
     logprobs = [turn.logprobs for turn in rollout.turns if turn.maker == "model"]
     return quality(rollout), failed, -float(np.concatenate(logprobs).mean())
-
-
-def _conversation(rollout: Rollout) -> tuple[Any, ...]:
-    """A solved case to show: without the instructions, which the prompt has."""
-    return tuple(message for message in rollout.messages if message.role != "system")

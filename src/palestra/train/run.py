@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
-from palestra.runs.foreground import listed, mark_failed, refuse_busy
+from palestra.runs.foreground import listed, mark_failed
 from palestra.runs.tracking.base import Tracker
 from palestra.runs.tracking.services import check_trackers, open_trackers
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
@@ -43,15 +44,15 @@ from palestra.train.credit import CustomObjective
 from palestra.train.distill import teacher_of
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.forecast import STEP_KEYS, Overview, parameter_count
-from palestra.train.group_queue import GroupQueue, queue_for
+from palestra.train.group_queue import GroupQueue
 from palestra.train.interrupt import sigterm_as_ctrl_c
 from palestra.train.limits import setting_warnings
 from palestra.train.loop import Training
 from palestra.train.safety_net import Snapshots
-from palestra.train.schedule import total_steps
-from palestra.train.setup import Backend, backend_of, load_for_run, use_threads
+from palestra.train.setup import Backend, backend_of, load_for_run
 from palestra.train.stages import Stages, stage_config, stage_names
 from palestra.train.tasks import EnvironmentTask, Parts, Task, require_ranks_support
+from palestra.train.update import total_steps
 from palestra.train.watcher import SilentWatcher, Watcher
 
 
@@ -80,11 +81,10 @@ class Run:
     training: Training
     stages: Stages
     evaluator: Evaluator | None
+    overview: Overview
     resume_from: tuple[Path, TrainState] | None = None
     resume_after: int | None = None  # the step after which all is done again; None for a new run
-    train_cases: int | None = None  # None where there is no last one
     queue: GroupQueue | None = None  # where groups are sampled ahead of their step
-    chosen: tuple[str, ...] = ()  # step sizes that the run chose because the config does not set them
     model_path: Path | None = None  # of the final model, once it is saved
 
     @classmethod
@@ -107,10 +107,8 @@ class Run:
     ) -> Run:
         """Put the parts together; what is not given is built from the config.
 
-        Learner and policy share one module, unless others are given. `resume` goes on from a checkpoint;
-        `objective` has the functions that were given in Python; without it those of the settings are loaded.
-        `state` says where learner and policy stand already. Nothing is written here: a resume that fails leaves the
-        run as it was.
+        `resume` goes on from a checkpoint; `state` says where learner and policy stand already. Nothing is written
+        here: a resume that fails leaves the run as it was.
         """
         ranks = join(config)
         if ranks.size > 1:
@@ -118,7 +116,7 @@ class Run:
         watcher = (watcher or Watcher()) if ranks.is_first else SilentWatcher()
         resume_from = None
         if resume is not None:
-            resume_from = ranks.from_first(lambda: checkpoint_of(folder, resume, watcher))
+            resume_from = ranks.from_first(partial(choose_checkpoint, folder, resume.checkpoint, watcher.note))
             config = resume.config(config, resume_from[1].stage_steps if resume_from else 0)
         check_trackers(config.track)
         objective = objective or CustomObjective.of(config.train)
@@ -129,7 +127,10 @@ class Run:
             for warning in setting_warnings(config, parameter_count(loaded.model), loaded.context_tokens):
                 watcher.warn(warning)
         if resume is not None:
-            use_threads(folder.record.get("threads"), config)
+            # as many CPU threads as the run began with: their sums differ in the last bits
+            threads = folder.record.get("threads")
+            if threads is not None and config.model.threads is None and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(threads)
         max_group = getattr(getattr(task, "environment", None), "max_episodes", None)
         limits = {"max_problems": task.problem_count, "max_group": max_group}
         asked, backend = config, backend_of(config, loaded, learner, policy, ranks, **limits)
@@ -142,7 +143,10 @@ class Run:
         parts = Parts(config, policy, backend.tokenizer, runner, watcher, done, ranks, folder.checkpoints)
         source, evaluator = task.source(parts), task.evaluator(parts)
         journal = folder.queue_file if keeps_checkpoints and config.checkpoint.every else None
-        queue = queue_for(source, config, journal, lambda: training.steps_left)
+        queue, ahead = None, config.rollout.max_staleness
+        if ahead and source.concurrent:
+            sizes = {"per_step": config.train.problems_per_step, "max_staleness": ahead}
+            queue = GroupQueue(source, **sizes, journal_file=journal, steps_left=lambda: training.steps_left)
         (queue or source).restore(state.source)
         environment = task.environment if isinstance(task, EnvironmentTask) else None
         distills = stage_config(config, "distill") if "distill" in plan else config
@@ -165,17 +169,18 @@ class Run:
             rates=getattr(source, "rates", None),
             teacher=teacher_of(distills, backend.learner, backend.tokenizer, environment, backend.context_tokens),
         )
-        resume_after = done if resume or done else None
+        eval_cases = None if evaluator is None else len(evaluator.problems[: config.eval.cases])
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)
+        overview = Overview.of(backend.model, config, steps, task.problem_count, eval_cases)
+        overview = replace(overview, chosen=chosen)
         ends_here = resume is not None and resume.finish
         stages = Stages(training, parts, task, folder, plan, takes_no_steps=ends_here)
-        count = task.problem_count
-        return cls(folder, backend, training, stages, evaluator, resume_from, resume_after, count, queue, chosen)
+        resume_after = done if resume or done else None
+        return cls(folder, backend, training, stages, evaluator, overview, resume_from, resume_after, queue)
 
     def train(self) -> Outcome:
         """Run everything from the first evaluation to the report, while the index lists the run."""
-        training, ranks = self.training, self.training.ranks
-        overview = self._overview()
+        training, ranks, overview = self.training, self.training.ranks, self.overview
         training.watcher.note(overview.text(self.folder.path))
         ranks.from_first(lambda: overview.require_disk(self.folder.path))
         training.checkpoint_bytes, training.model_bytes = overview.checkpoint_bytes, overview.model_bytes
@@ -187,14 +192,17 @@ class Run:
             training.watcher.started(self.folder.path)
             if ranks.is_first:
                 stack.enter_context(listed(self.folder.path))
-            stack.enter_context(ranks.guarded(self._ended_by_another))
+            failed = partial(mark_failed, self.folder.path) if ranks.is_first else lambda reason: None
+            stack.enter_context(ranks.guarded(failed))  # where it would wait for ever for a rank that has ended
             stack.enter_context(self._explained())
             if training.learner_thread is not None:
                 stack.callback(training.learner_thread.shutdown)
             stack.callback(training.source.close)
             ranks.from_first(self._open_records)
             stack.callback(training.tracker.close)
-            training.snapshots = snapshots_of(training)  # before a resume loads other weights
+            local = training.learner if ranks.size == 1 and training.config.train.max_rollbacks else None
+            if isinstance(local, LocalLearner) and not isinstance(local.optimizer, UserOptimizer):
+                training.snapshots = Snapshots(local)  # before a resume loads other weights
             # a policy in another process may still hold what an earlier run gave it
             training.policy.update(training.learner.weights(training.state.policy_version))
             before = self._evaluate("before")
@@ -202,29 +210,33 @@ class Run:
             if before is not None and self.resume_from is None:
                 training.watcher.note(overview.time_text(before))
             if self.resume_from is not None:
-                training.watcher.note(self._going_on(self.resume_from[1].step))
+                step = self.resume_from[1].step
+                scored = f"all {step} steps were taken already, so it is only scored again; train.max_steps={2 * step}"
+                more = step < (training.total_steps or 0)
+                training.watcher.note(f"going on from step {step}" if more else f"{scored} takes more")
                 self.stages.resume(*self.resume_from)
                 ranks.from_first(lambda: drop_after(self.folder, training.state.step))
             training.on_first_groups = lambda groups: self._report_capability(before, groups)
             if self.stages.plan[0] != "grpo" and self.resume_from is None:
                 self._report_capability(before, [])
-            lacks_evaluation = ranks.from_first(self._lacks_evaluation)
+            # whether the run was killed during the evaluation that was due after its checkpoint
+            step = training.state.step
+            is_due = self.resume_from is not None and training.evaluates_after(step)
+            lacks_evaluation = ranks.from_first(lambda: is_due and not self._is_evaluated(step))
             self.stages.run(self._evaluate_between if self.evaluator else None, lacks_evaluation, self._score_stage)
             try:
                 path = self.model_path or self._save_model()  # already saved, unless no step was left
             except Exception as error:
                 raise training.failure("saving the model", error) from error
             after, choice = self._best_of(before)
-            self._report_stages(before, after)
+            self.stages.note_scores(before, after)
             if choice:
                 path = self._save_model()  # the restored weights
             metrics, seconds = self.folder.metrics(), training.elapsed_s
             events = (*training.state.safety.events, *choice)
             findings = self._findings(metrics, after, choice)
-            device = gpu_name(self.backend.model)
-            page = ranks.from_first(
-                lambda: write_report(self.folder, before, after, metrics, seconds, findings, device=device)
-            )
+            report = partial(write_report, self.folder, before, after, metrics, seconds, findings)
+            page = ranks.from_first(partial(report, device=gpu_name(self.backend.model)))
         model, tokenizer = self.backend.model, self.backend.tokenizer
         return Outcome(model, tokenizer, path, before, after, metrics, seconds, page, findings, events)
 
@@ -262,37 +274,30 @@ class Run:
             raise StateError(f"{self.resume_from[0]} is gone: another process went on with the run; resume it again")
         training.config.save(folder.config_file)  # with what was suited to the model, and changed for a resume
         weights = dict(training.source.reward_weights)
-        several = {"ranks": training.ranks.size} if training.ranks.size > 1 or "ranks" in folder.record else {}
-        threads = torch.get_num_threads()
         about: dict[str, Any] = {"kind": training.facts.kind, "context_tokens": training.facts.context_tokens}
+        if training.ranks.size > 1 or "ranks" in folder.record:
+            about["ranks"] = training.ranks.size
         if functions := training.objective.names():
             about["objective"] = functions
-        folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **several, **about)
+        threads = torch.get_num_threads()
+        folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **about)
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
         training.earlier_s = 0.0 if after is None else folder.elapsed_s()
 
-    def _overview(self) -> Overview:
-        training, scored = self.training, self.evaluator
-        eval_cases = None if scored is None else len(scored.problems[: training.config.eval.cases])
-        steps = training.total_steps or 0
-        overview = Overview.of(self.backend.model, training.config, steps, self.train_cases, eval_cases)
-        return replace(overview, chosen=self.chosen)
-
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
         """Score the model, or read what an earlier process of this run found."""
-        path = self.folder.eval_file(name)
         if self.evaluator is None:
             return None
+        path, report = self.folder.eval_file(name), None
         if self.resume_from and not again:
-            known = read_evaluation(path, self.evaluator.split, self.evaluator.problems)
-            if known is not None:
-                return known
-        try:
-            report = self._score(f"scoring {name}")
-            if self.training.ranks.is_first:
-                write_evaluation(path, report)
-        except Exception as error:
-            raise self.training.failure(f"scoring {name}", error) from error
+            report = read_evaluation(path, self.evaluator.split, self.evaluator.problems)
+        if report is None:
+            try:
+                report = self._score(f"scoring {name}")
+                if self.training.ranks.is_first:
+                    write_evaluation(path, report)
+            except Exception as error:
+                raise self.training.failure(f"scoring {name}", error) from error
         return report
 
     def _best_of(self, before: EvalReport | None) -> tuple[EvalReport | None, list[str]]:
@@ -336,12 +341,10 @@ class Run:
     ) -> tuple[Finding, ...]:
         """Why the run did not learn more; rollbacks and the choice of another model than the last come first."""
         events, early = self.training.state.safety.events, self.training.ended_early
-        returned = [Finding("returned_earlier", f"{text}.", ("train.learning_rate",)) for text in choice]
-        rolled_back = [Finding("rolled_back", f"{text}.", ("train.learning_rate",)) for text in events]
-        solved = None if early in events else early
-        scored = after.rollouts if after else ()
-        others = outcome_findings(metrics, scored, solved, self.training.facts, self.training.examples)
-        return (*returned, *rolled_back, *others)
+        kinds = [("returned_earlier", text) for text in choice] + [("rolled_back", text) for text in events]
+        own = [Finding(kind, f"{text}.", ("train.learning_rate",)) for kind, text in kinds]
+        solved, scored = None if early in events else early, after.rollouts if after else ()
+        return (*own, *outcome_findings(metrics, scored, solved, self.training.facts, self.training.examples))
 
     def _score(self, phase: str) -> EvalReport:
         assert self.evaluator is not None
@@ -377,25 +380,18 @@ class Run:
         if training.ranks.is_first:
             self.folder.add_to_record(capability=capability.to_dict())
 
-    def _ended_by_another(self, reason: str) -> None:
-        """Another rank has ended, and this one would wait for it for ever."""
-        if self.training.ranks.is_first:
-            mark_failed(self.folder.path, reason)
-
-    def _going_on(self, step: int) -> str:
-        if step < (self.training.total_steps or 0):
-            return f"going on from step {step}"
-        return f"all {step} steps were taken already, so it is only scored again; train.max_steps={2 * step} takes more"
-
-    def _lacks_evaluation(self) -> bool:
-        """Whether the run was killed during the evaluation that was due after its checkpoint."""
-        step = self.training.state.step
-        is_due = self.resume_from is not None and self.training.evaluates_after(step)
-        return is_due and not self._is_evaluated(step)
-
     def _evaluate_between(self, step: int) -> float:
+        """Score the model, and note if its reward has clearly fallen: its interval lies below that of an earlier
+        evaluation."""
         report = self._score(f"evaluating at step {step}")
-        self.training.held_out_fall = self._fall_to(report, step)
+        known = self.folder.eval_names()
+        names = [name for name in known if name == "before" or (isinstance(name, int) and name < step)]
+        earlier = [read_evaluation(self.folder.eval_file(name)) for name in names]
+        best = max((found.reward for found in earlier if found), key=lambda reward: reward.value, default=None)
+        self.training.held_out_fall = None
+        if best is not None and report.reward.high < best.low:
+            change = f"from {best.value:.3g} to {report.reward.value:.3g}"
+            self.training.held_out_fall = f"the held-out reward fell {change}"
         if self.training.ranks.is_first:
             write_evaluation(self.folder.eval_file(step), report)
         self.training.tracker.metrics(step, {"eval/pass_rate": report.pass_rate.rate})
@@ -406,49 +402,21 @@ class Run:
         if self.evaluator is None:
             return None
         step = self.training.state.step
-        known = read_evaluation(self.folder.eval_file(step)) if self._is_evaluated(step) else None
-        self.training.take_evaluation(self._evaluate_between(step) if known is None else known.mean_reward)
-        found = known or read_evaluation(self.folder.eval_file(step))
-        return None if found is None else found.pass_rate.rate
+        if not self._is_evaluated(step):
+            self._evaluate_between(step)
+        report = read_evaluation(self.folder.eval_file(step))
+        if report is None:
+            return None
+        self.training.take_evaluation(report.mean_reward)
+        return report.pass_rate.rate
 
     def _is_evaluated(self, step: int) -> bool:
         return any(row["step"] == step and "eval/pass_rate" in row for row in self.folder.metrics())
-
-    def _report_stages(self, before: EvalReport | None, after: EvalReport | None) -> None:
-        rates = [None if report is None else report.pass_rate.rate for report in (before, after)]
-        results = self.stages.with_scores(*rates)
-        if self.stages.plan != ["grpo"]:
-            for result in results:
-                self.training.watcher.note(result.text)
-
-    def _fall_to(self, report: EvalReport, step: int) -> str | None:
-        """How far the held-out reward has clearly fallen: its interval lies below that of an earlier evaluation."""
-        known = self.folder.eval_names()
-        names = [name for name in known if name == "before" or (isinstance(name, int) and name < step)]
-        earlier = [read_evaluation(self.folder.eval_file(name)) for name in names]
-        best = max((found.reward for found in earlier if found), key=lambda reward: reward.value, default=None)
-        if best is None or report.reward.high >= best.low:
-            return None
-        return f"the held-out reward fell from {best.value:.3g} to {report.reward.value:.3g}"
 
 
 def score_of(report: EvalReport) -> tuple[float, float]:
     """Sort key for comparing models: the reward, then the pass rate."""
     return report.mean_reward, report.pass_rate.rate
-
-
-def snapshots_of(training: Training) -> Snapshots | None:
-    """What the run can go back to; None if its weights are on other ranks or a server, or its optimizer is not ours."""
-    learner = training.learner
-    if not isinstance(learner, LocalLearner) or isinstance(learner.optimizer, UserOptimizer):
-        return None
-    return Snapshots(learner) if training.ranks.size == 1 and training.config.train.max_rollbacks else None
-
-
-def checkpoint_of(folder: RunFolder, resume: Resume, watcher: Watcher) -> tuple[Path, TrainState] | None:
-    """The checkpoint that the run continues from; raises if another process is training it."""
-    refuse_busy(folder.path)  # before its records are cut back to the checkpoint
-    return choose_checkpoint(folder, resume.checkpoint, watcher.note)
 
 
 def gpu_name(model: Any) -> str:

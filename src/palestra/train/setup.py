@@ -41,11 +41,7 @@ from palestra.train.forecast import kv_memory_for, parameter_count, refuse_what_
 def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
     """The model of a run, quantised where asked for, with every generator seeded first; the tokenizer alone where the
     backend has the model elsewhere. `training`: memory for a training must be there, not only for sampling."""
-    for seed in (
-        random.seed,
-        np.random.seed,
-        torch.manual_seed,
-    ):  # for initialisation and dropout: sampling has its own
+    for seed in (random.seed, np.random.seed, torch.manual_seed):  # for initialisation and dropout, not for sampling
         seed(config.seed)
     ranks = join(config)
     if config.backend != "local":
@@ -68,12 +64,6 @@ def load_for_run(config: RunConfig, *, training: bool = True) -> LoadedModel:
     )
     set_template_variables(loaded.tokenizer, config.model.chat_template_kwargs)
     return loaded
-
-
-def use_threads(threads: int | None, config: RunConfig) -> None:
-    """Go on with as many CPU threads as a run began with: their sums differ in the last bits."""
-    if threads is not None and config.model.threads is None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads)
 
 
 def suited_to(
@@ -163,10 +153,8 @@ def backend_of(
         config = suited_to(config, loaded.model, max_problems=max_problems, max_group=max_group)
     if config.backend != "local":
         return provided(f"backend: {config.backend}").open_backend(config, loaded)
-    model = with_adapter(loaded.model, config)
-    return local_backend(
-        config, model, loaded.tokenizer, policy or policy_for(model, loaded.tokenizer, config), learner, ranks
-    )
+    model, tokenizer = with_adapter(loaded.model, config), loaded.tokenizer
+    return local_backend(config, model, tokenizer, policy or policy_for(model, tokenizer, config), learner, ranks)
 
 
 def local_backend(

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.config import RunConfig
+from palestra.core.config_sections import TrainSection
 from palestra.core.conversations import Conversation, read_conversations
 from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Rollout
+from palestra.evals.report import EvalReport
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.grammars import GrammarText
 from palestra.policy.openai import OpenAIChat, OpenAISettings
@@ -42,6 +44,13 @@ MAX_STAGE_STEPS = 1_000_000
 TEACHER_KEY = "PALESTRA_TEACHER_KEY"
 RFT_ATTEMPTS = 4  # groups' worth of attempts at one case
 RFT_PASS = 4  # steps' worth of attempts in one pass over the cases
+
+
+SHARED_SETTINGS = (  # of `train`, that sft and rft also use; the others are those of GRPO's objective
+    "max_steps", "epochs", "max_sampled_tokens", "stop_when_solved", "max_rollbacks", "mask_truncated", "max_grad_norm",
+    "weight_decay", "adam_beta1", "adam_beta2", "scheduler", "warmup_steps", "expert_routing", "tokens_per_micro_batch",
+    "share_prefix", "deterministic",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -75,11 +84,12 @@ class Stages:
     takes_no_steps: bool = False  # a run that is only scored and saved
     save_model: Callable[[], object] = lambda: None
     results: list[StageResult] = field(default_factory=list)
+    store: DemonstrationStore = field(init=False)
     _grpo: tuple[RunConfig, GroupSource, int] = field(init=False)
-    _store: DemonstrationStore | None = None
 
     def __post_init__(self) -> None:
         training = self.training
+        self.store = DemonstrationStore(self.folder.demonstrations_file)
         self._grpo = training.config, training.source, training.total_steps or 0
         if self.plan == ["grpo"]:
             return
@@ -92,12 +102,6 @@ class Stages:
                 "an rft stage attempts the cases with our agent loop; agents that are programs, rollout_func and "
                 "environments over the wire cannot be attempted with hints. Use sft or grpo"
             )
-
-    @property
-    def store(self) -> DemonstrationStore:
-        if self._store is None:
-            self._store = DemonstrationStore(self.folder.demonstrations_file)
-        return self._store
 
     def run(
         self, evaluate: Callable[[int], float] | None, lacks_evaluation: bool, score: Callable[[], float | None]
@@ -137,20 +141,16 @@ class Stages:
         training.total_steps = training.state.step + self._steps(number)
         if self.plan != ["grpo"]:
             training.watcher.note(f"stage {number + 1} of {len(self.plan)}: {name}")
-        if number == len(self.plan) - 1:
-            training.save_model = self.save_model
-        if training.ranks.is_first and self.plan != ["grpo"]:
-            learned = training.demonstrations
-            ends_by_itself = learned is not None and learned.ends_by_itself
-            self.folder.add_to_record(steps=None if ends_by_itself else training.total_steps)
+            if training.ranks.is_first:
+                learned = training.demonstrations
+                ends_by_itself = learned is not None and learned.ends_by_itself
+                self.folder.add_to_record(steps=None if ends_by_itself else training.total_steps)
 
     def resume(self, folder: Path, state: TrainState) -> None:
         """Go on from a checkpoint, in its stage."""
         self._arrange(state.stage)
         self.training.resume(folder, state)
         self.training.total_steps = state.stage_start + self._steps(state.stage)
-        if state.stage == len(self.plan) - 1:
-            self.training.save_model = self.save_model
         self.results = [StageResult(**result) for result in self.folder.record.get("stages", ())][: state.stage]
 
     def _arrange(self, number: int) -> None:
@@ -162,6 +162,8 @@ class Stages:
             training.source = DemonstrationSource(self.store, config.seed, first=len(self.store))
         elif name == "rft":
             training.source = self._rft_source()
+        if number == len(self.plan) - 1:
+            training.save_model = self.save_model
 
     def _note_result(self, number: int, score: Callable[[], float | None]) -> None:
         """Record what the stage has done. The model is scored here, unless the run ends with this stage."""
@@ -175,23 +177,23 @@ class Stages:
         goes_on = number < len(self.plan) - 1 and training.ended_early is None
         if goes_on and any("loss" in row for row in rows):
             result.after = score()
-        self.record()
+        self._record()
 
-    def record(self) -> None:
-        """Write the results into run.json."""
+    def _record(self) -> None:
         if self.plan != ["grpo"]:
             self.folder.add_to_record(stages=[asdict(result) for result in self.results])
 
-    def with_scores(self, before: float | None, after: float | None) -> list[StageResult]:
-        """The results with the rates before each stage, and after the last one."""
+    def note_scores(self, before: EvalReport | None, after: EvalReport | None) -> None:
+        """Record and show the results with the rates before each stage, and after the last one."""
         if self.results:
-            self.results[-1].after = after
+            rate = None if before is None else before.pass_rate.rate
+            self.results[-1].after = None if after is None else after.pass_rate.rate
             for result in self.results:
-                result.before = before
-                result.after = before if result.after is None else result.after
-                before = result.after
-        self.record()
-        return self.results
+                result.before = rate
+                rate = result.after = rate if result.after is None else result.after
+        self._record()
+        for result in self.results:
+            self.training.watcher.note(result.text)
 
     def _rft_source(self) -> RftSource:
         task, parts, config = self.task, self.parts, self._grpo[0]
@@ -206,15 +208,14 @@ class Stages:
 
         def collector(environment: Any, temperature: float, forced_calls: int) -> Any:
             hotter = config.with_settings({"rollout.temperature": temperature})
-            found = agent_collector(environment, parts.policy, parts.chat, hotter, training=True)
-            calls = min(forced_calls, found.limits.max_tool_rounds) if takes_grammars else 0
-            return replace(found, rewards=rewards, limits=replace(found.limits, forced_calls=calls, call=call))
+            plain = agent_collector(environment, parts.policy, parts.chat, hotter, training=True)
+            calls = min(forced_calls, plain.limits.max_tool_rounds) if takes_grammars else 0
+            return replace(plain, rewards=rewards, limits=replace(plain.limits, forced_calls=calls, call=call))
 
-        size, stages = config.rollout.group_size, config.stages
-        chosen = {
-            "rft_attempts": stages.rft_attempts or RFT_ATTEMPTS * size,
-            "rft_pass": stages.rft_pass or RFT_PASS * size * config.train.problems_per_step,
-        }
+        stages = config.stages
+        attempts = RFT_ATTEMPTS * config.rollout.group_size
+        in_pass = RFT_PASS * config.rollout.group_size * config.train.problems_per_step
+        chosen = {"rft_attempts": stages.rft_attempts or attempts, "rft_pass": stages.rft_pass or in_pass}
         return RftSource(
             self.store,
             config.seed,
@@ -253,30 +254,16 @@ def stage_config(config: RunConfig, name: str) -> RunConfig:
         others = dict.fromkeys(("echo.coefficient", "train.entropy_coefficient"), 0.0)
         return config.with_settings({"distill.coefficient": coefficient, "distill.only": True} | others)
     factor = LORA_RATE_FACTOR if config.lora.r else FULL_RATE_FACTOR
-    rate = stages.sft_learning_rate or factor * (config.train.learning_rate or 1e-5)
-    return config.with_settings(
-        {
-            "train.loss": "cross_entropy",
-            "train.learning_rate": rate,
-            "train.problems_per_step": stages.sft_batch,
-            "train.full_update_share": 0.0,
-            "train.beta": 0.0,
-            "train.ratio": "token",
-            "train.importance_correction": "none",
-            "train.importance_floor": 0.0,
-            "train.off_policy_mask_threshold": None,
-            "train.credit": "rollout",
-            "train.discount": 1.0,
-            "train.step_weight": 1.0,
-            "train.iterations": 1,
-            "train.minibatches": 1,
-            "train.entropy_coefficient": 0.0,
-            "train.target_entropy": None,
-            "echo.coefficient": 0.0,
-            "distill.coefficient": 0.0,
-            "distill.only": False,
-        }
+    demonstrated = TrainSection(
+        **config.train.model_dump(include=set(SHARED_SETTINGS)),
+        loss="cross_entropy",
+        learning_rate=stages.sft_learning_rate or factor * (config.train.learning_rate or 1e-5),
+        problems_per_step=stages.sft_batch,
+        full_update_share=0.0,
+        importance_correction="none",
     )
+    others = {"echo.coefficient": 0.0, "distill.coefficient": 0.0, "distill.only": False}
+    return config.model_copy(update={"train": demonstrated}).with_settings(others)
 
 
 def stage_names(config: RunConfig, task: Task) -> list[str]:
@@ -289,25 +276,24 @@ def stage_names(config: RunConfig, task: Task) -> list[str]:
 
 
 def stage_demonstrations(task: Task, parts: Parts, folder: RunFolder) -> list[Rollout]:
-    """The demonstrations of an sft stage: the agent's examples, a file or a run, and what a teacher says."""
+    """The demonstrations of an sft stage: the agent's examples, a file or a run, and the answers of a teacher."""
     config, stages = parts.config, parts.config.stages
     conversations: list[Conversation] = list(getattr(task, "examples", ()))
     rollouts: list[Rollout] = []
     if stages.traces is not None:
         path = Path(stages.traces).expanduser()
-        run = RunFolder(path) if path.is_dir() else None
-        if run is None:
+        if not path.is_dir():
             conversations += read_conversations(path)
         elif RunFolder.open(path).config.model.name == config.model.name:
-            rollouts += read_run(run, config.stages.rft_keep)
+            rollouts += read_run(RunFolder(path), stages.rft_keep)
         else:
-            conversations += run_conversations(run)
+            conversations += run_conversations(RunFolder(path))
     if stages.teacher is not None:
         conversations += _ask_teacher(task, parts, folder)
     schemas = [tool.schema for tool in offered_tools(task)]
     context = parts.policy.context_tokens
-    found = demonstrations(conversations, parts.chat, schemas, max_tokens=context, too_long="skip").rollouts
-    return [*found, *rollouts]
+    made = demonstrations(conversations, parts.chat, schemas, max_tokens=context, too_long="skip")
+    return [*made.rollouts, *rollouts]
 
 
 def _ask_teacher(task: Task, parts: Parts, folder: RunFolder) -> list[Conversation]:
@@ -315,24 +301,22 @@ def _ask_teacher(task: Task, parts: Parts, folder: RunFolder) -> list[Conversati
     if not isinstance(task, EnvironmentTask):
         raise UnsupportedError("a teacher plays the agent in our agent loop; this agent has a program of its own")
     settings = {"base_url": stages.teacher, "model_name": stages.teacher_model, "api_key_env": TEACHER_KEY}
-    endpoint = OpenAIChat(OpenAISettings.read(settings))
     problems = task.environment.problems("train")[: stages.teacher_cases]
     parts.watcher.phase("asking the teacher", len(problems))
-    found, cost = parts.runner.run(
-        teacher_demonstrations(
-            task.environment,
-            problems,
-            endpoint,
-            attempt_limits(config, training=True),
-            attempts=stages.teacher_attempts,
-            seed=config.seed,
-            file=folder.teacher_file,
-            rewards=rewards_of(task.environment, task.reward_functions, parts),
-        )
+    answers = teacher_demonstrations(
+        task.environment,
+        problems,
+        OpenAIChat(OpenAISettings.read(settings)),
+        attempt_limits(config, training=True),
+        attempts=stages.teacher_attempts,
+        seed=config.seed,
+        file=folder.teacher_file,
+        rewards=rewards_of(task.environment, task.reward_functions, parts),
     )
+    conversations, cost = parts.runner.run(answers)
     folder.add_to_record(teacher=asdict(cost))
     parts.watcher.note(
         f"the teacher solved {cost.solved} of {cost.solved + cost.unsolved} cases in {cost.attempts} attempts: "
         f"{cost.requests} requests, {cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion tokens"
     )
-    return found
+    return conversations

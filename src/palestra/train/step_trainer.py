@@ -36,9 +36,9 @@ from palestra.train.loop import Training
 from palestra.train.progress import console_progress
 from palestra.train.prompts import Prompt, PromptTask, Reward, as_input, as_problem, reward_function, stop_token_ids
 from palestra.train.run import Run
-from palestra.train.schedule import total_steps
 from palestra.train.setup import load_for_run, suited_to, with_adapter
 from palestra.train.tasks import OWN_LOOP
+from palestra.train.update import total_steps
 
 log = logging.getLogger("palestra")
 DEFAULT_CONFIG = Path("config/config.yaml")

@@ -35,7 +35,7 @@ from palestra.rollout.workers import RolloutWorkers, WorkerCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
 from palestra.train.limits import attempt_limits
-from palestra.train.schedule import total_steps
+from palestra.train.update import total_steps
 from palestra.train.watcher import Watcher
 
 # of our agent loop alone
@@ -105,7 +105,13 @@ class EnvironmentTask:
 
     def source(self, parts: Parts) -> ProblemSource:
         parts.config.refuse(["agent"], "the agent has no program of its own, it runs in our agent loop")
-        _check_tools(self.environment, parts)
+        tools = _tools_of(self.environment)  # to find out now, not in every rollout, whether they can be used as asked
+        if tools and parts.config.rollout.constrain_tool_calls:
+            grammar_compiler(parts.tokenizer)(json.dumps([tool.schema for tool in tools]))
+        if tools is not None and not tools and parts.config.echo.coefficient > 0:
+            raise SettingError(
+                "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
+            )
         if self.rollout_func is None and (count := worker_count(self.environment, parts)):
             make, seed = partial(self._collectors_of_worker, parts, count), parts.config.seed
             assert isinstance(parts.policy, LocalPolicy)
@@ -114,9 +120,7 @@ class EnvironmentTask:
         return source_of(self.environment, collector, parts, on_close=parts.close_workers)
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
-        if not self.scored:
-            return None
-        return evaluator_of(self.environment, self.collector(parts, training=False), parts)
+        return evaluator_of(self.environment, self.collector(parts, training=False), parts) if self.scored else None
 
     def collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
         """Attempts problems: here, in other processes, or by actors of the policy."""
@@ -127,15 +131,8 @@ class EnvironmentTask:
             parts.config.refuse(["rollout.max_staleness"], "rollout_func may sample from the model that is trained")
             if parts.policy.samples_groups:
                 raise UnsupportedError("rollout_func samples in the process that trains; use backend: local with it")
-            return FunctionCollector(
-                self.environment,
-                self.rollout_func,
-                self.trainer,
-                parts.chat,
-                parts.policy,
-                rewards,
-                parts.config.rollout.max_open_episodes,
-            )
+            own, at_once = (self.environment, self.rollout_func, self.trainer), parts.config.rollout.max_open_episodes
+            return FunctionCollector(*own, parts.chat, parts.policy, rewards, at_once)
         collector = self._agent_collector(parts, training=training)
         if parts.policy.samples_groups:
             task = replace(self, trainer=None)
@@ -196,7 +193,7 @@ def source_of(
         size,
         parts.config.seed,
         concurrent=collector.groups_at_once(size),
-        on_rollout=lambda rollout: parts.watcher.rollout(),
+        watcher=parts.watcher,
         on_close=on_close,
         gives_back=not learnable,  # what was sampled is used
         rates=CaseRates(train.sampling_half_life) if learnable else None,
@@ -221,14 +218,9 @@ def agent_collector(
     if tool_call_problem(chat) and _tools_of(environment):
         check_tool_calls(chat)
     limits = attempt_limits(config, chat.stop_token_ids, training=training)
-    open_at_once = config.rollout.max_open_episodes
-    return Collector(
-        environment,
-        limits,
-        token_speakers(policy, chat, limits.unexpected_call_format),
-        max_open_episodes=open_at_once,
-        host=LocalModels(policy, chat),
-    )
+    speakers = token_speakers(policy, chat, limits.unexpected_call_format)
+    at_once, host = config.rollout.max_open_episodes, LocalModels(policy, chat)
+    return Collector(environment, limits, speakers, max_open_episodes=at_once, host=host)
 
 
 def worker_count(environment: Environment, parts: Parts) -> int:
@@ -266,20 +258,6 @@ def _tools_of(environment: Environment) -> list[Any] | None:
         raise
     except Exception:
         return None
-
-
-def _check_tools(environment: Environment, parts: Parts) -> None:
-    """Find out now, not in every rollout, whether tools can be used as asked."""
-    tools = _tools_of(environment)
-    if tools is None:
-        return
-    if tools:
-        if parts.config.rollout.constrain_tool_calls:
-            grammar_compiler(parts.tokenizer)(json.dumps([tool.schema for tool in tools]))
-    elif parts.config.echo.coefficient > 0:
-        raise SettingError(
-            "echo.coefficient > 0 learns from tool results, but this agent has no tools; give it some or use 0"
-        )
 
 
 def require_ranks_support(config: RunConfig, task: Task, own: Learner | Policy[Any] | None) -> None:

@@ -120,7 +120,15 @@ async def teacher_demonstrations(
     teacher = _Teacher(
         environment, endpoint, limits, rewards or RewardFunctions(), group_size, attempts, seed, file, on_rollout
     )
-    saved = saved_demonstrations(file)
+    saved: dict[str, list[Conversation]] = {}  # by the id of their problem
+    for number, row in enumerate(read_jsonl(file) if file is not None else (), start=1):
+        try:
+            conversation = conversation_from(row, f"{file}, line {number}")
+            saved.setdefault(str(row["problem_id"]), []).append(conversation)
+        except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UnreadableFileError(
+                f"{file}, line {number}: {error}. Take the line out to attempt it again"
+            ) from None
     missing = [problem for problem in problems if problem.id not in saved]
     teacher.cost.from_file = len(problems) - len(missing)
     slots = asyncio.Semaphore(teacher.collector({}).groups_at_once(group_size))
@@ -141,19 +149,5 @@ async def teacher_demonstrations(
     cost = teacher.cost
     if cost.attempts and cost.errors == cost.attempts:
         raise ServiceError(f"every attempt of the teacher failed; the first error was: {teacher.first_error}")
-    found = {problem_id: task.result() for problem_id, task in tasks.items()} | saved
-    return [each for problem in problems for each in found.get(problem.id, [])], cost
-
-
-def saved_demonstrations(file: Path | None) -> dict[str, list[Conversation]]:
-    """The conversations of such a file, by the id of their problem."""
-    found: dict[str, list[Conversation]] = {}
-    for number, row in enumerate(read_jsonl(file) if file is not None else (), start=1):
-        try:
-            conversation = conversation_from(row, f"{file}, line {number}")
-            found.setdefault(str(row["problem_id"]), []).append(conversation)
-        except (PalestraError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UnreadableFileError(
-                f"{file}, line {number}: {error}. Take the line out to attempt it again"
-            ) from None
-    return found
+    passed = {problem_id: task.result() for problem_id, task in tasks.items()} | saved
+    return [each for problem in problems for each in passed.get(problem.id, [])], cost

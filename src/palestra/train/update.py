@@ -1,28 +1,45 @@
-"""One training step's update of the policy: minibatches, iterations and losses, by the learner's primitives."""
+"""One training step's update of the policy: minibatches, iterations and losses, by the learner's primitives.
+
+Also how many steps a run has, and what changes from step to step: learning rate, ECHO and entropy coefficients.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import LossFunction, Objective
-from palestra.algo.step_loss import StepLoss
+from palestra.algo.step_loss import StepLoss, coefficient_at, next_entropy_coefficient
 from palestra.core.config import RunConfig
-from palestra.core.errors import InputError, UserCodeError
+from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
+from palestra.core.errors import InputError, SettingError, UserCodeError
 from palestra.core.types import Array, Group
 from palestra.learner.base import Learner, Outputs, noop
-from palestra.train.batch import TurnColumns, conversations_of
+from palestra.train.batch import as_rows, conversations_of
 from palestra.train.distill import DistillRows
-from palestra.train.schedule import Coefficients
 
 # These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
+SUMS = ("loss", "tokens_computed")
 SAMPLER_METRICS = ("kl_sampler", "sampler_gap_mean", "sampler_gap_max")
+
+
+MIN_STEPS = 40  # of a run whose length is not given
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The numbers of one step."""
+
+    learning_rate: float
+    echo: float
+    entropy: float
 
 
 def update(
@@ -44,8 +61,11 @@ def update(
     """
     started, train = time.perf_counter(), config.train
     distilled = [] if distill is None else distill.parts(learner)
-    if batch.rows or not distilled:
-        check_batch(batch)
+    if not batch.rows and not distilled:
+        raise InputError("the batch has no rows; give the learner at least one group")
+    if len(bad := np.flatnonzero(~np.isfinite(batch.advantages))):
+        group = batch.groups[batch.row_of(bad[0])]
+        raise UserCodeError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
     parts = batch.minibatches(train.minibatches) if batch.rows else []
     first_rows = np.cumsum([0, *(part.rows for part in parts)])
     losses = step_losses(parts, config, coefficients, custom_loss)
@@ -66,11 +86,17 @@ def update(
                 coefficients.learning_rate, max_grad_norm=train.max_grad_norm, host_work=noop if updates else host_work
             )
             known = {} if math.isnan(norm) else {"grad_norm": norm}  # a server may not report it
-            updates.append(added_up([one.metrics() for one in (outputs, added) if one is not None]) | known)
+            metrics = {} if outputs is None else outputs.metrics()
+            if added is not None:  # the gradients of both losses make one step: these of their metrics add up
+                taught = added.metrics()
+                sums = {name: metrics.get(name, 0.0) + taught[name] for name in SUMS if name in taught}
+                metrics = metrics | taught | sums
+            updates.append(metrics | known)
             if outputs is not None and record is not None:
                 record.add(first_rows[i], parts[i], outputs)
             if outputs is not None and train.iterations > 1 and len(updates) <= len(parts):
-                parts[i].old_logprobs = filled(parts[i].old_logprobs, outputs.logprobs())
+                own, old = outputs.logprobs(), parts[i].old_logprobs  # the next passes compare with those of the first
+                parts[i].old_logprobs = own if old is None else np.where(np.isnan(old), own, old)
     seconds = time.perf_counter() - started
     metrics = combine(updates, train.iterations) if updates else {"loss": 0.0}
     if not bool(np.isfinite(batch.logprobs[batch.policy_mask]).any()):  # then these compare the policy with itself
@@ -84,29 +110,18 @@ def update(
     }
 
 
-def added_up(outputs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of losses whose gradients make one optimizer step: their loss and the tokens computed add up."""
-    metrics = {name: value for one in outputs for name, value in one.items()}
-    sums = {name: sum(one.get(name, 0.0) for one in outputs) for name in ("loss", "tokens_computed")}
-    return metrics | {name: value for name, value in sums.items() if name in metrics}
-
-
 def step_losses(
     batches: Sequence[Batch], config: RunConfig, coefficients: Coefficients, custom_loss: LossFunction | None = None
 ) -> list[StepLoss]:
     """The loss of each optimizer step."""
     objective = replace(objective_of(config), custom=custom_loss)
-    losses = [
-        StepLoss.of(
-            batch,
-            objective,
-            max_completion_length=config.rollout.max_new_tokens,
-            entropy_coefficient=coefficients.entropy,
-            echo_coefficient=coefficients.echo,
-            echo_normalization=config.echo.normalization,
-        )
-        for batch in batches
-    ]
+    options: dict[str, Any] = {
+        "max_completion_length": config.rollout.max_new_tokens,
+        "entropy_coefficient": coefficients.entropy,
+        "echo_coefficient": coefficients.echo,
+        "echo_normalization": config.echo.normalization,
+    }
+    losses = [StepLoss.of(batch, objective, **options) for batch in batches]
     if config.train.loss not in BATCH_TOKEN_LOSSES or not losses:
         return losses
     mean = sum(loss.policy_tokens for loss in losses) / len(losses)
@@ -128,20 +143,6 @@ def behaviour_logprobs(learner: Learner, batch: Batch, version: int, *, several:
     return np.where(stale, batch.logprobs, own)
 
 
-def filled(old: Array | None, own: Array) -> Array:
-    """Old logprobs for the next pass: unknown ones are those of the first pass."""
-    return own if old is None else np.where(np.isnan(old), own, old)
-
-
-def check_batch(batch: Batch) -> None:
-    if not batch.rows:
-        raise InputError("the batch has no rows; give the learner at least one group")
-    bad = np.flatnonzero(~np.isfinite(batch.advantages))
-    if len(bad):
-        group = batch.groups[batch.row_of(bad[0])]
-        raise UserCodeError(f"group {group}: an advantage is not finite; look for a measure that returns NaN")
-
-
 def objective_of(config: RunConfig) -> Objective:
     settings = {f.name: getattr(config.train, f.name) for f in fields(Objective) if f.name != "custom"}
     return Objective(**settings | {"importance_correction": config.importance_correction})
@@ -149,18 +150,18 @@ def objective_of(config: RunConfig) -> Objective:
 
 def combine(updates: Sequence[dict[str, float]], iterations: int) -> dict[str, float]:
     """Each metric over the optimizer steps that report it: maxima stay maxima, tokens add up, the rest are means."""
-    names = dict.fromkeys(name for update in updates for name in update)
-    values = {name: [update[name] for update in updates if name in update] for name in names}
-
-    def one(name: str, column: list[float]) -> float:
+    columns: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            columns.setdefault(name, []).append(value)
+    combined: dict[str, float] = {}
+    for name, column in columns.items():
         if name.endswith("_max") or name == "peak_memory_gib":
-            return max(column)
-        return sum(column) / (iterations if name.startswith("tokens_") else len(column))
+            combined[name] = max(column)
+        else:
+            combined[name] = sum(column) / (iterations if name.startswith("tokens_") else len(column))
+    return combined
 
-    return {name: one(name, column) for name, column in values.items()}
-
-
-LEARNED = ("learner_logprob", "ratio", "entropy")
 
 TOKEN_COLUMNS = np.dtype(
     [
@@ -179,7 +180,8 @@ class TokenRecord:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._columns = {name: np.full(len(batch.token_ids), np.nan, np.float32) for name in LEARNED}
+        unknown = np.full(len(batch.token_ids), np.nan, np.float32)
+        self._columns = {"learner_logprob": unknown, "ratio": unknown.copy(), "entropy": unknown.copy()}
         self._added: set[int] = set()
 
     def add(self, first_row: int, batch: Batch, outputs: Outputs) -> None:
@@ -196,16 +198,95 @@ class TokenRecord:
 
     def table(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Array:
         """[T] `TOKEN_COLUMNS` of all tokens of the step, trained or not."""
-        conversations = conversations_of(groups, advantages)
-        columns = TurnColumns.of(conversations)
-        table = np.zeros(len(columns.token_ids), TOKEN_COLUMNS)
-        table["logprob"] = np.where(columns.by_model, columns.logprobs, np.nan)
-        table["advantage"] = np.where(columns.by_model, columns.advantages, np.nan)
-        is_row = np.zeros(len(conversations), np.bool_)
+        step = as_rows(conversations_of(groups, advantages))
+        table = np.zeros(len(step.token_ids), TOKEN_COLUMNS)
+        table["logprob"] = np.where(step.policy_mask, step.logprobs, np.nan)
+        table["advantage"] = np.where(step.policy_mask, step.advantages, np.nan)
+        is_row = np.zeros(step.rows, np.bool_)
         is_row[self._batch.conversations] = True
-        places, mask = np.repeat(is_row, columns.lengths), self._batch.policy_mask
+        places, mask = np.repeat(is_row, step.lengths), self._batch.policy_mask
         table["policy_mask"][places] = mask
-        for name in LEARNED:
+        for name, column in self._columns.items():
             table[name] = np.nan
-            table[name][places] = np.where(mask, self._columns[name], np.nan)
+            table[name][places] = np.where(mask, column, np.nan)
         return table
+
+
+def coefficients_at(step: int, config: RunConfig, total_steps: int | None, entropy: float) -> Coefficients:
+    """The coefficients of a step counted from 0; `entropy` is what the controller has come to."""
+    echo = coefficient_at(
+        step,
+        schedule=config.echo.schedule,
+        initial=config.echo.coefficient,
+        final=config.echo.final_coefficient,
+        steps_total=total_steps,
+        step_every=config.echo.step_every,
+    )
+    return Coefficients(learning_rate_at(step, config.train, total_steps), echo, entropy)
+
+
+def next_entropy(coefficient: float, metrics: dict[str, float], train: TrainSection) -> float:
+    """The controller's next coefficient, where a target is set and the step measured the entropy."""
+    if train.target_entropy is None or "entropy" not in metrics:
+        return coefficient
+    return next_entropy_coefficient(coefficient, metrics["entropy"], train.target_entropy)
+
+
+def learning_rate_at(step: int, train: TrainSection, total_steps: int | None) -> float:
+    """The learning rate of a step counted from 0: warm-up, then the schedule, which ends at 0."""
+    highest = train.learning_rate or FULL_LEARNING_RATE  # a run suits it to its model
+    if step < train.warmup_steps:
+        return highest * (step + 1) / train.warmup_steps
+    if train.scheduler == "constant":
+        return highest
+    if total_steps is None:
+        raise SettingError(f"a {train.scheduler} schedule needs the number of steps; set train.max_steps")
+    done = min((step - train.warmup_steps) / max(total_steps - train.warmup_steps, 1), 1.0)
+    factor = 1.0 - done if train.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return highest * factor
+
+
+def total_steps(config: RunConfig, problems: int | None) -> int:
+    """Optimizer steps in the whole run: `max_steps`, or enough for all epochs; with neither, one epoch or MIN_STEPS."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    if problems is None:
+        raise SettingError("these environments have no last problem; say when to stop with train.max_steps")
+    per_epoch = math.ceil(problems / config.train.problems_per_step)
+    return max(MIN_STEPS, per_epoch) if config.train.epochs is None else config.train.epochs * per_epoch
+
+
+def solved_reason(history: Sequence[Mapping[str, float]], step: int, total: int, count: int) -> str | None:
+    """Why a run ends early: all rollouts of its last `count` steps passed; None if not, or if `count` is 0."""
+    recent = history[-count:] if count else []
+    if not recent or len(recent) < count or any(row.get("pass_rate") != 1.0 for row in recent):
+        return None
+    ended = f"the training ended after step {step} of {total} (train.stop_when_solved={count})"
+    return f"every rollout of the last {count} steps passed, so {ended}"
+
+
+def token_limit_reason(sampled: int, step: int, limit: int | None) -> str | None:
+    """Why a run ends early: it has sampled as many tokens as it may."""
+    if limit is None or sampled < limit:
+        return None
+    return f"{sampled:,} tokens are sampled, so the training ended after step {step} (train.max_sampled_tokens={limit})"
+
+
+def update_scale(signal_groups: int, solved_groups: int, problems: int, full_update_share: float) -> float:
+    """Return the factor of a step's learning rate: 1 if enough of its groups have signal or are solved, else less.
+
+    AdamW divides the gradient by its own running scale, so a step with one lucky group would change every weight as
+    much as a step with signal in all groups; such steps destroyed a 1.5B model within ten steps. Where every rollout
+    of other groups passed, a single group is no luck: a model that solves nine problems in ten learns the tenth from
+    few groups, and only with full updates.
+
+    >>> [update_scale(signal, 0, 32, 1 / 4) for signal in (0, 1, 4, 8)]
+    [0.0, 0.125, 0.5, 1.0]
+    >>> update_scale(1, 60, 64, 1 / 4)
+    1.0
+    """
+    if not full_update_share:
+        return 1.0
+    if not signal_groups:
+        return 0.0
+    return min(1.0, (signal_groups + solved_groups) / (full_update_share * problems))

@@ -8,8 +8,7 @@ from palestra.extras.atropos.protocol import ModelLimits, ScoredGroup, read_grou
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
 from palestra.train.batch import group_advantages, rollout_metrics, trainable_batch
-from palestra.train.schedule import coefficients_at
-from palestra.train.update import update
+from palestra.train.update import coefficients_at, update
 
 NOW = 5
 CONFIG = RunConfig.build({"rollout.temperature": 1.0, "train.learning_rate": 1e-3, "echo.coefficient": 0.5})

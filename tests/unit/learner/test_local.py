@@ -22,8 +22,7 @@ from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.learner.micro_batches import MicroBatchLimit
 from palestra.learner.shapes import Lengths, Shapes
-from palestra.train.schedule import coefficients_at, learning_rate_at, next_entropy
-from palestra.train.update import update
+from palestra.train.update import coefficients_at, learning_rate_at, next_entropy, update
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

@@ -18,8 +18,7 @@ from palestra.cli.main import run
 from palestra.core.errors import SettingError, UserCodeError
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.learner.local import LocalLearner
-from palestra.train.schedule import Coefficients
-from palestra.train.update import update
+from palestra.train.update import Coefficients, update
 
 DAPO = """
 import torch

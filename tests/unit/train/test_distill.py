@@ -45,8 +45,7 @@ from palestra.train.distill import (
     teacher_gain,
     teacher_of,
 )
-from palestra.train.schedule import Coefficients
-from palestra.train.update import update
+from palestra.train.update import Coefficients, update
 
 PROBLEMS = [Problem("sum", "What is 2 + 3?", "5"), Problem("open", "What is 1 + 1?")]
 K = 4

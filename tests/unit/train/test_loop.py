@@ -15,7 +15,7 @@ from palestra.train import checkpoint as checkpoint_module
 from palestra.train.checkpoint import read_checkpoint, step_checkpoints, step_folder
 from palestra.train.group_source import GroupSource, StepRollouts, draw
 from palestra.train.interrupt import Interrupted
-from palestra.train.schedule import learning_rate_at
+from palestra.train.update import learning_rate_at
 
 Play = Callable[[int, str], Sequence[Rollout]]
 ONCE = {"train.refill_limit": 0}

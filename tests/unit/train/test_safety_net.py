@@ -158,7 +158,7 @@ def test_a_resumed_run_collapses_and_goes_back_like_one_that_was_never_interrupt
     whole.training.run()
     first = guarded(make_loop(steps=12, play=falls_after(6), checkpoints=tmp_path))
     for _ in range(8):
-        first.training._check_health(first.training.step())
+        first.training._judge(first.training.step(), 12)
     first.training.checkpoint()
     again = guarded(make_loop(steps=12, play=falls_after(6)))
     again.training.resume(step_folder(tmp_path, 8), read_checkpoint(step_folder(tmp_path, 8)))

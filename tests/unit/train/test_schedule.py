@@ -5,7 +5,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import SettingError
-from palestra.train.schedule import learning_rate_at, total_steps, update_scale
+from palestra.train.update import learning_rate_at, total_steps, update_scale
 
 
 def test_warmup_rises_to_the_full_rate_and_the_schedule_falls_to_zero() -> None:

@@ -11,8 +11,7 @@ from palestra.core.config import RunConfig
 from palestra.core.types import Sample
 from palestra.learner.local import LocalLearner
 from palestra.models.loading import load_model
-from palestra.train.schedule import coefficients_at
-from palestra.train.update import update
+from palestra.train.update import coefficients_at, update
 
 NOW, EARLIER = 3, 2  # policy versions
 

@@ -12,8 +12,7 @@ from palestra.algo.batch import Batch
 from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.types import Sample
-from palestra.train.schedule import Coefficients
-from palestra.train.update import behaviour_logprobs, combine, update
+from palestra.train.update import Coefficients, behaviour_logprobs, combine, update
 
 NOW = 3
 MASK = (False, False, True, True)
