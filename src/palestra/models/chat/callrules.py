@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.models.chat.callformats import CallFormat
-from palestra.models.chat.calls_xml import types_of
+from palestra.models.chat.calls_tagged import types_of
 
 _SPACE = r"[ \t\r\n]{1,20}"  # enough for indentation; bounded, so that a model cannot write spaces forever
 _TEXT = r"/(?s:.*)/"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, product
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from palestra.core.errors import InputError, PalestraError, UnsupportedError
 from palestra.core.types import Message, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of
-from palestra.models.chat.calls_tokens import find_harmony
+from palestra.models.chat.calls_tagged import find_harmony
 from palestra.models.chat.encode import (
     ForgedTexts,
     Piece,
@@ -36,7 +37,6 @@ from palestra.models.chat.toolcalls import (
     Reply,
     UnexpectedCalls,
     closing_tag,
-    ends_open,
     parse_assistant,
     parse_by_template,
     split_reasoning,
@@ -56,6 +56,7 @@ _END_OF_TURN = (*_ENDS.split(), *_BEGINS_RESULT)
 MAX_CACHED_CHARS = 4096
 MAX_OPENINGS = 8
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
+_CALLS, _SHAPE = attrgetter("tool_calls"), attrgetter("role", "name", "tool_call_id")  # of a reply
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
 
 
@@ -98,15 +99,19 @@ class ChatFormat:
         self._segments = SegmentTokenizer(tokenizer)
         self.pieces = PieceTokenizer(self._segments, self._special)
         self._shows_tools = False  # not known yet
-        tokens = [str(token.content) for token in added.values()]
-        self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
+        self.call_format: CallFormat = format_of(tokenizer.chat_template, [str(t.content) for t in added.values()])
         self.render = TemplateRenderer(tokenizer, self.call_format).render
         # transformers' own parser, for a format that is not known here
         ships = getattr(tokenizer, "response_template", None) is not None
         self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
-        self._probe_tools = self._find_probe_tools()
+        self._probe_tools: tuple[dict[str, Any], ...] = ()  # to examine a template that refuses to do without tools
+        try:
+            self.render([Message("user", _QUESTION), Message("assistant", _ANSWER)])
+        except TemplateRefusal:
+            self._probe_tools = (PROBE,)
         self._begins_next: frozenset[int] = frozenset()  # of the stop tokens, those that begin the next message
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
+        self.stop_texts: list[str] = tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
 
     def prompt(
         self,
@@ -118,11 +123,12 @@ class ChatFormat:
 
         `variables` are the template's own (Qwen's enable_thinking); one that it does not have is refused.
         """
-        more = self._check_variables(variables or {})
-        if messages and messages[-1].role == "user" and PLAIN.fullmatch(messages[-1].text) and not more:
+        if variables:
+            self._check_variables(variables)
+        if messages and messages[-1].role == "user" and PLAIN.fullmatch(messages[-1].text) and not variables:
             pieces = self._prompt_with_last(messages, tools)
         else:
-            pieces = self._prompt_pieces(messages, tools, more)
+            pieces = self._prompt_pieces(messages, tools, variables or {})
         return Turn("template", np.array([i for _, ids in self.pieces.encode(pieces).runs for i in ids], np.int32))
 
     def _prompt_with_last(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Piece]:
@@ -178,7 +184,7 @@ class ChatFormat:
         if not self._begins_next:
             last_token = None
         make = partial(self._continuation, replies, variables or {}, after_stop_token, last_token)
-        unusual = variables or not after_stop_token or last_token is not None or any(r.tool_calls for r in replies)
+        unusual = variables or not after_stop_token or last_token is not None or any(map(_CALLS, replies))
         if unusual or sum(len(r.text) for r in replies) > MAX_CACHED_CHARS:
             return make()
         return cached(self._continuations, tuple(replies), make)
@@ -190,10 +196,15 @@ class ChatFormat:
         after_stop_token: bool,
         last_token: int | None = None,
     ) -> tuple[Turn, ...]:
+        if variables:
+            self._check_variables(variables)
         # the model makes up the names of its calls, and some templates write them into the scaffold
         replies = [replace(r, name=None) if r.name and self.pieces.has_special(r.name) else r for r in replies]
-        more = self._check_variables(variables)
-        stop, scaffold = self._scaffold(replies, more)
+        make_scaffold = partial(self._scaffold, replies, variables)
+        if variables or any(map(_CALLS, replies)):
+            stop, scaffold = make_scaffold()
+        else:
+            stop, scaffold = cached(self._scaffolds, tuple(map(_SHAPE, replies)), make_scaffold)
         if last_token is not None and self._special.get(stop) in self._begins_next - {last_token}:
             after_stop_token = False
         bodies = [reply.text for reply in replies]
@@ -208,12 +219,12 @@ class ChatFormat:
             written = chain.from_iterable((Piece(body, True), Piece(behind, False)) for body, behind in between)
             pieces = [Piece(scaffold[0], False), *written]
         else:
-            pieces = cut_into_pieces(self._delta(replies, more)[1], scaffold, bodies)
+            pieces = cut_into_pieces(self._delta(replies, variables)[1], scaffold, bodies)
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
-        found = self.pieces.encode([Piece(stop, False), *pieces] if stop else pieces)
+        encoded = self.pieces.encode([Piece(stop, False), *pieces] if stop else pieces)
         if stop and after_stop_token:
-            del found.runs[0][1][0]
-        return found.turns()
+            del encoded.runs[0][1][0]
+        return encoded.turns()
 
     def read(
         self,
@@ -226,26 +237,21 @@ class ChatFormat:
 
         `tools` are the tools' schemas, `prompt_end` the last tokens before the message.
         """
-        reply = self.parse(self._spoken(token_ids), tools, self._prompt_end_text(prompt_end), unexpected)
-        spoken = strip_reasoning(reply.text)
-        return Message("assistant", spoken, tool_calls=reply.calls, reasoning=reply.reasoning)
+        text, before = self._decode(token_ids, prompt_end)
+        reply = self.parse(text, tools, before, unexpected)
+        return Message("assistant", strip_reasoning(reply.text), tool_calls=reply.calls, reasoning=reply.reasoning)
 
     def read_text(self, token_ids: Sequence[int], prompt_end: Sequence[int] = ()) -> str:
         """Read the message of an assistant without tools: anything that looks like a call is text."""
-        reply = self.parse_text(self._spoken(token_ids), self._prompt_end_text(prompt_end))
-        return strip_reasoning(reply.text)
+        return strip_reasoning(self.parse_text(*self._decode(token_ids, prompt_end)).text)
 
-    def _prompt_end_text(self, prompt_end: Sequence[int]) -> str:
-        """The last tokens before a message as text; they are the same before most messages."""
-        ids = tuple(prompt_end[-PROMPT_END_TOKENS:])
-        return cached(self._prompt_ends, ids, lambda: self._decode(ids))
-
-    def _spoken(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids without stop token."""
-        ids = list(token_ids)
+    def _decode(self, token_ids: Sequence[int], prompt_end: Sequence[int]) -> tuple[str, str]:
+        """The text of sampled ids without stop token, and of the last tokens before them."""
+        decode: Callable[[list[int]], str] = partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+        ids, before = list(token_ids), tuple(prompt_end[-PROMPT_END_TOKENS:])
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        return self._decode(ids)
+        return decode(ids), cached(self._prompt_ends, before, partial(decode, list(before)))
 
     def parse(
         self,
@@ -256,36 +262,28 @@ class ChatFormat:
     ) -> Reply:
         """Reasoning, text and tool calls of an assistant's text."""
         if self._ships_parser:
-            return parse_by_template(self.tokenizer, text, tools, prompt_end)
-        is_open = ends_open(prompt_end)
+            return parse_by_template(self.tokenizer, text, self.call_format, tools, prompt_end)
+        is_open = bool(closing_tag(prompt_end))
         return parse_assistant(text, self.call_format, tools, reasoning_is_open=is_open, unexpected=unexpected)
 
     def parse_text(self, text: str, prompt_end: str = "") -> Reply:
         """Reasoning and text of an assistant without tools; anything that looks like a call is text."""
-        reasoning, spoken = split_reasoning(text, ends_open(prompt_end))
+        reasoning, spoken = split_reasoning(text, bool(closing_tag(prompt_end)))
         return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
 
     def stream(self, *, with_tools: bool, prompt_end: str) -> StreamedReply:
         """A parser that turns the sampled text of a reply into deltas."""
-        holds_all = with_tools and self._ships_parser
-        is_open = ends_open(prompt_end)
-        return StreamedReply(self.call_format, with_tools=with_tools, reasoning_is_open=is_open, holds_all=holds_all)
+        return StreamedReply(
+            self.call_format,
+            with_tools=with_tools,
+            reasoning_is_open=bool(closing_tag(prompt_end)),
+            holds_all=with_tools and self._ships_parser,
+        )
 
     def closes_reasoning(self, variables: Mapping[str, Any]) -> str:
         """The tag that ends the reasoning which the template's prompts have opened; empty if they have not."""
         prompt = self.render([Message("user", _QUESTION)], self._probe_tools, add_generation_prompt=True, **variables)
         return closing_tag(prompt)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    def _find_probe_tools(self) -> tuple[dict[str, Any], ...]:
-        """Tools for examining the template: one if it rejects conversations without tools, else none."""
-        try:
-            self.render([Message("user", _QUESTION), Message("assistant", _ANSWER)])
-        except TemplateRefusal:
-            return (PROBE,)
-        return ()
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""
@@ -310,21 +308,10 @@ class ChatFormat:
             )
         return tuple(sorted(found))
 
-    @property
-    def stop_texts(self) -> list[str]:
-        """The tokens that end a turn, as text."""
-        return list(self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids)))
-
     def _scaffold(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
         """The stop token's text, and the template's text before, between and after the replies' bodies."""
-
-        def make() -> tuple[str, tuple[str, ...]]:
-            stop, text = self._delta([replace(reply, text=mark(i)) for i, reply in enumerate(replies)], variables)
-            return stop, split_at_marks(text, len(replies))
-
-        if variables or any(reply.tool_calls for reply in replies):
-            return make()
-        return cached(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
+        stop, text = self._delta([replace(reply, text=mark(i)) for i, reply in enumerate(replies)], variables)
+        return stop, split_at_marks(text, len(replies))
 
     def _delta(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, str]:
         """The stop token's text and what follows it, from two renderings of a small conversation."""
@@ -333,7 +320,7 @@ class ChatFormat:
             for i, reply in enumerate(replies)
             if reply.role == "tool"
         )
-        refusal = not_append_only("it leaves out what the user or the assistant said")
+        refusal: PalestraError | None = None
         # some templates refuse a system message or several calls, or leave out the text beside calls
         for system, tool_calls in product(((Message("system", _SYSTEM),), ()), (calls, ()) if calls else ((),)):
             answer = Message("assistant", _ANSWER, tool_calls=tool_calls)
@@ -349,11 +336,11 @@ class ChatFormat:
             except PalestraError as error:
                 refusal = error
                 continue
-            if all(said in text for said in (_QUESTION, _ANSWER) for text in (before, after)):
+            if _QUESTION in before and _ANSWER in before and _QUESTION in after and _ANSWER in after:
                 stop, text = self._difference(before, after)
                 if _SYSTEM not in text:  # some write the system message into the last user message
                     return stop, text
-        raise refusal
+        raise refusal or not_append_only("it leaves out what the user or the assistant said")
 
     @cached_property
     def _writes_text_last(self) -> bool:
@@ -399,18 +386,16 @@ class ChatFormat:
             return False
         return 0 <= text.find(_QUESTION) < text.find(_SYSTEM) < text.find(_LAST)
 
-    def has_variable(self, name: str) -> bool:
-        """Whether the template reads a variable of its own with this name."""
-        return name in self._variables
-
     @cached_property
     def _variables(self) -> set[str]:
         """All names in the template that no argument of the tokenizer's method has."""
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
         return set(re.findall(r"\w+", self._template)) - {"messages", *taken}
 
-    def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def has_variable(self, name: str) -> bool:
+        return name in self._variables
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
         for name in variables:
             if not self.has_variable(name):
                 raise UnsupportedError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
-        return variables
