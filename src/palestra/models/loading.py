@@ -24,7 +24,7 @@ from palestra.core.extras import provided
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
 from palestra.models import adapters
-from palestra.models.chat.render import prepare
+from palestra.models.chat.prompts import prepare
 from palestra.models.chat.template import ChatFormat
 from palestra.models.names import REMEDY, SMOLLM2, TINY, canonical_name, check_name, hub_unreachable, not_in_cache
 
