@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -47,11 +46,8 @@ def read_calls(text: str) -> list[Any]:
 
 def write_call(name: str, arguments: Mapping[str, Any]) -> str:
     """A call as Python: `add(a=1, b='x')`."""
-
-    def written(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else repr(value)
-
-    return f"{name}({', '.join(f'{key}={written(value)}' for key, value in arguments.items())})"
+    written = (f"{k}={dumps(v) if isinstance(v, dict | list) else repr(v)}" for k, v in arguments.items())
+    return f"{name}({', '.join(written)})"
 
 
 def _parse(text: str) -> list[ast.stmt] | None:
