@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast
 from palestra.core.types import Message, Problem, SamplingParams, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY
 from palestra.models.chat.grammars import GrammarText, grammar_compiler
-from palestra.models.chat.render import prepare
+from palestra.models.chat.prompts import prepare
 from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.toolcalls import closing_tag
 from palestra.models.chat.written import check_tool_calls

@@ -14,8 +14,9 @@ from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.extras.gguf.config import config_from_gguf
 from palestra.extras.gguf.file import open_gguf
 from palestra.models import adapters
-from palestra.models.chat import render as render_module
-from palestra.models.chat.render import TemplateRefusal, prepare, render
+from palestra.models.chat import encode
+from palestra.models.chat.encode import TemplateRefusal, render
+from palestra.models.chat.prompts import prepare
 from palestra.models.loading import load_config, load_model, load_tokenizer
 
 TINY = Path(adapters.__file__).parent / "tiny"
@@ -82,7 +83,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 
 def test_a_chat_template_that_does_not_end_is_stopped(monkeypatch):
-    monkeypatch.setattr(render_module, "RENDER_S", 0.2)
+    monkeypatch.setattr(encode, "RENDER_S", 0.2)
     with pytest.raises(UserCodeError, match=r"took longer than 0\.2 s"):
         prepare(Endless(ENDLESS))
 

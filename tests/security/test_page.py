@@ -7,7 +7,7 @@ from palestra.extras.agent_tools import RlTools, mcp_server
 from palestra.extras.agent_tools.tools import MAX_SESSIONS
 from palestra.extras.atropos import server, task
 from palestra.extras.atropos.protocol import MAX_VALUE
-from palestra.models.chat.render import RENDER_S
+from palestra.models.chat.encode import RENDER_S
 from palestra.runs.manager import RunManager
 from palestra.servers import body, connections
 from palestra.servers.openai import completer, inference

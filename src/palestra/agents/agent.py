@@ -42,9 +42,7 @@ class Agent:
                 raise InputError(
                     f"{name} of agent {self.name!r} is a {type(value).__name__}; expected a list, such as {name}=[…]"
                 )
-        enabled = (
-            tool for tool in self.tools or () if getattr(tool, "is_enabled", True) is not False
-        )  # of openai-agents
+        enabled = (tool for tool in self.tools or () if getattr(tool, "is_enabled", True) is not False)  # in the SDK
         self.tools = tuple(as_tool(tool) for tool in enabled)
         tools_by_name(self.tools)  # refuses two of one name
         self.mcp_servers = tuple(as_mcp_server(server) for server in self.mcp_servers or ())

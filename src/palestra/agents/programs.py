@@ -1,26 +1,31 @@
-"""Agents with their own loop, which call the model over HTTP: a command, or a function."""
+"""Agents with their own loop, which call the model over HTTP: a command, or a function.
+
+The process of an attempt has its output read up to a limit, and all that it has started ends with it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import shlex
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from palestra.agents.agent import Agent
 from palestra.agents.containers import ENGINE_VARIABLES, FOLDER, Containers
-from palestra.agents.process import ProgramLimits, run_process, supervised
 from palestra.core.calls import call_with_limit
-from palestra.core.children import split_command
+from palestra.core.children import end_group, split_command
 from palestra.core.errors import CallTimeout, InputError, RolloutError, text_of
 from palestra.core.files import scratch_root
 from palestra.core.secrets import clean_environment, passed_on
@@ -28,6 +33,18 @@ from palestra.core.text import read_json
 from palestra.core.types import ProgramResult
 
 _NO_PROXY = ("127.0.0.1", "localhost")
+_SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+_END_S = 10.0  # for a supervisor to end what a program has started
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLimits:
+    """Limits of one attempt on time and output, and its isolation."""
+
+    timeout_s: float = 300.0
+    max_output_bytes: int = 4_000_000
+    # (command, the attempt's folder, working directory) -> the arguments that run the command in isolation
+    sandbox: Callable[[Sequence[str], Path, str | None], Sequence[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +122,30 @@ class CommandAgent(ProgramAgent):
         with scratch as name:
             folder = Path(name)
             (folder / "case.json").write_text(json.dumps(case, ensure_ascii=False), encoding="utf-8")
-            run = self._run_here if self.containers is None else self._run_in_container
-            return _with_result(await run(endpoint, folder, limits), folder / "result.json", limits.max_output_bytes)
+            if self.containers is None:
+                env = {**clean_environment(), **self.env, **endpoint.variables(), **_file_variables(folder)}
+                self.check_exists(env)
+                command = limits.sandbox(self.command, folder, self.cwd) if limits.sandbox else self.command
+                ended = await _run_process(command, env, folder / "case.json", self.cwd, limits)
+            else:
+                ended = await self._run_in_container(self.containers, endpoint, folder, limits)
+            return _with_result(ended, folder / "result.json", limits.max_output_bytes)
 
-    async def _run_here(self, endpoint: Endpoint, folder: Path, limits: ProgramLimits) -> ProgramResult:
-        env = {**clean_environment(), **self.env, **endpoint.variables(), **_file_variables(folder)}
-        self.check_exists(env)
-        command = limits.sandbox(self.command, folder, self.cwd) if limits.sandbox else self.command
-        return await run_process(supervised(command), env, folder / "case.json", self.cwd, limits)
-
-    async def _run_in_container(self, endpoint: Endpoint, folder: Path, limits: ProgramLimits) -> ProgramResult:
-        assert self.containers is not None
+    async def _run_in_container(
+        self, containers: Containers, endpoint: Endpoint, folder: Path, limits: ProgramLimits
+    ) -> ProgramResult:
         passed = {name: os.environ[name] for name in passed_on(os.environ) if name in os.environ}
         variables = {**passed, **self.env, **endpoint.variables(), **_file_variables(FOLDER)}
         urls = [each.base_url for each in (endpoint, *endpoint.agents.values())]
-        command = self.containers.command(self.command, folder.name, folder, variables, urls)
+        command = containers.command(self.command, folder.name, folder, variables, urls)
         env = {**clean_environment(ENGINE_VARIABLES), **variables}
         ended = None
         try:
-            ended = await run_process(supervised(command), env, folder / "case.json", self.cwd, limits)
+            ended = await _run_process(command, env, folder / "case.json", self.cwd, limits)
             return ended
         finally:
             if ended is None or ended.stopped:
-                await self.containers.remove(folder.name)
+                await containers.remove(folder.name)
 
     def check_exists(self, env: Mapping[str, str] | None = None) -> None:
         """RolloutError if there is no such program; in a container it is not looked for."""
@@ -162,6 +180,67 @@ class FunctionAgent(ProgramAgent):
         except Exception as error:  # a function that gives up is scored, as a command is
             return ProgramResult(1, stderr=text_of(error), seconds=time.monotonic() - began)
         return ProgramResult(result=result, seconds=time.monotonic() - began)
+
+
+class _Running(asyncio.SubprocessProtocol):
+    """Collects stdout (1) and stderr (2), up to a limit for both together."""
+
+    def __init__(self, max_output_bytes: int) -> None:
+        self.texts = {1: bytearray(), 2: bytearray()}
+        self.left = max_output_bytes
+        self.ended = asyncio.Event()  # by itself, or at the limit
+        self.closed = asyncio.Event()  # the supervisor has ended, and its pipes are read
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.texts[fd] += data[: max(0, self.left)]
+        self.left -= len(data)
+        if self.left < 0:
+            self.ended.set()
+
+    def process_exited(self) -> None:
+        self.ended.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+
+async def _run_process(
+    command: Sequence[str], env: Mapping[str, str], stdin: Path, cwd: str | None, limits: ProgramLimits
+) -> ProgramResult:
+    """Run a command under a supervisor (see supervisor.py) to its end, or to the first limit that it meets.
+
+    What it has started ends with it, also when this is cancelled.
+    """
+    began = time.monotonic()
+    with stdin.open("rb") as case:
+        running = _Running(limits.max_output_bytes)
+        transport, _ = await asyncio.get_running_loop().subprocess_exec(
+            lambda: running,
+            *(sys.executable, "-IS", _SUPERVISOR, *command),
+            env=dict(env),
+            cwd=cwd,
+            stdin=case,
+            start_new_session=True,
+        )
+    stopped: Literal["time", "output"] | None = None
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(running.ended.wait(), limits.timeout_s)
+        if transport.get_returncode() is None:
+            stopped = "output" if running.left < 0 else "time"
+    finally:
+        if transport.get_returncode() is None:  # the supervisor ends what the program has started
+            transport.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(running.closed.wait(), _END_S)
+        except TimeoutError:
+            end_group(transport.get_pid())
+        transport.close()
+    code = transport.get_returncode()
+    if stopped or code is None:
+        code = -signal.SIGKILL
+    output, errors = (running.texts[fd].decode("utf-8", "replace") for fd in (1, 2))
+    return ProgramResult(code, output, errors, time.monotonic() - began, stopped)
 
 
 def command_agent(

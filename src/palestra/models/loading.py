@@ -24,7 +24,7 @@ from palestra.core.extras import provided
 from palestra.core.machine import SMALL_MODEL_PARAMETERS, processors
 from palestra.core.run_folder import RunFolder
 from palestra.models import adapters
-from palestra.models.chat.render import prepare
+from palestra.models.chat.prompts import prepare
 from palestra.models.chat.template import ChatFormat
 from palestra.models.names import REMEDY, SMOLLM2, TINY, canonical_name, check_name, hub_unreachable, not_in_cache
 
@@ -107,26 +107,23 @@ def set_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None
             log.warning("the chat template has no variable %r; its value in chat_template_kwargs has no effect", name)
             continue
         literal = "none" if value is None else json.dumps(value)
-        given = f"{{%- set {name} = {name} if {name} is defined else {literal} %}}"
-        if not tokenizer.chat_template.startswith(given):
-            tokenizer.chat_template = given + tokenizer.chat_template
+        default = f"{{%- set {name} = {name} if {name} is defined else {literal} %}}"
+        if not tokenizer.chat_template.startswith(default):
+            tokenizer.chat_template = default + tokenizer.chat_template
 
 
 def _set_model_defaults(model: Any, tokenizer: Any) -> None:
     """The tokenizer's padding and end-of-turn tokens for the model too: `generate` stops where a turn ends."""
     generation = model.generation_config
     eos = generation.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos]) | set(_end_ids(tokenizer))
+    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    try:
+        ends.update(ChatFormat(tokenizer).stop_token_ids)
+    except PalestraError:  # no chat template: text ends at eos
+        ends.update([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])
     ends = {end for end in ends if 0 <= end < model.config.get_text_config().vocab_size}
     generation.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
     generation.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
-
-
-def _end_ids(tokenizer: Any) -> tuple[int, ...]:
-    try:
-        return ChatFormat(tokenizer).stop_token_ids
-    except PalestraError:  # no chat template: text ends at eos
-        return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 
 
 def use_softcaps(model: Any) -> None:
@@ -194,19 +191,13 @@ def _model(dtype: torch.dtype, device: torch.device, quantization: Any | None, *
     load = partial(_pretrained, "AutoModelForCausalLM", dtype=dtype, **where)
     if quantization is not None:
         return load(quantization_config=quantization, device_map={"": device})
-    options = _dequantized(**where)
-    model = load(**options)
-    return model.to(device=device, dtype=dtype) if options else model.to(device)  # bfloat16, whatever is asked for
-
-
-def _dequantized(**where: Any) -> dict[str, Any]:
-    """Options that load mxfp4 weights (gpt-oss) in the model's dtype: 4-bit experts cannot be trained or adapted."""
+    stored = getattr(_pretrained("AutoConfig", **where), "quantization_config", None) or {}
+    if (stored if isinstance(stored, dict) else vars(stored)).get("quant_method") != "mxfp4":
+        return load().to(device)
     from transformers import Mxfp4Config
 
-    config = _pretrained("AutoConfig", **where)
-    stored = getattr(config, "quantization_config", None) or {}
-    is_mxfp4 = (stored if isinstance(stored, dict) else vars(stored)).get("quant_method") == "mxfp4"
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+    # gpt-oss: 4-bit experts cannot be trained or adapted; dequantised they are bfloat16, whatever is asked for
+    return load(quantization_config=Mxfp4Config(dequantize=True)).to(device=device, dtype=dtype)
 
 
 def _read(name: str, folder: Path | None, source: str, load: Callable[..., Any]) -> Any:

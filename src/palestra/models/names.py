@@ -46,19 +46,16 @@ def require_model(name: str) -> None:
     if source.endswith(".gguf"):
         raise NotFoundError(f"there is no file {source}. {REMEDY}")
     check_name(source)
-    if not _is_cached(source) and (reason := hub_unreachable()):
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("config.json", "adapter_config.json")
+    is_cached = any(isinstance(try_to_load_from_cache(source, file), str) for file in files)
+    if not is_cached and (reason := hub_unreachable()):
         raise not_in_cache(name, reason)
 
 
 def not_in_cache(name: str, reason: str) -> PalestraError:
     return ServiceError(f"the model {name!r} could not be loaded: it is not in the local cache, and {reason}. {REMEDY}")
-
-
-def _is_cached(source: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    files = ("config.json", "adapter_config.json")
-    return any(isinstance(try_to_load_from_cache(source, file), str) for file in files)
 
 
 def hub_unreachable() -> str | None:
@@ -68,16 +65,16 @@ def hub_unreachable() -> str | None:
             return f"{variable} is set"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     results: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            Request(endpoint, method="HEAD", timeout_s=_HUB_TIMEOUT_S).send()  # an error status is an answer too
+            results.append(None)
+        except HttpError as error:
+            results.append(f"{endpoint} cannot be reached ({error.reason})")
+
     # in a thread, because a DNS lookup may take longer than the timeout of the request
-    thread = threading.Thread(target=lambda: results.append(_ask_hub(endpoint)), daemon=True)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_HUB_TIMEOUT_S)
     return results[0] if results else f"{endpoint} does not answer within {_HUB_TIMEOUT_S:g} s"
-
-
-def _ask_hub(endpoint: str) -> str | None:
-    try:
-        Request(endpoint, method="HEAD", timeout_s=_HUB_TIMEOUT_S).send()  # an error status is an answer too
-    except HttpError as error:
-        return f"{endpoint} cannot be reached ({error.reason})"
-    return None

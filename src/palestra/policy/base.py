@@ -27,9 +27,7 @@ class Policy(Generic[Session]):
 
     context_tokens: int | None = None  # the model's context length where only the policy knows it (another machine)
     can_branch: bool = False  # whether `branch` is implemented
-    samples_groups: bool = (
-        False  # whether it samples whole groups elsewhere, by its `group_collector`, not turn by turn
-    )
+    samples_groups: bool = False  # elsewhere, by its `group_collector`, not turn by turn
 
     @property
     def version(self) -> int:

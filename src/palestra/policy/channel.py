@@ -78,6 +78,7 @@ class ChannelPolicy(Policy[RemoteSession]):
         start, unsent = len(session.token_ids), session.unsent.tobytes()
         session.unsent = array("i")
         call, reply = self.channel.call("sample", session.number, unsent, params)
+        turn: Turn
         try:
             turn, length = await reply
         except asyncio.CancelledError:
@@ -88,8 +89,7 @@ class ChannelPolicy(Policy[RemoteSession]):
         session.token_ids[start:] = turn.token_ids.tolist()
         if len(session.token_ids) != length:
             raise RuntimeError(f"the session holds {length} tokens at the policy and {len(session.token_ids)} here")
-        found: Turn = turn
-        return found
+        return turn
 
     async def follow(self, session: RemoteSession) -> None:
         await asyncio.sleep(0)  # the call of `sample` is sent before
@@ -137,9 +137,8 @@ class PolicyServer:
     @property
     def handlers(self) -> Handlers:
         """The methods that messages name."""
-        methods = (self._open, self._fork, self._branch, self._append, self._close, self._skip_tool_barrier)
-        calls = (self._sample, self._cancel, self._follow)
-        return {each.__name__[1:]: each for each in (*methods, *calls)}
+        names = ("open", "fork", "branch", "append", "close", "skip_tool_barrier", "sample", "cancel", "follow")
+        return {name: getattr(self, f"_{name}") for name in names}
 
     def close(self) -> None:
         """Cancel all turns and close all sessions, after the channel was closed."""

@@ -8,12 +8,13 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from palestra.core.errors import PalestraError, SettingError, text_of
 from palestra.core.types import Grammar, SamplingParams, Turn
@@ -90,7 +91,7 @@ class ToolBarrier:
         self.forget(session)
 
     def forget(self, session: Session) -> None:
-        """Nobody waits for this one any more."""
+        """Stop waiting for this session."""
         self._left_at.pop(session, None)
         self._awaited.discard(session)
         if not self._awaited:
@@ -186,7 +187,7 @@ class LocalPolicy(Policy[Session]):
         self.tool_barrier.came_back(session)
         self.engine.close(session)
         if job is not None:
-            self._deliver([job])
+            self._deliver(job)
 
     def skip_tool_barrier(self, session: Session) -> None:
         self.tool_barrier.forget(session)
@@ -205,32 +206,24 @@ class LocalPolicy(Policy[Session]):
         self.engine.wake()
 
     async def sample(self, session: Session, params: SamplingParams) -> Turn:
-        job, turn = self._begin(session, params)
-        try:
-            return await turn
-        finally:
-            self._settle(job)
+        return await self.begin(session, params)
 
     def begin(self, session: Session, params: SamplingParams) -> asyncio.Future[Turn]:
-        job, turn = self._begin(session, params)
-        turn.add_done_callback(lambda _: self._settle(job))
-        return turn
-
-    def _begin(self, session: Session, params: SamplingParams) -> tuple[Job, asyncio.Future[Turn]]:
         self.tool_barrier.came_back(session)
         self._calls += 1
         job = self.engine.submit(session, params)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Turn] = loop.create_future()
+        waiter.add_done_callback(partial(self._settle, job))
         if job.finish is not None:
             waiter.set_result(job.result())
-            return job, waiter
+            return waiter
         self._waiters[job] = waiter
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             self._driver = loop.create_task(self._drive())
-        return job, waiter
+        return waiter
 
-    def _settle(self, job: Job) -> None:
+    def _settle(self, job: Job, turn: asyncio.Future[Turn]) -> None:
         """Forget a turn that was begun; cancel it if it has not ended."""
         self._waiters.pop(job, None)
         if job.finish is None:
@@ -251,15 +244,14 @@ class LocalPolicy(Policy[Session]):
                     self._step = self.engine.launch()
                     if self._step is None:
                         self._ended.extend(self.engine.truncate_when_cache_full())
-                if self.engine.runner.overlaps:
-                    calls = self._calls
-                    self._hand_out(self.turns_at_once)
-                    await self._others()
-                    self._collect(until_one_ends=not self._ended and calls == self._calls)
-                else:
+                overlaps, calls = self.engine.runner.overlaps, self._calls
+                if not overlaps:
                     self._collect()
-                    self._hand_out(len(self._ended))
-                    await self._others()
+                for _ in range(min(self.turns_at_once if overlaps else len(self._ended), len(self._ended))):
+                    self._deliver(self._ended.popleft())
+                await self._others()
+                if overlaps:
+                    self._collect(until_one_ends=not self._ended and calls == self._calls)
             except Exception as error:
                 self._step = None
                 self._ended.clear()
@@ -289,16 +281,12 @@ class LocalPolicy(Policy[Session]):
         if step is not None:
             self._ended.extend(self.engine.collect(step, until_one_ends))
 
-    def _hand_out(self, count: int) -> None:
-        """Give the turns that ended first to their callers."""
-        self._deliver([self._ended.popleft() for _ in range(min(count, len(self._ended)))])
-
-    def _deliver(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            waiter = self._waiters.get(job)
-            if waiter is not None and not waiter.done():
-                self.tool_barrier.turn_ended(job.session)
-                waiter.set_result(job.result())
+    def _deliver(self, job: Job) -> None:
+        """Give a turn that ended to its caller."""
+        waiter = self._waiters.get(job)
+        if waiter is not None and not waiter.done():
+            self.tool_barrier.turn_ended(job.session)
+            waiter.set_result(job.result())
 
 
 @torch.no_grad()
@@ -331,8 +319,7 @@ def sampling_copy(model: Model) -> Model:
     >>> policy = LocalPolicy(sampling_copy(model))    # doctest: +SKIP
     """
     frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
-    copied = copy.deepcopy(model, frozen)
-    return copied.eval().requires_grad_(False)
+    return copy.deepcopy(model, frozen).eval().requires_grad_(False)
 
 
 _CHUNK = 512  # tokens whose logits are held at once
@@ -351,12 +338,8 @@ def token_logprobs(
         out = plain_forward(model, ids[:, begin:end], **options)
         cache = out.past_key_values
         if scored > 0:
-            yield _read(out.logits[0] / temperature, ids[0, end + 1 - scored : end + 1], top)
-
-
-def _read(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-    """Log-probabilities of the tokens [T] by logits [T, V], with the `top` alternatives."""
-    logprobs = logits.float().log_softmax(-1)
-    values, best = logprobs.topk(min(top, logprobs.shape[1]))
-    pairs = [list(zip(i, v, strict=True)) for i, v in zip(best.tolist(), values.tolist(), strict=True)]
-    return TokenLogprobs(logprobs.gather(1, tokens[:, None])[:, 0].tolist(), pairs)
+            logprobs = (out.logits[0] / temperature).float().log_softmax(-1)  # [T, V]
+            values, best = logprobs.topk(min(top, logprobs.shape[1]))
+            pairs = [list(zip(i, v, strict=True)) for i, v in zip(best.tolist(), values.tolist(), strict=True)]
+            tokens = ids[0, end + 1 - scored : end + 1, None]
+            yield TokenLogprobs(logprobs.gather(1, tokens)[:, 0].tolist(), pairs)

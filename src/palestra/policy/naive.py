@@ -10,10 +10,9 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from palestra.core.errors import InputError, SettingError, StateError
 from palestra.core.types import Finish, Matching, SamplingParams, Turn
@@ -46,42 +45,26 @@ class _Request:
         tokens = self.session.token_ids + self.ids
         return SamplingRow(self.params, len(tokens), tokens, self.matching if self.finish is None else None)
 
-    @property
-    def turn(self) -> Turn:
-        return Turn("model", self.ids, self.logprobs, self.versions, self.finish)  # type: ignore[arg-type]
-
-
-class _KV(NamedTuple):
-    """The cache of a batch, and what is computed next."""
-
-    cache: Any
-    next_ids: Tensor  # [B, T]
-    mask: Tensor  # [B, cached + T]
-    version: int
-
 
 class NaivePolicy(Policy[NaiveSession]):
     """A Policy that computes every turn from its first token on."""
+
+    version: int = 0
 
     def __init__(self, model: Any, tokenizer: Any = None, max_batch: int = 256) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_batch = max_batch
-        self._version = 0
         self._weights_lock = threading.Lock()
         self._stops = StopStrings(tokenizer)
         self._compile_grammar = grammar_compiler(tokenizer)
         self._waiting: list[_Request] = []
         self._worker: asyncio.Task[None] | None = None
 
-    @property
-    def version(self) -> int:
-        return self._version
-
     def update(self, weights: Weights) -> None:
         with self._weights_lock:  # batches run in a thread
             load_weights(self._model, weights)
-            self._version = weights.version
+            self.version = weights.version
 
     def open(self, prompt_ids: Sequence[int]) -> NaiveSession:
         if not len(prompt_ids):
@@ -128,71 +111,62 @@ class NaivePolicy(Policy[NaiveSession]):
                 await asyncio.to_thread(self._run, batch)
             except Exception as error:
                 failure = error
-            for request in batch:
-                if request.done.done():  # cancelled
+            for r in batch:
+                if r.done.done():  # cancelled
                     continue
                 if failure is not None:
-                    request.done.set_exception(failure)
+                    r.done.set_exception(failure)
                 else:
-                    request.done.set_result(request.turn)
+                    r.done.set_result(Turn("model", r.ids, r.logprobs, r.versions, r.finish))  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def _run(self, batch: list[_Request]) -> None:
+        """Sample the turns of a batch, a token each at a time; from the first token on after an update of weights."""
         training = self._model.training
         self._model.eval()
+        device = next(self._model.parameters()).device
+        cache: Any = None
+        version: int | None = None  # of the weights that the cache is of
+        next_ids = mask = torch.empty(0)  # [B, T] and [B, cached + T]
         try:
-            kv: _KV | None = None
             while not all(request.finish for request in batch):
                 with self._weights_lock:
-                    kv = self._step(batch, kv)
+                    if version != self.version:  # padded on the left so that all rows end together
+                        rows = [request.session.token_ids + request.ids for request in batch]
+                        width = max(map(len, rows))
+                        next_ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+                        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+                        cache, version = None, self.version
+                    out = self._model(
+                        next_ids,
+                        attention_mask=mask,
+                        position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, -next_ids.shape[1] :],
+                        past_key_values=cache,
+                        use_cache=True,
+                        logits_to_keep=1,
+                    )
+                    tokens, logprobs = sample(out.logits[:, -1].float(), [request.row for request in batch])
+                    for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
+                        if request.finish is None:
+                            self._add(request, token, logprob)
+                    cache, next_ids = out.past_key_values, tokens[:, None]
+                    mask = torch.cat([mask, mask.new_ones(len(batch), 1)], dim=-1)
         finally:
             self._model.train(training)
 
-    def _step(self, batch: list[_Request], kv: _KV | None) -> _KV:
-        """One token for each request; from the first token on if the cache is of other weights."""
-        if kv is None or kv.version != self._version:
-            rows = [request.session.token_ids + request.ids for request in batch]
-            ids, mask = _left_pad(rows, next(self._model.parameters()).device)
-            kv = _KV(None, ids, mask, self._version)
-        positions = (kv.mask.cumsum(-1) - 1).clamp(min=0)[:, -kv.next_ids.shape[1] :]
-        out = self._model(
-            kv.next_ids,
-            attention_mask=kv.mask,
-            position_ids=positions,
-            past_key_values=kv.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        tokens, logprobs = sample(out.logits[:, -1].float(), [request.row for request in batch])
-        for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
-            if request.finish is None:
-                request.ids.append(token)
-                request.logprobs.append(logprob)
-                request.versions.append(self._version)
-                if request.matching is not None:
-                    request.matching.accept(token)
-                request.finish = self._finish(request)
-        next_ids = tokens[:, None]
-        mask = torch.cat([kv.mask, kv.mask.new_ones(len(batch), 1)], dim=-1)
-        return _KV(out.past_key_values, next_ids, mask, self._version)
-
-    def _finish(self, request: _Request) -> Finish | None:
+    def _add(self, request: _Request, token: int, logprob: float) -> None:
+        request.ids.append(token)
+        request.logprobs.append(logprob)
+        request.versions.append(self.version)
+        if request.matching is not None:
+            request.matching.accept(token)
         params = request.params
-        if request.ids[-1] in params.stop_token_ids:
-            return "stop"
-        if params.stop and self._stops.found(request.ids, params.stop):
-            return "stop"
-        return "length" if len(request.ids) >= params.max_new_tokens else None
+        if token in params.stop_token_ids or (params.stop and self._stops.found(request.ids, params.stop)):
+            request.finish = "stop"
+        elif len(request.ids) >= params.max_new_tokens:
+            request.finish = "length"
 
 
 def _check_open(session: NaiveSession) -> None:
     if session.closed:
         raise StateError("the session is closed (fork closes the session that it copies); open a new one")
-
-
-def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """ids [B, T] and attention mask [B, T], padded on the left so that all rows end together."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from palestra.models.chat.render import prepare
+from palestra.models.chat.prompts import prepare
 
 CORPUS = [
     "the red lamp costs twelve euros and the blue one costs nine",

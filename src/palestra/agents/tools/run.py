@@ -29,38 +29,37 @@ class ArgumentError(Exception):
 def read_arguments(tool: Tool, arguments: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments for `tool.fn`. Nothing is guessed: "3" is not an int."""
     properties: dict[str, Any] = tool.parameters.get("properties", {})
+    required: Sequence[str] = tool.parameters.get("required", ())
     problems = []
-    for key in tool.parameters.get("required", ()):
+    for key in required:
         # a default stands in even where the schema asks for the argument, as strict schemas do for all
         if key not in arguments and "default" not in properties.get(key, {}):
             problems.append(f"missing argument {key!r}")
     values: dict[str, Any] = {}
     for key, value in arguments.items():
-        try:
-            values[key] = _read(tool, key, value, properties)
-        except ArgumentError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise ArgumentError("; ".join(problems).rstrip(".") + f". {tool.name} takes {_signature(tool)}")
-    return values
-
-
-def _read(tool: Tool, key: str, value: Any, properties: dict[str, Any]) -> Any:
-    if key in tool.readers:
-        try:
-            # JSON mode: an Enum or a date may come as text, while strict keeps "3" from being an int
-            return tool.readers[key].validate_json(json.dumps(value), strict=True)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = "".join(f"[{part!r}]" for part in first["loc"])
-            raise ArgumentError(f"argument {key!r}{where}: {first['msg']}, got {_short(first['input'])}") from None
-    if key in properties:
-        if problem := find_mismatch(value, properties[key], tool.parameters):
-            raise ArgumentError(f"argument {key!r}: {problem}")
-    elif tool.parameters.get("additionalProperties", False) is False:
-        guess = did_you_mean(key, properties)
-        raise ArgumentError(f"unknown argument {key!r}{f' ({guess.strip()})' if guess else ''}")
-    return value
+        values[key] = value
+        if key in tool.readers:
+            try:
+                # JSON mode: an Enum or a date may come as text, while strict keeps "3" from being an int
+                values[key] = tool.readers[key].validate_json(json.dumps(value), strict=True)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = "".join(f"[{part!r}]" for part in first["loc"])
+                problems.append(f"argument {key!r}{where}: {first['msg']}, got {_short(first['input'])}")
+        elif key in properties:
+            if problem := find_mismatch(value, properties[key], tool.parameters):
+                problems.append(f"argument {key!r}: {problem}")
+        elif tool.parameters.get("additionalProperties", False) is False:
+            guess = did_you_mean(key, properties)
+            problems.append(f"unknown argument {key!r}{f' ({guess.strip()})' if guess else ''}")
+    if not problems:
+        return values
+    kinds = [
+        f"{key}: {_kind(schema, tool.parameters)}{'' if key in required else ' (optional)'}"
+        for key, schema in properties.items()
+    ]
+    takes = ", ".join(kinds) or "no arguments"
+    raise ArgumentError("; ".join(problems).rstrip(".") + f". {tool.name} takes {takes}")
 
 
 def find_mismatch(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None) -> str | None:
@@ -101,18 +100,6 @@ def _explain(error: Any) -> str:
         return " or ".join(dict.fromkeys(map(_explain, error.context)))
     where = "".join(f"[{part!r}]" for part in error.absolute_path)
     return f"{where} {error.message.replace(repr(error.instance), _short(error.instance))}".strip()
-
-
-def _signature(tool: Tool) -> str:
-    properties: dict[str, Any] = tool.parameters.get("properties", {})
-    if not properties:
-        return "no arguments"
-    required = tool.parameters.get("required", ())
-    parts = [
-        f"{key}: {_kind(schema, tool.parameters)}{'' if key in required else ' (optional)'}"
-        for key, schema in properties.items()
-    ]
-    return ", ".join(parts)
 
 
 def _kind(schema: dict[str, Any], root: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.models.chat.callformats import CallFormat
-from palestra.models.chat.calls_xml import types_of
+from palestra.models.chat.calls_tagged import types_of
 
 _SPACE = r"[ \t\r\n]{1,20}"  # enough for indentation; bounded, so that a model cannot write spaces forever
 _TEXT = r"/(?s:.*)/"
@@ -49,8 +49,12 @@ def rules_of(
     """The rules by which these tools are called in a format. `literal` turns a text, with special tokens, into Lark."""
     writer = _RuleWriter(literal, tools, one_call)
     trigger = trigger_of(format)
-    body = _body(format.name, trigger, writer)
-    lead, answer_lead = writer.harmony_leads() if format.name == "harmony" else ("", "")
+    body, lead, answer_lead = _body(format.name, trigger, writer), "", ""
+    if format.name == "harmony":  # reasoning, and the header of a call or of an answer
+        text, analysis = writer.text_until("<|end|>"), literal("<|channel|>analysis<|message|>")
+        thought = writer.rule(f"{analysis} {text} {literal('<|start|>assistant')}")
+        lead = f"{thought}? {literal('<|channel|>commentary ')}"
+        answer_lead = f"{thought}? {literal('<|channel|>final<|message|>')}"
     rules = (*writer.rules, f"WS: /{_SPACE}/")
     return CallRules(body, rules, f"{literal(trigger)} {body}", lead, answer_lead)
 
@@ -156,21 +160,8 @@ class _RuleWriter:
             lambda tool: f"{self.literal(before + _name(tool))} {between} {json_rule(arguments_schema(tool))} {after}"
         )
 
-    def harmony_leads(self) -> tuple[str, str]:
-        """Reasoning, and the header of a call or of an answer."""
-        text = self.text_until("<|end|>")
-        thought = self.rule(
-            f"{self.literal('<|channel|>analysis<|message|>')} {text} {self.literal('<|start|>assistant')}"
-        )
-        return (
-            f"{thought}? {self.literal('<|channel|>commentary ')}",
-            f"{thought}? {self.literal('<|channel|>final<|message|>')}",
-        )
-
     def qwen_call(self, tool: dict[str, Any], line: str) -> str:
-        arguments = self._tagged(
-            tool, lambda key, is_text: self.literal(f"<parameter={key}>{line}"), f"{line}</parameter>"
-        )
+        arguments = self._tagged(tool, lambda key, _: self.literal(f"<parameter={key}>{line}"), f"{line}</parameter>")
         opening = self.literal(f"<function={_name(tool)}>")
         return f'"\\n"? {opening} "\\n" {arguments} {self.literal("</function>")} "\\n"?'
 

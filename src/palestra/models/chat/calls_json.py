@@ -1,31 +1,31 @@
-"""Call formats whose calls are JSON or Python: parsers and writers. Python calls are parsed, never run.
-
-A parser returns the text outside of the calls and the calls. A call is a dict with "name" and "arguments" (or
-"parameters"), or `Unreadable`.
-"""
+"""Call formats whose calls are JSON or Python: parsers and writers. Python calls are parsed, never run."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from palestra.models.chat.toolcalls import (
+    Calls,
+    Found,
+    Schemas,
+    Unreadable,
+    decode_all,
+    decoder,
+    dumps,
+    find_tagged,
+    name_of,
+    read_json,
+    why_not_json,
+)
 
 _CALL = r"\s*[A-Za-z_][\w.]*\("
 _LIST, _CODE = re.compile(rf"\[{_CALL}"), re.compile(rf"\[?{_CALL}")  # where only code is expected, one call alone
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _LONGEST = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A call that cannot be read, why, and its name if that much is known."""
-
-    reason: str
-    name: str = ""
 
 
 def read_calls(text: str) -> list[Any]:
@@ -46,11 +46,8 @@ def read_calls(text: str) -> list[Any]:
 
 def write_call(name: str, arguments: Mapping[str, Any]) -> str:
     """A call as Python: `add(a=1, b='x')`."""
-
-    def written(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else repr(value)
-
-    return f"{name}({', '.join(f'{key}={written(value)}' for key, value in arguments.items())})"
+    written = (f"{k}={dumps(v) if isinstance(v, dict | list) else repr(v)}" for k, v in arguments.items())
+    return f"{name}({', '.join(written)})"
 
 
 def _parse(text: str) -> list[ast.stmt] | None:
@@ -82,13 +79,7 @@ class _AsPython(ast.NodeTransformer):
         return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
 
 
-Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its arguments
-Found = tuple[str, list[Any]]  # the text outside of the calls, and the calls
-Calls = Sequence[tuple[str, Mapping[str, Any]]]  # (name, arguments) of each call to write
-
-TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
-_NOT_SPACE = re.compile(r"\S|\Z")
 _LOOKS_LIKE_JSON_CALL = re.compile(r'[\[\s]*\{\s*"(name|function|type|parameters|arguments)"')
 _FENCE = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # A call in a text, with the fence, the tag, the backtick or the doubled braces around it. Qwen2.5-Coder's template
@@ -112,70 +103,6 @@ _KIMI_CALL = re.compile(
 )
 _KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 _LLAMA_TAG = re.compile(r"<\|python_tag\|>|<\|python_start\|>(?:<\|python_end\|>)?")
-_decoder = json.JSONDecoder()
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def read_json(text: str) -> Any:
-    """The JSON value of a text, or `Unreadable`."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})")
-
-
-def why_not_json(error: Exception) -> str:
-    """Why a text is not JSON, for the model to read."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos}"
-    return "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
-
-
-def find_tagged(text: str, schemas: Schemas, opening: str, closing: str, *, needs_close: bool = True) -> Found:
-    """JSON objects, or lists of them, between two tags. Tags inside of a JSON string belong to the argument."""
-    parts, calls, position = list[str](), list[Any](), 0
-    while (start := text.find(opening, position)) >= 0:
-        parts.append(text[position:start])
-        values, position = _next_block(text, start + len(opening), opening, closing, needs_close)
-        calls += values
-    return "".join([*parts, text[position:]]), calls
-
-
-def _next_block(text: str, start: int, opening: str, closing: str, needs_close: bool) -> tuple[list[Any], int]:
-    """Return the values of the block that begins at `start`, and the index after the block."""
-    values, end = _decode_all(text, start)
-    reopened = text.find(opening, end)
-    limit = reopened if reopened >= 0 else len(text)
-    if (close := text.find(closing, end, limit)) >= 0:
-        is_read = bool(values) and not text[end:close].strip()
-        return values if is_read else [read_json(text[start:close])], close + len(closing)
-    if not needs_close:
-        return values or [read_json(text[start:limit])], end if values else limit
-    return [Unreadable(f"a tool call was opened with {opening} but not closed with {closing}")], limit
-
-
-def _decode_all(text: str, start: int) -> tuple[list[Any], int]:
-    """The JSON values that follow each other from `start` on, lists of calls flattened, and where they end."""
-    values, end = list[Any](), start
-    while True:
-        begin: int = _NOT_SPACE.search(text, end).start()  # type: ignore[union-attr]
-        if values and text[begin : begin + 1] in (",", ";"):
-            begin = _NOT_SPACE.search(text, begin + 1).start()  # type: ignore[union-attr]
-        if text[begin : begin + 1] == "<":  # a tag: the usual end, without the cost of an exception
-            return values, end
-        try:
-            value, end = _decoder.raw_decode(text, begin)
-        except (ValueError, RecursionError):
-            return values, end
-        values += value if isinstance(value, list) else [value]
-
-
-def write_tagged(calls: Calls, opening: str, closing: str) -> str:
-    """One block for each call."""
-    return "\n".join(f"{opening}\n{dumps({'name': n, 'arguments': dict(a)})}\n{closing}" for n, a in calls)
 
 
 def write_tagged_list(calls: Calls, opening: str, closing: str) -> str:
@@ -248,7 +175,7 @@ def find_embedded(text: str, schemas: Schemas) -> Found:
 def _decode_call(text: str, start: int) -> tuple[Any, int]:
     """The JSON object at `start` and its end; `Unreadable` with the tool's name if it is not valid JSON."""
     try:
-        value, end = _decoder.raw_decode(text, start)
+        value, end = decoder.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         named = _NAMED_TOOL.match(text, start)
         why = Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})", named[1] if named else "")
@@ -271,7 +198,7 @@ def _bare(text: str, is_code: bool = False) -> list[Any]:
         return read_calls(body)
     if not _LOOKS_LIKE_JSON_CALL.match(body):
         return []
-    calls, end = _decode_all(body, 0)
+    calls, end = decode_all(body, 0)
     if body[end:].strip("; \n\t"):
         calls.append(read_json(body[end:].lstrip(";, \n\t")))
     return calls if any(isinstance(call, Unreadable) or _is_call(call) for call in calls) else []
@@ -283,15 +210,6 @@ def _is_call(value: Any) -> bool:
         return False
     inner = value["function"] if isinstance(value.get("function"), dict) else value
     return bool({"name", "function"} & set(inner)) and bool({"arguments", "parameters"} & set(inner))
-
-
-def name_of(call: Any) -> str:
-    """The name of the tool that a found call names; empty if it names none."""
-    if not isinstance(call, dict):
-        return call.name if isinstance(call, Unreadable) else ""
-    inner = call["function"] if isinstance(call.get("function"), dict) else call
-    name = inner.get("name", inner.get("tool_name", inner.get("function")))
-    return name if isinstance(name, str) else ""
 
 
 def find_mistral(text: str, schemas: Schemas) -> Found:

@@ -1,5 +1,6 @@
-"""Rendered text to tokens with their makers: message bodies are the environment's, the scaffold is the template's.
+"""Messages to text, with a time limit, and text to tokens with their makers.
 
+Message bodies are the environment's, the scaffold around them is the template's.
 Bodies are found by marks: the template renders a conversation once more with a mark in the place of each body.
 """
 
@@ -15,16 +16,55 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from palestra.core.errors import PalestraError, UserCodeError
+from palestra.core.errors import PalestraError, UnsupportedError, UserCodeError
 from palestra.core.text import encodable
+from palestra.core.time_limit import TimeLimitError, time_limit
 from palestra.core.types import Maker, Message, Turn
 
 MAX_CACHED = 1024
 Value = TypeVar("Value")
+# A tool to examine templates with.
+PROBE = {
+    "type": "function",
+    "function": {"name": "palestra_probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+RENDER_S = 10.0  # a real template takes milliseconds
+
+
+class TemplateRefusal(UnsupportedError):
+    """The template takes no such messages."""
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] = (),
+    add_generation_prompt: bool = False,
+    **variables: Any,
+) -> str:
+    """The conversation as text; `variables` are the template's own."""
+    try:
+        with time_limit(RENDER_S):
+            text: str = tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **variables,
+            )
+    except TimeLimitError:
+        raise UserCodeError(
+            f"the chat template took longer than {RENDER_S:g} s for {len(messages)} messages; "
+            "set tokenizer.chat_template to one that ends"
+        ) from None
+    except Exception as error:  # jinja2's own, and whatever an expression in a template raises
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise TemplateRefusal(f"the chat template refuses messages with the roles {roles}: {error}") from None
+    return text
 
 
 def cached(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
-    """What `make` gave for this key before, or gives now."""
+    """The value of a key, made at its first use."""
     if key not in known:
         if len(known) >= MAX_CACHED:
             known.clear()
@@ -163,16 +203,13 @@ class SegmentTokenizer:
         texts = sorted({str(token.content) for token in added} - {""}, key=len, reverse=True)  # the longest wins
         self._cut = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
         self._known: dict[str, list[int]] = {}
-        if not self._are_cuts(added):
-            self._cut = None
-
-    def _are_cuts(self, added: Sequence[Any]) -> bool:
-        """Whether a text cut at these tokens has the tokens of its parts."""
         normalizes = self._backend.normalizer is not None
         if any(t.lstrip or t.rstrip or t.single_word or (t.normalized and normalizes) for t in added):
-            return False
-        probes = [_PROBE.replace("{}", str(token.content)) for token in added[:MAX_PROBES]]
-        return all(self.ids(probe) == self._whole(probe) for probe in probes)
+            self._cut = None
+        for probe in (_PROBE.replace("{}", str(token.content)) for token in added[:MAX_PROBES]):
+            # a text that is cut at these tokens has the tokens of its parts
+            if self._cut is not None and self.ids(probe) != self._whole(probe):
+                self._cut = None
 
     def ids(self, text: str) -> list[int]:
         return [token_id for segment in self.segments(text) for token_id in self.known(segment)]
@@ -183,9 +220,14 @@ class SegmentTokenizer:
 
     def known(self, segment: str) -> list[int]:
         """The tokens of one segment, remembered, unless every text is one."""
-        if self._cut is None:
-            return self._whole(segment)
-        return self._known[segment] if segment in self._known else self._remember(segment)
+        if segment in self._known:
+            return self._known[segment]
+        ids = self._whole(segment)
+        if self._cut is not None and len(segment) <= MAX_SEGMENT_CHARS:
+            if len(self._known) >= MAX_SEGMENTS:
+                self._known.clear()
+            self._known[segment] = ids
+        return ids
 
     def encode(self, text: str, split_special_tokens: bool = False) -> Any:
         """The tokens of a whole text, with the characters that each covers."""
@@ -229,14 +271,6 @@ class SegmentTokenizer:
 
     def _whole(self, text: str) -> list[int]:
         return self._many_ids(text, False) if len(text) > MAX_CHARS_WITH_GIL else list(self.encode(text).ids)
-
-    def _remember(self, segment: str) -> list[int]:
-        ids = self._whole(segment)
-        if len(segment) <= MAX_SEGMENT_CHARS:
-            if len(self._known) >= MAX_SEGMENTS:
-                self._known.clear()
-            self._known[segment] = ids
-        return ids
 
 
 class PieceTokenizer:
@@ -328,10 +362,10 @@ class ReplyTemplate:
         at, ids = inside.index(True), encoded.ids
         if not all(inside[at : at + count]):
             return None
-        before, behind = (*self._before, *ids[:at]), (*ids[at + count :], *self._behind)
-        own = Turn("environment", np.array(ids[at : at + count], np.int32))
-        return tuple(turn for turn in (self._turn(before), own, self._turn(behind)) if len(turn.token_ids))
-
-    def _turn(self, ids: tuple[int, ...]) -> Turn:
-        """Nearly always the same as for the reply before."""
-        return cached(self._made, ids, lambda: Turn("template", np.array(ids, np.int32)))
+        turns = [Turn("environment", np.array(ids[at : at + count], np.int32))]
+        # nearly always the same as for the reply before
+        if before := (*self._before, *ids[:at]):
+            turns.insert(0, cached(self._made, before, lambda: Turn("template", np.array(before, np.int32))))
+        if behind := (*ids[at + count :], *self._behind):
+            turns.append(cached(self._made, behind, lambda: Turn("template", np.array(behind, np.int32))))
+        return tuple(turns)

@@ -124,24 +124,6 @@ class CallMatching(Matching):
             self._call, self._place = self._grammar.opened(said), self._grammar.places.setdefault(said, _Place())
 
 
-class Literals:
-    """Text in llguidance's dialect of Lark, which keeps special tokens, and added ones in <…>, apart from text."""
-
-    def __init__(self, tokenizer: Any, tokens: LLTokenizer) -> None:
-        added = {str(token.content): int(i) for i, token in tokenizer.added_tokens_decoder.items()}
-        self._apart = {text: i for text, i in added.items() if text and tokens.is_special_token(i)}
-        longest_first = sorted(self._apart, key=len, reverse=True)
-        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
-
-    def __call__(self, text: str) -> str:
-        parts = [part for part in self._cut.split(text) if part] if self._cut is not None else [text]
-        rules = [
-            f"<[{self._apart[part]}]>" if part in self._apart else json.dumps(part, ensure_ascii=False)
-            for part in parts
-        ]
-        return " ".join(rules) or '""'
-
-
 def bits(token_ids: Sequence[int], vocabulary: int) -> bytes | None:
     """A mask that allows these tokens alone; None for none."""
     if not token_ids:
@@ -224,6 +206,19 @@ class _Vocabulary:
             ) from None
         self.trigger = trigger.encode()
         self.at_start = trigger == "{"
+        added = {str(token.content): int(i) for i, token in tokenizer.added_tokens_decoder.items()}
+        self._apart = {text: i for text, i in added.items() if text and self.tokens.is_special_token(i)}
+        longest_first = sorted(self._apart, key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+    def literal(self, text: str) -> str:
+        """The text in llguidance's dialect of Lark, which keeps special tokens, and added ones in <…>, apart."""
+        parts = [part for part in self._cut.split(text) if part] if self._cut is not None else [text]
+        rules = [
+            f"<[{self._apart[part]}]>" if part in self._apart else json.dumps(part, ensure_ascii=False)
+            for part in parts
+        ]
+        return " ".join(rules) or '""'
 
     @cached_property
     def pieces(self) -> list[bytes]:
@@ -252,8 +247,30 @@ class _Compiler:
         value = json.loads(text)
         if isinstance(value, list):
             return self._calls(value)
-        read = GrammarText(**value)
-        return self._calls(read.tools, read.stop_token_ids) if read.free_text else self._turn(read)
+        turn = GrammarText(**value)
+        if turn.free_text:
+            return self._calls(turn.tools, turn.stop_token_ids)
+        # one or more calls, or an answer by the schema; a stop token ends it
+        written = rules_of(self._format, turn.tools, self._vocabulary.literal, turn.one_call)
+        rules, starts = list(written.rules), []
+        if turn.tools:
+            more = "" if turn.one_call or self._format.name in _ONE_BLOCK else "(WS? call)*"
+            rules += [f"calls: {written.lead} call {more}", f"call: {written.call}"]
+            starts.append("calls")
+        if turn.answer is not None:
+            rules.append(f"answer: {written.answer_lead} {json_rule(turn.answer)}")
+            starts.append("answer")
+        start = " | ".join(starts)
+        if turn.close_reasoning:
+            closing = self._vocabulary.literal(turn.close_reasoning)
+            ends_text = not closing.startswith("<[")
+            rules.append(f"reasoning[suffix={closing}]: /(?s:.*)/" if ends_text else f"reasoning: /(?s:.*)/ {closing}")
+            start = f"reasoning WS? ({start})"
+        matcher, refusal = self._matcher(start, rules)
+        if refusal:
+            raise UnsupportedError(f"the model cannot be kept to the JSON schema: {refusal}; change the schema")
+        stops = bits(turn.stop_token_ids, self._vocabulary.tokens.vocab_size)
+        return TurnGrammar(matcher, frozenset(turn.stop_token_ids), stops or b"")
 
     @cached_property
     def _format(self) -> CallFormat:
@@ -264,13 +281,9 @@ class _Compiler:
     def _vocabulary(self) -> _Vocabulary:
         return _Vocabulary(self._tokenizer, trigger_of(self._format))
 
-    @cached_property
-    def _literal(self) -> Literals:
-        return Literals(self._tokenizer, self._vocabulary.tokens)
-
     def _calls(self, tools: Sequence[dict[str, Any]], end_after_call: Sequence[int] = ()) -> CallGrammar:
         """Calls in free text. After a call, only tokens of `end_after_call` may come, if there are any."""
-        rules = rules_of(self._format, tools, self._literal)
+        rules = rules_of(self._format, tools, self._vocabulary.literal)
         matcher, refusal = self._matcher(rules.body, rules.rules)
         if not refusal:
             return CallGrammar(self._vocabulary, matcher, bits(end_after_call, self._vocabulary.tokens.vocab_size))
@@ -280,29 +293,6 @@ class _Compiler:
             f"rollout.constrain_tool_calls cannot keep to the schema of {tools[0]['function']['name']!r}: {refusal}. "
             "Leave the setting off, or write the schema without it"
         )
-
-    def _turn(self, text: GrammarText) -> TurnGrammar:
-        """One or more calls, or an answer by the schema; a stop token ends it."""
-        written = rules_of(self._format, text.tools, self._literal, text.one_call)
-        rules, starts = list(written.rules), []
-        if text.tools:
-            more = "" if text.one_call or self._format.name in _ONE_BLOCK else "(WS? call)*"
-            rules += [f"calls: {written.lead} call {more}", f"call: {written.call}"]
-            starts.append("calls")
-        if text.answer is not None:
-            rules.append(f"answer: {written.answer_lead} {json_rule(text.answer)}")
-            starts.append("answer")
-        start = " | ".join(starts)
-        if text.close_reasoning:
-            closing = self._literal(text.close_reasoning)
-            ends_text = not closing.startswith("<[")
-            rules.append(f"reasoning[suffix={closing}]: /(?s:.*)/" if ends_text else f"reasoning: /(?s:.*)/ {closing}")
-            start = f"reasoning WS? ({start})"
-        matcher, refusal = self._matcher(start, rules)
-        if refusal:
-            raise UnsupportedError(f"the model cannot be kept to the JSON schema: {refusal}; change the schema")
-        stops = bits(text.stop_token_ids, self._vocabulary.tokens.vocab_size)
-        return TurnGrammar(matcher, frozenset(text.stop_token_ids), stops or b"")
 
     def _matcher(self, start: str, rules: Sequence[str]) -> tuple[LLMatcher, str]:
         """A matcher of these rules, and llguidance's reason why it cannot keep to them; empty if it can."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from palestra.models.chat.callformats import HARMONY, CallFormat
-from palestra.models.chat.toolcalls import TAGS, Reply, split_reasoning, unexpected_opens
+from palestra.models.chat.callformats import HARMONY, CallFormat, unexpected_opens
+from palestra.models.chat.toolcalls import TAGS, Reply, split_reasoning
 
 _FINAL, _ENDS = "<|channel|>final<|message|>", ("<|end|>", "<|return|>", "<|start|>")
 _TAGS = tuple(tag for pair in TAGS for tag in pair)

@@ -4,69 +4,62 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain, product
+from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from palestra.core.errors import InputError, PalestraError, UnsupportedError
+from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall, Turn
 from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of
-from palestra.models.chat.calls_tokens import find_harmony
+from palestra.models.chat.calls_tagged import find_harmony
 from palestra.models.chat.encode import (
-    ForgedTexts,
+    PROBE,
     Piece,
     PieceTokenizer,
     ReplyTemplate,
     SegmentTokenizer,
+    TemplateRefusal,
     cached,
     cut_into_pieces,
     mark,
     not_append_only,
+    render,
     split_at_marks,
-    with_texts,
 )
-from palestra.models.chat.render import PLAIN, PROBE, ReadTrackingStr, TemplateRefusal, TemplateRenderer
+from palestra.models.chat.prompts import PLAIN, Prompts
 from palestra.models.chat.streaming import StreamedReply
 from palestra.models.chat.toolcalls import (
     Reply,
     UnexpectedCalls,
     closing_tag,
-    ends_open,
     parse_assistant,
     parse_by_template,
     split_reasoning,
     strip_reasoning,
 )
 
-# GLM, Gemma 4 and FunctionGemma end a call with the token that begins its result.
 _CALL_ID = re.compile(r"tool_call_id|\.id\b|\[['\"]id['\"]\]")  # in the source of a template
+# GLM, Gemma 4 and FunctionGemma end a call with the token that begins its result.
 _BEGINS_RESULT = ("<|observation|>", "<|tool_response>", "<start_function_response>")
 _HARMONY_END = "<|end|>"  # gpt-oss ends a finished conversation with <|return|>, earlier messages with this
-_MAY_DIFFER = (*_BEGINS_RESULT, _HARMONY_END)
 _ENDS = (
     "<|im_end|> <|eot_id|> <|eom_id|> <end_of_turn> <|end|> <|call|> <|return|> <|eot|> <|eom|> <|endoftext|> "
     "<|end_of_text|>"
 )
 _END_OF_TURN = (*_ENDS.split(), *_BEGINS_RESULT)
 MAX_CACHED_CHARS = 4096
-MAX_OPENINGS = 8
+_NOT_SHORT = re.compile(r"[^A-Za-z0-9]")  # Mistral's templates take ids of nine letters and digits alone
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
+_CALLS, _SHAPE = attrgetter("tool_calls"), attrgetter("role", "name", "tool_call_id")  # of a reply
+_ID_AND_NAME = attrgetter("id", "name")  # of a call
 _SYSTEM, _QUESTION, _ANSWER, _LAST = "PALESTRASYSTEM", "PALESTRAQUESTION", "PALESTRAANSWER", "PALESTRALAST"
-
-
-@dataclass(frozen=True)
-class _Opening:
-    """A prompt with a mark in the place of its last message's text."""
-
-    before: Sequence[Message]
-    name: str | None  # of the last message
-    tools: Sequence[dict[str, Any]]
-    pieces: list[Piece] | None  # None: what the template writes may depend on the last message's text
 
 
 class ChatFormat:
@@ -86,6 +79,8 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._template = str(tokenizer.chat_template)
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._variables = set(re.findall(r"\w+", self._template)) - {"messages", *taken}
         self.shows_call_ids = _CALL_ID.search(self._template) is not None
         added = tokenizer.added_tokens_decoder
         self._special = {str(token.content): int(i) for i, token in added.items() if token.special}
@@ -94,19 +89,21 @@ class ChatFormat:
         self._continuations: dict[Any, tuple[Turn, ...]] = {}
         self._reply_templates: dict[Any, ReplyTemplate] = {}
         self._prompt_ends: dict[tuple[int, ...], str] = {}
-        self._prompts: list[_Opening] = []
         self._segments = SegmentTokenizer(tokenizer)
         self.pieces = PieceTokenizer(self._segments, self._special)
-        self._shows_tools = False  # not known yet
-        tokens = [str(token.content) for token in added.values()]
-        self.call_format: CallFormat = format_of(tokenizer.chat_template, tokens)
-        self.render = TemplateRenderer(tokenizer, self.call_format).render
+        self._prompts = Prompts(self.render, self.pieces.has_special)
+        self.call_format: CallFormat = format_of(tokenizer.chat_template, [str(t.content) for t in added.values()])
         # transformers' own parser, for a format that is not known here
         ships = getattr(tokenizer, "response_template", None) is not None
         self._ships_parser = ships and self.call_format is JSON and "set call_form" not in self._template
-        self._probe_tools = self._find_probe_tools()
+        self._probe_tools: tuple[dict[str, Any], ...] = ()  # to examine a template that refuses to do without tools
+        try:
+            self.render([Message("user", _QUESTION), Message("assistant", _ANSWER)])
+        except TemplateRefusal:
+            self._probe_tools = (PROBE,)
         self._begins_next: frozenset[int] = frozenset()  # of the stop tokens, those that begin the next message
         self.stop_token_ids: tuple[int, ...] = self._find_stop_token_ids()
+        self.stop_texts: list[str] = tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
 
     def prompt(
         self,
@@ -118,46 +115,62 @@ class ChatFormat:
 
         `variables` are the template's own (Qwen's enable_thinking); one that it does not have is refused.
         """
-        more = self._check_variables(variables or {})
-        if messages and messages[-1].role == "user" and PLAIN.fullmatch(messages[-1].text) and not more:
-            pieces = self._prompt_with_last(messages, tools)
-        else:
-            pieces = self._prompt_pieces(messages, tools, more)
-        return Turn("template", np.array([i for _, ids in self.pieces.encode(pieces).runs for i in ids], np.int32))
+        self._check_variables(variables or {})
+        runs = self.pieces.encode(self._prompts.pieces(messages, tools, variables or {})).runs
+        return Turn("template", np.array([token_id for _, ids in runs for token_id in ids], np.int32))
 
-    def _prompt_with_last(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Piece]:
-        """The prompt of a last message so plain that a template writes it as it is: all before it is remembered."""
-        *before, last = messages
-        known = next((o for o in self._prompts if (o.before, o.name, o.tools) == (before, last.name, [*tools])), None)
-        if known is None:
-            text = ReadTrackingStr(_LAST)
-            pieces = self._prompt_pieces([*before, replace(last, text=text)], tools, {})
-            once = sum(piece.text.count(_LAST) for piece in pieces) == 1
-            known = _Opening(before, last.name, [*tools], pieces if once and not text.was_read else None)
-            self._prompts = [known, *self._prompts[: MAX_OPENINGS - 1]]
-        if known.pieces is None:
-            return self._prompt_pieces(messages, tools, {})
-        return [replace(p, text=p.text.replace(_LAST, last.text)) if _LAST in p.text else p for p in known.pieces]
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = False,
+        *,
+        last_reasoning: str = "",
+        **variables: Any,
+    ) -> str:
+        """The conversation as the template writes it; `last_reasoning` is that of the last assistant message."""
+        has_calls = any(message.tool_calls or message.tool_call_id for message in messages)
+        plain = self._plain(messages, self._calls_as) if has_calls else [to_dict(message) for message in messages]
+        if last_reasoning:  # templates have one of two names for it
+            last = next(row for row in reversed(plain) if row["role"] == "assistant")
+            last |= {"reasoning_content": last_reasoning, "thinking": last_reasoning}
+        return render(self.tokenizer, plain, tools, add_generation_prompt, **variables)
 
-    def _prompt_pieces(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], variables: Mapping[str, Any]
-    ) -> list[Piece]:
-        text = self.render(messages, tools, add_generation_prompt=True, **variables)
-        if tools and not self._shows_tools:
+    @cached_property
+    def _calls_as(self) -> str:
+        """The form in which the template accepts calls. If it omits calls: as text, in the model's format."""
+        call = ToolCall("call_0", "palestra_probe", {"a": 1})
+        dialogue = [Message("user", _QUESTION), Message("assistant", "", (call,)), Message("tool", "4", (), "call_0")]
+        is_shown = False
+        for calls_as in ("object", "text"):
             try:
-                self._shows_tools = text != self.render(messages, (), add_generation_prompt=True, **variables)
-            except TemplateRefusal:  # it needs tools
-                self._shows_tools = True
-            if not self._shows_tools:
-                raise UnsupportedError(
-                    "the chat template does not show tools to the model. Use a model whose template does "
-                    "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
-                )
-        forged = ForgedTexts(self.pieces.has_special)
-        blank = [with_texts(message, forged.marked) for message in messages]
-        if not forged.texts:
-            return [Piece(text, False)]
-        return forged.cut(text, self.render(blank, tools, add_generation_prompt=True, **variables))
+                text = render(self.tokenizer, self._plain(dialogue, calls_as), (PROBE,))
+            except TemplateRefusal:
+                continue
+            written = text.partition(_QUESTION)[2]
+            is_shown = is_shown or call.name in written
+            # a dict written by Python's str, or text written as a JSON string, is no object
+            if call.name in written and "{'a'" not in written and '\\"a' not in written:
+                return calls_as
+        return "object" if is_shown else "content"
+
+    def _plain(self, messages: Sequence[Message], calls_as: str) -> list[dict[str, Any]]:
+        has_short_ids = self.call_format.name in ("mistral", "mistral_args")
+        rows = []
+        for message in messages:
+            if calls_as == "content" and message.tool_calls:  # for a template that leaves calls out
+                written = self.call_format.write([(call.name, call.arguments) for call in message.tool_calls])
+                text = f"{message.text}\n{written}" if message.text else written
+                message = replace(message, text=text, tool_calls=())
+            row = to_dict(message, arguments_as_text=calls_as == "text")
+            for call in row.get("tool_calls", ()):
+                call.pop("format", None)  # some templates write all fields of a call
+                if has_short_ids:
+                    call["id"] = _NOT_SHORT.sub("", call["id"])[-9:].rjust(9, "0")
+            if has_short_ids and "tool_call_id" in row:
+                row["tool_call_id"] = _NOT_SHORT.sub("", row["tool_call_id"])[-9:].rjust(9, "0")
+            rows.append(row)
+        return rows
 
     def continuation(
         self,
@@ -178,7 +191,7 @@ class ChatFormat:
         if not self._begins_next:
             last_token = None
         make = partial(self._continuation, replies, variables or {}, after_stop_token, last_token)
-        unusual = variables or not after_stop_token or last_token is not None or any(r.tool_calls for r in replies)
+        unusual = variables or not after_stop_token or last_token is not None or any(map(_CALLS, replies))
         if unusual or sum(len(r.text) for r in replies) > MAX_CACHED_CHARS:
             return make()
         return cached(self._continuations, tuple(replies), make)
@@ -190,10 +203,13 @@ class ChatFormat:
         after_stop_token: bool,
         last_token: int | None = None,
     ) -> tuple[Turn, ...]:
+        if variables:
+            self._check_variables(variables)
         # the model makes up the names of its calls, and some templates write them into the scaffold
         replies = [replace(r, name=None) if r.name and self.pieces.has_special(r.name) else r for r in replies]
-        more = self._check_variables(variables)
-        stop, scaffold = self._scaffold(replies, more)
+        key, write = tuple(map(_SHAPE, replies)), partial(self._scaffold, replies, variables)
+        has_more = variables or any(map(_CALLS, replies))  # than the key tells
+        stop, scaffold = write() if has_more else cached(self._scaffolds, key, write)
         if last_token is not None and self._special.get(stop) in self._begins_next - {last_token}:
             after_stop_token = False
         bodies = [reply.text for reply in replies]
@@ -204,16 +220,16 @@ class ChatFormat:
                 return turns
         if all(PLAIN.fullmatch(body) for body in bodies):
             # most results are a number or a plain sentence: a template writes those as it wrote the marks
-            between = zip(bodies, scaffold[1:], strict=True)
-            written = chain.from_iterable((Piece(body, True), Piece(behind, False)) for body, behind in between)
-            pieces = [Piece(scaffold[0], False), *written]
+            pieces = [Piece(scaffold[0], False)]
+            for body, behind in zip(bodies, scaffold[1:], strict=True):
+                pieces += [Piece(body, True), Piece(behind, False)]
         else:
-            pieces = cut_into_pieces(self._delta(replies, more)[1], scaffold, bodies)
+            pieces = cut_into_pieces(self._delta(replies, variables)[1], scaffold, bodies)
         # after the stop token, as it stands in the conversation: some tokens eat the whitespace behind them
-        found = self.pieces.encode([Piece(stop, False), *pieces] if stop else pieces)
+        encoded = self.pieces.encode([Piece(stop, False), *pieces] if stop else pieces)
         if stop and after_stop_token:
-            del found.runs[0][1][0]
-        return found.turns()
+            del encoded.runs[0][1][0]
+        return encoded.turns()
 
     def read(
         self,
@@ -226,26 +242,21 @@ class ChatFormat:
 
         `tools` are the tools' schemas, `prompt_end` the last tokens before the message.
         """
-        reply = self.parse(self._spoken(token_ids), tools, self._prompt_end_text(prompt_end), unexpected)
-        spoken = strip_reasoning(reply.text)
-        return Message("assistant", spoken, tool_calls=reply.calls, reasoning=reply.reasoning)
+        text, before = self._decode(token_ids, prompt_end)
+        reply = self.parse(text, tools, before, unexpected)
+        return Message("assistant", strip_reasoning(reply.text), tool_calls=reply.calls, reasoning=reply.reasoning)
 
     def read_text(self, token_ids: Sequence[int], prompt_end: Sequence[int] = ()) -> str:
         """Read the message of an assistant without tools: anything that looks like a call is text."""
-        reply = self.parse_text(self._spoken(token_ids), self._prompt_end_text(prompt_end))
-        return strip_reasoning(reply.text)
+        return strip_reasoning(self.parse_text(*self._decode(token_ids, prompt_end)).text)
 
-    def _prompt_end_text(self, prompt_end: Sequence[int]) -> str:
-        """The last tokens before a message as text; they are the same before most messages."""
-        ids = tuple(prompt_end[-PROMPT_END_TOKENS:])
-        return cached(self._prompt_ends, ids, lambda: self._decode(ids))
-
-    def _spoken(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids without stop token."""
-        ids = list(token_ids)
+    def _decode(self, token_ids: Sequence[int], prompt_end: Sequence[int]) -> tuple[str, str]:
+        """The text of sampled ids without stop token, and of the last tokens before them."""
+        decode: Callable[[list[int]], str] = partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+        ids, before = list(token_ids), tuple(prompt_end[-PROMPT_END_TOKENS:])
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        return self._decode(ids)
+        return decode(ids), cached(self._prompt_ends, before, partial(decode, list(before)))
 
     def parse(
         self,
@@ -254,38 +265,29 @@ class ChatFormat:
         prompt_end: str = "",
         unexpected: UnexpectedCalls = "execute",
     ) -> Reply:
-        """Reasoning, text and tool calls of an assistant's text."""
         if self._ships_parser:
-            return parse_by_template(self.tokenizer, text, tools, prompt_end)
-        is_open = ends_open(prompt_end)
+            return parse_by_template(self.tokenizer, text, self.call_format, tools, prompt_end)
+        is_open = bool(closing_tag(prompt_end))
         return parse_assistant(text, self.call_format, tools, reasoning_is_open=is_open, unexpected=unexpected)
 
     def parse_text(self, text: str, prompt_end: str = "") -> Reply:
         """Reasoning and text of an assistant without tools; anything that looks like a call is text."""
-        reasoning, spoken = split_reasoning(text, ends_open(prompt_end))
+        reasoning, spoken = split_reasoning(text, bool(closing_tag(prompt_end)))
         return Reply(reasoning, find_harmony(spoken, {})[0] if self.call_format is HARMONY else spoken)
 
     def stream(self, *, with_tools: bool, prompt_end: str) -> StreamedReply:
         """A parser that turns the sampled text of a reply into deltas."""
-        holds_all = with_tools and self._ships_parser
-        is_open = ends_open(prompt_end)
-        return StreamedReply(self.call_format, with_tools=with_tools, reasoning_is_open=is_open, holds_all=holds_all)
+        return StreamedReply(
+            self.call_format,
+            with_tools=with_tools,
+            reasoning_is_open=bool(closing_tag(prompt_end)),
+            holds_all=with_tools and self._ships_parser,
+        )
 
     def closes_reasoning(self, variables: Mapping[str, Any]) -> str:
         """The tag that ends the reasoning which the template's prompts have opened; empty if they have not."""
         prompt = self.render([Message("user", _QUESTION)], self._probe_tools, add_generation_prompt=True, **variables)
         return closing_tag(prompt)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    def _find_probe_tools(self) -> tuple[dict[str, Any], ...]:
-        """Tools for examining the template: one if it rejects conversations without tools, else none."""
-        try:
-            self.render([Message("user", _QUESTION), Message("assistant", _ANSWER)])
-        except TemplateRefusal:
-            return (PROBE,)
-        return ()
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""
@@ -310,21 +312,10 @@ class ChatFormat:
             )
         return tuple(sorted(found))
 
-    @property
-    def stop_texts(self) -> list[str]:
-        """The tokens that end a turn, as text."""
-        return list(self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids)))
-
     def _scaffold(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
         """The stop token's text, and the template's text before, between and after the replies' bodies."""
-
-        def make() -> tuple[str, tuple[str, ...]]:
-            stop, text = self._delta([replace(reply, text=mark(i)) for i, reply in enumerate(replies)], variables)
-            return stop, split_at_marks(text, len(replies))
-
-        if variables or any(reply.tool_calls for reply in replies):
-            return make()
-        return cached(self._scaffolds, tuple((r.role, r.name, r.tool_call_id) for r in replies), make)
+        stop, text = self._delta([replace(reply, text=mark(i)) for i, reply in enumerate(replies)], variables)
+        return stop, split_at_marks(text, len(replies))
 
     def _delta(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, str]:
         """The stop token's text and what follows it, from two renderings of a small conversation."""
@@ -333,7 +324,7 @@ class ChatFormat:
             for i, reply in enumerate(replies)
             if reply.role == "tool"
         )
-        refusal = not_append_only("it leaves out what the user or the assistant said")
+        refusal: PalestraError | None = None
         # some templates refuse a system message or several calls, or leave out the text beside calls
         for system, tool_calls in product(((Message("system", _SYSTEM),), ()), (calls, ()) if calls else ((),)):
             answer = Message("assistant", _ANSWER, tool_calls=tool_calls)
@@ -341,7 +332,7 @@ class ChatFormat:
                 marked = replace(tool_calls[-1], arguments={"text": _ANSWER})
                 answer = Message("assistant", "", (*tool_calls[:-1], marked))
             opening = [*system, Message("user", _QUESTION), answer]
-            key = (system, tuple((call.id, call.name) for call in tool_calls))
+            key = (system, tuple(map(_ID_AND_NAME, tool_calls)))
             try:
                 write = partial(self.render, opening, self._probe_tools, **variables)
                 before = write() if variables else cached(self._openings, key, write)
@@ -349,24 +340,21 @@ class ChatFormat:
             except PalestraError as error:
                 refusal = error
                 continue
-            if all(said in text for said in (_QUESTION, _ANSWER) for text in (before, after)):
+            if _QUESTION in before and _ANSWER in before and _QUESTION in after and _ANSWER in after:
                 stop, text = self._difference(before, after)
                 if _SYSTEM not in text:  # some write the system message into the last user message
                     return stop, text
-        raise refusal
+        raise refusal or not_append_only("it leaves out what the user or the assistant said")
 
     @cached_property
     def _writes_text_last(self) -> bool:
         """Whether the template puts the text of a message with calls after their results, as Gemma 4's does."""
         answer = Message("assistant", _ANSWER, (ToolCall("call_0", "palestra_probe"),))
         reply = Message("tool", _LAST, tool_call_id="call_0", name="palestra_probe")
-        try:
-            text = self.render([Message("user", _QUESTION), answer, reply], self._probe_tools)
-        except TemplateRefusal:
-            return False
-        return 0 <= text.find(_LAST) < text.find(_ANSWER)
+        return self._writes([Message("user", _QUESTION), answer, reply], _LAST, _ANSWER)
 
     def _difference(self, before: str, after: str) -> tuple[str, str]:
+        """The stop token's text and what follows it, of two renderings whose second one goes on."""
         # Only what follows the answer has to agree: a template may dress the last answer differently
         # (Qwen3 adds an empty thinking block), and what the model sampled stays as it is anyway.
         if before.partition(_QUESTION)[0] != after.partition(_QUESTION)[0]:
@@ -374,8 +362,7 @@ class ChatFormat:
         old, new = before.partition(_ANSWER)[2], after.partition(_ANSWER)[2]
         stops = [*self.stop_texts, *([_HARMONY_END] if self.call_format is HARMONY else [])]
         if new.startswith(old):
-            ends = [(old.rfind(stop) + len(stop), stop) for stop in stops if stop in old]
-            if ends:
+            if ends := [(old.rfind(stop) + len(stop), stop) for stop in stops if stop in old]:
                 end, stop = max(ends)
                 return stop, new[end:]
             following = new[len(old) :]
@@ -384,7 +371,7 @@ class ChatFormat:
         # A template may close a finished conversation with one more token, or begin the next turn immediately. The text
         # must be the same up to the first stop token. In a few formats that token may differ.
         first, stop = min(((at, stop) for stop in stops if (at := new.find(stop)) >= 0), default=(0, ""))
-        same = first if stop in _MAY_DIFFER else first + len(stop)
+        same = first if stop in (*_BEGINS_RESULT, _HARMONY_END) else first + len(stop)
         if not stop or not old.startswith(new[:same]):
             raise not_append_only("a later message changes the end of the assistant's message")
         return stop, new[first + len(stop) :]
@@ -393,24 +380,21 @@ class ChatFormat:
     def takes_late_system(self) -> bool:
         """Whether the template writes a system message that comes after the user's."""
         late = [Message("user", _QUESTION), Message("system", _SYSTEM), Message("user", _LAST)]
+        return self._writes(late, _QUESTION, _SYSTEM, _LAST, add_generation_prompt=True)
+
+    def _writes(self, messages: Sequence[Message], *texts: str, **options: Any) -> bool:
+        """Whether the template takes these messages, and writes these texts of them in this order."""
         try:
-            text = self.render(late, self._probe_tools, add_generation_prompt=True)
+            rendered = self.render(messages, self._probe_tools, **options)
         except TemplateRefusal:
             return False
-        return 0 <= text.find(_QUESTION) < text.find(_SYSTEM) < text.find(_LAST)
+        places = [rendered.find(text) for text in texts]
+        return places[0] >= 0 and places == sorted(places)
 
     def has_variable(self, name: str) -> bool:
-        """Whether the template reads a variable of its own with this name."""
         return name in self._variables
 
-    @cached_property
-    def _variables(self) -> set[str]:
-        """All names in the template that no argument of the tokenizer's method has."""
-        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        return set(re.findall(r"\w+", self._template)) - {"messages", *taken}
-
-    def _check_variables(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
         for name in variables:
             if not self.has_variable(name):
                 raise UnsupportedError(f"the model's chat template has no variable {name[:100]!r}; leave it out")
-        return variables

@@ -1,25 +1,135 @@
-"""An assistant's text -> reasoning, text and tool calls, in the model's own call format or an unexpected one."""
+"""An assistant's text -> reasoning, text and tool calls, in the model's own call format or an unexpected one.
+
+Here are the parts that all call formats share, and the first of them; `callformats` lists all.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from palestra.core.text import is_shallow
 from palestra.core.types import ToolCall
-from palestra.models.chat.callformats import FORMATS, HERMES, JSON, CallFormat
-from palestra.models.chat.calls_json import Schemas, Unreadable, find_embedded, find_fenced, name_of, why_not_json
 
 log = logging.getLogger("palestra")
 UnexpectedCalls = Literal["execute", "error"]
+Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its arguments
+Found = tuple[str, list[Any]]  # the text outside of the calls, and the calls
+Calls = Sequence[tuple[str, Mapping[str, Any]]]  # (name, arguments) of each call to write
+
+TOOL_CALL = ("<tool_call>", "</tool_call>")
 # Formats in which the model gives each call an id that its result must repeat, with the pattern of a valid id.
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 MAY_HOLD_CALL = re.compile(r"[<\[{`]|to=functions\.")  # a call in any format has one of these
 _KEEPS_ID = {"mistral": _MISTRAL_ID, "mistral_args": _MISTRAL_ID, "kimi": re.compile(r"\S+")}
+_NOT_SPACE = re.compile(r"\S|\Z")
+decoder = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """One way to write tool calls.
+
+    `opens` are the texts that begin a call anywhere in a message, `at_start` those that do so at its beginning only.
+    A chat template uses this format if it contains all texts of `marks`.
+    `find` returns the text outside of the calls and the calls. A call is a dict with "name" and "arguments" (or
+    "parameters"), or `Unreadable`.
+    """
+
+    name: str
+    opens: tuple[str, ...]
+    find: Callable[[str, Schemas], Found]
+    write: Callable[[Calls], str]
+    marks: tuple[str, ...]
+    at_start: tuple[str, ...] = ()
+
+    @cached_property
+    def example(self) -> str:
+        return self.write([("tool_name", {"argument": "value"})])
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A call that cannot be read, why, and its name if that much is known."""
+
+    reason: str
+    name: str = ""
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def read_json(text: str) -> Any:
+    """The JSON value of a text, or `Unreadable`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Unreadable(f"the tool call is not valid JSON ({why_not_json(error)})")
+
+
+def why_not_json(error: Exception) -> str:
+    """Why a text is not JSON, for the model to read."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos}"
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
+
+
+def find_tagged(text: str, schemas: Schemas, opening: str, closing: str, *, needs_close: bool = True) -> Found:
+    """JSON objects, or lists of them, between two tags. Tags inside of a JSON string belong to the argument."""
+    parts, calls, position = list[str](), list[Any](), 0
+    while (start := text.find(opening, position)) >= 0:
+        parts.append(text[position:start])
+        start += len(opening)
+        values, end = decode_all(text, start)
+        reopened = text.find(opening, end)
+        limit = reopened if reopened >= 0 else len(text)
+        if (close := text.find(closing, end, limit)) >= 0:
+            is_read = bool(values) and not text[end:close].strip()
+            calls += values if is_read else [read_json(text[start:close])]
+            position = close + len(closing)
+        elif needs_close:
+            calls.append(Unreadable(f"a tool call was opened with {opening} but not closed with {closing}"))
+            position = limit
+        else:
+            calls += values or [read_json(text[start:limit])]
+            position = end if values else limit
+    return "".join([*parts, text[position:]]), calls
+
+
+def decode_all(text: str, start: int) -> tuple[list[Any], int]:
+    """The JSON values that follow each other from `start` on, lists of calls flattened, and where they end."""
+    values, end = list[Any](), start
+    while True:
+        begin: int = _NOT_SPACE.search(text, end).start()  # type: ignore[union-attr]
+        if values and text[begin : begin + 1] in (",", ";"):
+            begin = _NOT_SPACE.search(text, begin + 1).start()  # type: ignore[union-attr]
+        if text[begin : begin + 1] == "<":  # a tag: the usual end, without the cost of an exception
+            return values, end
+        try:
+            value, end = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return values, end
+        values += value if isinstance(value, list) else [value]
+
+
+def write_tagged(calls: Calls, opening: str, closing: str) -> str:
+    """One block for each call."""
+    return "\n".join(f"{opening}\n{dumps({'name': n, 'arguments': dict(a)})}\n{closing}" for n, a in calls)
+
+
+HERMES = CallFormat(
+    "hermes",
+    TOOL_CALL[:1],
+    partial(find_tagged, opening=TOOL_CALL[0], closing=TOOL_CALL[1]),
+    partial(write_tagged, opening=TOOL_CALL[0], closing=TOOL_CALL[1]),
+    TOOL_CALL[:1],
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,71 +159,40 @@ def parse_assistant(
     """
     reasoning, spoken = split_reasoning(text, reasoning_is_open, format.opens[0])
     schemas = argument_schemas(tools)
-    outside, found = format.find(spoken, schemas)
-    calls = tuple(_call_of(value, index, format) for index, value in enumerate(found))
+    outside, values = format.find(spoken, schemas)
+    calls = tuple(call_of(value, index, format) for index, value in enumerate(values))
     if schemas and all(call.error is not None for call in calls) and MAY_HOLD_CALL.search(spoken):
-        other = _find_unexpected(spoken, format, schemas, unexpected)
-        if other is not None:
-            outside, calls = other
+        from palestra.models.chat.callformats import find_unexpected  # its formats are made of what is here
+
+        outside, calls = find_unexpected(spoken, format, schemas, unexpected) or (outside, calls)
     return Reply(reasoning, outside.strip(), calls)
 
 
-def parse_by_template(tokenizer: Any, text: str, tools: Iterable[Mapping[str, Any]], prompt_end: str) -> Reply:
+def parse_by_template(
+    tokenizer: Any, text: str, format: CallFormat, tools: Iterable[Mapping[str, Any]], prompt_end: str
+) -> Reply:
     """Read an assistant's message by the response template that came with the tokenizer."""
     try:
         message = tokenizer.parse_response(text, prefix=prompt_end, tools=[dict(tool) for tool in tools] or None)
     except Exception as error:  # it comes with the model, so it may fail in any way
         log.warning("the tokenizer's response template cannot read an answer (%s: %s)", type(error).__name__, error)
         message = {"content": text}
-    calls = tuple(_call_of(value, index, JSON) for index, value in enumerate(message.get("tool_calls") or ()))
+    calls = tuple(call_of(value, index, format) for index, value in enumerate(message.get("tool_calls") or ()))
     reasoning = message.get("reasoning_content") or message.get("thinking") or ""
     return Reply(str(reasoning).strip(), str(message.get("content") or "").strip(), calls)
 
 
 def argument_schemas(tools: Iterable[Mapping[str, Any]]) -> Schemas:
     """The JSON schema of each tool's arguments, by the tool's name."""
-    functions = (tool.get("function", tool) for tool in tools)
-    return {str(f.get("name")): f.get("parameters") or {} for f in functions if isinstance(f, Mapping)}
+    schemas = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping):
+            schemas[str(function.get("name"))] = function.get("parameters") or {}
+    return schemas
 
 
-def unexpected_opens(own: CallFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The texts that may begin a call in any format: anywhere, and at the beginning of a message."""
-    opens = dict.fromkeys([*own.opens, *(o for each in FORMATS for o in each.opens if each is not JSON)])
-    fences = ("```json", "```tool", "```\n") if own is not JSON else ("```",)
-    return (*opens, *fences), ("{", "[")
-
-
-def _find_unexpected(
-    text: str, own: CallFormat, schemas: Schemas, mode: UnexpectedCalls
-) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """The text and the calls in the first other format in which every call names a tool."""
-    for each in FORMATS:
-        if each is own or each is JSON or not any(opening in text for opening in each.opens):
-            continue
-        outside, found = each.find(text, schemas)
-        if found and all(name_of(call) in schemas for call in found):
-            return outside, _unexpected_calls(found, each, own, mode)
-    outside, found = ("", []) if own is JSON else find_fenced(text, schemas, known_tools_only=True)
-    if not found:
-        outside, found = find_embedded(text, schemas)
-    return (outside, _unexpected_calls(found, JSON, own, mode)) if found else None
-
-
-def _unexpected_calls(
-    found: Sequence[Any], format: CallFormat, own: CallFormat, mode: UnexpectedCalls
-) -> tuple[ToolCall, ...]:
-    calls = []
-    for index, value in enumerate(found):
-        call = _call_of(value, index, format, own)
-        error = call.error
-        if error is None and mode == "error":
-            expected = own.write([(call.name, call.arguments)])
-            error = f"the call was not executed, because its format is wrong. Write it like this:\n{expected}"
-        calls.append(ToolCall(call.id, call.name, call.arguments, error, format.name))
-    return tuple(calls)
-
-
-def _call_of(value: Any, index: int, format: CallFormat, expected: CallFormat | None = None) -> ToolCall:
+def call_of(value: Any, index: int, format: CallFormat, expected: CallFormat | None = None) -> ToolCall:
     call_id = f"call_{index}"
 
     def broken(why: str, name: str = "") -> ToolCall:
@@ -143,6 +222,15 @@ def _call_of(value: Any, index: int, format: CallFormat, expected: CallFormat | 
     if keeps is not None and isinstance(own_id, str) and keeps.fullmatch(own_id):
         call_id = own_id
     return ToolCall(call_id, name, arguments)
+
+
+def name_of(call: Any) -> str:
+    """The name of the tool that a found call names; empty if it names none."""
+    if not isinstance(call, dict):
+        return call.name if isinstance(call, Unreadable) else ""
+    inner = call["function"] if isinstance(call.get("function"), dict) else call
+    name = inner.get("name", inner.get("tool_name", inner.get("function")))
+    return name if isinstance(name, str) else ""
 
 
 # Opening and closing tag of each family. The tags are unambiguous, so the family does not have to be known.
@@ -210,19 +298,17 @@ def is_inside(text: str) -> bool:
     return text.rfind("<|channel|>analysis") > max(text.rfind("<|end|>"), -1)
 
 
-def ends_open(prompt: str) -> bool:
-    """Whether a prompt's end has opened the reasoning.
-
-    >>> ends_open("<|im_start|>assistant\\n<think>\\n"), ends_open("<think>\\n\\n</think>\\n\\n")
-    (True, False)
-    """
-    return bool(closing_tag(prompt))
-
-
 def closing_tag(prompt: str) -> str:
-    """The tag that ends the reasoning which a prompt's end has opened; empty if it has not."""
+    """The tag that ends the reasoning which a prompt's end has opened; empty if it has not.
+
+    >>> closing_tag("<|im_start|>assistant\\n<think>\\n"), closing_tag("<think>\\n\\n</think>\\n\\n")
+    ('</think>', '')
+    """
     end = prompt.rstrip()
-    return next((closing for opening, closing in TAGS if end.endswith(opening)), "")
+    for opening, closing in TAGS:
+        if end.endswith(opening):
+            return closing
+    return ""
 
 
 def has_closed(prompt: str) -> bool:

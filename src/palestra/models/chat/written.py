@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 
 from palestra.core.errors import InputError, PalestraError, UnsupportedError
 from palestra.core.types import Message, ToolCall
-from palestra.models.chat.encode import ForgedTexts, Piece, not_append_only, with_texts
-from palestra.models.chat.render import TemplateRefusal
+from palestra.models.chat.encode import ForgedTexts, Piece, TemplateRefusal, not_append_only, with_texts
 from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.toolcalls import TAGS, closing_tag, has_closed, split_reasoning, strip_reasoning
 
@@ -56,8 +55,13 @@ def write_reply(
         before, whole = _ids(chat, [Piece(prompt, False)]), _ids(chat, [Piece(prompt, False), *pieces])
         ids = whole[len(before) :] if whole[: len(before)] == before else _ids(chat, pieces)
         found = chat.read(ids, tools, prompt_end)
-        if _same(found, attempt):
-            return WrittenReply(ids, found, _left_out(message, reasoning, found, pieces))
+        calls = [(call.name, call.arguments, call.error, call.format) for call in found.tool_calls]
+        expected = [(call.name, call.arguments, None, "") for call in attempt.tool_calls]
+        if found.text == strip_reasoning(attempt.text) and calls == expected:
+            has_text = found.text or not strip_reasoning(message.text)
+            whole_thought = (reasoning or split_reasoning(message.text)[0]).strip()
+            has_thought = whole_thought in "".join(piece.text for piece in pieces)
+            return WrittenReply(ids, found, ("text",) * (not has_text) + ("reasoning",) * (not has_thought))
         refusal = refusal or InputError(
             f"the chat template writes the assistant's message {_shown(message)} so that it is read back as "
             f"{_shown(found)}. Change the message, or take the conversation out"
@@ -77,19 +81,6 @@ def _attempts(message: Message, reasoning: str) -> Iterator[tuple[Message, str]]
         yield message, ""
     if message.tool_calls and message.text.strip():
         yield from ((replace(message, text=""), each) for each in dict.fromkeys((reasoning, "")))
-
-
-def _left_out(message: Message, reasoning: str, found: Message, pieces: Sequence[Piece]) -> tuple[str, ...]:
-    written = "".join(piece.text for piece in pieces)
-    has_text = found.text or not strip_reasoning(message.text)
-    thought = (reasoning or split_reasoning(message.text)[0]).strip()
-    return ("text",) * (not has_text) + ("reasoning",) * (thought not in written)
-
-
-def _same(found: Message, message: Message) -> bool:
-    calls = [(call.name, call.arguments, call.error, call.format) for call in found.tool_calls]
-    expected = [(call.name, call.arguments, None, "") for call in message.tool_calls]
-    return found.text == strip_reasoning(message.text) and calls == expected
 
 
 def _shown(message: Message) -> str:
@@ -115,9 +106,12 @@ def _pieces(chat: ChatFormat, message: Message, tools: Schemas, after: str, reas
             refusal = error
             continue
         pieces = forged.cut(written, text)
-        if turn := _up_to_stop(pieces, chat.stop_texts):
-            stop = next(stop for stop in chat.stop_texts if turn[-1].text.endswith(stop))
-            return prompt, [*alone, Piece(stop, False)] if alone else turn
+        for i, piece in enumerate(pieces):
+            places = [] if piece.is_body else [(piece.text.find(stop), stop) for stop in chat.stop_texts]
+            if places := [place for place in places if place[0] >= 0]:
+                at, stop = min(places)
+                end = Piece(piece.text[: at + len(stop)], False)
+                return prompt, [*alone, Piece(stop, False)] if alone else [*pieces[:i], end]
         alone = [] if following else pieces  # without the next message, which may change this one
     raise refusal
 
@@ -184,17 +178,6 @@ def common_start(prompt: str, whole: str) -> int:
     return common
 
 
-def _up_to_stop(pieces: Sequence[Piece], stops: Sequence[str]) -> list[Piece]:
-    """The pieces up to the end of the first stop token; none if there is no stop token."""
-    turn: list[Piece] = []
-    for piece in pieces:
-        ends = [(at, at + len(stop)) for stop in stops if (at := piece.text.find(stop)) >= 0 and not piece.is_body]
-        if ends:
-            return [*turn, Piece(piece.text[: min(ends)[1]], False)]
-        turn.append(piece)
-    return []
-
-
 def _ids(chat: ChatFormat, pieces: Sequence[Piece]) -> list[int]:
     return [token_id for _, ids in chat.pieces.encode(pieces).runs for token_id in ids]
 
@@ -227,9 +210,23 @@ def tool_call_problem(chat: ChatFormat, *, appends: bool = True) -> str | None:
     `appends`, results cannot be appended. None if they can. Computed once per tokenizer and template."""
     known = _checked.setdefault(chat.tokenizer, {})
     key = (str(chat.tokenizer.chat_template), appends)
-    if key not in known:
-        known[key] = _reason(chat, appends)
-    return known[key]
+    if key in known:
+        return known[key]
+    reason = None
+    try:
+        chat.prompt([Message("user", _QUESTION)], [_SCHEMA])
+        if appends:
+            chat.continuation([Message("tool", _RESULT, tool_call_id="call_0", name=_TOOL)])
+        # some templates refuse several calls in one message, or leave out all but the first
+        for arguments in () if _read_back(chat, _ARGUMENTS) == list(_ARGUMENTS) else _ARGUMENTS:
+            read = _read_back(chat, [arguments])
+            if read != [arguments]:
+                reason = f"of a call with the arguments {arguments} the template writes text that is read as {read}"
+                break
+    except PalestraError as error:
+        reason = str(error).rstrip(".")
+    known[key] = reason
+    return reason
 
 
 def takes_parallel_calls(chat: ChatFormat) -> bool:
@@ -249,23 +246,6 @@ def check_tool_calls(chat: ChatFormat, *, appends: bool = True) -> None:
             "Use a model whose template is supported (docs/models.md lists them), or set tokenizer.chat_template to "
             "one that writes calls in a supported format, and save the tokenizer."
         )
-
-
-def _reason(chat: ChatFormat, appends: bool) -> str | None:
-    try:
-        chat.prompt([Message("user", _QUESTION)], [_SCHEMA])
-        if appends:
-            chat.continuation([Message("tool", _RESULT, tool_call_id="call_0", name=_TOOL)])
-        if _read_back(chat, _ARGUMENTS) == list(_ARGUMENTS):
-            return None
-        # some templates refuse several calls in one message, or leave out all but the first
-        for arguments in _ARGUMENTS:
-            found = _read_back(chat, [arguments])
-            if found != [arguments]:
-                return f"of a call with the arguments {arguments} the template writes text that is read as {found}"
-    except PalestraError as error:
-        return str(error).rstrip(".")
-    return None
 
 
 def _read_back(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> list[Any]:

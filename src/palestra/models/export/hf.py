@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from palestra.core.errors import StorageError, UnsupportedError
 from palestra.core.files import write_json, write_text
 from palestra.models.adapters import RECORD, base_record, is_adapter
-from palestra.models.export.card import agent_section
+from palestra.models.export.hub import agent_section
 from palestra.models.export.source import read_record
 from palestra.models.loading import load_model
 
@@ -38,7 +38,14 @@ def save_hf(
     """
     record = dict(record or {})
     with _written_aside(folder) as partial:
-        whole = _merged_copy(model) if merge else model
+        whole = model
+        if merge and hasattr(model, "merge_and_unload"):
+            if getattr(model, "is_loaded_in_4bit", False):
+                raise UnsupportedError(
+                    "the base of this adapter is held in 4 bits, too coarse to merge into; save the adapter "
+                    "(merged=False), then `palestra export FOLDER --to hf` merges it into the base in full precision"
+                )
+            whole = copy.deepcopy(model).merge_and_unload()  # the adapter itself stays as it is
         _write(whole, partial)
         write_tokenizer_and_card(whole, tokenizer, partial, record)
         if merge and hasattr(model, "peft_config"):
@@ -132,15 +139,3 @@ def adapter_card(base: str, lora: Any, record: Mapping[str, Any]) -> str:
 def _write(model: Any, folder: Path) -> None:
     # "auto" would ask the hub for the vocabulary of an adapter's base
     model.save_pretrained(folder, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
-
-
-def _merged_copy(model: Any) -> Any:
-    """The base model with the adapter's weights added in; the adapter itself stays as it is."""
-    if not hasattr(model, "merge_and_unload"):
-        return model
-    if getattr(model, "is_loaded_in_4bit", False):
-        raise UnsupportedError(
-            "the base of this adapter is held in 4 bits, too coarse to merge into; save the adapter (merged=False), "
-            "then `palestra export FOLDER --to hf` merges it into the base in full precision"
-        )
-    return copy.deepcopy(model).merge_and_unload()

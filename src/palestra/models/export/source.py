@@ -49,19 +49,25 @@ class ModelSource:
 
 def open_source(name: str, display_name: str | None = None) -> ModelSource:
     """Open a model: folders are read tensor by tensor, adapters and other names are loaded into memory."""
+    from transformers import AutoConfig, GenerationConfig
+
     folder = Path(name).expanduser()
+    instructions = str(read_record(folder).get("instructions") or "")
+    weights: Mapping[str, torch.Tensor]
     if folder.is_dir() and not is_adapter(folder):
-        return _from_folder(folder, display_name or _display_name(name))
-    loaded = load_model(name, device="cpu")
-    model = loaded.model
-    return ModelSource(
-        display_name or _display_name(name),
-        model.state_dict(),
-        model.config,
-        loaded.tokenizer,
-        model.generation_config,
-        str(read_record(folder).get("instructions") or ""),
-    )
+        tokenizer = load_tokenizer(str(folder))
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            has_generation = (folder / "generation_config.json").is_file()
+            generation = GenerationConfig.from_pretrained(folder) if has_generation else GenerationConfig()
+        except (OSError, ValueError) as error:
+            raise UnreadableFileError(f"{folder} cannot be read as a model: {str(error).splitlines()[0]}") from error
+        weights = FolderWeights(folder)
+    else:
+        loaded = load_model(name, device="cpu")
+        model, tokenizer = loaded.model, loaded.tokenizer
+        weights, config, generation = model.state_dict(), model.config, model.generation_config
+    return ModelSource(display_name or _display_name(name), weights, config, tokenizer, generation, instructions)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -78,27 +84,15 @@ def _display_name(name: str) -> str:
     return (path.stem if path.suffix == ".gguf" else path.name) or "model"
 
 
-def _from_folder(folder: Path, name: str) -> ModelSource:
-    from transformers import AutoConfig, GenerationConfig
-
-    tokenizer = load_tokenizer(str(folder))
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        has_generation = (folder / "generation_config.json").is_file()
-        generation = GenerationConfig.from_pretrained(folder) if has_generation else GenerationConfig()
-    except (OSError, ValueError) as error:
-        raise UnreadableFileError(f"{folder} cannot be read as a model: {str(error).splitlines()[0]}") from error
-    instructions = str(read_record(folder).get("instructions") or "")
-    return ModelSource(name, FolderWeights(folder), config, tokenizer, generation, instructions)
-
-
 class FolderWeights(Mapping[str, torch.Tensor]):
     """The safetensors files of a model folder as one mapping; each access reads the tensor from disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
-        for path in self._files():
+        index = folder / "model.safetensors.index.json"
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        for path in (folder / name for name in sorted(names)):
             try:
                 with safe_open(path, "pt") as file:
                     self._file_of |= {name: path for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -106,11 +100,6 @@ class FolderWeights(Mapping[str, torch.Tensor]):
                 raise UnreadableFileError(
                     f"the weights {path} cannot be read ({error}); save the model again"
                 ) from error
-
-    def _files(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-        return [self.folder / name for name in sorted(names)]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         with safe_open(self._file_of[name], "pt") as file:

@@ -1,25 +1,165 @@
-"""Groups of attempts by an agent's program: each has an endpoint of its own at the gateway."""
+"""Groups of attempts by an agent's program: each has an endpoint of its own at the gateway.
+
+A program may be several agents: `Roles` says which are trained, and makes one rollout out of all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Mapping, Sequence
+import os
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from palestra.agents.programs import ProgramAgent, ProgramLimits
+from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
 from palestra.core.chat_model import ModelHost, hosting, logging_calls
 from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
-from palestra.core.types import Group, Message, Problem, ProgramResult, Rollout, SamplingParams, Score
+from palestra.core.types import Group, Lineage, Message, Problem, ProgramResult, Rollout, SamplingParams, Score
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
 from palestra.rollout.agent_loop import from_outside
 from palestra.rollout.collect import OnRollout, all_groups, scored_together, with_call_metrics
 from palestra.rollout.local_models import LocalModels
-from palestra.rollout.rewards import RewardFunctions
+from palestra.rollout.rewards import MAIN_ROLE, RewardFunctions, role_score
+from palestra.servers.forwarding import ForwardedAgent
+from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
-from palestra.sources.programs.roles import Agents, GroupModels, Roles, role_metrics
+from palestra.servers.gateway.shared_prompts import SharedPrompts
+from palestra.servers.gateway.workers import WorkerAttempt, WorkerPrompts
+from palestra.servers.openai.completer import Completer
+
+TRAIN, START, CHECKPOINT = "train", "start", "checkpoint"
+ENDPOINTS = ("http://", "https://")  # models elsewhere begin with these
+GroupModels = dict[str, tuple[SharedPrompts | WorkerPrompts, Completer | None]]
+KEY_VARIABLE = "PALESTRA_ROLE_KEY_"  # + the label: the key of an endpoint
+
+
+@dataclass(slots=True)
+class Roles:
+    """The labelled agents of a program, as `agent.roles` says.
+
+    `load` gives the completer of a frozen model, `newest` the run's newest checkpoint, which changes.
+    """
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    load: Callable[[str], Completer] | None = None
+    newest: Callable[[], Path | None] = lambda: None
+    _frozen: dict[str, Completer] = field(default_factory=dict, init=False)
+    _checkpoint: str = field(default="", init=False)  # that is loaded
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the agents in measures; none where there is only one."""
+        return (MAIN_ROLE, *self.models) if self.models else ()
+
+    def load_models(self) -> None:
+        """Load the frozen models that are not loaded yet, and the newest checkpoint."""
+        for model in self.models.values():
+            if model.startswith(ENDPOINTS) or model == TRAIN:
+                continue
+            assert self.load is not None
+            if model == CHECKPOINT:
+                checkpoint = str(self.newest() or START)
+                if checkpoint != self._checkpoint:
+                    self._frozen[model], self._checkpoint = self.load(checkpoint), checkpoint
+            elif model not in self._frozen:
+                self._frozen[model] = self.load(model)
+
+    @contextmanager
+    def of_group(self, gateway: Gateway, siblings: int) -> Iterator[GroupModels]:
+        """The models of a group's agents (by an empty label: the gateway's own), and the prompts they share."""
+        self.load_models()
+        with ExitStack() as stack:
+            own = gateway.shared_prompts(siblings)
+            stack.callback(own.close)
+            models: GroupModels = {"": (own, None)}
+            for label, model in self.models.items():
+                frozen = self._frozen.get(model)
+                prompts = own if frozen is None else SharedPrompts(frozen.policy, siblings)
+                models[label] = prompts, frozen
+                if frozen is not None:
+                    stack.callback(prompts.close)
+            yield models
+
+    def open(
+        self, gateway: Gateway, problem: Problem, seed_key: str, sampling: SamplingParams, models: GroupModels
+    ) -> Agents:
+        """An endpoint for each agent of an attempt."""
+        main = gateway.open(problem, seed_key=seed_key, sampling=sampling, shared_prompts=models[""][0])
+        others: dict[str, Attempt | ForwardedAgent] = {}
+        trained: dict[str, Attempt | WorkerAttempt] = {}
+        for label, model in self.models.items():
+            if model.startswith(ENDPOINTS):
+                url, _, name = model.partition("#")
+                api_key = os.environ.get(f"{KEY_VARIABLE}{label.upper()}")
+                others[label] = gateway.open_elsewhere(url, name or None, api_key)
+            else:
+                prompts, frozen = models[label]
+                key = f"{seed_key}/{label}"
+                agent = gateway.open(problem, seed_key=key, sampling=sampling, shared_prompts=prompts, model=frozen)
+                others[label] = agent
+                if model == TRAIN:
+                    trained[label] = agent
+        return Agents(main, others, trained)
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """The agents of one attempt: the one without a label, those with one, and which of these are trained."""
+
+    main: Attempt | WorkerAttempt
+    others: Mapping[str, Attempt | ForwardedAgent]
+    trained: Mapping[str, Attempt | WorkerAttempt]
+
+    @property
+    def endpoint(self) -> Endpoint:
+        agents = {label: Endpoint(agent.base_url, agent.api_key, agent.id) for label, agent in self.others.items()}
+        return Endpoint(self.main.base_url, self.main.api_key, self.main.id, agents)
+
+    @property
+    def recorded(self) -> Sequence[Attempt | WorkerAttempt]:
+        """The agents whose tokens are trained."""
+        return (self.main, *self.trained.values())
+
+    async def finish(self) -> tuple[Rollout, dict[str, tuple[Message, ...]]]:
+        """End all of them: one rollout with what is trained, and the last conversation of each labelled agent."""
+        rollout = await self.main.finish()
+        by_label: dict[str, Rollout] = {}
+        for label, agent in self.others.items():
+            ended = await agent.finish()
+            if ended is not None:
+                by_label[label] = ended
+        # the first one with turns; all other conversations are its lineages, each with its role
+        spoken = [r for r in (rollout, *(replace(by_label[name], role=name) for name in self.trained)) if r.turns]
+        if spoken:
+            rollout, *others = spoken
+            lineages = [replace(lineage, role=rollout.role) for lineage in rollout.lineages]
+            for other in others:
+                lineages.append(Lineage(other.turns, other.messages, other.stop, other.role))
+                lineages += [replace(lineage, role=other.role) for lineage in other.lineages]
+            rollout = replace(rollout, lineages=tuple(lineages))
+        messages = {label: ended.messages for label, ended in by_label.items()}
+        frozen = {
+            label: [to_dict(m) for m in said] for label, said in messages.items() if label not in self.trained and said
+        }
+        return (replace(rollout, info={**rollout.info, "frozen_agents": frozen}) if frozen else rollout), messages
+
+
+def role_metrics(group: Group, weights: Mapping[str, float]) -> dict[str, Any]:
+    """The mean reward of each agent that measures tell apart."""
+    good = [r for r in group.rollouts if r.error is None]
+    roles = dict.fromkeys(role for r in good for score in r.scores.values() for role in score.roles)
+    return {
+        f"reward/{role}": sum(
+            weights.get(name, 1.0) * role_score(score, role) for r in good for name, score in r.scores.items()
+        )
+        / len(good)
+        for role in roles
+    }
+
 
 POSTED = "reward"  # the score that an external agent posts for itself
 
@@ -109,9 +249,13 @@ class ProgramCollector:
         self, problem: Problem, rollout: Rollout, result: ProgramResult, conversations: Mapping[str, Sequence[Message]]
     ) -> tuple[Rollout, SuiteEpisode | None]:
         """Add the scores of the measures and the posted reward. Errors are recorded."""
+
+        async def open_episode() -> SuiteEpisode:
+            return self.environment.open(problem)
+
         episode, scores, error = None, dict[str, Score](), rollout.error
         try:
-            episode = await from_outside("opening an episode", self._open(problem))
+            episode = await from_outside("opening an episode", open_episode())
             episode = replace(episode, program=result, agents=conversations, roles=self.roles.labels)
             if error is None:
                 scores = dict(await from_outside("scoring", episode.score(rollout.messages, rollout.tool_results)))
@@ -123,9 +267,6 @@ class ProgramCollector:
         except PalestraError as failure:
             error = error or str(failure)
         return replace(rollout, scores=scores, error=error, stop="failed" if error else rollout.stop), episode
-
-    async def _open(self, problem: Problem) -> SuiteEpisode:
-        return self.environment.open(problem)
 
 
 def case_of(problem: Problem, hidden: Container[str] = ("expect",)) -> dict[str, Any]:

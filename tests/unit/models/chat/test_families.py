@@ -18,7 +18,7 @@ from palestra.core.errors import InputError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.encode import ReplyTemplate, SegmentTokenizer
-from palestra.models.chat.render import PLAIN, family_of, prepare
+from palestra.models.chat.prompts import PLAIN, family_of, prepare
 from palestra.models.chat.template import ChatFormat
 
 SPECIALS = {

@@ -4,7 +4,7 @@ import pytest
 
 from palestra.models.chat.callformats import FORMATS, HARMONY, HERMES
 from palestra.models.chat.streaming import StreamedReply
-from palestra.models.chat.toolcalls import ends_open, is_inside, parse_assistant, split_reasoning, strip_reasoning
+from palestra.models.chat.toolcalls import closing_tag, is_inside, parse_assistant, split_reasoning, strip_reasoning
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TOOLS = [
@@ -62,7 +62,7 @@ def test_a_call_in_the_analysis_channel_is_not_executed():
     [("<|im_start|>assistant\n<think>\n", True), ("<think>\n\n</think>\n\n", False), ("[THINK]", True), ("", False)],
 )
 def test_a_prompt_shows_whether_it_opened_the_reasoning(prompt, is_open):
-    assert ends_open(prompt) is is_open
+    assert bool(closing_tag(prompt)) is is_open
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
