@@ -147,7 +147,7 @@ def step_ended(step: int, steps: int, sampled: float, sampling_s: float) -> None
 def run_palestra(args: argparse.Namespace) -> None:
     from palestra import Agent, EvalSuite, measure, train_grpo
     from palestra.core.types import Finish, Message, SamplingParams, ToolCall
-    from palestra.rollout.speakers import TokenSpeaker
+    from palestra.rollout.agent_loop import TokenSpeaker
     from palestra.train.watcher import Watcher
 
     tell("NAME", "Palestra")

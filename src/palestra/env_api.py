@@ -23,9 +23,9 @@ from palestra.models.chat.template import ChatFormat
 from palestra.policy.build import policy_of
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.result import GRPOTrainingResult
+from palestra.rollout.agent_loop import endpoint_speakers
 from palestra.rollout.collect import Collector, tools_of
 from palestra.rollout.evaluate import process
-from palestra.rollout.speakers import endpoint_speakers
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher

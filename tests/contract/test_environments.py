@@ -15,9 +15,8 @@ from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv
 from palestra.extras.environments.reasoning_gym_tasks import WRONG_SCORERS, task_names
 from palestra.extras.environments.treasure import way
-from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.agent_loop import AttemptLimits, endpoint_speakers
 from palestra.rollout.collect import Collector
-from palestra.rollout.speakers import endpoint_speakers
 
 Solver = Callable[[Problem, Sequence[Message]], Message]
 

@@ -277,12 +277,12 @@ class Speaker:
     def length_with(self, replies):
         return 0
 
-    async def say(self, sampling):
+    async def generate(self, sampling):
         self.sampled_tokens += 1
         asked, self._calls = self._calls, ()
         return Message("assistant", "" if asked else "Done.", tool_calls=asked), "stop"
 
-    def hear(self, messages): ...
+    def append_replies(self, messages): ...
 
     def restart(self, messages): ...
 

@@ -12,8 +12,9 @@ from palestra.cli.summary import change_table, outcome_summary, print_evaluation
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
-from palestra.evals.evidence import Example, Finding
+from palestra.evals.evidence import Finding
 from palestra.evals.report import EvalReport, pick_transcripts
+from palestra.evals.rollout_stats import Example
 from palestra.evals.run_report.write import write_report
 from palestra.train.run import Outcome
 

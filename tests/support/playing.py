@@ -7,9 +7,8 @@ from typing import Any
 
 from palestra.core.types import Group, Message, SamplingParams
 from palestra.envs.base import Environment
-from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.agent_loop import AttemptLimits, endpoint_speakers
 from palestra.rollout.collect import Collector, require_one_good
-from palestra.rollout.speakers import endpoint_speakers
 
 
 @dataclass

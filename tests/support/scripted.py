@@ -11,8 +11,7 @@ from builders import ScriptedPolicy, ScriptedSession, add
 
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, Score, ToolResult
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout.agent_loop import AttemptLimits, run_attempt
-from palestra.rollout.speakers import TokenSpeaker
+from palestra.rollout.agent_loop import AttemptLimits, TokenSpeaker, run_attempt
 
 __all__ = [
     "ANSWER", "CALL", "ScriptedEnvironment", "ScriptedEpisode", "ScriptedPolicy", "ScriptedSession", "add", "play",

@@ -1,4 +1,4 @@
-"""Statistics of rollouts, which training steps and evaluations report."""
+"""Statistics of rollouts, which training steps and evaluations report, and example rollouts for findings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
-from palestra.core.types import Message, Rollout, Score, ToolResult
+from palestra.core.messages import show_call
+from palestra.core.types import Message, Rollout, ToolResult
 
 CallProblem = Literal["rejected_format", "malformed", "unknown_tool", "invalid_arguments", "raised"]
 # metric of each problem: the share of all tool calls that have it
@@ -23,6 +25,8 @@ CALL_PROBLEM_RATES: dict[CallProblem, str] = {
 
 _TAIL = 96  # tokens at the end of a rollout that are looked at for repetition
 _NGRAM = 4
+_MAX_CHARS = 200  # of the text of an example
+_FIELD_TYPES = {"source": str, "step": int, "index": int, "problem_id": str, "text": str}  # of an example
 # what a model says that has learned to expect a hint, of `rollout.hints`
 _HINTS = r"hint|worked example|successful attempt|earlier attempt|expected answer"
 _HINT_PHRASE = re.compile(
@@ -34,19 +38,48 @@ _HINT_PHRASE = re.compile(
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Rewards, pass rates, lengths, tools and failures. Rollouts that failed are counted, and in no mean."""
-    good = [r for r in rollouts if r.error is None]
+    good: list[Rollout] = []
+    errors: Counter[str] = Counter()  # of measures
+    for rollout in rollouts:
+        if rollout.error is None:
+            good.append(rollout)
+        for name, score in rollout.scores.items():
+            if score.error:
+                errors[name] += 1
     out = {
         "rollouts": float(len(rollouts)),
         "rollout_failures": float(len(rollouts) - len(good)),
-        "measure_errors": float(sum(s.error for r in rollouts for s in r.scores.values())),
+        "measure_errors": float(errors.total()),
     }
-    for name, scores in _scores(rollouts).items():
-        if failed := sum(score.error for score in scores):
-            out[f"measure_errors/{name}"] = float(failed)
+    for name, count in errors.items():
+        out[f"measure_errors/{name}"] = float(count)
     if not good:
         return out
-    rewards = [r.reward for r in good]
-    lengths = [r.sampled_tokens for r in good]
+    rewards: list[float] = []
+    lengths: list[int] = []
+    longest = 0
+    has: Counter[str] = Counter()  # sums over rollouts, of which the mean is a metric
+    passed: list[bool] = []  # of rollouts that a measure judges
+    values: dict[str, list[float]] = {}
+    verdicts: dict[str, list[bool]] = {}
+    for rollout in good:
+        rewards.append(rollout.reward)
+        lengths.append(rollout.sampled_tokens)
+        tokens = 0
+        for turn in rollout.turns:
+            tokens += len(turn.token_ids)
+            has["turns_mean"] += turn.maker == "model"
+        longest = max(longest, tokens)
+        has["truncation_rate"] += rollout.cut_off
+        has["context_full_rate"] += rollout.stop == "context_full"
+        has["looping_rate"] += rollout.cut_off and loops(rollout)
+        if is_judged(rollout):
+            passed.append(rollout.passed)
+        for name, score in rollout.scores.items():
+            if not score.error:
+                values.setdefault(name, []).append(score.value)
+            if not score.error and score.passed is not None:
+                verdicts.setdefault(name, []).append(score.passed)
     out |= {
         "reward_mean": statistics.fmean(rewards),
         "reward_max": max(rewards),
@@ -54,21 +87,48 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward_std": statistics.pstdev(rewards),
         "completion_length_mean": statistics.fmean(lengths),
         "completion_length_max": float(max(lengths)),
-        "conversation_length_max": float(max(sum(len(turn.token_ids) for turn in r.turns) for r in good)),
+        "conversation_length_max": float(longest),
         "sampled_tokens": float(sum(lengths)),
-        "turns_mean": statistics.fmean(sum(turn.maker == "model" for turn in r.turns) for r in good),
-        "truncation_rate": statistics.fmean(r.cut_off for r in good),
-        "context_full_rate": statistics.fmean(r.stop == "context_full" for r in good),
-        "looping_rate": statistics.fmean(r.cut_off and loops(r) for r in good),
     }
-    if judged := [r for r in good if is_judged(r)]:
-        out["pass_rate"] = statistics.fmean(r.passed for r in judged)
+    for name, count in has.items():
+        out[name] = count / len(good)
     out |= _tool_stats(good)
-    for name, scores in _scores(good).items():
-        if valid := [score for score in scores if not score.error]:
-            out[f"score/{name}"] = statistics.fmean(score.value for score in valid)
-        if verdicts := [score.passed for score in valid if score.passed is not None]:
-            out[f"pass_rate/{name}"] = statistics.fmean(verdicts)
+    if passed:
+        out["pass_rate"] = statistics.fmean(passed)
+    for name in values:
+        out[f"score/{name}"] = statistics.fmean(values[name])
+        if name in verdicts:
+            out[f"pass_rate/{name}"] = statistics.fmean(verdicts[name])
+    return out
+
+
+def _tool_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    has: Counter[str] = Counter()
+    calls: Counter[str] = Counter()  # by problem, and others
+    for rollout in rollouts:
+        has["tools_offered"] += len(rollout.tool_names)
+        has["tool_limit_rate"] += rollout.stop == "tool_limit"
+        has["unread_call_rate"] += has_unread_call(rollout)
+        has["unrun_call_rate"] += has_unrun_call(rollout)
+        for result in rollout.tool_results:
+            calls["executed"] += 1
+            calls["failed"] += not result.ok
+            calls["other_format"] += bool(result.call.format)
+            calls[call_problem(result, rollout.tool_names) or "none"] += 1
+        written = calls_of(rollout)
+        calls["written"] += len(written)
+        calls["repeated"] += len(written) - len(set(written))  # the name and arguments of an earlier one
+    executed = max(1, calls["executed"])
+    out = {
+        "tool_calls_mean": calls["executed"] / len(rollouts),
+        "tool_error_rate": calls["failed"] / executed,
+        "other_format_rate": calls["other_format"] / executed,
+        "repeated_call_rate": calls["repeated"] / max(1, calls["written"]),
+    }
+    for problem, name in CALL_PROBLEM_RATES.items():
+        out[name] = calls[problem] / executed
+    for name, count in has.items():
+        out[name] = count / len(rollouts)
     return out
 
 
@@ -118,15 +178,21 @@ def has_unread_call(rollout: Rollout) -> bool:
 
 def has_unrun_call(rollout: Rollout) -> bool:
     """Whether calls were parsed and none was run: the attempt ended first."""
-    calls = (call for message in model_messages(rollout) for call in message.tool_calls)
-    return bool(rollout.tool_names) and not rollout.tool_results and any(calls)
+    return bool(rollout.tool_names) and not rollout.tool_results and bool(calls_of(rollout))
 
 
 def model_messages(rollout: Rollout) -> list[Message]:
     """The assistant messages that the model wrote, without those of examples in the prompt."""
     written = [message for message in rollout.messages if message.role == "assistant"]
-    turns = sum(turn.maker == "model" for turn in rollout.turns)
+    turns = 0
+    for turn in rollout.turns:
+        turns += turn.maker == "model"
     return written[-turns:] if turns else written
+
+
+def calls_of(rollout: Rollout) -> list[tuple[str, str]]:
+    """Name and arguments of each call that the model wrote."""
+    return [(call.name, repr(call.arguments)) for m in model_messages(rollout) for call in m.tool_calls]
 
 
 @lru_cache(64)
@@ -166,41 +232,98 @@ def _contains(text: str, answer: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", plain, re.IGNORECASE) is not None
 
 
-def _tool_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    results = [(result, r.tool_names) for r in rollouts for result in r.tool_results]
-    count = max(1, len(results))
-    problems = Counter(call_problem(result, names) for result, names in results)
-    return {
-        "tools_offered": statistics.fmean(len(r.tool_names) for r in rollouts),
-        "tool_calls_mean": len(results) / len(rollouts),
-        "tool_error_rate": sum(not result.ok for result, _ in results) / count,
-        "other_format_rate": sum(bool(result.call.format) for result, _ in results) / count,
-        **{metric: problems[problem] / count for problem, metric in CALL_PROBLEM_RATES.items()},
-        "repeated_call_rate": _repeated_call_rate(rollouts),
-        "tool_limit_rate": statistics.fmean(r.stop == "tool_limit" for r in rollouts),
-        "unread_call_rate": statistics.fmean(has_unread_call(r) for r in rollouts),
-        "unrun_call_rate": statistics.fmean(has_unrun_call(r) for r in rollouts),
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A rollout that shows a finding.
+
+    `source` is "train" (rollouts.jsonl), "before" or "after" (evals/), or "" for one that is not on disk. `index`
+    counts from 0, in its file or, for training, among the rollouts of its step.
+    """
+
+    source: str
+    step: int
+    index: int
+    problem_id: str
+    text: str
+
+    @property
+    def location(self) -> str:
+        if self.source == "train":
+            return f"rollouts.jsonl, step {self.step}, rollout {self.index}"
+        if self.source:
+            return f"evals/{self.source}.jsonl, line {self.index + 1}"
+        return f"problem {self.problem_id}"
+
+    def __str__(self) -> str:
+        return f"Example ({self.location}): {self.text}" if self.text else f"Example: {self.location}."
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"location": self.location}
+
+    @classmethod
+    def from_dict(cls, record: Any) -> Example | None:
+        """Read an example of report.json; None if there is none or it is malformed."""
+        if not isinstance(record, dict) or not all(isinstance(record.get(n), t) for n, t in _FIELD_TYPES.items()):
+            return None
+        return cls(*(record[name] for name in _FIELD_TYPES))
+
+
+def find_examples(rollouts: Sequence[Rollout], source: str = "", step: int = 0) -> dict[str, Example]:
+    """The first rollout with each trait, by the name of the trait."""
+    examples: dict[str, Example] = {}
+    for index, rollout in enumerate(rollouts):
+        for trait, text in traits_of(rollout).items():
+            if trait not in examples:
+                text = last_words(rollout) if text is None else text
+                line = " ".join(text[: 4 * _MAX_CHARS].split())
+                line = line if len(line) <= _MAX_CHARS else line[: _MAX_CHARS - 1] + "…"
+                examples[trait] = Example(source, step, index, rollout.problem_id, line)
+    return examples
+
+
+def traits_of(rollout: Rollout) -> dict[str, str | None]:
+    """The traits that findings show, each with the text that shows it; None is for the model's last words."""
+    traits: dict[str, str | None] = {}
+    for name, score in rollout.scores.items():
+        if score.error:
+            traits.setdefault("measure_error", f"{name}: {score.reason}")
+    succeeded = False
+    for result in rollout.tool_results:
+        problem = call_problem(result, rollout.tool_names)
+        succeeded |= problem is None
+        if problem is not None and problem not in traits:
+            said = result.content or result.call.error
+            traits[problem] = f"{show_call(result.call)} → {said}" if said else show_call(result.call)
+    if rollout.error is not None:
+        return traits | {"failure": rollout.error}
+    offered, called, earned = bool(rollout.tool_names), bool(rollout.tool_results), rollout.reward > 0
+    is_looping = rollout.cut_off and loops(rollout)
+    holds = {
+        "unread_call": has_unread_call(rollout),
+        "unrun_call": has_unrun_call(rollout),
+        "no_call": offered and not called,
+        "context_full": rollout.stop == "context_full",
+        "truncated": rollout.stop == "truncated" and not is_looping,
+        "tool_limit": rollout.stop == "tool_limit",
+        "looping": is_looping,
+        "guess": offered and earned and not succeeded,
+        "reward_for_failed_calls": called and earned and not succeeded,
+        "hint": mentions_hint(rollout),
+        "passed": rollout.passed,
+        "not_passed": not rollout.passed,
     }
+    for trait, is_shown in holds.items():
+        if is_shown:
+            traits[trait] = None
+    return traits
 
 
-def calls_of(rollout: Rollout) -> list[tuple[str, str]]:
-    """Name and arguments of each call that the model wrote."""
-    return [(call.name, repr(call.arguments)) for m in model_messages(rollout) for call in m.tool_calls]
-
-
-def _repeated_call_rate(rollouts: Sequence[Rollout]) -> float:
-    """Return the share of the calls that have the name and arguments of an earlier call of the same rollout."""
-    total = distinct = 0
-    for rollout in rollouts:
-        calls = calls_of(rollout)
-        total += len(calls)
-        distinct += len(set(calls))
-    return (total - distinct) / max(1, total)
-
-
-def _scores(rollouts: Sequence[Rollout]) -> dict[str, list[Score]]:
-    found: dict[str, list[Score]] = {}
-    for rollout in rollouts:
-        for name, score in rollout.scores.items():
-            found.setdefault(name, []).append(score)
-    return found
+def last_words(rollout: Rollout) -> str:
+    """The last text or tool calls of the model."""
+    for message in reversed(model_messages(rollout)):
+        parts = [message.text] if message.text else []
+        if message.tool_calls:
+            parts.append(", ".join([show_call(call) for call in message.tool_calls]))
+        if parts:
+            return " ".join(parts)
+    return ""

@@ -13,11 +13,12 @@ from palestra.core.endpoints import CallLimits, Endpoint, EndpointUsage
 from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.http import HttpError
 from palestra.core.messages import from_dict, to_dict
-from palestra.core.types import Finish, Message, SamplingParams
+from palestra.core.types import Finish, Message, SamplingParams, Turn
 
 _OTHER_NAMES = {"timeout": "timeout_s", "num_max_requests_at_once": "max_concurrent"}
 _NO_KEYS = ("", "none", "x", "empty")  # what is written where no key is needed
 _ATTEMPTS = 3
+_CHARACTERS_PER_TOKEN = 4  # a guess, for endpoints that do not say how many tokens they sampled
 
 
 class OpenAISettings(Section):
@@ -87,3 +88,34 @@ class OpenAIChat:
         tokens = (answer.get("usage") or {}).get("completion_tokens")
         finish: Finish = "length" if choice.get("finish_reason") == "length" else "stop"
         return message, finish, tokens if isinstance(tokens, int) else None
+
+
+class EndpointSpeaker:
+    """One conversation with an endpoint. Without token ids its attempts can be scored, not trained."""
+
+    def __init__(self, endpoint: OpenAIChat, messages: Sequence[Message], tools: Sequence[dict[str, object]]) -> None:
+        self.turns: list[Turn] = []
+        self.sampled_tokens = 0
+        self.shows_call_ids = False
+        self._endpoint = endpoint
+        self._messages = list(messages)
+        self._tools = tools
+
+    async def generate(self, sampling: SamplingParams) -> tuple[Message, Finish]:
+        message, finish, tokens = await self._endpoint.complete(self._messages, self._tools, sampling)
+        self._messages.append(message)
+        written = len(message.text) + sum(len(str(call.arguments)) for call in message.tool_calls)
+        self.sampled_tokens += tokens if tokens is not None else 1 + written // _CHARACTERS_PER_TOKEN
+        return message, finish
+
+    def append_replies(self, messages: Sequence[Message]) -> None:
+        self._messages += messages
+
+    def length_with(self, replies: Sequence[Message]) -> int:
+        return sum(len(message.text) for message in (*self._messages, *replies)) // _CHARACTERS_PER_TOKEN
+
+    def restart(self, messages: Sequence[Message]) -> None:
+        self._messages = list(messages)
+
+    def close(self) -> None:
+        """The endpoint keeps no state."""

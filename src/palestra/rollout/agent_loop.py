@@ -1,25 +1,33 @@
-"""The agent loop: one attempt at a problem, the same for a policy that samples tokens and for a chat endpoint."""
+"""The agent loop: one attempt at a problem, the same for a policy that samples tokens and for a chat endpoint.
+
+A `Speaker` is the model's side of one conversation. Its `turns` are what is trained: empty without token ids. Where it
+`shows_call_ids`, the model reads the ids of its calls, so the record keeps them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from palestra.agents.tools.run import run_calls
-from palestra.agents.tools.tool import Tool
 from palestra.core.calls import call_with_limit, user_code
 from palestra.core.errors import PalestraError, RolloutError, text_of
+from palestra.core.machine import phases
 from palestra.core.messages import number_calls, with_text
 from palestra.core.text import encodable, shorten
 from palestra.core.types import Finish, Lineage, Message, Problem, Rollout, SamplingParams, StopReason, ToolResult, Turn
 from palestra.envs.base import Episode
 from palestra.envs.running import STEP_TIMEOUT_S
 from palestra.models.chat.grammars import GrammarText
+from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
 from palestra.models.chat.toolcalls import UnexpectedCalls
+from palestra.policy.base import Policy
+from palestra.policy.openai import EndpointSpeaker, OpenAIChat
 
 MAX_STATE_CHARS = 200
 SUMMARY_REQUEST = (
@@ -28,6 +36,7 @@ SUMMARY_REQUEST = (
     "alone."
 )
 SUMMARY_OPENING = "You have already begun. Your summary of what you have done so far:"
+NOT_FINITE = "the model gave log-probabilities that are not finite; its weights may be broken"
 T = TypeVar("T")
 
 
@@ -51,32 +60,6 @@ class AttemptLimits:
     keep_reasoning: bool = True  # False: the model does not read what it thought in earlier turns
 
 
-class Speaker(Protocol):
-    """The model's side of one conversation."""
-
-    turns: list[Turn]  # of the conversation: what is trained; empty where there are no token ids
-    sampled_tokens: int
-    shows_call_ids: bool  # the model reads the ids of its calls, so the record keeps them
-
-    def length_with(self, replies: Sequence[Message]) -> int:
-        """Tokens of the conversation with these replies; estimated where there are no token ids."""
-        ...
-
-    async def say(self, sampling: SamplingParams) -> tuple[Message, Finish]:
-        """The next assistant message, and why it ended."""
-        ...
-
-    def hear(self, messages: Sequence[Message]) -> None:
-        """The replies to that message."""
-        ...
-
-    def restart(self, messages: Sequence[Message]) -> None:
-        """Continue with another conversation. Of these messages nothing is trained: earlier ones have their turns."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class Attempt:
     """The messages and tool results of an attempt so far; `on_message` is called with each new message.
@@ -92,7 +75,7 @@ class Attempt:
     tool_results: list[ToolResult] = field(default_factory=list)
     tool_seconds: float = 0.0
     states: list[str] = field(default_factory=list)  # in which the model's turns began, where the episode names them
-    on_message: Callable[[Message], None] = lambda message: None
+    on_message: Callable[[Message], None] | None = None
 
     def __post_init__(self) -> None:
         self.context = list(self.messages)
@@ -100,12 +83,12 @@ class Attempt:
     def add(self, *messages: Message) -> None:
         self.messages += messages
         self.context += messages
-        for message in messages:
-            self.on_message(message)
+        if self.on_message is not None:
+            for message in messages:
+                self.on_message(message)
 
     def restart(self, speaker: Speaker, context: Sequence[Message], before: Sequence[Message]) -> None:
-        """Go on with a history that was changed, after the messages `before`: in a conversation of its own, so that
-        every turn is trained once."""
+        """Begin a conversation with a changed history after the messages `before`: every turn is trained once."""
         self.earlier.append((tuple(speaker.turns), tuple(before)))
         self.context = list(context)
         speaker.restart(context)
@@ -129,7 +112,7 @@ async def run_attempt(
         if not speaker.shows_call_ids:
             first = len(episode.prompt)
             attempt.messages, attempt.tool_results = number_calls(attempt.messages, attempt.tool_results, first)
-        scores = dict(await from_outside("scoring", episode.score(attempt.messages, attempt.tool_results)))
+        scores = dict(await wrap_user_error("scoring", episode.score(attempt.messages, attempt.tool_results)))
     except PalestraError as failure:
         stop, error = "failed", str(failure)
     finally:
@@ -169,48 +152,62 @@ async def play(
     first_seed = sampling.seed if seed is None else seed
     turn = rounds = summaries = 0
     while True:
-        left = sampling.max_new_tokens - speaker.sampled_tokens
-        if left <= 0:
-            return "truncated"
-        if (state := await state_key(episode)) is not None:
-            attempt.states.append(state)
         this_turn = forced if turn < limits.forced_calls else sampling
-        message, finish = await speaker.say(this_turn.for_turn(left, first_seed + turn))
-        turn += 1
-        attempt.add(message)
-        if finish != "stop":
-            return why_cut_off(finish, speaker, limits)
+        cut_off = await sample_turn(speaker, episode, attempt, this_turn, first_seed + turn)
+        if cut_off is not None:
+            return cut_off
+        turn, message = turn + 1, attempt.messages[-1]
         if turn - summaries == getattr(episode, "max_turns", None):
             return "answered"
         if message.tool_calls:
             if rounds == limits.max_tool_rounds:
                 return "tool_limit"
             rounds += 1
-        began = time.perf_counter()
-        replies, results = await replies_to(attempt.messages, episode, tools, limits)
-        if results:
+            began = time.perf_counter()
+            results = await run_calls(tools, message.tool_calls, limits.tool_timeout_s, limits.max_tool_result_chars)
             attempt.tool_seconds += time.perf_counter() - began
             attempt.tool_results += results
+            replies = [Message("tool", r.content, tool_call_id=r.call.id, name=r.call.name) for r in results]
+        else:
+            answers = await wrap_user_error("the environment's reply", episode.reply(attempt.messages))
+            replies = [replace(m, text=shorten(m.text, limits.max_tool_result_chars)) for m in answers]
         if not replies:
             return "answered"
         if limits.compact_at is None and limits.keep_reasoning:
             attempt.add(*replies)
-            speaker.hear(replies)
+            speaker.append_replies(replies)
             continue
-        cut_off = await hear_in_less(speaker, episode, attempt, replies, limits, first_seed + turn)
+        cut_off = await append_compacted(speaker, episode, attempt, replies, limits, first_seed + turn)
         if cut_off is not None:
             return cut_off
         turn += len(attempt.summaries) - summaries
         summaries = len(attempt.summaries)
 
 
-def why_cut_off(finish: Finish, speaker: Speaker, limits: AttemptLimits) -> StopReason:
-    """Why a turn ended in the middle."""
-    has_tokens_left = speaker.sampled_tokens < limits.sampling.max_new_tokens
+async def sample_turn(
+    speaker: Speaker, episode: Episode, attempt: Attempt, sampling: SamplingParams, seed: int
+) -> StopReason | None:
+    """Add the model's next message, and the state in which it began; the reason where that ends the attempt."""
+    left = sampling.max_new_tokens - speaker.sampled_tokens
+    if left <= 0:
+        return "truncated"
+    if callable(state_key := getattr(episode, "state_key", None)):
+        call = call_with_limit(
+            lambda: None if (k := state_key()) is None else encodable(str(k)), timeout_s=STEP_TIMEOUT_S
+        )
+        key: str | None = await wrap_user_error("state_key", call)
+        if key is not None:
+            is_short = len(key) <= MAX_STATE_CHARS
+            attempt.states.append(key if is_short else hashlib.blake2b(key.encode(), digest_size=16).hexdigest())
+    message, finish = await speaker.generate(sampling.for_turn(left, seed))
+    attempt.add(message)
+    if finish == "stop":
+        return None
+    has_tokens_left = speaker.sampled_tokens < sampling.max_new_tokens
     return "context_full" if finish == "length" and bool(speaker.turns) and has_tokens_left else "truncated"
 
 
-async def hear_in_less(
+async def append_compacted(
     speaker: Speaker, episode: Episode, attempt: Attempt, replies: Sequence[Message], limits: AttemptLimits, seed: int
 ) -> StopReason | None:
     """Let the model read the replies with a history without reasoning, or a summary of it; why that ended the attempt.
@@ -224,57 +221,153 @@ async def hear_in_less(
     if not limits.keep_reasoning and before[-1].reasoning:  # messages are without, so that earlier ones have none
         attempt.restart(speaker, attempt.context, before)
     else:
-        speaker.hear(said)
+        speaker.append_replies(said)
     if not compacts:
         return None
-    left = limits.sampling.max_new_tokens - speaker.sampled_tokens
-    if left <= 0:
-        return "truncated"
-    if (state := await state_key(episode)) is not None:
-        attempt.states.append(state)
-    summary, finish = await speaker.say(limits.sampling.for_turn(left, seed))
-    attempt.add(summary)
-    attempt.summaries.append(sum(m.role == "assistant" for m in attempt.messages[len(episode.prompt) :]) - 1)
-    if finish != "stop":
-        return why_cut_off(finish, speaker, limits)
-    last = [reply for reply in replies if reply.role == "user"]
-    attempt.restart(speaker, after_summary(episode.prompt, summary.text, last), attempt.context)
+    count = len(attempt.messages)
+    cut_off = await sample_turn(speaker, episode, attempt, limits.sampling, seed)
+    if len(attempt.messages) > count:  # also where it was cut off
+        attempt.summaries.append(sum(m.role == "assistant" for m in attempt.messages[len(episode.prompt) :]) - 1)
+    if cut_off is not None:
+        return cut_off
+    last = "".join(f"\n\n{reply.text}" for reply in replies if reply.role == "user")  # repeated as it was
+    opening = with_text(episode.prompt, f"{SUMMARY_OPENING}\n{attempt.messages[-1].text or '(nothing)'}{last}")
+    attempt.restart(speaker, opening, attempt.context)
     return None
 
 
-def after_summary(prompt: Sequence[Message], summary: str, last: Sequence[Message]) -> list[Message]:
-    """The opening of the conversation after a summary. What the environment said last is repeated as it was."""
-    said = "".join(f"\n\n{message.text}" for message in last)
-    return with_text(prompt, f"{SUMMARY_OPENING}\n{summary or '(nothing)'}{said}")
-
-
-async def state_key(episode: Episode) -> str | None:
-    """The state that an episode is in, where it names one; a long key is hashed."""
-    if not callable(method := getattr(episode, "state_key", None)):
-        return None
-    call = call_with_limit(lambda: None if (key := method()) is None else encodable(str(key)), timeout_s=STEP_TIMEOUT_S)
-    key: str | None = await from_outside("state_key", call)
-    if key is None or len(key) <= MAX_STATE_CHARS:
-        return key
-    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-
-
-async def replies_to(
-    messages: Sequence[Message], episode: Episode, tools: Mapping[str, Tool], limits: AttemptLimits
-) -> tuple[Sequence[Message], list[ToolResult]]:
-    """The replies to the last message: the results of its tool calls, or those of the environment."""
-    if calls := messages[-1].tool_calls:
-        results = await run_calls(tools, calls, limits.tool_timeout_s, limits.max_tool_result_chars)
-        said = [Message("tool", r.content, tool_call_id=r.call.id, name=r.call.name) for r in results]
-        return said, results
-    replies = await from_outside("the environment's reply", episode.reply(messages))
-    return [replace(m, text=shorten(m.text, limits.max_tool_result_chars)) for m in replies], []
-
-
-async def from_outside(boundary: str, call: Awaitable[T]) -> T:
+async def wrap_user_error(boundary: str, call: Awaitable[T]) -> T:
     """Name an error by the boundary that it crossed."""
     try:
         with user_code():
             return await call
     except Exception as error:
         raise RolloutError(text_of(error, boundary)) from error
+
+
+class TokenSpeaker:
+    """A session of a policy. Its turns hold exactly the tokens that were sampled."""
+
+    def __init__(
+        self,
+        policy: Policy[Any],
+        session: Any,
+        chat: ChatFormat,
+        prompt: Turn,
+        tools: Sequence[dict[str, Any]] = (),
+        unexpected: UnexpectedCalls = "execute",
+    ) -> None:
+        self.turns: list[Turn] = [prompt]
+        self.sampled_tokens = 0
+        self.shows_call_ids = chat.shows_call_ids
+        self._policy = policy
+        self._session = session
+        self._chat = chat
+        self._tools = tools
+        self._unexpected = unexpected
+        self._tokens = len(prompt.token_ids)
+
+    async def generate(self, sampling: SamplingParams) -> tuple[Message, Finish]:
+        """The next assistant message, and why it ended."""
+        turn = await self._policy.sample(self._session, sampling)
+        prompt_end = self._session.token_ids[max(0, self._tokens - PROMPT_END_TOKENS) : self._tokens]
+        self._tokens = check_record(self._session, self._tokens, turn)
+        self.turns.append(turn)
+        self.sampled_tokens += len(turn.token_ids)
+        with phases("template"):
+            message = self._chat.read(turn.token_ids.tolist(), self._tools, prompt_end, self._unexpected)
+        return message, turn.finish or "length"
+
+    def append_replies(self, messages: Sequence[Message]) -> None:
+        with phases("template"):
+            turns = self._chat.continuation(messages, last_token=self._session.token_ids[-1])
+        new = [token_id for turn in turns for token_id in turn.token_ids.tolist()]
+        self._policy.append(self._session, new)
+        self._tokens = check_tokens(self._session, self._tokens, new)
+        self.turns += turns
+
+    def length_with(self, replies: Sequence[Message]) -> int:
+        """Tokens of the conversation with these replies."""
+        turns = self._chat.continuation(replies, last_token=self._session.token_ids[-1])
+        return self._tokens + sum(len(turn.token_ids) for turn in turns)
+
+    def restart(self, messages: Sequence[Message]) -> None:
+        """A new session for a changed history; what both have in common is computed once, if the policy can branch."""
+        with phases("template"):
+            prompt = self._chat.prompt(messages, self._tools)
+        ids, old = prompt.token_ids.tolist(), self._session
+        pairs = enumerate(zip(ids[:-1], old.token_ids, strict=False))
+        shared = next((i for i, (new, known) in pairs if new != known), min(len(ids) - 1, len(old.token_ids)))
+        if shared and self._policy.can_branch:
+            self._session = self._policy.branch(old, shared)
+            self._policy.append(self._session, ids[shared:])
+        else:  # a server has a prefix cache
+            self._session = self._policy.open(ids)
+        self._policy.close(old)
+        self.turns, self._tokens = [prompt], check_tokens(self._session, 0, ids)
+
+    def close(self) -> None:
+        self._policy.close(self._session)
+
+    @property
+    def unread_text(self) -> str:
+        """The part of the current message that has been sampled."""
+        ids, start = self._session.token_ids, self._tokens
+        return self._chat.read(ids[start:], self._tools, ids[max(0, start - PROMPT_END_TOKENS) : start]).text
+
+
+def check_record(session: Any, start: int, turn: Turn) -> int:
+    """Where `turn`, which begins at `start`, ends: the session and the record that is trained hold the same tokens."""
+    if not math.isfinite(sum(turn.logprobs.tolist())):  # as a list: numpy takes longer for the usual few dozen
+        raise RolloutError(NOT_FINITE)
+    return check_tokens(session, start, turn.token_ids.tolist())
+
+
+def check_tokens(session: Any, start: int, token_ids: list[int]) -> int:
+    end, held = start + len(token_ids), session.token_ids
+    if len(held) < end or list(held[start:end]) != token_ids:
+        raise RuntimeError(
+            f"the session holds {len(held)} tokens, which differ from the record between {start} and {end}: "
+            "tokens must be trained exactly as sampled"
+        )
+    return end
+
+
+Speaker = TokenSpeaker | EndpointSpeaker
+
+
+def token_speakers(
+    policy: Policy[Any], chat: ChatFormat, unexpected: UnexpectedCalls = "execute"
+) -> Callable[[Sequence[Episode]], list[Speaker]]:
+    """Sessions of a policy; siblings with the same prompt share its computation."""
+
+    def start(episodes: Sequence[Episode]) -> list[Speaker]:
+        openings = [(e.prompt, [t.schema for t in e.tools]) for e in episodes]
+        is_shared = all(opening == openings[0] for opening in openings)
+        with phases("template"):
+            prompts = [chat.prompt(*opening) for opening in (openings[:1] if is_shared else openings)]
+        sessions: list[Any] = []
+        try:
+            for prompt in prompts:
+                sessions.append(policy.open(prompt.token_ids.tolist()))
+        except PalestraError:
+            for session in sessions:
+                policy.close(session)
+            raise
+        if is_shared:
+            sessions, prompts = policy.fork(sessions[0], len(openings)), prompts * len(openings)
+        return [
+            TokenSpeaker(policy, session, chat, prompt, tools, unexpected)
+            for session, prompt, (_, tools) in zip(sessions, prompts, openings, strict=True)
+        ]
+
+    return start
+
+
+def endpoint_speakers(endpoint: OpenAIChat) -> Callable[[Sequence[Episode]], list[Speaker]]:
+    """Conversations with a chat endpoint."""
+
+    def start(episodes: Sequence[Episode]) -> list[Speaker]:
+        return [EndpointSpeaker(endpoint, e.prompt, [t.schema for t in e.tools]) for e in episodes]
+
+    return start

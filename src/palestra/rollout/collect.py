@@ -8,10 +8,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 from palestra.agents.tools.tool import Tool
 from palestra.core.calls import OutOfThreads, call_with_limit, calls_with_limit, user_code
@@ -30,14 +29,14 @@ from palestra.core.types import Group, Message, Problem, Rollout
 from palestra.envs.base import Environment, Episode, ScoresGroups
 from palestra.envs.running import RunningEnv
 from palestra.evals.judge_stats import length_metrics
-from palestra.rollout.agent_loop import AttemptLimits, Speaker, from_outside, run_attempt
+from palestra.rollout.agent_loop import NOT_FINITE, AttemptLimits, Speaker, run_attempt, wrap_user_error
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunctions
-from palestra.rollout.speakers import NOT_FINITE
 
 OnRollout = Callable[[Rollout], None]
-BEGUN_AT_ONCE = 128  # rollouts
-ROUNDS_BETWEEN = 4  # of the event loop: the first of them are being sampled then
+# Groups start in batches, so that the GPU can begin decoding while the remaining prompts are rendered.
+START_BATCH_ROLLOUTS = 128
+YIELDS_PER_BATCH = 4  # of the event loop: the first of them are being sampled then
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Collector:
         group_size: int,
         seed_keys: Sequence[str],
         on_rollout: OnRollout = lambda r: None,
-        on_group: Callable[[int, Group], None] = lambda i, group: None,
+        on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
         """Collect one group per problem; the number of open groups is limited. Equal seed keys give equal rollouts.
 
@@ -92,45 +91,49 @@ class Collector:
             else:
                 group.abandon()
         self._prepared.clear()
-        opening = {
-            i: asyncio.create_task(self._opener.open(problem, group_size))
-            for i, problem in enumerate(problems[:at_once])
-            if i not in started
-        }
+        opening: dict[int, asyncio.Task[list[Episode] | NotOpened]] = {}
+        for i, problem in enumerate(problems[:at_once]):
+            if i not in started:
+                opening[i] = asyncio.create_task(self._opener.open(problem, group_size))
         slots = asyncio.Semaphore(at_once)
 
-        async def group_of(i: int, problem: Problem, key: str) -> Group:
-            if i not in started:
-                opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
-                opening.pop(i, None)  # from here on the group closes them
-                if isinstance(opened, NotOpened):
-                    return failed_group(problem, opened.reason, group_size, on_rollout)
-                try:
-                    started[i] = Started(problem, opened, self.start(opened))
-                except PalestraError as refused:  # a prompt that is too long, or that the chat template does not take
-                    await close_episodes(opened)
-                    return failed_group(problem, str(refused), group_size, on_rollout, tuple(opened[0].prompt))
-            return await self._attempts(started.pop(i), key, on_rollout)
-
         async def attempted(i: int, problem: Problem, key: str) -> Group:
+            group: Group | None = None
             async with slots:
-                group = await group_of(i, problem, key)
-            on_group(i, group)
+                if i not in started:
+                    opened = await (opening[i] if i in opening else self._opener.open(problem, group_size))
+                    opening.pop(i, None)  # from here on the group closes them
+                    if isinstance(opened, NotOpened):
+                        group = failed_group(problem, opened.reason, group_size, on_rollout)
+                    else:
+                        try:
+                            started[i] = Started(problem, opened, self.start(opened))
+                        except PalestraError as refused:  # a prompt that is too long, or refused by the template
+                            await close_episodes(opened)
+                            prompt = tuple(opened[0].prompt)
+                            group = failed_group(problem, str(refused), group_size, on_rollout, prompt)
+                group = group or await self._attempts(started.pop(i), key, on_rollout)
+            if on_group is not None:
+                on_group(i, group)
             return group
 
+        tasks: list[asyncio.Task[Group]] = []
         try:
             if opening:  # before the first samples, so that the sampler's batches do not depend on which opened first
                 await asyncio.wait(opening.values())
-            attempts = (
-                attempted(i, problem, key) for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True))
-            )
             with hosting(self.host):
-                tasks = await begun(attempts, at_once=max(1, BEGUN_AT_ONCE // group_size))
+                batch = max(1, START_BATCH_ROLLOUTS // group_size)
+                for i, (problem, key) in enumerate(zip(problems, seed_keys, strict=True)):
+                    tasks.append(asyncio.create_task(attempted(i, problem, key)))
+                    for _ in range(0 if (i + 1) % batch else YIELDS_PER_BATCH):
+                        await asyncio.sleep(0)
             return await all_groups(tasks, self.rewards)
         finally:
+            for task in tasks:
+                task.cancel()
             abandon(opening.values())
-            for group in started.values():
-                group.abandon()
+            for started_group in started.values():
+                started_group.abandon()
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
         """Open the next step's episodes early, unless that is slow: containers and servers are held only in use."""
@@ -197,7 +200,7 @@ async def scored_together(
         return rollouts
     scored = list(rollouts)
     try:
-        group_scores = await from_outside("score_group", environment.score_group([episodes[i] for i in good]))
+        group_scores = await wrap_user_error("score_group", environment.score_group([episodes[i] for i in good]))
     except PalestraError as failure:
         for i in good:
             scored[i] = replace(rollouts[i], stop="failed", error=str(failure))
@@ -211,21 +214,6 @@ def with_call_metrics(group: Group, calls: CallLog) -> Group:
     """Add the metrics of a group's judges and simulated users."""
     lengths = length_metrics(group.rollouts, calls.judges) if calls.judges else {}
     return replace(group, metrics={**group.metrics, **calls.counts, **lengths})
-
-
-async def begun(attempts: Iterable[Coroutine[Any, Any, Group]], at_once: int) -> list[asyncio.Task[Group]]:
-    """Start in batches, so that the GPU can begin decoding while the remaining prompts are rendered."""
-    tasks: list[asyncio.Task[Group]] = []
-    try:
-        for i, attempt in enumerate(attempts):
-            tasks.append(asyncio.create_task(attempt))
-            for _ in range(0 if (i + 1) % at_once else ROUNDS_BETWEEN):
-                await asyncio.sleep(0)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
-    return tasks
 
 
 async def all_groups(tasks: Sequence[asyncio.Task[Group]], rewards: RewardFunctions) -> list[Group]:

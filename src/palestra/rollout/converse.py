@@ -11,8 +11,7 @@ from palestra.core.errors import PalestraError
 from palestra.core.types import Message, Problem, Rollout, Score, StopReason, ToolResult, Turn
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
-from palestra.rollout.agent_loop import Attempt, AttemptLimits, play, run_attempt
-from palestra.rollout.speakers import TokenSpeaker
+from palestra.rollout.agent_loop import Attempt, AttemptLimits, TokenSpeaker, play, run_attempt
 
 
 @dataclass(frozen=True, slots=True)

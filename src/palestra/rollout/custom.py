@@ -16,7 +16,7 @@ from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
 from palestra.envs.base import Environment, Episode
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
-from palestra.rollout.agent_loop import from_outside
+from palestra.rollout.agent_loop import wrap_user_error
 from palestra.rollout.collect import (
     NotOpened,
     OnRollout,
@@ -104,7 +104,7 @@ class FunctionCollector:
         if not prompts:
             return []
         call = asyncio.to_thread(self.function, prompts, self.trainer)
-        columns = _checked(await from_outside("rollout_func", call), len(prompts))
+        columns = _checked(await wrap_user_error("rollout_func", call), len(prompts))
         groups = (self._group(g, problem, row, columns) for g, (problem, row) in enumerate(opened))
         with hosting(LocalModels(self.policy, self.chat)):
             return list(await asyncio.gather(*groups))
@@ -132,7 +132,7 @@ class FunctionCollector:
         stop: StopReason = "truncated" if "truncated" in columns and columns["truncated"][i] else "answered"
         scores, error = {}, None
         try:
-            scores = dict(await from_outside("scoring", episode.score(messages, ())))
+            scores = dict(await wrap_user_error("scoring", episode.score(messages, ())))
         except PalestraError as failure:
             error = str(failure)
         return Rollout(problem.id, turns, messages, "failed" if error else stop, scores=scores, error=error)

@@ -17,7 +17,7 @@ from palestra.rollout.collect import OnRollout, require_one_good
 ATTEMPTS_BETWEEN_WRITES = 64  # of an evaluation with a file; enough to keep a sampler busy
 
 
-class CollectsGroups(Protocol):
+class GroupCollector(Protocol):
     """Collects groups for problems: attempts by a policy or an endpoint, or a user's function."""
 
     async def collect(
@@ -30,7 +30,7 @@ class CollectsGroups(Protocol):
 
 
 @runtime_checkable
-class PreparesGroups(Protocol):
+class SupportsPrefetch(Protocol):
     """A collector that can begin before the policy may be asked."""
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
@@ -43,7 +43,7 @@ class PreparesGroups(Protocol):
 
 
 async def evaluate(
-    collector: CollectsGroups,
+    collector: GroupCollector,
     problems: Sequence[Problem],
     *,
     samples_per_case: int = 1,
@@ -75,7 +75,7 @@ async def evaluate(
 
 
 async def process(
-    collector: CollectsGroups,
+    collector: GroupCollector,
     problems: Sequence[Problem],
     *,
     group_size: int,

@@ -87,18 +87,31 @@ class RewardFunctions:
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> Group:
         """The siblings with their rewards. Episodes are still open, so functions may look at what was played with."""
-        scored, logged = list(rollouts), _Logged()
+        scored = list(rollouts)
+        metrics: dict[str, list[float]] = {}  # of the step, that functions log
+        extras: dict[str, dict[str, list[str]]] = {}  # texts about each rollout, by function and column
         good = [i for i, rollout in enumerate(rollouts) if rollout.error is None]
         if good and self._functions:
             arguments = self._arguments(problem, [rollouts[i] for i in good], [episodes[i] for i in good])
             arguments |= {key: [values[i] for i in good] for key, values in (columns or {}).items()}
-            calls = (self._call(name, arguments, problem, logged) for name in self._functions)
+            arguments["log_metric"] = lambda name, value: metrics.setdefault(name, []).append(float(value))
+            calls = (self._call(name, arguments, problem, extras.setdefault(name, {})) for name in self._functions)
             for name, values in zip(self._functions, await asyncio.gather(*calls), strict=True):
                 for at, (i, value) in enumerate(zip(good, values, strict=True)):
-                    if value is not None:
-                        score = _as_score(value, beside_measures=bool(rollouts[i].scores), reason=logged.text(name, at))
-                        scored[i] = replace(scored[i], scores={**scored[i].scores, name: score})
-        return Group(problem.id, tuple(self._rewarded(rollout, weights) for rollout in scored), logged.means())
+                    if value is None:
+                        continue
+                    if isinstance(value, str):
+                        score = Score(0.0, None, value, error=True)
+                    else:  # beside measures, which say what passes, a function only adds to the reward
+                        texts = [f"{column}: {said[at]}" for column, said in extras[name].items() if at < len(said)]
+                        passed = None if rollouts[i].scores else value >= 1.0
+                        score = Score(value, passed, ", ".join(texts) or f"{value:.4g}")
+                    scored[i] = replace(scored[i], scores={**scored[i].scores, name: score})
+        rewarded = [self._rewarded(rollout, weights) for rollout in scored]
+        means = {}
+        for name, logged in metrics.items():
+            means[name] = fmean(logged)
+        return Group(problem.id, tuple(rewarded), means)
 
     def require_working(self) -> None:
         """Raise if a function has never succeeded: its reward is missing from everything that was learned."""
@@ -124,18 +137,26 @@ class RewardFunctions:
         }
 
     async def _call(
-        self, name: str, arguments: Mapping[str, Any], problem: Problem, logged: _Logged
+        self, name: str, arguments: Mapping[str, Any], problem: Problem, extras: dict[str, list[str]]
     ) -> list[float | None] | list[str]:
         """A value for each rollout; the reason for each where the function failed."""
         count = len(arguments["completions"])
-        log_functions = {"log_metric": logged.metric, "log_extra": lambda column, v: logged.extra(name, column, v)}
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            extras[column] = [str(value) for value in values]
+
         self._calls[name] += 1
         try:
             values = await call_with_limit(
-                self._locked, name, {**arguments, **log_functions}, problem, timeout_s=REWARD_TIMEOUT_S
+                self._locked, name, {**arguments, "log_extra": log_extra}, problem, timeout_s=REWARD_TIMEOUT_S
             )
             with time_limit(REWARD_TIMEOUT_S), user_code():  # of a generator
-                return _checked(values, count)
+                numbers = [None if v is None else float(v) for v in values]
+                if len(numbers) != count:
+                    raise ValueError(f"it gave {len(numbers)} values for {count} completions; return one each")
+                if wrong := [v for v in numbers if v is not None and not math.isfinite(v)]:
+                    raise ValueError(f"it gave {wrong[0]}; return finite numbers, or None where it does not apply")
+            return numbers
         except Exception as error:
             self._failures[name] += 1
             reason = text_of(error, f"reward function {name}")
@@ -144,54 +165,43 @@ class RewardFunctions:
             return [reason] * count
 
     def _locked(self, name: str, arguments: Mapping[str, Any], problem: Problem) -> Any:
+        """Call a function with the arguments that it has parameters for."""
         function = self._functions[name]
         with self._locks[name]:
             if (combined := getattr(function, "calculate_combined_reward", None)) is not None:
-                return [combined(_final_text(c), problem.expect) for c in arguments["completions"]]
-            return function(**_accepted(function, arguments))
+                answers = [[m["content"] for m in c if m["role"] == "assistant"] for c in arguments["completions"]]
+                return [combined(str(texts[-1]) if texts else "", problem.expect) for texts in answers]
+            try:
+                parameters = inspect.signature(function).parameters.values()
+            except (TypeError, ValueError):
+                return function(**arguments)
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+            names = arguments if takes_all else [p.name for p in parameters if p.name in arguments]
+            return function(**{name: arguments[name] for name in names})
 
     def _rewarded(self, rollout: Rollout, weights: Mapping[str, float]) -> Rollout:
-        scores = {name: _for_each_turn(name, score, rollout) for name, score in rollout.scores.items()}
-        error = rollout.error or self._why_unknown(scores, weights)
-        if not all(weights.get(name, 1.0) for name in scores):
-            scores = {n: s if weights.get(n, 1.0) else replace(s, counts=False) for n, s in scores.items()}
-        reward = sum(weights.get(name, 1.0) * score.value for name, score in scores.items())
-        return replace(rollout, reward=reward, scores=scores, error=error)
-
-    def _why_unknown(self, scores: Mapping[str, Score], weights: Mapping[str, float]) -> str | None:
-        """Why there is no reward: a measure that counts has failed, which is no fault of the model, or none was run."""
-        measures = {name: score for name, score in scores.items() if name not in self._functions}
-        if failed := [s.reason for name, s in measures.items() if s.error and weights.get(name, 1.0)]:
-            return failed[0]
-        if measures or not self._functions or any(not score.error for score in scores.values()):
-            return None
-        return next((s.reason for s in scores.values()), "no measure and no reward function scored it")
+        """The rollout with its reward. A measure that counts and has failed, which is no fault of the model, is its
+        error, and so is that none was run."""
+        scores: dict[str, Score] = {}
+        parts, failed = [], None
+        has_measures = is_scored = False
+        for name, score in rollout.scores.items():
+            score, weight = _for_each_turn(name, score, rollout), weights.get(name, 1.0)
+            scores[name] = score if weight else replace(score, counts=False)
+            parts.append(weight * score.value)
+            is_scored |= not score.error
+            if name not in self._functions:
+                has_measures = True
+                if score.error and weight and failed is None:
+                    failed = score.reason
+        if failed is None and not has_measures and self._functions and not is_scored:
+            failed = next((s.reason for s in scores.values()), "no measure and no reward function scored it")
+        return replace(rollout, reward=sum(parts), scores=scores, error=rollout.error or failed)
 
 
 def as_list(functions: Any) -> tuple[RewardFunction, ...]:
     """None, one function or several."""
     return () if functions is None else tuple(functions) if isinstance(functions, Iterable) else (functions,)
-
-
-class _Logged:
-    """Values that reward functions log for one group: metrics of the step, and texts about each rollout."""
-
-    def __init__(self) -> None:
-        self._metrics: dict[str, list[float]] = {}
-        self._extras: dict[str, dict[str, list[str]]] = {}
-
-    def metric(self, name: str, value: float) -> None:
-        self._metrics.setdefault(name, []).append(float(value))
-
-    def extra(self, function: str, column: str, values: Sequence[Any]) -> None:
-        self._extras.setdefault(function, {})[column] = [str(value) for value in values]
-
-    def means(self) -> dict[str, float]:
-        return {name: fmean(values) for name, values in self._metrics.items()}
-
-    def text(self, function: str, rollout: int) -> str:
-        columns = self._extras.get(function, {}).items()
-        return ", ".join(f"{column}: {values[rollout]}" for column, values in columns if rollout < len(values))
 
 
 def _for_each_turn(name: str, score: Score, rollout: Rollout) -> Score:
@@ -213,37 +223,6 @@ MAIN_ROLE = "main"  # by which measures call the agent without a label
 def role_score(score: Score, role: str) -> float:
     """A measure's value for one agent: the attempt's value, unless the measure scores agents separately."""
     return score.roles.get(role or MAIN_ROLE, 0.0) if score.roles else score.value
-
-
-def _as_score(value: float | str, *, beside_measures: bool, reason: str) -> Score:
-    """Beside measures, which say what passes, a reward function only adds to the reward."""
-    if isinstance(value, str):
-        return Score(0.0, None, value, error=True)
-    return Score(value, None if beside_measures else value >= 1.0, reason or f"{value:.4g}")
-
-
-def _checked(values: Any, count: int) -> list[float | None]:
-    numbers = [None if v is None else float(v) for v in values]
-    if len(numbers) != count:
-        raise ValueError(f"it gave {len(numbers)} values for {count} completions; return one each")
-    if wrong := [v for v in numbers if v is not None and not math.isfinite(v)]:
-        raise ValueError(f"it gave {wrong[0]}; return finite numbers, or None where it does not apply")
-    return numbers
-
-
-def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments that the function has parameters for."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return arguments
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return arguments
-    return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-
-
-def _final_text(completion: Sequence[Mapping[str, Any]]) -> str:
-    return next((str(m["content"]) for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
 def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

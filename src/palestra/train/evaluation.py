@@ -15,7 +15,7 @@ from palestra.core.types import HELD_OUT_PREFIX, Problem
 from palestra.envs.base import Split
 from palestra.evals.eval_file import EvalFile
 from palestra.evals.report import EvalReport
-from palestra.rollout.evaluate import CollectsGroups, evaluate
+from palestra.rollout.evaluate import GroupCollector, evaluate
 from palestra.train.watcher import Watcher
 
 
@@ -23,7 +23,7 @@ from palestra.train.watcher import Watcher
 class Evaluator:
     """What is scored, and how it is sampled."""
 
-    collector: CollectsGroups
+    collector: GroupCollector
     problems: Sequence[Problem]
     config: RunConfig
     split: Split = "held_out"

@@ -18,7 +18,7 @@ from palestra.core.errors import StateError
 from palestra.core.types import Group, Problem, Rollout, oldest_version
 from palestra.evals.case_rates import CaseRates, Choice, retest_size
 from palestra.rollout.collect import any_good, require_one_good
-from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
+from palestra.rollout.evaluate import GroupCollector, SupportsPrefetch
 from palestra.train.batch import has_signal
 from palestra.train.credit import AdvantageFunction, Credit, assign_credit
 from palestra.train.watcher import Watcher
@@ -69,7 +69,7 @@ class GroupSource:
 class ProblemSource(GroupSource):
     """Problems of an environment in an endless shuffled stream, attempted by a collector."""
 
-    collector: CollectsGroups
+    collector: GroupCollector
     problems: Sequence[Problem]
     reward_weights: Mapping[str, float]
     group_size: int
@@ -129,7 +129,7 @@ class ProblemSource(GroupSource):
             self.rates.observe(groups, signals, step, lambda case: self._in_progress.pop(case, known.get(case)))
 
     async def prepare(self, count: int) -> None:
-        if not isinstance(self.collector, PreparesGroups):
+        if not isinstance(self.collector, SupportsPrefetch):
             return
         problems = draw(self.problems, self.drawn, count, self.seed)
         if self.rates is not None:
@@ -147,7 +147,7 @@ class ProblemSource(GroupSource):
         self._in_progress = {}
 
     def close(self) -> None:
-        if isinstance(self.collector, PreparesGroups):
+        if isinstance(self.collector, SupportsPrefetch):
             self.collector.abandon()
         self.on_close()
 

@@ -23,8 +23,9 @@ from palestra.core.ranks import ONE_PROCESS, RankFailed, Ranks
 from palestra.core.run_folder import step_folder, step_of
 from palestra.core.types import Group
 from palestra.evals.case_rates import CaseRates
-from palestra.evals.evidence import Example, RunFacts, find_examples
+from palestra.evals.evidence import RunFacts
 from palestra.evals.findings import run_findings
+from palestra.evals.rollout_stats import Example, find_examples
 from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
 from palestra.runs.tracking.base import Tracker

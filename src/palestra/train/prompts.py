@@ -16,10 +16,9 @@ from palestra.core.types import Message, Problem, Score, ToolResult, Turn
 from palestra.envs.base import Episode, Split
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
-from palestra.rollout.agent_loop import Speaker
+from palestra.rollout.agent_loop import Speaker, TokenSpeaker
 from palestra.rollout.collect import Collector
 from palestra.rollout.rewards import REWARD_TIMEOUT_S
-from palestra.rollout.speakers import TokenSpeaker
 from palestra.train.group_source import ProblemSource
 from palestra.train.limits import attempt_limits
 from palestra.train.tasks import Parts

@@ -22,7 +22,7 @@ from palestra.core.types import Group, Problem, Rollout
 from palestra.envs.base import Environment
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.collect import OnRollout
-from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.evaluate import GroupCollector
 from palestra.rollout.hints import Hint, HintedEnvironment, pass_rate, quality, rules_for, with_hints
 from palestra.train.demonstrations import DemonstrationSource, sampled_key, steps_for
 
@@ -70,7 +70,7 @@ class RftSource(DemonstrationSource):
 
     environment: Environment = None  # type: ignore[assignment]
     # at a temperature, with so many turns at the beginning that must be tool calls (where the sampler takes grammars)
-    collector: Callable[[Environment, float, int], CollectsGroups] = None  # type: ignore[assignment]
+    collector: Callable[[Environment, float, int], GroupCollector] = None  # type: ignore[assignment]
     chat: ChatFormat = None  # type: ignore[assignment]
     settings: StagesSection = field(default_factory=StagesSection)
     temperature: float = 1.0

@@ -25,12 +25,12 @@ from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.written import check_tool_calls, tool_call_problem
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
+from palestra.rollout.agent_loop import token_speakers
 from palestra.rollout.collect import Collector, OpenTimeout, tools_of
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
-from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.evaluate import GroupCollector
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
-from palestra.rollout.speakers import token_speakers
 from palestra.rollout.workers import RolloutWorkers, WorkerCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource
@@ -122,7 +122,7 @@ class EnvironmentTask:
     def evaluator(self, parts: Parts) -> Evaluator | None:
         return evaluator_of(self.environment, self.collector(parts, training=False), parts) if self.scored else None
 
-    def collector(self, parts: Parts, *, training: bool) -> CollectsGroups:
+    def collector(self, parts: Parts, *, training: bool) -> GroupCollector:
         """Attempts problems: here, in other processes, or by actors of the policy."""
         if self.rollout_func is not None:
             rewards = rewards_of(self.environment, self.reward_functions, parts)
@@ -171,7 +171,7 @@ class FinishTask:
         return None if self.scored_by is None else self.scored_by.evaluator(parts)
 
 
-def evaluator_of(environment: Environment, collector: CollectsGroups, parts: Parts) -> Evaluator:
+def evaluator_of(environment: Environment, collector: GroupCollector, parts: Parts) -> Evaluator:
     """Scores the held-out problems, or those of the training where none are held out."""
     held_out = environment.problems("held_out")
     if not held_out:
@@ -181,7 +181,7 @@ def evaluator_of(environment: Environment, collector: CollectsGroups, parts: Par
 
 
 def source_of(
-    environment: Environment, collector: CollectsGroups, parts: Parts, on_close: Callable[[], None] = lambda: None
+    environment: Environment, collector: GroupCollector, parts: Parts, on_close: Callable[[], None] = lambda: None
 ) -> ProblemSource:
     """The problems of training, attempted by a collector."""
     size, train = parts.config.rollout.group_size, parts.config.train

@@ -15,10 +15,9 @@ from palestra.core.files import append_jsonl, read_jsonl
 from palestra.core.types import Problem, Rollout
 from palestra.envs.base import Environment, Episode
 from palestra.policy.openai import OpenAIChat
-from palestra.rollout.agent_loop import AttemptLimits, Speaker
+from palestra.rollout.agent_loop import AttemptLimits, Speaker, endpoint_speakers
 from palestra.rollout.collect import Collector, OnRollout
 from palestra.rollout.rewards import RewardFunctions
-from palestra.rollout.speakers import endpoint_speakers
 
 log = logging.getLogger("palestra")
 

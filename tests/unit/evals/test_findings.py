@@ -14,10 +14,10 @@ from palestra.core.config import RunConfig
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Message, Rollout, Score, StopReason, ToolCall, ToolResult, Turn
-from palestra.evals.evidence import Example, Finding, RunFacts, find_examples, recorded_examples
+from palestra.evals.evidence import Finding, RunFacts, recorded_examples
 from palestra.evals.finding_rules import HELPS, TRAINING_RULES
 from palestra.evals.findings import broken_tool, evaluation_findings, outcome_findings, recorded_findings, run_findings
-from palestra.evals.rollout_stats import leaks_hint, loops, rollout_stats
+from palestra.evals.rollout_stats import Example, find_examples, leaks_hint, loops, rollout_stats
 
 GOOD = {
     "rollouts": 16.0, "rollout_failures": 0.0, "measure_errors": 0.0, "reward_mean": 0.5, "reward_min": 0.0,

@@ -13,7 +13,7 @@ from palestra import function_tool
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, Rollout, SamplingParams, Turn
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout.speakers import TokenSpeaker
+from palestra.rollout.agent_loop import TokenSpeaker
 
 
 @function_tool
@@ -149,4 +149,4 @@ def test_a_session_that_holds_other_tokens_than_the_record_is_an_error(tiny_toke
     prompt = Turn("template", [1, 2])
     speaker = TokenSpeaker(policy, policy.open([1, 2]), ChatFormat(tiny_tokenizer), prompt)
     with pytest.raises(RuntimeError, match="between 2 and 3: tokens must be trained exactly as sampled"):
-        asyncio.run(speaker.say(SamplingParams(4)))
+        asyncio.run(speaker.generate(SamplingParams(4)))

@@ -16,11 +16,10 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, UserCodeError
 from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import Collector, require_one_good, seed_of
 from palestra.rollout.evaluate import evaluate
 from palestra.rollout.rewards import RewardFunctions
-from palestra.rollout.speakers import token_speakers
 from palestra.train.group_source import ProblemSource, draw, gather
 
 GOOD = Problem("good", "What is 2 + 3?", 5, {"difficulty": 2})

@@ -17,9 +17,8 @@ from palestra.models.chat.grammars import GrammarText
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.local import LocalPolicy
 from palestra.policy.naive import NaivePolicy
-from palestra.rollout.agent_loop import AttemptLimits, run_attempt
+from palestra.rollout.agent_loop import AttemptLimits, run_attempt, token_speakers
 from palestra.rollout.converse import Conversation
-from palestra.rollout.speakers import token_speakers
 
 OPEN = "<tool_call>"
 

@@ -11,9 +11,8 @@ from served import json_app, served
 from palestra.core.types import Problem, Rollout, SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.openai import OpenAIChat, OpenAISettings
-from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.agent_loop import AttemptLimits, endpoint_speakers, token_speakers
 from palestra.rollout.collect import Collector, seed_of
-from palestra.rollout.speakers import endpoint_speakers, token_speakers
 
 QUESTION = Problem("p", "What is 2 + 3?")
 

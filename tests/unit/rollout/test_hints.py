@@ -9,10 +9,9 @@ from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedEpisode, Scripte
 
 from palestra.core.types import Message, Problem, Rollout, SamplingParams, ToolCall, ToolResult
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import Collector
 from palestra.rollout.hints import Hint, quality, rules_for, with_hints
-from palestra.rollout.speakers import token_speakers
 
 PROBLEM = Problem("good", "What is 2 + 3?", 5)
 EXAMPLE = (Message("user", "What is 1 + 1?"), Message("assistant", "2"))

@@ -12,9 +12,8 @@ from palestra.core.extras import provided
 from palestra.core.types import Problem, SamplingParams
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout import collect
-from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import Collector
-from palestra.rollout.speakers import token_speakers
 from palestra.train.group_source import ProblemSource
 
 PROBLEMS = [Problem(str(i), f"What is {i} + 3?") for i in range(4)]

@@ -26,10 +26,9 @@ from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
-from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import Collector
 from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint
-from palestra.rollout.speakers import token_speakers
 from palestra.servers.openai.inference import inference_app
 from palestra.servers.openai.loading import load_completer
 from palestra.train.batch import to_batch

@@ -14,10 +14,9 @@ from scripted import ScriptedEnvironment, ScriptedEpisode
 from palestra.core.config_stages import StagesSection
 from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score, ToolResult, Turn
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout.agent_loop import AttemptLimits
+from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import Collector
 from palestra.rollout.hints import Hint, quality
-from palestra.rollout.speakers import token_speakers
 from palestra.train.demonstrations import DemonstrationStore
 from palestra.train.rft import MIN_STEPS, RftSource
 

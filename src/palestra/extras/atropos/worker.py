@@ -17,7 +17,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError
 from palestra.envs.base import Environment
 from palestra.extras.atropos.protocol import ApiUnreachable, WireClient, write_group
-from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.evaluate import GroupCollector
 from palestra.train.group_source import ProblemSource, gather
 from palestra.train.watcher import Watcher
 
@@ -44,7 +44,7 @@ class EnvironmentWorker:
 
     name: str
     environment: Environment
-    make_collector: Callable[[], Awaitable[CollectsGroups]]
+    make_collector: Callable[[], Awaitable[GroupCollector]]
     config: RunConfig
     wire: WireClient
     watcher: Watcher

@@ -30,10 +30,10 @@ from palestra.evals.suite import EvalSuite, hold_out
 from palestra.extras.improve.search import Candidate, Limits, ReflectorSpent, Search, Trial
 from palestra.extras.improve.source import texts_diff
 from palestra.models.chat.template import ChatFormat
+from palestra.rollout.agent_loop import endpoint_speakers
 from palestra.rollout.collect import Collector, require_one_good
 from palestra.rollout.evaluate import evaluate
 from palestra.rollout.local_models import LocalModels
-from palestra.rollout.speakers import endpoint_speakers
 
 log = logging.getLogger("palestra")
 _MAX_TRANSCRIPT = 4000  # characters of one attempt that the reflector reads

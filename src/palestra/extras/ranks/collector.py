@@ -10,7 +10,7 @@ from palestra.core.errors import ServiceError, text_of
 from palestra.core.ranks import Ranks
 from palestra.core.types import Group, Problem
 from palestra.rollout.collect import OnRollout
-from palestra.rollout.evaluate import CollectsGroups, PreparesGroups
+from palestra.rollout.evaluate import GroupCollector, SupportsPrefetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class SharedCollector:
     Here the ranks agree: where one was asked to stop, all raise KeyboardInterrupt; where one failed, all fail.
     """
 
-    inner: CollectsGroups
+    inner: GroupCollector
     ranks: Ranks
 
     async def collect(
@@ -53,11 +53,11 @@ class SharedCollector:
         return [found[i % size].groups[i // size] for i in range(len(problems))]
 
     async def prepare(self, problems: Sequence[Problem], group_size: int) -> None:
-        if isinstance(self.inner, PreparesGroups):
+        if isinstance(self.inner, SupportsPrefetch):
             await self.inner.prepare(problems[self.ranks.rank :: self.ranks.size], group_size)
 
     def abandon(self) -> None:
-        if isinstance(self.inner, PreparesGroups):
+        if isinstance(self.inner, SupportsPrefetch):
             self.inner.abandon()
 
     def groups_at_once(self, group_size: int) -> int:

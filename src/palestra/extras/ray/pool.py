@@ -24,7 +24,7 @@ from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
 from palestra.policy.base import Policy, TokenSessions
 from palestra.rollout.collect import OnRollout
-from palestra.rollout.evaluate import CollectsGroups
+from palestra.rollout.evaluate import GroupCollector
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class GroupSampler:
     """The sampler of one actor: its own policy, and our agent loop."""
 
     policy: Policy[Any]
-    training: CollectsGroups
-    evaluation: CollectsGroups
+    training: GroupCollector
+    evaluation: GroupCollector
 
     def update(self, packed: PackedWeights) -> None:
         if packed.tensors is None:

@@ -27,8 +27,8 @@ from palestra.core.types import (
 )
 from palestra.models.chat.template import PROMPT_END_TOKENS
 from palestra.models.chat.toolcalls import Reply, strip_reasoning
+from palestra.rollout.agent_loop import check_record
 from palestra.rollout.collect import seed_of
-from palestra.rollout.speakers import check_record
 from palestra.servers.forwarding import KEY_PREFIX
 from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, TurnNode
 from palestra.servers.gateway.request import ChatRequest, params_of

@@ -20,7 +20,7 @@ from palestra.core.errors import PalestraError, RolloutError, text_of
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Lineage, Message, Problem, ProgramResult, Rollout, SamplingParams, Score
 from palestra.envs.suite_env import SuiteEnvironment, SuiteEpisode
-from palestra.rollout.agent_loop import from_outside
+from palestra.rollout.agent_loop import wrap_user_error
 from palestra.rollout.collect import OnRollout, all_groups, scored_together, with_call_metrics
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import MAIN_ROLE, RewardFunctions, role_score
@@ -255,10 +255,10 @@ class ProgramCollector:
 
         episode, scores, error = None, dict[str, Score](), rollout.error
         try:
-            episode = await from_outside("opening an episode", open_episode())
+            episode = await wrap_user_error("opening an episode", open_episode())
             episode = replace(episode, program=result, agents=conversations, roles=self.roles.labels)
             if error is None:
-                scores = dict(await from_outside("scoring", episode.score(rollout.messages, rollout.tool_results)))
+                scores = dict(await wrap_user_error("scoring", episode.score(rollout.messages, rollout.tool_results)))
                 if result.reward is not None:
                     passed = None if scores else result.reward >= 1.0
                     scores[POSTED] = Score(result.reward, passed, "posted by the agent")
