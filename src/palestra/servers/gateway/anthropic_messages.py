@@ -12,9 +12,17 @@ from pydantic import Field
 from palestra.core.errors import InputError, UnsupportedError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.streaming import Delta
-from palestra.servers.gateway.request import ChatRequest, Event, ToolChoice, grammar_of, json_schema
+from palestra.servers.gateway.request import (
+    ChatAnswer,
+    ChatRequest,
+    Event,
+    Piece,
+    PromptSize,
+    ToolChoice,
+    grammar_of,
+    json_schema,
+)
 from palestra.servers.openai.completer import Completer
-from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
 from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, RequestForm, SamplingFields, short
 
 _STATUS = {

@@ -25,11 +25,10 @@ from palestra.servers.forwarding import KEY_PREFIX, ForwardedAgent
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, fit_template
+from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, Piece, fit_template
 from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.http_errors import error_body, message_of, refuse
 from palestra.servers.openai.completer import Completer
-from palestra.servers.openai.openai_forms import Piece
 from palestra.servers.web import make_app, while_connected
 
 _MAX_BODY = 16 * MIB

@@ -31,11 +31,10 @@ from palestra.rollout.collect import seed_of
 from palestra.rollout.speakers import check_record
 from palestra.servers.forwarding import KEY_PREFIX
 from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, TurnNode
-from palestra.servers.gateway.request import ChatRequest, params_of
+from palestra.servers.gateway.request import ChatAnswer, ChatRequest, Piece, PromptSize, params_of
 from palestra.servers.gateway.responses import StoredResponses
 from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, progress
-from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,19 @@ from palestra.core.errors import InputError, NotFoundError, UnsupportedError
 from palestra.core.messages import from_dict
 from palestra.core.types import Message
 from palestra.models.chat.streaming import Delta
-from palestra.servers.gateway.request import ChatRequest, Event, function_tool, grammar_of, json_schema, openai_choice
+from palestra.servers.gateway.chat_completions import chat_logprobs
+from palestra.servers.gateway.request import (
+    ChatAnswer,
+    ChatRequest,
+    Event,
+    Piece,
+    PromptSize,
+    function_tool,
+    grammar_of,
+    json_schema,
+    openai_choice,
+)
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
-from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs
 from palestra.servers.openai.sampling_fields import RequestForm, SamplingFields, short
 
 # Accepted where they ask for what is done anyway.
