@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from palestra.core.errors import ContextLengthError, PalestraError, text_of
 
@@ -29,6 +30,11 @@ def refuse(status: int, message: str, *, retry_after_s: int | None = None) -> HT
     """The error that becomes an OpenAI-style JSON answer."""
     headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return HTTPException(status, message, headers)
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    """The answer to a request that no handler sees."""
+    return JSONResponse(error_body(status, message), status)
 
 
 def error_body(status: int, error: Exception | str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt,
 from palestra.servers.gateway.request import ChatAnswer, ChatRequest, Piece, PromptSize, params_of
 from palestra.servers.gateway.responses import StoredResponses
 from palestra.servers.gateway.shared_prompts import SharedPrompts
-from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, progress
+from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, decode, progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +157,10 @@ class Attempt:
                 if task.done():
                     task.result()
             yield -1, PromptSize(turns[0].prompt_tokens, turns[0].cached_tokens)
-            chat, with_tools = self.model.chat, bool(request.tools and request.reads_calls)
-            ends = [self.model.prompt_end(turn.prompt_end) for turn in turns]
-            replies = [chat.stream(with_tools=with_tools, prompt_end=end) for end in ends]
-            texts = [TextStream(self.model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
+            chat, tokenizer = self.model.chat, self.model.tokenizer
+            with_tools = bool(request.tools and request.reads_calls)
+            replies = [chat.stream(with_tools=with_tools, prompt_end=turn.prompt_end(tokenizer)) for turn in turns]
+            texts = [TextStream(tokenizer, turn.params.stop, turn.params.stop_token_ids) for turn in turns]
             async for i, sampled in progress(tasks):
                 turn, reply = turns[i], replies[i]
                 if i < 0:
@@ -180,7 +180,6 @@ class Attempt:
         return (await self._prompt(request)).token_count
 
     async def _prompt(self, request: ChatRequest) -> Prompt:
-        """Find the request's place and tokenise its new messages; long texts are tokenised in a thread."""
         try:
             return await self.tree.place(request.messages, request.tools, request.variables)
         except RecursionError:
@@ -251,11 +250,9 @@ class Attempt:
         if left <= 0:
             if prompt.parent is not None:
                 prompt.parent.refused = True
-            raise ContextLengthError(
-                f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over all "
-                "turns; raise rollout.max_new_tokens, or let the agent say less",
-                self.model.context_tokens,
-            )
+            text = f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over "
+            advice = "all turns; raise rollout.max_new_tokens, or let the agent say less"
+            raise ContextLengthError(text + advice, self.model.context_tokens)
         return min(left, self.model.room_after(len(session.token_ids), "conversation"))
 
     async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:
@@ -267,7 +264,7 @@ class Attempt:
             scored = SamplingRequest(ids, 1, turn.params, top_logprobs=request.top_logprobs)
             completion = await self.model.scored(scored, completion)
         tools = request.tools if request.reads_calls else ()
-        said = self.model.read_reply(completion.text, tools, self.model.prompt_end(turn.prompt_end))
+        said = self.model.read_reply(completion.text, tools, turn.prompt_end(self.model.tokenizer))
         calls = said.calls
         reply = Message("assistant", strip_reasoning(said.text), calls)
         if self._records:  # unique in the attempt, and reproducible
@@ -280,19 +277,15 @@ class Attempt:
             call_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in calls)
         if not calls:
             self.model.policy.skip_tool_barrier(turn.session)
-        shown = reply
-        if calls:
-            shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, call_ids, strict=True)))
+        shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, call_ids, strict=True)))
         return ChatAnswer(shown, said.reasoning, completion, start, turn.cached_tokens, turn.session.token_ids)
 
     def _rollout(self) -> Rollout:
-        rows = {leaf: turns for leaf, turns in self.tree.rows()}
+        rows = dict(self.tree.rows())
         if not rows:
             return Rollout(self.problem.id, (), (), "failed")
-        last = self.tree.nodes[-1]
-        messages = self._recorded(last)
-        calls: dict[str | None, ToolCall] = {}
-        results = []  # of the agent's tools, as far as its messages show them
+        last, results = self.tree.nodes[-1], list[ToolResult]()  # of the agent's tools, as far as its messages show
+        messages, calls = self._recorded(last), dict[str | None, ToolCall]()
         for message in messages:
             calls |= {call.id: call for call in message.tool_calls}
             if message.role == "tool" and (call := calls.get(message.tool_call_id)) is not None:
@@ -333,9 +326,10 @@ class _PendingTurn:
     task: asyncio.Task[Turn] | None = None  # where it has one of its own
     recorded: bool = False
 
-    @property
-    def prompt_end(self) -> Sequence[int]:
-        return self.session.token_ids[max(0, self.prompt_tokens - PROMPT_END_TOKENS) : self.prompt_tokens]
+    def prompt_end(self, tokenizer: Any) -> str:
+        """The end of the prompt, which shows whether it opened the reasoning."""
+        start = max(0, self.prompt_tokens - PROMPT_END_TOKENS)
+        return decode(tokenizer, self.session.token_ids[start : self.prompt_tokens])
 
     def start(self, sample: Callable[[_PendingTurn], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
         self.task = asyncio.ensure_future(sample(self))

@@ -1,35 +1,50 @@
-"""Gateway workers, as the trainer sees them: child processes that answer the requests of whole groups of attempts."""
+"""Gateway workers: child processes that answer the HTTP requests of whole groups of attempts; the trainer samples.
+
+`GatewayWorkers` starts each as `python -m palestra.servers.gateway.workers`. Standard input is the socket of its
+channel to the trainer; the process ends when that is closed. It imports no torch, and has no keys in its environment.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from palestra.core import children
-from palestra.core.channel import Channel, Handlers
+from palestra.core.channel import Channel, Handlers, LogToChannel
 from palestra.core.errors import PalestraError, RolloutError, StateError, text_of
-from palestra.core.machine import processors
-from palestra.core.secrets import clean_environment
-from palestra.core.types import Problem, Rollout
-from palestra.policy.channel import PolicyServer
+from palestra.core.machine import interpreter_for_many_rollouts, processors
+from palestra.core.secrets import clean_environment, hide_memory
+from palestra.core.types import Problem, Rollout, SamplingParams
+from palestra.policy.base import TokenLogprobs
+from palestra.policy.channel import ChannelPolicy, PolicyServer
 from palestra.servers.forwarding import ForwardedAgent
-from palestra.servers.gateway.attempt import AttemptCounts
+from palestra.servers.gateway.app import OpenAttempts, gateway_app
+from palestra.servers.gateway.attempt import Attempt, AttemptCounts
+from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer, ignore_request
-from palestra.servers.web import open_port, url_of
+from palestra.servers.web import Server, open_port, url_of
 
 _MAX_WORKERS = 8
 _MIN_PROCESSORS = 4
 _BACKLOG = 512
 _MAX_LOGGED = 1000  # messages that are remembered
 _EXIT_S = 1.0  # between the end of the connection and the exit status
+_ATTEMPT = re.compile("/attempt/([^/]+)")
 _QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}  # it says that torch is missing
 
 log = logging.getLogger("palestra")
@@ -161,7 +176,7 @@ class GatewayWorker:
         self._socket, theirs = socket.socketpair()
         with listener, theirs:
             socket.send_fds(self._socket, [b"\0"], [listener.fileno()])
-            command = [sys.executable, "-P", "-m", "palestra.servers.gateway.worker"]
+            command = [sys.executable, "-P", "-m", "palestra.servers.gateway.workers"]
             environment = {**clean_environment(), **_QUIET}
             self.process = children.start(command, env=environment, stdin=theirs.fileno(), stdout=2, stderr=2)
         self._server: CompleterServer | None = None
@@ -249,9 +264,8 @@ class GatewayWorkers:
     def prompts(self, siblings: int) -> WorkerPrompts | None:
         """The prompts of a new group, in the worker with the fewest groups; None if all workers have ended."""
         running = [worker for worker in self._workers if worker.lost is None]
-        if not running:
-            return None
-        return WorkerPrompts(min(running, key=lambda worker: worker.groups), next(self._numbers), siblings)
+        least = min(running, key=lambda worker: worker.groups, default=None)
+        return None if least is None else WorkerPrompts(least, next(self._numbers), siblings)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -263,3 +277,104 @@ class GatewayWorkers:
             if len(self._logged) < _MAX_LOGGED:
                 self._logged.add((logger, text))
             logging.getLogger(logger).log(level, "%s", text)
+
+
+# In the worker process.
+
+
+class WorkerPolicy(ChannelPolicy):
+    """The trainer's policy and completer at the other end of the channel."""
+
+    def note_request(self, choices: int, params: SamplingParams) -> None:
+        """Call `Completer.on_request` of the trainer."""
+        self.channel.send("request", choices, params)
+
+    async def score(
+        self, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
+    ) -> AsyncIterator[TokenLogprobs]:
+        """Call `Completer.score` of the trainer."""
+        yield await self.channel.call("score", array("i", token_ids).tobytes(), start, top, temperature)[1]
+
+
+class Worker:
+    """The attempts of one process, and the handlers of the trainer's messages."""
+
+    def __init__(self, to_trainer: socket.socket) -> None:
+        self.policy = WorkerPolicy()
+        self._attempts = OpenAttempts[Attempt]()
+        self._groups: dict[int, SharedPrompts] = {}
+        self._model: Completer
+        self._tasks: set[asyncio.Task[None]] = set()
+        methods = (self._start, self._group, self._close_group, self._open_attempt, self._finish)
+        handlers = {method.__name__[1:]: method for method in methods}
+        self.channel = Channel(to_trainer, {**handlers, **self.policy.handlers}, lambda: os._exit(0))
+        self.policy.channel = self.channel
+
+    def app(self) -> ASGIApp:
+        """A request for an unknown attempt may have overtaken the message that opens it: it waits for the trainer."""
+        app = gateway_app(self._attempts.find)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            match = _ATTEMPT.match(scope["path"]) if scope["type"] == "http" else None
+            if match is not None and match[1] not in self._attempts:
+                await self.channel.call("ping")[1]
+            await app(scope, receive, send)
+
+        return answer
+
+    def _start(self, settings: dict[str, Any]) -> None:
+        """Make the completer from what `GatewayWorkers.start` sends."""
+        try:
+            self.policy.can_branch = settings["can_branch"]
+            score = self.policy.score if settings["has_scores"] else None
+            size = settings["context_tokens"], score, settings["vocabulary"]
+            self._model = Completer(self.policy, pickle.loads(settings["tokenizer"]), settings["name"], *size)
+            self._model.unexpected_calls = settings["unexpected_calls"]
+            if settings["watches_requests"]:
+                self._model.on_request = self.policy.note_request
+            _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
+    def _group(self, number: int, siblings: int) -> None:
+        self._groups[number] = SharedPrompts(self.policy, siblings)
+
+    def _close_group(self, number: int) -> None:
+        self._groups.pop(number).close()
+
+    def _open_attempt(self, problem_id: str, group: int, options: dict[str, Any]) -> None:
+        options |= {"shared_prompts": self._groups[group], "on_end": self._attempts.forget}
+        self._attempts.add(Attempt(Problem(problem_id, ""), self._model, "", **options))
+
+    def _finish(self, call: int, attempt_id: str) -> None:
+        async def reply() -> None:
+            try:
+                attempt = self._attempts[attempt_id]
+                rollout = await attempt.finish()
+            except Exception as error:
+                self.channel.fail(call, error)
+            else:
+                self.channel.reply(call, rollout, astuple(attempt.counts))
+
+        task = asyncio.ensure_future(reply())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def main() -> None:
+    import transformers
+
+    _ = transformers.PreTrainedTokenizerFast  # is imported while the trainer prepares its engine
+    to_trainer = socket.socket(fileno=sys.stdin.fileno())
+    _, handles, _, _ = socket.recv_fds(to_trainer, 1, 1)
+    worker = Worker(to_trainer)
+    logging.basicConfig(handlers=[LogToChannel(worker.channel)], level=logging.WARNING, format="%(message)s")
+    with interpreter_for_many_rollouts():
+        await Server(worker.app()).serve(sockets=[socket.socket(fileno=handles[0])])  # until the channel is closed
+
+
+if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers imports it if it can: seconds, and memory
+    hide_memory()  # the trainer trusts what it sends
+    asyncio.run(main())

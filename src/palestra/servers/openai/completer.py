@@ -22,7 +22,7 @@ from palestra.core.errors import (
 from palestra.core.text import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
 from palestra.models.chat.streaming import CertainText
-from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
+from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
 from palestra.models.chat.written import check_tool_calls
 from palestra.policy.base import Policy, TokenLogprobs
@@ -129,10 +129,6 @@ class Completer:
             raise UnsupportedError(self._no_chat)
         return self._chat
 
-    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
-        """The end of a prompt, which shows whether it opened the reasoning."""
-        return decode(self.tokenizer, prompt_ids[-PROMPT_END_TOKENS:])
-
     def read_reply(self, text: str, tools: Sequence[dict[str, Any]], prompt_end: str) -> Reply:
         """Parse reasoning, text and calls; if a client cannot read any of the calls, they stay in the text."""
         whole = self.chat.parse_text(text, prompt_end)
@@ -151,24 +147,22 @@ class Completer:
     def check_length(self, characters: int) -> None:
         """Refuse a text that cannot fit before it is tokenised, since tokenising is slow."""
         if characters > self.max_characters:
-            raise ContextLengthError(
-                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it",
-                self.context_tokens,
+            text = (
+                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it"
             )
+            raise ContextLengthError(text, self.context_tokens)
 
     def check_tokens(self, texts: Iterable[str]) -> None:
         """Refuse texts that have far more tokens than the context; tokenise a bounded chunk at a time to find out."""
         tokens, backend = 0, self.tokenizer.backend_tokenizer
-        for text in texts:
-            for start in range(0, len(text), MAX_INLINE_CHARS):
-                chunk = encodable(text[start : start + MAX_INLINE_CHARS])
+        for whole in texts:
+            for start in range(0, len(whole), MAX_INLINE_CHARS):
+                chunk = encodable(whole[start : start + MAX_INLINE_CHARS])
                 # without holding the GIL
                 tokens += len(backend.encode_batch_fast([chunk], add_special_tokens=False)[0])
-                if tokens > self.context_tokens * _TOO_MANY:
-                    limit = self.context_tokens
-                    raise ContextLengthError(
-                        f"the prompt has more than {limit} tokens, all that the context holds; shorten it", limit
-                    )
+                if tokens > (limit := self.context_tokens) * _TOO_MANY:
+                    text = f"the prompt has more than {limit} tokens, all that the context holds; shorten it"
+                    raise ContextLengthError(text, limit)
 
     async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
         """Return `work(completer)`; runs in a thread if its text has more than MAX_INLINE_CHARS characters."""
@@ -187,8 +181,7 @@ class Completer:
 
         `new_tokens` is the form's default; `scoring` are top_logprobs and scores_prompt.
         """
-        sequences = len(prompts) * fields.choices
-        if sequences > _MAX_SEQUENCES:
+        if len(prompts) * fields.choices > _MAX_SEQUENCES:
             raise NotAllowedError(
                 f"{len(prompts)} prompts x n={fields.choices} in one request; up to {_MAX_SEQUENCES} completions "
                 "are made, send the rest apart"
@@ -203,8 +196,8 @@ class Completer:
                 raise InputError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
             params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)
             requests.append(SamplingRequest(tuple(prompt_ids), fields.choices, params, **scoring))
-        for request in requests:
-            self.check_scoring(request)
+        for each in requests:
+            self.check_scoring(each)
         return requests
 
     def check_total(self, tokens: int) -> None:
