@@ -42,24 +42,19 @@ def command(
         print_sections(console, sections)
         return data
     if keys:
-        return _keys(console)
+        every = RunConfig.settings().items()
+        sections = (
+            (section or "run", [settings.describe(key, info) for key, info in members])
+            for section, members in groupby(every, lambda setting: setting[0].rpartition(".")[0])
+        )
+        print_sections(console, sections, width=min(shutil.get_terminal_size().columns, 120), column=46)
+        return {
+            key: {"default": info.get_default(call_default_factory=True), "about": info.description or ""}
+            for key, info in every
+        }
     import yaml
 
     _, _, config = open_agent_file(agent_file, settings.layer(config_file, settings.from_options(parameters)))
     data = config.model_dump(mode="json")
     console.out(yaml.safe_dump(data, sort_keys=False), end="", highlight=False)
     return data
-
-
-def _keys(console: Console) -> dict[str, Any]:
-    """Every setting with its default and description."""
-    every = RunConfig.settings().items()
-    sections = (
-        (section or "run", [settings.describe(key, info) for key, info in members])
-        for section, members in groupby(every, lambda setting: setting[0].rpartition(".")[0])
-    )
-    print_sections(console, sections, width=min(shutil.get_terminal_size().columns, 120), column=46)
-    return {
-        key: {"default": info.get_default(call_default_factory=True), "about": info.description or ""}
-        for key, info in every
-    }

@@ -23,7 +23,7 @@ from palestra.runs.request import RunRequest
 PREFIXES = ("env", "openai")
 ENV_OPTIONS = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
 _META = "palestra.prefixed"
-_WORDS = "palestra.words"
+WORDS = "palestra.words"  # the words after the command, to start it again
 _HELP = {
     "model.name": "A hub id, a folder, a .gguf file, or a run: its id, name or folder; RUN@50 is a checkpoint.",
     "seed": "The same seed and settings give the same run.",
@@ -158,15 +158,9 @@ class EnvCommand(click.Command):
     """A command that accepts any `--env.x v` and `--openai.x v`; the environment checks them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_WORDS] = list(args)
+        ctx.meta[WORDS] = list(args)
         ctx.meta[_META], rest = split_prefixed(args)
         return super().parse_args(ctx, rest)
-
-
-def typed_words() -> list[str]:
-    """The words after the command, to start it again."""
-    words: list[str] = click.get_current_context().meta[_WORDS]
-    return words
 
 
 def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:

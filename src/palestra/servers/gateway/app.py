@@ -175,10 +175,11 @@ class _Api:
         fields = parse(_OBJECT.validate_json, raw, 400)
         if self._agents is not None:
             fields = self._agents.clean(fields, form, model.chat)
-        read: Callable[[Any], AnyBody] = form.read
+        read: Callable[[Any], Any] = form.read
         if issubclass(form, ResponseBody):
             read = partial(form.read, stored=attempt.stored)
-        return parse(read, fields, 400)
+        body: AnyBody = parse(read, fields, 400)
+        return body
 
     def _find_attempt(self, request: Request) -> Attempt | ForwardedAgent:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")

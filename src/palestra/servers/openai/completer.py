@@ -147,10 +147,8 @@ class Completer:
     def check_length(self, characters: int) -> None:
         """Refuse a text that cannot fit before it is tokenised, since tokenising is slow."""
         if characters > self.max_characters:
-            text = (
-                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it"
-            )
-            raise ContextLengthError(text, self.context_tokens)
+            text = f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold"
+            raise ContextLengthError(f"{text}; shorten it", self.context_tokens)
 
     def check_tokens(self, texts: Iterable[str]) -> None:
         """Refuse texts that have far more tokens than the context; tokenise a bounded chunk at a time to find out."""
