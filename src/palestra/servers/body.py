@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.core.text import read_json
 from palestra.servers.connections import CONNECTION
-from palestra.servers.http_errors import refusal, refuse
+from palestra.servers.web import refusal, refuse
 
 MIB = 1 << 20
 _SILENCE_S = 30  # between two pieces of a body

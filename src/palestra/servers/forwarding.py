@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from palestra.core import http
 from palestra.servers.body import MIB, read_body
-from palestra.servers.http_errors import refuse
+from palestra.servers.web import refuse
 
 KEY_PREFIX = "sk-palestra-"  # of the keys of all attempts
 SILENCE_S = 600.0  # a model may reason for long before its first token

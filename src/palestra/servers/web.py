@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -24,17 +24,69 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.core.errors import NotAllowedError, PalestraError, ResourceError, SettingError
+from palestra.core.errors import (
+    ContextLengthError,
+    NotAllowedError,
+    PalestraError,
+    ResourceError,
+    SettingError,
+    text_of,
+)
 from palestra.core.http import is_loopback
 from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
-from palestra.servers.http_errors import ErrorForm, error_body, refusal, refuse
 
 request_log = logging.getLogger("palestra.requests")  # one line per request at level INFO
 _GRACE_S = 5
 _WILDCARDS = ("0.0.0.0", "::", "")
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # addresses reserved for documentation
 
+_CODES = {
+    401: "invalid_api_key",
+    403: "permission_denied",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "service_unavailable",
+}
+_MAX_MESSAGE = 2000  # characters: it may quote what was sent
+
 T = TypeVar("T")
+ErrorForm = Callable[[Request, int, Exception | str], dict[str, Any]]  # the status, and the error or its text
+
+
+def refuse(status: int, message: str, *, retry_after_s: int | None = None) -> HTTPException:
+    """The error that becomes an OpenAI-style JSON answer."""
+    headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return HTTPException(status, message, headers)
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    """The answer to a request that no handler sees."""
+    return JSONResponse(error_body(status, message), status)
+
+
+def error_body(status: int, error: Exception | str) -> dict[str, Any]:
+    """An error in OpenAI's form. Its code is a text by which clients decide what to do, as they do with OpenAI's."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = _CODES.get(status, "invalid_request" if status < 500 else "server_error")
+    if isinstance(error, PalestraError) and status == 400:
+        code = error.code
+    return {"error": {"message": message_of(error), "type": kind, "param": None, "code": code}}
+
+
+def message_of(error: Exception | str) -> str:
+    """The text of an error. A context that is full is reported in the words that agents look for.
+
+    They are those of Anthropic ("prompt is too long") and OpenAI ("maximum context length is"), in both dialects:
+    frameworks translate between them. An agent that recognises them shortens its history or stops instead of retrying.
+    """
+    message = error if isinstance(error, str) else text_of(error)
+    if isinstance(error, ContextLengthError):
+        size = "" if error.tokens is None else f"{error.tokens} tokens > {error.limit} maximum; "
+        message = f"prompt is too long: {size}{message}. This model's maximum context length is {error.limit} tokens."
+    return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]} …"
 
 
 def make_app(

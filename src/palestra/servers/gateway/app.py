@@ -27,9 +27,8 @@ from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
 from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, Piece, fit_template
 from palestra.servers.gateway.responses import ResponseBody
-from palestra.servers.http_errors import error_body, message_of, refuse
 from palestra.servers.openai.completer import Completer
-from palestra.servers.web import make_app, while_connected
+from palestra.servers.web import error_body, make_app, message_of, refuse, while_connected
 
 _MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041

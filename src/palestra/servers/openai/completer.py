@@ -99,6 +99,7 @@ class Completer:
         self.vocabulary = vocabulary
         self.on_request: Callable[[int, SamplingParams], None] = ignore_request
         self.unexpected_calls: UnexpectedCalls = "execute"
+        self._thread = ThreadPoolExecutor(1, "palestra-tokenise")
         self._chat: ChatFormat | None = None
         self._no_chat = ""
         try:
@@ -118,10 +119,6 @@ class Completer:
         """Refuse a model whose template writes tool calls that cannot be read; one without a template has no calls."""
         if self._chat is not None:
             check_tool_calls(self._chat, appends=False)
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "palestra-tokenise")
 
     @property
     def chat(self) -> ChatFormat:
