@@ -108,7 +108,7 @@ def dialect_routes(find: FindAttempt, agents: AgentRequests | None = None) -> li
         "/v1/messages": partial(api.answer, MessagesBody),
         "/v1/messages/count_tokens": api.count_tokens,
     }
-    gets: dict[str, Endpoint] = {"/v1/models": api.models, "/v1/models/{name:path}": api.model}
+    gets: dict[str, Endpoint] = {"/v1/models": api.models, "/v1/models/{name:path}": api.models}
     routes = [Route(path, api.with_attempt(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, api.with_attempt(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
     return [*routes, Route("/", api.alive, methods=["GET"])]
@@ -127,13 +127,13 @@ class _Api:
         return JSONResponse({"object": "attempt"})
 
     async def models(self, attempt: Attempt, request: Request) -> Response:
-        name = attempt.model.name
-        ends = {"first_id": name, "last_id": name, "has_more": False}
-        return JSONResponse({"object": "list", "data": [_card(attempt.model)], **ends})
-
-    async def model(self, attempt: Attempt, request: Request) -> Response:
-        """The model being trained, under any name: agents ask for the one that they were written for."""
-        return JSONResponse(_card(attempt.model) | {"id": request.path_params["name"]})
+        """The model being trained, alone or under any name: agents ask for the one that they were written for."""
+        model, asked = attempt.model, request.path_params.get("name")
+        card = {"id": model.name if asked is None else asked, "object": "model", "created": 0}
+        card |= {"owned_by": "palestra", "type": "model", "display_name": model.name}
+        card |= {"created_at": "1970-01-01T00:00:00Z", "max_model_len": model.context_tokens}
+        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [card], **ends} if asked is None else card)
 
     async def count_tokens(self, attempt: Attempt, request: Request) -> Response:
         body = await self._read(request, attempt, CountBody)
@@ -194,12 +194,6 @@ class _Api:
             return await endpoint(attempt, request)
 
         return answer
-
-
-def _card(model: Completer) -> dict[str, Any]:
-    about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
-    more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
-    return {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
 
 
 def _request(body: Body | CountBody, model: Completer) -> ChatRequest:

@@ -298,9 +298,7 @@ class Attempt:
             tool_results=tuple(results),
             seconds=time.perf_counter() - self._began,
             tool_names=tuple(dict.fromkeys(name for node in last.path for name in node.prompt.tool_names)),
-            lineages=tuple(
-                Lineage(turns, self._recorded(leaf), self._stop_reason(leaf)) for leaf, turns in rows.items()
-            ),
+            lineages=tuple(Lineage(row, self._recorded(end), self._stop_reason(end)) for end, row in rows.items()),
         )
 
     def _recorded(self, leaf: TurnNode) -> tuple[Message, ...]:

@@ -20,6 +20,7 @@ import traceback
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,7 +30,7 @@ from palestra.core.channel import Channel, Handlers, LogToChannel
 from palestra.core.errors import PalestraError, RolloutError, StateError, text_of
 from palestra.core.machine import interpreter_for_many_rollouts, processors
 from palestra.core.secrets import clean_environment, hide_memory
-from palestra.core.types import Problem, Rollout, SamplingParams
+from palestra.core.types import Problem, Rollout
 from palestra.policy.base import TokenLogprobs
 from palestra.policy.channel import ChannelPolicy, PolicyServer
 from palestra.servers.forwarding import ForwardedAgent
@@ -92,8 +93,6 @@ class WorkerAttempt(ForwardedAgent):
             rollout, counts = await self._worker.call("finish", self.id)
         except WorkerLost as lost:
             return Rollout(self.problem.id, (), (), "failed", error=str(lost)), AttemptCounts(0, 0, 0, 0, 0, 0, 0)
-        except Exception as error:
-            raise self._worker.original(error) from None
         return rollout, AttemptCounts(*counts)
 
 
@@ -106,12 +105,10 @@ class WorkerPrompts:
         worker.groups += 1
         worker.send("group", number, siblings)
 
-    def open(
-        self, problem: Problem, *, key: str | None, on_end: Callable[[ForwardedAgent], None], **options: Any
-    ) -> WorkerAttempt:
+    def open(self, problem: Problem, **options: Any) -> WorkerAttempt:
         """Open an attempt in the worker; `options` are those of `Attempt`."""
-        attempt = WorkerAttempt(problem, self.worker, on_end)
-        attempt.api_key = key or attempt.api_key
+        attempt = WorkerAttempt(problem, self.worker, options.pop("on_end"))
+        attempt.api_key = options["key"] or attempt.api_key
         options |= {"attempt_id": attempt.id, "key": attempt.api_key}
         self.worker.send("open_attempt", problem.id, self.number, options)
         return attempt
@@ -132,12 +129,8 @@ class CompleterServer(PolicyServer):
 
     @property
     def handlers(self) -> Handlers:
-        return {
-            **super().handlers,
-            "score": self._score,
-            "request": self._model.on_request,
-            "ping": lambda call: self.channel.reply(call, None),
-        }
+        own: Handlers = {"score": self._score, "request": self._model.on_request}
+        return {**super().handlers, **own, "ping": lambda call: self.channel.reply(call, None)}
 
     def close(self) -> None:
         for task in self._scoring:
@@ -198,12 +191,13 @@ class GatewayWorker:
         if self.lost is not None:
             raise self.lost
         assert self._channel is not None, "the gateway was not started"
-        return await self._channel.call(kind, *values)[1]
-
-    def original(self, error: Exception) -> Exception:
-        """The error of the policy whose text came back from the worker."""
-        known = {} if self._server is None else self._server.broken
-        return error if isinstance(error, PalestraError) else known.get(str(error), error)
+        assert self._server is not None
+        try:
+            return await self._channel.call(kind, *values)[1]
+        except PalestraError:
+            raise
+        except Exception as error:  # the policy's own, where its text came back from the worker
+            raise self._server.broken.get(str(error), error) from None
 
     def close(self) -> None:
         """Kill the process; it has nothing to save."""
@@ -223,10 +217,8 @@ class GatewayWorker:
         except subprocess.TimeoutExpired:
             how = "closed its connection"
         children.end(self.process)
-        self.lost = WorkerLost(
-            f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too. "
-            "Look for its last words in the log, or set agent.gateway_workers to 0"
-        )
+        who = f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too"
+        self.lost = WorkerLost(f"{who}. Look for its last words in the log, or set agent.gateway_workers to 0")
         log.error("a gateway worker (process %d) %s; its open attempts fail", self.process.pid, how)
         self._channel.close(self.lost)
         self._server.close()
@@ -285,14 +277,9 @@ class GatewayWorkers:
 class WorkerPolicy(ChannelPolicy):
     """The trainer's policy and completer at the other end of the channel."""
 
-    def note_request(self, choices: int, params: SamplingParams) -> None:
-        """Call `Completer.on_request` of the trainer."""
-        self.channel.send("request", choices, params)
-
     async def score(
         self, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
     ) -> AsyncIterator[TokenLogprobs]:
-        """Call `Completer.score` of the trainer."""
         yield await self.channel.call("score", array("i", token_ids).tobytes(), start, top, temperature)[1]
 
 
@@ -305,8 +292,13 @@ class Worker:
         self._groups: dict[int, SharedPrompts] = {}
         self._model: Completer
         self._tasks: set[asyncio.Task[None]] = set()
-        methods = (self._start, self._group, self._close_group, self._open_attempt, self._finish)
-        handlers = {method.__name__[1:]: method for method in methods}
+        handlers: Handlers = {
+            "start": self._start,
+            "group": lambda number, siblings: self._groups.update({number: SharedPrompts(self.policy, siblings)}),
+            "close_group": lambda number: self._groups.pop(number).close(),
+            "open_attempt": self._open_attempt,
+            "finish": self._finish,
+        }
         self.channel = Channel(to_trainer, {**handlers, **self.policy.handlers}, lambda: os._exit(0))
         self.policy.channel = self.channel
 
@@ -331,17 +323,11 @@ class Worker:
             self._model = Completer(self.policy, pickle.loads(settings["tokenizer"]), settings["name"], *size)
             self._model.unexpected_calls = settings["unexpected_calls"]
             if settings["watches_requests"]:
-                self._model.on_request = self.policy.note_request
+                self._model.on_request = partial(self.channel.send, "request")
             _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
         except Exception:
             traceback.print_exc()
             os._exit(1)
-
-    def _group(self, number: int, siblings: int) -> None:
-        self._groups[number] = SharedPrompts(self.policy, siblings)
-
-    def _close_group(self, number: int) -> None:
-        self._groups.pop(number).close()
 
     def _open_attempt(self, problem_id: str, group: int, options: dict[str, Any]) -> None:
         options |= {"shared_prompts": self._groups[group], "on_end": self._attempts.forget}
