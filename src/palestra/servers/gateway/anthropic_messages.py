@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -93,9 +94,8 @@ class MessagesBody(CountBody):
 
     def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         (answer,) = answers
-        size = PromptSize(answer.prompt_tokens, answer.cached_tokens)
         content = [block for block, _ in self._blocks(answer)]
-        return _message(model, content, size, len(answer.completion.token_ids)) | _stop(answer)
+        return _message(model, content, answer.size, len(answer.completion.token_ids)) | _stop(answer)
 
     async def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]:
         blocks = _BlockEvents()
@@ -129,12 +129,12 @@ class MessagesBody(CountBody):
             yield block, json.dumps(call.arguments, ensure_ascii=False)
 
 
+@dataclass(slots=True)
 class _BlockEvents:
     """Content blocks as events, one after the other."""
 
-    def __init__(self) -> None:
-        self._kinds: list[str] = []
-        self._is_open = False
+    _kinds: list[str] = field(default_factory=list)
+    _is_open: bool = False
 
     def more(self, kind: str, text: str) -> Iterator[Event]:
         """Text of the block that is open, or of a new one."""

@@ -76,9 +76,9 @@ class ChatCompletionBody(SamplingFields):
 
     def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         choices = [self._choice(i, answer, model) for i, answer in enumerate(answers)]
-        first, completions = answers[0], (answer.completion for answer in answers)
-        used = usage(first.prompt_tokens, completions, first.cached_tokens)
-        more = {"prompt_token_ids": list(first.context_ids[: first.prompt_tokens])} if self.return_token_ids else {}
+        size = answers[0].size
+        used = usage(size.tokens, (answer.completion for answer in answers), size.cached)
+        more = {"prompt_token_ids": list(answers[0].context_ids[: size.tokens])} if self.return_token_ids else {}
         return response("chat.completion", model)(choices, usage=used, **more)
 
     async def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]:

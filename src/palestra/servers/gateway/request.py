@@ -43,15 +43,22 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptSize:
+    """Number of prompt tokens, and how many of them were computed before."""
+
+    tokens: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChatAnswer:
     """One assistant message with its tokens."""
 
     message: Message  # its calls have the ids that the client knows
     thinking: str
     completion: Completion
-    prompt_tokens: int
-    cached_tokens: int = 0
-    context_ids: Sequence[int] = ()  # the tokens of its session, of which the prompt's come first
+    size: PromptSize
+    context_ids: Sequence[int]  # the tokens of its session, of which the prompt's come first
 
     @property
     def is_cut_off(self) -> bool:
@@ -61,14 +68,6 @@ class ChatAnswer:
     def stop_text(self) -> str | None:
         """The stop sequence that ended it, if one did."""
         return self.completion.matched if isinstance(self.completion.matched, str) else None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSize:
-    """Number of prompt tokens, and how many of them were computed before."""
-
-    tokens: int
-    cached: int
 
 
 Piece = tuple[int, "PromptSize | Delta | ChatAnswer | None"]  # of a stream: the choice, and what comes

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr
@@ -35,12 +36,12 @@ _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _MAX_STORED = 1 << 26  # characters
 
 
+@dataclass(slots=True)
 class StoredResponses:
     """The messages up to each response, for `previous_response_id`. The oldest are dropped above _MAX_STORED."""
 
-    def __init__(self) -> None:
-        self._messages: dict[str, tuple[Message, ...]] = {}
-        self._characters = 0
+    _messages: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    _characters: int = 0
 
     def __getitem__(self, response_id: str) -> tuple[Message, ...]:
         if response_id not in self._messages:
@@ -137,17 +138,17 @@ class ResponseBody(RequestForm):
                 yield frame.event(f"response.{whole['status']}", response=whole)
 
 
+@dataclass(slots=True)
 class _Frame:
     """One response and its events. Text comes piece by piece; the other items are whole when they come."""
 
-    def __init__(self, body: ResponseBody, model: Completer) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
-        self.message_id = f"msg_{uuid.uuid4().hex}"
-        self._body = body
-        self._model = model
-        self._created = int(time.time())
-        self._sequence = -1
-        self._has_text = False
+    _body: ResponseBody
+    _model: Completer
+    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    _created: int = field(default_factory=lambda: int(time.time()))
+    _sequence: int = -1
+    _has_text: bool = False
 
     def response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         body = self._body
@@ -180,11 +181,11 @@ class _Frame:
     def ended(self, answer: ChatAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
         sampled = len(answer.completion.token_ids)
         usage = {
-            "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "input_tokens": answer.size.tokens,
+            "input_tokens_details": {"cached_tokens": answer.size.cached},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answer.prompt_tokens + sampled,
+            "total_tokens": answer.size.tokens + sampled,
         }
         if answer.is_cut_off:
             why = {"reason": "max_output_tokens"}

@@ -108,8 +108,8 @@ class WorkerPrompts:
     def open(self, problem: Problem, **options: Any) -> WorkerAttempt:
         """Open an attempt in the worker; `options` are those of `Attempt`."""
         attempt = WorkerAttempt(problem, self.worker, options.pop("on_end"))
-        attempt.api_key = options["key"] or attempt.api_key
-        options |= {"attempt_id": attempt.id, "key": attempt.api_key}
+        attempt.api_key = options.get("api_key", attempt.api_key)
+        options |= {"id": attempt.id, "api_key": attempt.api_key}
         self.worker.send("open_attempt", problem.id, self.number, options)
         return attempt
 

@@ -79,41 +79,34 @@ def ignore_request(choices: int, params: SamplingParams) -> None:
     """The default of `Completer.on_request`."""
 
 
+@dataclass(eq=False, repr=False)
 class Completer:
     """Completions by the policy's continuous batching; new weights are used from the next token on."""
 
-    def __init__(
-        self,
-        policy: Policy[Any],
-        tokenizer: Any,
-        name: str,
-        context_tokens: int,
-        score: ScoresTokens | None = None,
-        vocabulary: int | None = None,
-    ) -> None:
-        self.policy = policy
-        self.tokenizer = tokenizer
-        self.name = name
-        self.context_tokens = context_tokens
-        self.score = score
-        self.vocabulary = vocabulary
-        self.on_request: Callable[[int, SamplingParams], None] = ignore_request
-        self.unexpected_calls: UnexpectedCalls = "execute"
+    policy: Policy[Any]
+    tokenizer: Any
+    name: str
+    context_tokens: int
+    score: ScoresTokens | None = None
+    vocabulary: int | None = None
+    on_request: Callable[[int, SamplingParams], None] = ignore_request
+    unexpected_calls: UnexpectedCalls = "execute"
+
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "palestra-tokenise")
         self._chat: ChatFormat | None = None
         self._no_chat = ""
         try:
-            self._chat = ChatFormat(tokenizer)
+            self._chat = ChatFormat(self.tokenizer)
         except PalestraError as reason:
             self._no_chat = str(reason)
-        eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        eos = () if self.tokenizer.eos_token_id is None else (int(self.tokenizer.eos_token_id),)
         self.eos: tuple[int, ...] = self._chat.stop_token_ids if self._chat else eos
 
     @cached_property
     def twin(self) -> Completer:
         """A copy with its own tokenizer, for preparing requests in a thread: tokenizers are not thread-safe."""
-        own = copy.deepcopy(self.tokenizer)
-        return Completer(self.policy, own, self.name, self.context_tokens, self.score, self.vocabulary)
+        return replace(self, tokenizer=copy.deepcopy(self.tokenizer))
 
     def check_tool_calls(self) -> None:
         """Refuse a model whose template writes tool calls that cannot be read; one without a template has no calls."""

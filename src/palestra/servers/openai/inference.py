@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -227,12 +227,12 @@ def inference_app(model: Completer, *, token: str | None = None, weights_folder:
     return make_app(routes, token=token, error_form=error_form)
 
 
+@dataclass(frozen=True, slots=True)
 class _Api:
     """One method for each endpoint."""
 
-    def __init__(self, model: Completer, weights_folder: Path | None) -> None:
-        self._model = model
-        self._weights_folder = weights_folder
+    _model: Completer
+    _weights_folder: Path | None
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._model.name, "policy_version": self._model.policy.version})
