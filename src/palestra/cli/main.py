@@ -37,7 +37,7 @@ GROUPS = {
     },
     "Trainings run by an LLM agent": {},
     "Installation and settings": {
-        "config": ("config", "Print the settings a run would use, or all settings."),
+        "config": ("settings:config_command", "Print the settings a run would use, or all settings."),
         "doctor": ("doctor", "Check this machine: versions, and what is missing."),
     },
 }

@@ -86,8 +86,7 @@ def command(
     socket = server_port(host, port, token)
     console = Console(stderr=True)
     load_libraries(console, model)
-    from palestra.servers.openai.inference import inference_app
-    from palestra.servers.openai.loading import load_completer
+    from palestra.servers.openai.inference import inference_app, load_completer
     from palestra.servers.web import request_log
 
     with task(console, f"loading {model}"):
@@ -158,7 +157,7 @@ def gateway(
     suite = EvalSuite.from_jsonl(cases) if cases else ()
     model, _ = model_of(run_or_model)
     load_libraries(Console(stderr=True), model)
-    from palestra.servers.openai.loading import load_completer
+    from palestra.servers.openai.inference import load_completer
     from palestra.sources.programs.standalone import StandaloneGateway
 
     completer = load_completer(model, dtype=dtype, device=device)

@@ -11,6 +11,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,10 @@ from starlette.routing import Route
 from palestra.core.errors import NotAllowedError, SettingError, UnsupportedError
 from palestra.core.types import Problem, SamplingParams
 from palestra.core.weights import Weights
+from palestra.models.loading import LoadedModel, load_model
+from palestra.policy.base import Policy
+from palestra.policy.build import build_policy
+from palestra.policy.local import token_logprobs
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.gateway.app import dialect_routes, error_form, event_stream
 from palestra.servers.gateway.attempt import Attempt
@@ -302,3 +307,22 @@ async def _text_events(
     if (body.stream_options or {}).get("include_usage"):
         yield Event(chunk([], usage=usage(len(prompt.prompt_ids), ended)))
     yield Event("[DONE]")
+
+
+def load_completer(name: str, *, dtype: str = "auto", device: str = "auto", engine: str = "auto") -> Completer:
+    """Load a model by any accepted name, ready to be served."""
+    loaded = load_model(name, dtype=dtype, device=device)
+    completer = completer_of(loaded, build_policy(loaded.model, loaded.tokenizer, engine, keep_closed=True))
+    completer.check_tool_calls()
+    return completer
+
+
+def completer_of(loaded: LoadedModel, policy: Policy[Any], context_tokens: int | None = None) -> Completer:
+    """The completer of a loaded model.
+
+    Pass `context_tokens` for a model on another machine, which only returns the logprobs of its samples.
+    """
+    if context_tokens is not None:
+        return Completer(policy, loaded.tokenizer, loaded.name, context_tokens, None, len(loaded.tokenizer))
+    score = partial(token_logprobs, loaded.model)
+    return Completer(policy, loaded.tokenizer, loaded.name, loaded.context_tokens, score, loaded.vocabulary)
