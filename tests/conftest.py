@@ -43,7 +43,7 @@ LONG = (
     "interfaces/test_env_serve",
     "interfaces/test_tinker_cookbook",
 )
-IMPORTED = ["transformers.models.auto.modeling_auto", "palestra.api", "palestra.servers.openai.loading"]
+IMPORTED = ["transformers.models.auto.modeling_auto", "palestra.api", "palestra.servers.openai.inference"]
 if find_spec("triton"):
     IMPORTED += ["palestra.engine.cuda.runner", "palestra.learner.kernels", "fast_interpreter"]
 SHARED = pytest.StashKey[Forkserver]()

@@ -118,8 +118,7 @@ Prepared = tuple[Any, str, list[Template], list[str]]
 @contextmanager
 def inference() -> Iterator[Prepared]:
     """With a context of 48 tokens, so that no accepted request takes long for a good reason."""
-    from palestra.servers.openai.inference import inference_app
-    from palestra.servers.openai.loading import load_completer
+    from palestra.servers.openai.inference import inference_app, load_completer
 
     completer = load_completer("palestra/tiny")
     completer.context_tokens = 48

@@ -18,7 +18,7 @@ import pytest
 
 from palestra.agents.containers import Containers
 from palestra.core.errors import PalestraError
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import load_completer
 from palestra.sources.programs.standalone import StandaloneGateway
 
 IMAGE = f"palestra-test-busybox:{os.getpid()}"

@@ -15,7 +15,7 @@ from palestra.agents.programs import ProgramLimits, command_agent
 from palestra.core.types import SamplingParams
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.servers.gateway.gateway import Gateway
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import load_completer
 from palestra.sources.programs.collector import ProgramCollector
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))

@@ -12,7 +12,7 @@ import pytest
 from palestra.agents.tools.tool import as_tool
 from palestra.cli.main import run
 from palestra.core.files import import_file
-from palestra.servers.openai.openai_forms import tool_schema
+from palestra.servers.gateway.request import function_tool
 
 sdk = pytest.importorskip("agents", reason="pip install openai-agents")
 
@@ -71,4 +71,4 @@ def test_the_model_sees_tools_in_the_sdks_requests_as_it_saw_them_in_training(ex
     for tool in example.agent.tools:
         sent = Converter.tool_to_openai(tool)
         assert "strict" in sent["function"], "more than the model was shown"
-        assert tool_schema(sent) == as_tool(tool).schema
+        assert function_tool(sent) == as_tool(tool).schema

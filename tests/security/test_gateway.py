@@ -15,7 +15,7 @@ from palestra.core.config import RunConfig
 from palestra.core.group_codec import rollout_to_dict
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.servers.openai.completer import MAX_INLINE_CHARS
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import load_completer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers" / "gateway"))
 

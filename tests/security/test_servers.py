@@ -27,10 +27,8 @@ from palestra.runs.manager import RunManager
 from palestra.servers import body, web
 from palestra.servers.body import read_body
 from palestra.servers.connections import Connections, LimitLines
-from palestra.servers.http_errors import error_body
-from palestra.servers.openai.inference import inference_app
-from palestra.servers.openai.openai_forms import SglangBody
-from palestra.servers.web import make_app, open_port, request_log
+from palestra.servers.openai.inference import SglangBody, inference_app
+from palestra.servers.web import error_body, make_app, open_port, request_log
 
 
 async def echo(request: Request) -> PlainTextResponse:

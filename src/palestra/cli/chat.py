@@ -19,7 +19,6 @@ from palestra.cli.find_run import code_for_tools, find_run, model_of, require_tr
 from palestra.cli.summary import shorten
 from palestra.core.errors import PalestraError
 from palestra.core.messages import show_call, to_dict
-from palestra.core.run_folder import RunFolder
 from palestra.core.show import visible
 from palestra.core.types import SamplingParams
 from palestra.envs.load import load_env
@@ -85,7 +84,9 @@ def command(
     palestra chat RUN --once "What do 3 red lamps cost?" --json
     """
     console = Console(stderr=as_json or as_events)
-    partner = _find_partner(run_or_model, agent_file, instructions, trust)
+    partner = _find_partner(run_or_model, agent_file, trust)
+    if instructions is not None:
+        partner = replace(partner, instructions=instructions)
     load_libraries(console, partner.model)
     session = _open(console, partner, **options)
     tools = [tool.name for tool in partner.tools]
@@ -109,29 +110,29 @@ def command(
             show("end", "")  # of the chat: the status line goes
 
 
-def _find_partner(run_or_model: str, agent_file: str | None, instructions: str | None, trust: bool) -> Partner:
+def _find_partner(run_or_model: str, agent_file: str | None, trust: bool) -> Partner:
     """The run's own agent, or the one in `agent_file`; a model without a run has none."""
     model, _ = model_of(run_or_model)
     if agent_file is not None:
         file = load_agent_file(DEMO if agent_file == "demo" else agent_file)
-        partner = Partner(model, file.agent.fixed_instructions, _tools_of(file))
-    else:
-        run = find_run(run_or_model)
-        partner = Partner(model) if run is None else _of_run(model, run.folder, trust)
-    return partner if instructions is None else replace(partner, instructions=instructions)
-
-
-def _of_run(model: str, run: RunFolder, trust: bool) -> Partner:
-    record, environment = run.record, run.environment()
+        return Partner(model, file.agent.fixed_instructions, _tools_of(file))
+    if (run := find_run(run_or_model)) is None:
+        return Partner(model)
+    record, environment = run.folder.record, run.folder.environment()
     instructions, source = str(record.get("instructions") or ""), record.get("source")
     if environment is None and not record.get("tools"):
         return Partner(model, instructions)
     if environment is None and source is None:
         note = "The run was started from Python, so its tools are not known; name them with --agent FILE"
         return Partner(model, instructions, note=note)
-    require_trust(run, code_for_tools(record), trust)
-    if environment is not None:
-        return _of_environment(model, *environment)
+    require_trust(run.folder, code_for_tools(record), trust)
+    if environment is not None:  # the tools of an environment belong to one problem: here, the first held-out one
+        env = load_env(*environment)
+        episode = env.open(env.problems("held_out")[0])
+        instructions = "\n\n".join(message.text for message in episode.prompt if message.role == "system")
+        # the last user message: solved examples may precede it
+        question = next((message.text for message in reversed(episode.prompt) if message.role == "user"), "")
+        return Partner(model, instructions, tuple(episode.tools), f"The tools are those of the problem: {question}")
     try:
         return Partner(model, instructions, _tools_of(load_agent_file(str(source))))
     except PalestraError as error:
@@ -142,16 +143,6 @@ def _tools_of(file: AgentFile) -> Sequence[Any]:
     """The agent's tools; those that work on the state of an attempt get that of the first case."""
     context = file.suite.context_of(file.suite.cases[0])
     return tuple(tool.bind(context) for tool in file.agent.tools)
-
-
-def _of_environment(model: str, name: str, settings: dict[str, Any]) -> Partner:
-    """The tools of an environment belong to one problem: here, the first held-out one."""
-    env = load_env(name, settings)
-    episode = env.open(env.problems("held_out")[0])
-    instructions = "\n\n".join(message.text for message in episode.prompt if message.role == "system")
-    # the last user message: solved examples may precede it
-    question = next((message.text for message in reversed(episode.prompt) if message.role == "user"), "")
-    return Partner(model, instructions, tuple(episode.tools), f"The tools are those of the problem: {question}")
 
 
 def _open(
@@ -231,8 +222,10 @@ def _as_text(console: Console) -> Show:
     def show(kind: str, data: Any) -> None:
         if kind == "so_far":
             if console.is_terminal:
+                line, width = " ".join(visible(data).split()), console.width - 4  # its end, as one line
                 status.start()
-                status.update(_tail(data, console.width - 4))
+                shown = line if len(line) < width else f"…{line[len(line) - width + 1 :]}"
+                status.update(Text(shown or "…", style="dim" if line else ""))
         elif kind == "message":
             if data.role == "tool":
                 text = Text.assemble(("  → ", "dim"), (visible(shorten(data.text)), "magenta"))
@@ -250,12 +243,6 @@ def _as_text(console: Console) -> Show:
                 console.print(f"({_ENDS[data]})", style="yellow", highlight=False)
 
     return show
-
-
-def _tail(text: str, width: int) -> Text:
-    """The end of an answer that is still being written, as one line."""
-    line = " ".join(visible(text).split())
-    return Text(line if len(line) < width else "…" + line[len(line) - width + 1 :], style="dim") if line else Text("…")
 
 
 def _as_json(console: Console, session: ChatSession) -> Show:

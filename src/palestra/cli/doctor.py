@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from palestra.cli.common import returns_data
+from palestra.core.errors import PalestraError
 from palestra.core.machine import installed_version, memory_gib, port_error
 from palestra.runs.manager import palestra_home
 
@@ -36,8 +37,7 @@ PORTS = {8000: "palestra serve", 8001: "palestra trajectory", 8002: "palestra mc
          8004: "palestra dashboard", 8005: "palestra gateway", 8010: "palestra tinker",
          9001: "palestra train --env-url"}  # fmt: skip
 _MARKS = {"ok": ("✓", "green"), "missing": ("·", "yellow"), "broken": ("✗", "red")}
-_ENOUGH_MEMORY_GIB = 2.0
-_ENOUGH_DISK_GIB = 2.0
+_ENOUGH_MEMORY_GIB = _ENOUGH_DISK_GIB = 2.0
 _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*;\s*extra\s*==\s*[\"'](?P<extra>[\w-]+)[\"']")
 
 
@@ -65,7 +65,7 @@ def command(model_name: str | None, console: Console) -> Iterator[dict[str, Any]
     from palestra.train.progress import task
 
     with task(Console(stderr=True), f"examining {model_name or 'this machine'}"):
-        checks = examine() if model_name is None else list(examine_model(model_name))
+        checks = list(examine() if model_name is None else examine_model(model_name))
     broken = any(check.state == "broken" for check in checks)
     yield {"ok": not broken, "findings": [asdict(check) for check in checks]}
     for topic, members in groupby(checks, lambda check: check.topic):
@@ -79,14 +79,34 @@ def command(model_name: str | None, console: Console) -> Iterator[dict[str, Any]
         raise click.exceptions.Exit(1)
 
 
-def examine() -> list[Check]:
+def examine() -> Iterator[Check]:
     """Run all checks. Takes seconds, since torch is asked for its GPUs."""
-    return [*_python(), *_torch(), *_room(), *_extras(), *_keys(), *_ports(), *_sandbox()]
+    yield Check("Python", "palestra", "ok", f"{metadata.version('palestra')} on {platform.platform()}")
+    yield Check("Python", "version", "ok", f"{platform.python_version()} at {sys.executable}")
+    yield from _torch()
+    yield from _room()
+    yield from _extras()
+    for name, use in KEYS.items():  # whether they are set; the values are not read
+        is_set = bool(os.environ.get(name))
+        yield _check("keys", name, is_set, "set" if is_set else "not set", f"export {name}=… if you want {use}")
+    if error := port_error(0):
+        yield Check("ports", "loopback", "broken", f"no port can be opened: {error}", "allow it on 127.0.0.1")
+    else:
+        yield Check("ports", "loopback", "ok", "ports can be opened on 127.0.0.1")
+        for port, user in PORTS.items():
+            free = not port_error(port)
+            state = f"free for {user}" if free else f"taken; {user} wants it"
+            yield _check("ports", str(port), free, state, "choose another one with --port")
+    from palestra.envs.sandbox.sandbox import choose_isolation
+
+    try:
+        yield Check("sandbox", "isolation", "ok", choose_isolation())
+    except PalestraError as error:
+        yield Check("sandbox", "isolation", "missing", "none", str(error))
 
 
 def examine_model(name: str) -> Iterator[Check]:
     """Check that a model's chat template works, and that the tool calls it writes are read back."""
-    from palestra.core.errors import PalestraError
     from palestra.models.chat.template import ChatFormat
     from palestra.models.chat.written import check_tool_calls
     from palestra.models.loading import load_tokenizer
@@ -145,13 +165,12 @@ def _room() -> Iterator[Check]:
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         free = shutil.disk_usage(existing).free / 2**30
         writable = os.access(existing, os.W_OK)
-        found = f"{free:.1f} GiB free at {path}" + ("" if writable else ", which cannot be written")
+        state = f"{free:.1f} GiB free at {path}" + ("" if writable else ", which cannot be written")
         remedy = "make room, or use another folder (PALESTRA_HOME moves the index)"
-        yield _check("room", name, free >= _ENOUGH_DISK_GIB and writable, found, remedy)
+        yield _check("room", name, free >= _ENOUGH_DISK_GIB and writable, state, remedy)
 
 
 def _extras() -> Iterator[Check]:
-    """The optional extras of the package."""
     packages: dict[str, list[str]] = {}
     for line in metadata.requires("palestra") or ():
         if (match := _EXTRA.match(line)) and match["extra"] != "dev":
@@ -159,33 +178,5 @@ def _extras() -> Iterator[Check]:
     for extra, needed in sorted(packages.items()):
         missing = [package for package in needed if not installed_version(package)]
         versions = ", ".join(f"{package} {installed_version(package)}" for package in needed)
-        found = f"{', '.join(missing)} not installed" if missing else versions
-        yield _check("extras", extra, not missing, found, f"pip install 'palestra[{extra}]'")
-
-
-def _keys() -> Iterator[Check]:
-    """By name only: the values are never read further than whether they are set."""
-    for name, use in KEYS.items():
-        is_set = bool(os.environ.get(name))
-        yield _check("keys", name, is_set, "set" if is_set else "not set", f"export {name}=… if you want {use}")
-
-
-def _ports() -> Iterator[Check]:
-    if error := port_error(0):
-        yield Check("ports", "loopback", "broken", f"no port can be opened: {error}", "allow it on 127.0.0.1")
-        return
-    yield Check("ports", "loopback", "ok", "ports can be opened on 127.0.0.1")
-    for port, user in PORTS.items():
-        free = not port_error(port)
-        found = f"free for {user}" if free else f"taken; {user} wants it"
-        yield _check("ports", str(port), free, found, "choose another one with --port")
-
-
-def _sandbox() -> Iterator[Check]:
-    from palestra.core.errors import PalestraError
-    from palestra.envs.sandbox.sandbox import choose_isolation
-
-    try:
-        yield _check("sandbox", "isolation", True, choose_isolation(), "")
-    except PalestraError as error:
-        yield _check("sandbox", "isolation", False, "none", str(error))
+        state = f"{', '.join(missing)} not installed" if missing else versions
+        yield _check("extras", extra, not missing, state, f"pip install 'palestra[{extra}]'")

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from palestra.cli.common import print_sections, returns_data
-from palestra.envs.discover import DiscoveredEnv, discover
+from palestra.envs.discover import discover
 
 
 @click.command("envs")
@@ -24,20 +24,17 @@ def command(paths: tuple[str, ...], show_all: bool, console: Console) -> dict[st
     Their files are read, not run. `palestra train --env NAME` trains on one.
     """
     discovery = discover(paths)
-    by_origin = groupby(discovery.environments, lambda env: env.origin)
-    print_sections(console, ((origin, _rows(list(members), show_all)) for origin, members in by_origin))
+    sections = []
+    for origin, group in groupby(discovery.environments, lambda env: env.origin):
+        members = list(group)  # those that differ only in their preset are one row
+        rows = [(e.name, e.description or e.class_name) for e in members if show_all or not e.preset]
+        families = Counter(e.name.partition("/")[0] for e in members if e.preset and not show_all)
+        rows += [(f"{name}/…", f"{count} environments; --all lists them.") for name, count in families.items()]
+        sections.append((origin, rows))
+    print_sections(console, sections)
     if not console.quiet:
         for path, reason in discovery.errors.items():
             click.secho(f"{path} cannot be read: {reason}", fg="yellow", err=True)
-    rows = [{**asdict(env), "preset": dict(env.preset)} for env in discovery.environments]
+    every = [{**asdict(env), "preset": dict(env.preset)} for env in discovery.environments]
     errors = {str(path): reason for path, reason in discovery.errors.items()}
-    return {"environments": rows, "count": len(rows), "errors": errors}
-
-
-def _rows(environments: list[DiscoveredEnv], show_all: bool) -> list[tuple[str, str]]:
-    """Name and description of each; environments that differ only in their preset are one row."""
-    rows = [(e.name, e.description or e.class_name) for e in environments if show_all or not e.preset]
-    if not show_all:
-        families = Counter(e.name.partition("/")[0] for e in environments if e.preset)
-        rows += [(f"{name}/…", f"{count} environments; --all lists them.") for name, count in families.items()]
-    return rows
+    return {"environments": every, "count": len(every), "errors": errors}

@@ -69,7 +69,13 @@ def command(
     if others := [option for option, value in values.items() if value and option not in _OPTIONS[kind]]:
         raise SettingError(f"--to {kind} takes no {' and no '.join(others)}; leave out what is of another format")
     if kind == "html":
-        return {"to": kind, **_to_html(console, run_or_model, out, groups)}
+        run_page, run = provided("--to html"), require_run(run_or_model)
+        path = out or run.export / f"{run.path.name}.html"
+        with task(console, "writing the page"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, run_page(run, groups))
+        _print_file(console, path)
+        return {"to": kind, "path": str(path)}
     if kind == "hub":
         if not repo:
             raise SettingError("--to hub needs a repository: --repo USER/NAME")
@@ -114,17 +120,6 @@ def command(
 
 def _print_file(console: Console, path: Path) -> None:
     console.print(f"{path} ({path.stat().st_size / 2**20:,.1f} MiB)", soft_wrap=True)
-
-
-def _to_html(console: Console, word: str, out: Path | None, groups: int | None) -> dict[str, Any]:
-    run_page = provided("--to html")
-    run = require_run(word)
-    path = out or run.export / f"{run.path.name}.html"
-    with task(console, "writing the page"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, run_page(run, groups))
-    _print_file(console, path)
-    return {"path": str(path)}
 
 
 def _to_hub(console: Console, word: str, model: str, repo: str, *, private: bool, adapter: bool) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def find_run(word: str, *, or_model: bool = False) -> FoundRun | None:
     word = word.partition("@")[0]
     is_model = or_model and bool(word) and Path(word).expanduser().exists()
     for path in _folders(word) if is_model else [*_folders(word), RUNS / word]:
-        row = _row_of(path, rows)
+        names = {str(path.resolve()), str(path.absolute())}
+        row = next((row for row in rows if row.folder in names), None)
         if row is not None or RunFolder(path).has_begun:
             return FoundRun(RunFolder(path), None if row is None else row.run_id)
     if is_model:
@@ -206,11 +207,6 @@ def is_own(folder: RunFolder) -> bool:
         return RunReader().lists(RunFolder(folder.path.absolute()))
     except OSError:
         return False
-
-
-def _row_of(path: Path, rows: Sequence[Row]) -> Row | None:
-    names = {str(path.resolve()), str(path.absolute())}
-    return next((row for row in rows if row.folder in names), None)
 
 
 def code_for_tools(record: Mapping[str, Any]) -> list[str]:

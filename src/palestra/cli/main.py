@@ -20,7 +20,7 @@ GROUPS = {
         "train": ("train", "Train an agent and show that it got better."),
         "sft": ("train:sft", "Train a model on conversations."),
         "eval": ("eval", "Score an agent without training."),
-        "rescore": ("rescore", "Score a run's stored rollouts with changed measures."),
+        "rescore": ("eval:rescore_command", "Score a run's stored rollouts with changed measures."),
         "envs": ("envs", "List the available environments."),
         "env": ("env", "Run one environment: look at its rollouts, score a model on it."),
     },
@@ -37,7 +37,7 @@ GROUPS = {
     },
     "Trainings run by an LLM agent": {},
     "Installation and settings": {
-        "config": ("config", "Print the settings a run would use, or all settings."),
+        "config": ("settings:config_command", "Print the settings a run would use, or all settings."),
         "doctor": ("doctor", "Check this machine: versions, and what is missing."),
     },
 }

@@ -26,7 +26,7 @@ from palestra.cli.find_run import (
     trust_option,
 )
 from palestra.cli.settings import show as show_setting
-from palestra.cli.summary import print_findings, print_rows
+from palestra.cli.summary import print_findings, print_outcome, print_rows
 from palestra.core.errors import PalestraError, SettingError, StateError
 from palestra.core.files import folder_size
 from palestra.core.run_folder import Resume, RunFolder
@@ -261,7 +261,6 @@ def resume(runs: Sequence[str], max_steps: int | None, console: Console) -> Iter
 @returns_data_at_end
 def finish(run: str, from_checkpoint: str | None, trust: bool, console: Console) -> dict[str, Any]:
     """End a stopped run where it is: score what it has learned, save the model, write the report."""
-    from palestra.cli.summary import print_outcome
     from palestra.cli.train import training_display
     from palestra.run import resume as resume_run
 
@@ -270,8 +269,7 @@ def finish(run: str, from_checkpoint: str | None, trust: bool, console: Console)
     if folder.last_checkpoint() is None:
         raise StateError(f"{folder.path} has no checkpoint, so there is nothing to score; continue or remove it")
     resumed = Resume(folder.path, from_checkpoint, finish=True)
-    _, outcome = resume_run(resumed, partial(training_display, console))
-    return print_outcome(console, folder, outcome)
+    return print_outcome(console, *resume_run(resumed, partial(training_display, console)))
 
 
 @_subcommand("rm")
@@ -353,18 +351,14 @@ def compare_table(compared: Sequence[ComparedRun]) -> Table:
     headings = ["", *(Text(f"{one.label}\n{one.run.name}") for one in compared)]
     rows = [["state", *(_state(one.run) for one in compared)]]
     for name in compared[0].summary:
-        rows.append([name.replace("_", " "), *(_show_result(name, one.summary[name]) for one in compared)])
+        show = (
+            show_seconds if name == "seconds" else "{:.1%}".format if name.startswith("held_out") else "{:.4g}".format
+        )
+        values = [one.summary[name] for one in compared]
+        rows.append([name.replace("_", " "), *("–" if value is None else show(value) for value in values)])
     for key in differing_keys([one.settings for one in compared]):
         rows.append([key, *(Text(visible(show_setting(one.settings.get(key)))) for one in compared)])
     return table(headings, rows, box=None, pad_edge=False, header_style="bold")
-
-
-def _show_result(name: str, value: float | None) -> str:
-    if value is None:
-        return "–"
-    if name == "seconds":
-        return show_seconds(value)
-    return f"{value:.1%}" if name.startswith("held_out") else f"{value:.4g}"
 
 
 @_subcommand("prune")

@@ -86,13 +86,17 @@ def command(
     socket = server_port(host, port, token)
     console = Console(stderr=True)
     load_libraries(console, model)
-    from palestra.servers.openai.inference import inference_app
-    from palestra.servers.openai.loading import load_completer
+    from palestra.servers.openai.inference import inference_app, load_completer
+    from palestra.servers.web import request_log
 
     with task(console, f"loading {model}"):
         completer = load_completer(model, **loading)
     app = inference_app(completer, token=token, weights_folder=weights_from)
-    _show_requests()
+    handler = logging.StreamHandler()  # a line on stderr for each request
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    request_log.addHandler(handler)
+    request_log.setLevel(logging.INFO)
+    request_log.propagate = False
     run_server(app, socket, f"{model} is served at", "/v1")
 
 
@@ -116,17 +120,6 @@ def run_server(app: ASGIApp, socket: Any, message: str, path: str = "") -> None:
         await server.serve(sockets=[socket])
 
     asyncio.run(serve())
-
-
-def _show_requests() -> None:
-    """A line on stderr for each request."""
-    from palestra.servers.web import request_log
-
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    request_log.addHandler(handler)
-    request_log.setLevel(logging.INFO)
-    request_log.propagate = False
 
 
 def require_serve_extra() -> None:
@@ -164,7 +157,7 @@ def gateway(
     suite = EvalSuite.from_jsonl(cases) if cases else ()
     model, _ = model_of(run_or_model)
     load_libraries(Console(stderr=True), model)
-    from palestra.servers.openai.loading import load_completer
+    from palestra.servers.openai.inference import load_completer
     from palestra.sources.programs.standalone import StandaloneGateway
 
     completer = load_completer(model, dtype=dtype, device=device)

@@ -4,26 +4,31 @@ OpenAI-style endpoint (`--openai.model_name m`)."""
 from __future__ import annotations
 
 import json
+import shutil
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 from pydantic.fields import FieldInfo
+from rich.console import Console
 
-from palestra.cli.common import PATH, returns_data_at_end
+from palestra.agent_source import open_agent_file
+from palestra.cli.common import PATH, print_sections, returns_data, returns_data_at_end
 from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config, translate
 from palestra.core.errors import SettingError
+from palestra.core.extras import provided
 from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting
 from palestra.runs.request import RunRequest
 
 PREFIXES = ("env", "openai")
 ENV_OPTIONS = "[OPTIONS] [--env.KEY VALUE]… [--openai.KEY VALUE]… [--SECTION.KEY VALUE]…"
 _META = "palestra.prefixed"
-_WORDS = "palestra.words"
+WORDS = "palestra.words"  # the words after the command, to start it again
 _HELP = {
     "model.name": "A hub id, a folder, a .gguf file, or a run: its id, name or folder; RUN@50 is a checkpoint.",
     "seed": "The same seed and settings give the same run.",
@@ -158,15 +163,9 @@ class EnvCommand(click.Command):
     """A command that accepts any `--env.x v` and `--openai.x v`; the environment checks them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_WORDS] = list(args)
+        ctx.meta[WORDS] = list(args)
         ctx.meta[_META], rest = split_prefixed(args)
         return super().parse_args(ctx, rest)
-
-
-def typed_words() -> list[str]:
-    """The words after the command, to start it again."""
-    words: list[str] = click.get_current_context().meta[_WORDS]
-    return words
 
 
 def split_prefixed(args: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
@@ -209,3 +208,46 @@ def read_settings(config_file: Path | None, options: dict[str, Any]) -> RunReque
 def layer(config_file: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run: of the YAML file, overlaid by those of the command line."""
     return {**(read_yaml_config(config_file) if config_file else {}), **options}
+
+
+@command_of_run("config", returns_data)
+@click.argument("agent_file", required=False)
+@click.option("--keys", is_flag=True, help="List every setting with its default and description.")
+@click.option("--locked", is_flag=True, help="List the settings that an LLM agent may not change here, and its limits.")
+def config_command(
+    agent_file: str | None,
+    config_file: Path | None,
+    keys: bool,
+    locked: bool,
+    console: Console,
+    **parameters: Any,
+) -> dict[str, Any]:
+    """Print the settings that `palestra train` would use, as YAML that `--config` reads back.
+
+    \b
+    palestra config my_agent.py > run.yaml      write them down, then edit
+    palestra config my_agent.py --lora.r 8      with those of your file and of the command line
+    palestra config --keys                      every setting with its default and description
+    palestra config --locked                    those that agents may not change, by ./palestra.yaml or PALESTRA_SITE
+    """
+    if locked:
+        data, sections = provided("config --locked")()
+        print_sections(console, sections)
+        return data
+    if keys:
+        every = RunConfig.settings().items()
+        sections = (
+            (section or "run", [describe(key, info) for key, info in members])
+            for section, members in groupby(every, lambda setting: setting[0].rpartition(".")[0])
+        )
+        print_sections(console, sections, width=min(shutil.get_terminal_size().columns, 120), column=46)
+        return {
+            key: {"default": info.get_default(call_default_factory=True), "about": info.description or ""}
+            for key, info in every
+        }
+    import yaml
+
+    _, _, config = open_agent_file(agent_file, layer(config_file, from_options(parameters)))
+    data = config.model_dump(mode="json")
+    console.out(yaml.safe_dump(data, sort_keys=False), end="", highlight=False)
+    return data

@@ -21,14 +21,7 @@ from palestra.core.types import Message, Rollout, Score
 from palestra.evals.capability import Capability, by_problem
 from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.findings import NO_FACTS, evaluation_findings
-from palestra.evals.report import (
-    EvalReport,
-    compare,
-    compare_means,
-    opening,
-    overall_name,
-    pick_transcripts,
-)
+from palestra.evals.report import EvalReport, compare, compare_means, opening, overall_name, pick_transcripts
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome
@@ -50,11 +43,8 @@ def print_outcome(console: Console, run: RunFolder, outcome: Outcome) -> dict[st
         steps = len({row["step"] for row in outcome.metrics})  # an evaluation adds a row to its step
         more = {"steps": steps, "reward_first": rewards[0], "reward_last": rewards[-1]}
         console.print(f"{steps} steps; mean score {rewards[0]:.3f} at the first, {rewards[-1]:.3f} at the last")
-    rows = {
-        "run folder": show_path(run.path),
-        "report": show_path(outcome.report_path),
-        "model": show_path(outcome.model_path),
-    }
+    paths = {"run folder": run.path, "report": outcome.report_path, "model": outcome.model_path}
+    rows = {name: show_path(path) for name, path in paths.items()}
     rows |= {} if over_wire else {"score it": score_command(run, outcome.model_path)}
     console.print()
     console.print(Text(f"Done in {show_seconds(outcome.seconds)}. Open the report in a browser.", style="bold green"))
@@ -166,7 +156,8 @@ def _print_rollout(console: Console, rollout: Rollout, indent: int) -> None:
     for name, score in rollout.scores.items():
         style = "dim" if score.passed is None and not score.error else "green" if score.passed else "red"
         lines.append((f"{name}: {show_score(score)}", style))
-    for text, style in [*lines, *([(f"failed: {rollout.error}", "red")] if rollout.error else [])]:
+    lines += [(f"failed: {rollout.error}", "red")] if rollout.error else []
+    for text, style in lines:
         console.print(Padding.indent(Text(visible(text), style=style), indent))
 
 

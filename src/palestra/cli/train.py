@@ -39,10 +39,6 @@ class DryRun(Exception):
     """Ends a run with --dry-run when it is ready to start."""
 
 
-def _end_dry_run() -> None:
-    raise DryRun
-
-
 @settings.command_of_run("train", cls=EnvCommand)
 @click.argument("agent_file", required=False)
 @click.option("--env", metavar="NAME_OR_FILE", help="Train on an environment instead; `palestra envs` lists them.")
@@ -105,15 +101,24 @@ def command(
     checkpoint. `palestra config --keys` lists them all. The command line wins over the YAML
     file, and that over the agent file's own config.
     """
+    context = click.get_current_context()
     if nproc is not None and not detach and starts_ranks(nproc, refused={"--dry-run": dry_run, "--env-url": env_url}):
-        raise click.exceptions.Exit(_train_in_ranks(nproc, resume, trust))
+        if resume is not None:
+            run = require_run(resume)
+            require_trust(run, code_of_run(run.record), trust)  # here, where a question can be answered once
+        words = [*(["--trust"] if trust or resume is not None else []), *context.meta[settings.WORDS]]
+        raise click.exceptions.Exit(provided("--nproc")([*PALESTRA, "train", *words], nproc))
     own = AgentOptions.take(parameters)
-    _refuse_together(own, click.get_current_context().params)
+    _refuse_together(own, context.params)
     options = with_model_of_run(settings.from_options(parameters))
     addresses: dict[str, Any] = {"env_url": env_url, "serve_port": serve_port, "wait_limit_s": wait_limit_s}
     if resume is not None:
-        resumed = _resume_of(resume, from_checkpoint, options, config_file, trust)
-        show = partial(training_display, console)
+        max_steps = settings.max_steps_of_resumed(options, config_file)
+        run = require_run(resume)
+        require_trust(run, code_of_run(run.record), trust)
+        if is_first_rank():  # by then the first one may train in it
+            refuse_busy(run.path)
+        resumed, show = Resume(run.path, from_checkpoint, max_steps), partial(training_display, console)
         return print_outcome(console, *executor.resume(resumed, show, RunRequest(**addresses), agent_file))
     has_env = env is not None or env_url is not None
     request = replace(
@@ -125,8 +130,10 @@ def command(
         nproc=nproc or 1,
         **addresses,
     )
-    if dry_run:
-        _dry_run(request, console)
+    if dry_run:  # load everything in a temporary run folder, and end before the first step
+        with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(DryRun):
+            executor.train(request, partial(training_display, console, dry_run=True), Path(scratch))
+        console.print("ready; nothing was trained (--dry-run)")
         return None
     if detach:
         return _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console)
@@ -138,8 +145,12 @@ def training_display(console: Console, config: RunConfig, *, dry_run: bool = Fal
     """Load torch, and show a training; Ctrl-C prints the command that continues the run with --resume."""
     load_libraries(console, config.model.name, is_needed=config.backend != "tinker")
     display = make_display(console, config.track.log_every)
+
+    def end_dry_run() -> None:
+        raise DryRun
+
     if dry_run:
-        display.on_start, display.ends_at_start = _end_dry_run, True
+        display.on_start, display.ends_at_start = end_dry_run, True
     try:
         with sigterm_as_ctrl_c(), display:
             yield display
@@ -162,23 +173,6 @@ def train_in_terminal(request: RunRequest, console: Console, folder: Path | None
     return print_outcome(console, *executor.train(request, partial(training_display, console), folder))
 
 
-def _dry_run(request: RunRequest, console: Console) -> None:
-    """Load everything in a temporary run folder, and end before the first step."""
-    with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(DryRun):
-        executor.train(request, partial(training_display, console, dry_run=True), Path(scratch))
-    console.print("ready; nothing was trained (--dry-run)")
-
-
-def _train_in_ranks(nproc: int, resume: str | None, trust: bool) -> int:
-    """Run this command line in `nproc` processes; returns their exit code."""
-    if resume is not None:
-        run = require_run(resume)
-        require_trust(run, code_of_run(run.record), trust)  # here, where a question can be answered once
-        trust = True
-    words = [*(["--trust"] if trust else []), *settings.typed_words()]
-    return int(provided("--nproc")([*PALESTRA, "train", *words], nproc))
-
-
 def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
     """Whether this process only starts the ranks; False in a rank itself, and for one."""
     for option, value in refused.items():
@@ -191,7 +185,7 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
 
 
 def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
-    """An error for options that exclude each other."""
+    """Refuse options that exclude each other."""
     names = ("agent_file", "env", "env_url", "resume", "detach", "folder")
     agent_file, env, env_url, resume, detach, folder = (parameters[name] for name in names)
     if own.are_set and (env or env_url or resume):
@@ -206,17 +200,6 @@ def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
         raise SettingError("--dry-run is for a new run in this terminal; leave the other options out")
     if detach and (resume or env_url or folder):
         raise SettingError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
-
-
-def _resume_of(
-    name: str, checkpoint: str | None, options: dict[str, Any], config_file: Path | None, trust: bool
-) -> Resume:
-    max_steps = settings.max_steps_of_resumed(options, config_file)
-    run = require_run(name)
-    require_trust(run, code_of_run(run.record), trust)
-    if is_first_rank():  # by then the first one may train in it
-        refuse_busy(run.path)
-    return Resume(run.path, checkpoint, max_steps)
 
 
 def _detach(request: RunRequest, console: Console) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""HTTP servers in front of a model, and the parts that they share.
+"""HTTP servers in front of a model, and the parts that they share with all servers of the project.
 
-`openai/` has the APIs of OpenAI, SGLang and vLLM, `gateway/` records agents' tokens, `tinker/` serves the Tinker SDK.
-`web`, `body`, `guard`, `connections`, `http_errors` and `tally` are used by every server of the project.
+`openai/` has the APIs of OpenAI, SGLang and vLLM, `gateway/` records agents' tokens.
 """

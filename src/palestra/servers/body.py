@@ -8,17 +8,17 @@ import json
 import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.core.text import read_json
 from palestra.servers.connections import CONNECTION
-from palestra.servers.http_errors import error_body, refuse
+from palestra.servers.web import refusal, refuse
 
 MIB = 1 << 20
 _SILENCE_S = 30  # between two pieces of a body
@@ -56,6 +56,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ("identity", "gzip", "zstd"):
         raise refuse(415, f"content-encoding {encoding!r} is not understood; use gzip, zstd or none")
+    too_large = refuse(413, f"the body holds more than {limit // MIB} MiB; send less in one request")
     unpack = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
     body = bytearray()
     stream = request.stream()
@@ -71,57 +72,51 @@ async def read_body(request: Request, limit: int) -> bytes:
                     async with asyncio.timeout(_DRAIN_S):
                         async for _ in stream:
                             pass
-                raise _too_large(limit)
+                raise too_large
     except ClientDisconnect:
         raise refuse(499, "the client disconnected") from None
     except zlib.error as error:
         raise refuse(400, f"the body is not valid gzip: {error}") from None
     if unpack is not None and body and not unpack.eof:
         raise refuse(400, "the body is not valid gzip: it ends too early")
-    return _unpack_zstd(bytes(body), limit) if encoding == "zstd" else bytes(body)
-
-
-def _unpack_zstd(body: bytes, limit: int) -> bytes:
+    if encoding != "zstd":
+        return bytes(body)
     try:
         import zstandard
     except ImportError:
         raise refuse(415, "content-encoding 'zstd' needs the package zstandard on the server; use gzip") from None
     try:
-        with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(body) as reader:
-            unpacked = reader.read(limit + 1)
+        with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(bytes(body)) as reader:
+            unpacked = bytes(reader.read(limit + 1))
     except zstandard.ZstdError as error:
         raise refuse(400, f"the body is not valid zstd: {error}") from None
     if len(unpacked) > limit:
-        raise _too_large(limit)
-    return bytes(unpacked)
+        raise too_large
+    return unpacked
 
 
-def _too_large(limit: int) -> HTTPException:
-    return refuse(413, f"the body holds more than {limit // MIB} MiB; send less in one request")
-
-
+@dataclass(slots=True)
 class WholeBody:
     """Reads a body of limited size before a third-party application handles the request."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app, self._limit = app, limit
+    app: ASGIApp
+    limit: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         try:
-            body = await read_body(Request(scope, receive), self._limit)
-        except HTTPException as refusal:
-            answer = JSONResponse(error_body(refusal.status_code, refusal.detail), refusal.status_code)
-            await answer(scope, receive, send)
+            body = await read_body(Request(scope, receive), self.limit)
+        except HTTPException as error:
+            await refusal(error.status_code, error.detail)(scope, receive, send)
             return
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def replay() -> Message:
             return next(messages, None) or await receive()
 
-        await self._app(scope, replay, send)
+        await self.app(scope, replay, send)
 
 
 async def _in_time(stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:

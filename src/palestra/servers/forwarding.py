@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from palestra.core import http
 from palestra.servers.body import MIB, read_body
-from palestra.servers.http_errors import refuse
+from palestra.servers.web import refuse
 
 KEY_PREFIX = "sk-palestra-"  # of the keys of all attempts
 SILENCE_S = 600.0  # a model may reason for long before its first token
@@ -50,6 +50,10 @@ async def forward(request: http.Request, tap: Tap | None = None) -> StreamingRes
     return StreamingResponse(chunks(), answer.status, headers)
 
 
+def new_key() -> str:
+    return f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
+
+
 @dataclass(eq=False)
 class ForwardedAgent:
     """An agent of an attempt whose model is elsewhere, with a key that it never sees. Nothing of it is recorded."""
@@ -60,7 +64,7 @@ class ForwardedAgent:
     key: str | None = field(default=None, repr=False)
     on_end: Callable[[ForwardedAgent], None] = lambda agent: None
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16), init=False)
-    api_key: str = field(default_factory=lambda: f"{KEY_PREFIX}{secrets.token_urlsafe(24)}", init=False, repr=False)
+    api_key: str = field(default_factory=new_key, init=False, repr=False)
 
     @property
     def base_url(self) -> str:

@@ -1,17 +1,19 @@
-"""Shared by all servers: the application around the routes, request log and counts, the port, and uvicorn."""
+"""Shared by all servers: the application around the routes, access control, request counts, the port, and uvicorn."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,18 +24,69 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.core.errors import NotAllowedError, PalestraError, ResourceError, SettingError
+from palestra.core.errors import (
+    ContextLengthError,
+    NotAllowedError,
+    PalestraError,
+    ResourceError,
+    SettingError,
+    text_of,
+)
 from palestra.core.http import is_loopback
 from palestra.servers.connections import CONNECTION, BoundedProtocol, Connections, limit_log_lines
-from palestra.servers.guard import Guard
-from palestra.servers.http_errors import ErrorForm, error_body, refuse
 
 request_log = logging.getLogger("palestra.requests")  # one line per request at level INFO
 _GRACE_S = 5
 _WILDCARDS = ("0.0.0.0", "::", "")
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # addresses reserved for documentation
 
+_CODES = {
+    401: "invalid_api_key",
+    403: "permission_denied",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "service_unavailable",
+}
+_MAX_MESSAGE = 2000  # characters: it may quote what was sent
+
 T = TypeVar("T")
+ErrorForm = Callable[[Request, int, Exception | str], dict[str, Any]]  # the status, and the error or its text
+
+
+def refuse(status: int, message: str, *, retry_after_s: int | None = None) -> HTTPException:
+    """The error that becomes an OpenAI-style JSON answer."""
+    headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return HTTPException(status, message, headers)
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    """The answer to a request that no handler sees."""
+    return JSONResponse(error_body(status, message), status)
+
+
+def error_body(status: int, error: Exception | str) -> dict[str, Any]:
+    """An error in OpenAI's form. Its code is a text by which clients decide what to do, as they do with OpenAI's."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = _CODES.get(status, "invalid_request" if status < 500 else "server_error")
+    if isinstance(error, PalestraError) and status == 400:
+        code = error.code
+    return {"error": {"message": message_of(error), "type": kind, "param": None, "code": code}}
+
+
+def message_of(error: Exception | str) -> str:
+    """The text of an error. A context that is full is reported in the words that agents look for.
+
+    They are those of Anthropic ("prompt is too long") and OpenAI ("maximum context length is"), in both dialects:
+    frameworks translate between them. An agent that recognises them shortens its history or stops instead of retrying.
+    """
+    message = error if isinstance(error, str) else text_of(error)
+    if isinstance(error, ContextLengthError):
+        size = "" if error.tokens is None else f"{error.tokens} tokens > {error.limit} maximum; "
+        message = f"prompt is too long: {size}{message}. This model's maximum context length is {error.limit} tokens."
+    return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]} …"
 
 
 def make_app(
@@ -67,6 +120,53 @@ def make_app(
 
 
 @dataclass(slots=True)
+class Guard:
+    """Checks the token; without one, refuses requests of web pages.
+
+    A server on the loopback address can be reached by every page that a local browser shows. Such requests
+    carry an Origin of their own, or are marked by the browser as another site's (`<img>`, links and forms have
+    no Origin), or have a host name that was made to point here.
+
+    Paths of `has_own_key` are not asked for the token: the application checks a key of its own there.
+    """
+
+    app: ASGIApp
+    token: str | None
+    has_own_key: Callable[[str], bool] = lambda path: False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = self._refusal(scope) if scope["type"] == "http" else None
+        await (refused or self.app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        headers = dict(reversed(scope["headers"]))  # of several the first counts
+        if self.token:
+            sent = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
+            is_token = hmac.compare_digest(sent.removeprefix(b"Bearer "), self.token.encode())
+            if is_token or self.has_own_key(scope["path"]):
+                return None
+            how = "send it as 'Authorization: Bearer TOKEN' (or X-API-Key)"
+            return refusal(401, f"the token is missing or wrong; {how}")
+        site = headers.get(b"sec-fetch-site", b"none")
+        from_no_other_site = site in (b"none", b"same-origin")
+        if origin := headers.get(b"origin"):
+            # accept pages of other loopback ports, unless the browser reports them as cross-site
+            from_no_other_site = _is_local_url(origin) and site != b"cross-site"
+        if from_no_other_site and _is_local_url(b"//" + headers.get(b"host", b"localhost")):
+            return None
+        return refusal(403, "without a token, only requests to a loopback address and from no other site are answered")
+
+
+@lru_cache(256)
+def _is_local_url(url: bytes) -> bool:
+    """Whether its host is this machine; cached, since the headers are the same in every request of a client."""
+    try:
+        return is_loopback(urlsplit(url.decode("latin-1")).hostname or "")
+    except ValueError:
+        return False
+
+
+@dataclass(slots=True)
 class Tally:
     """Number of posts that an application answered, refused and is processing, and the reason of the last refusal."""
 
@@ -76,17 +176,17 @@ class Tally:
     reason: str = ""
 
 
+@dataclass(slots=True)
 class CountRequests:
     """Logs each request, and counts posts. 499 (the client disconnected) and 5xx (it will retry) are not counted."""
 
-    def __init__(self, app: ASGIApp, tally: Tally) -> None:
-        self._app = app
-        self._tally = tally
+    app: ASGIApp
+    tally: Tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_post, logs = scope.get("method") == "POST", request_log.isEnabledFor(logging.INFO)
         if scope["type"] != "http" or not (is_post or logs):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         began, status = time.perf_counter(), 500
 
@@ -96,16 +196,16 @@ class CountRequests:
                 status = message["status"]
             elif is_post and 400 <= status < 499 and message.get("body"):
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # clients often do not log the reason
-                    self._tally.reason = f"{scope['path']}: {json.loads(message['body'])['error']['message']}"
+                    self.tally.reason = f"{scope['path']}: {json.loads(message['body'])['error']['message']}"
             await send(message)
 
-        self._tally.running += is_post
+        self.tally.running += is_post
         try:
-            await self._app(scope, receive, watched)
+            await self.app(scope, receive, watched)
         finally:
-            self._tally.running -= is_post
-            self._tally.answered += is_post and status < 400
-            self._tally.refused += is_post and 400 <= status < 499
+            self.tally.running -= is_post
+            self.tally.answered += is_post and status < 400
+            self.tally.refused += is_post and 400 <= status < 499
             if logs:
                 where = ascii(scope["path"][:200])[1:-1]  # no control characters in a terminal
                 request_log.info("%s %s %d %.3f s", scope["method"][:16], where, status, time.perf_counter() - began)
@@ -250,6 +350,6 @@ class Server(uvicorn.Server):
                 if is_started:  # of a stream, what was sent is all there is
                     await send({"type": "http.response.body"})
                 else:
-                    await JSONResponse(error_body(503, "the server is shutting down"), 503)(scope, receive, send)
+                    await refusal(503, "the server is shutting down")(scope, receive, send)
 
         return answer

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import load_completer
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import load_completer
 
 
 @pytest.fixture(scope="session")

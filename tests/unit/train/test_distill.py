@@ -29,8 +29,7 @@ from palestra.models.loading import LoadedModel
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import Collector
 from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint
-from palestra.servers.openai.inference import inference_app
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import inference_app, load_completer
 from palestra.train.batch import to_batch
 from palestra.train.distill import (
     DistillRows,

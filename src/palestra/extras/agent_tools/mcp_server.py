@@ -32,9 +32,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread
 from palestra.servers.body import MIB, WholeBody
-from palestra.servers.guard import Guard
-from palestra.servers.http_errors import refuse
-from palestra.servers.web import while_connected
+from palestra.servers.web import Guard, refuse, while_connected
 
 JSON, JSON_LINES, TEXT = "application/json", "application/x-ndjson", "text/plain"
 KINDS = {

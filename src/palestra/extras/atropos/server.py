@@ -27,8 +27,7 @@ from palestra.core.secrets import clean_environment
 from palestra.extras.atropos.exchange import Exchange, PostedGroup, QueueFull, UnknownEnv
 from palestra.extras.atropos.protocol import EnvIdentifier, EnvRegistration, Registration, ScoredGroup
 from palestra.servers.body import MIB, parse, read_body, read_model
-from palestra.servers.http_errors import refuse
-from palestra.servers.web import Tally, make_app
+from palestra.servers.web import Tally, make_app, refuse
 
 _ABSENT = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
            "messages", "images")  # fmt: skip

@@ -23,8 +23,7 @@ from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.servers.openai.completer import Completer
-from palestra.servers.openai.inference import inference_app
-from palestra.servers.openai.loading import completer_of
+from palestra.servers.openai.inference import completer_of, inference_app
 from palestra.servers.web import Server, Tally, open_port, url_of
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.servers.guard import refusal
+from palestra.servers.web import refusal
 
 # Scripts and styles come from this server alone, so that what a model wrote cannot run even where it is not escaped.
 POLICY = (

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from palestra.core.errors import PalestraError
 from palestra.core.text import encodable
-from palestra.servers.http_errors import error_body, refuse
+from palestra.servers.web import error_body, refuse
 
 Event = tuple[str, Any]  # its name and its data
 _PING_S = 15.0

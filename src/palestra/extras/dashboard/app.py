@@ -27,7 +27,7 @@ from palestra.extras.dashboard.rollout_index import UnknownRollout
 from palestra.extras.dashboard.rollout_routes import RolloutRoutes
 from palestra.extras.dashboard.run_routes import RunRoutes
 from palestra.runs.index import UnknownRun
-from palestra.servers.http_errors import error_body
+from palestra.servers.web import error_body
 
 STATIC = Path(__file__).with_name("static")
 

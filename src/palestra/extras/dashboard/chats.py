@@ -28,7 +28,7 @@ from palestra.extras.dashboard.answers import Event, answer, events
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.request import PALESTRA
 from palestra.servers.body import MIB, Form, read_model
-from palestra.servers.http_errors import refuse
+from palestra.servers.web import refuse
 
 _MAX_CHATS = 3  # each holds a model
 _IDLE_S = 600.0

@@ -21,7 +21,7 @@ from palestra.core.errors import SettingError, text_of
 from palestra.core.secrets import own_environment, redact
 from palestra.extras.dashboard.answers import Event, answer, events
 from palestra.runs.request import PALESTRA
-from palestra.servers.http_errors import refuse
+from palestra.servers.web import refuse
 
 _MAX_JOBS = 50  # that are remembered
 _MAX_RUNNING = 4

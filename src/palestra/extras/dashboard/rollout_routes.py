@@ -19,7 +19,7 @@ from palestra.extras.dashboard.rollout_index import RolloutIndex
 from palestra.extras.dashboard.rollout_query import RolloutQuery, facets, find
 from palestra.extras.dashboard.transcripts import require_id
 from palestra.servers.body import parse
-from palestra.servers.http_errors import refuse
+from palestra.servers.web import refuse
 
 _WITHIN_S = 0.4  # of a request, for bringing the index up to date; a thread continues with the rest
 _PAGE = 50

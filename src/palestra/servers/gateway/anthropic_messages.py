@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -12,9 +13,17 @@ from pydantic import Field
 from palestra.core.errors import InputError, UnsupportedError
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.streaming import Delta
-from palestra.servers.gateway.request import ChatRequest, Event, ToolChoice, grammar_of, json_schema
+from palestra.servers.gateway.request import (
+    ChatAnswer,
+    ChatRequest,
+    Event,
+    Piece,
+    PromptSize,
+    ToolChoice,
+    grammar_of,
+    json_schema,
+)
 from palestra.servers.openai.completer import Completer
-from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
 from palestra.servers.openai.sampling_fields import MAX_STOP_LENGTH, MAX_STOPS, RequestForm, SamplingFields, short
 
 _STATUS = {
@@ -85,9 +94,8 @@ class MessagesBody(CountBody):
 
     def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         (answer,) = answers
-        size = PromptSize(answer.prompt_tokens, answer.cached_tokens)
         content = [block for block, _ in self._blocks(answer)]
-        return _message(model, content, size, len(answer.completion.token_ids)) | _stop(answer)
+        return _message(model, content, answer.size, len(answer.completion.token_ids)) | _stop(answer)
 
     async def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]:
         blocks = _BlockEvents()
@@ -121,12 +129,12 @@ class MessagesBody(CountBody):
             yield block, json.dumps(call.arguments, ensure_ascii=False)
 
 
+@dataclass(slots=True)
 class _BlockEvents:
     """Content blocks as events, one after the other."""
 
-    def __init__(self) -> None:
-        self._kinds: list[str] = []
-        self._is_open = False
+    _kinds: list[str] = field(default_factory=list)
+    _is_open: bool = False
 
     def more(self, kind: str, text: str) -> Iterator[Event]:
         """Text of the block that is open, or of a new one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -25,12 +25,10 @@ from palestra.servers.forwarding import KEY_PREFIX, ForwardedAgent
 from palestra.servers.gateway.anthropic_messages import CountBody, MessagesBody, anthropic_error
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import ChatCompletionBody
-from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, fit_template
+from palestra.servers.gateway.request import AgentRequests, ChatRequest, Event, Piece, fit_template
 from palestra.servers.gateway.responses import ResponseBody
-from palestra.servers.http_errors import error_body, message_of, refuse
 from palestra.servers.openai.completer import Completer
-from palestra.servers.openai.openai_forms import Piece
-from palestra.servers.web import make_app, while_connected
+from palestra.servers.web import error_body, make_app, message_of, refuse, while_connected
 
 _MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041
@@ -56,7 +54,7 @@ class OpenAttempts(Generic[AnyAttempt]):
         return iter(list(self._by_id.values()))
 
     def __contains__(self, attempt_id: str) -> bool:
-        """Whether the id is that of an attempt, open or ended."""
+        """Whether an attempt has this id, open or ended."""
         return attempt_id in self._by_id or attempt_id in self._ended
 
     def __getitem__(self, attempt_id: str) -> AnyAttempt:
@@ -94,33 +92,34 @@ def gateway_app(find: FindAttempt, routes: Sequence[BaseRoute] = (), token: str 
     """The application; additional `routes` come first. The token opens attempts; all else needs an attempt's key."""
     dialects, api = dialect_routes(find, AgentRequests()), _Api(find)
     by_url = [Route("/attempt/{attempt}", api.alive, methods=["GET"]), Mount("/attempt/{attempt}", routes=dialects)]
-    all_routes = [*routes, *by_url, *dialects]
-    return make_app(
-        all_routes, token=token, has_own_key=lambda path: path.rstrip("/") != "/attempts", error_form=error_form
-    )
+
+    def has_own_key(path: str) -> bool:
+        return path.rstrip("/") != "/attempts"
+
+    return make_app([*routes, *by_url, *dialects], token=token, has_own_key=has_own_key, error_form=error_form)
 
 
 def dialect_routes(find: FindAttempt, agents: AgentRequests | None = None) -> list[Route]:
     """The endpoints of all dialects, of the gateway and, without `agents`, of `palestra serve`."""
     api = _Api(find, agents)
-    endpoints: dict[str, tuple[Endpoint, str]] = {
-        "/v1/chat/completions": (partial(api.answer, ChatCompletionBody), "POST"),
-        "/v1/responses": (partial(api.answer, ResponseBody), "POST"),
-        "/v1/messages": (partial(api.answer, MessagesBody), "POST"),
-        "/v1/messages/count_tokens": (api.count_tokens, "POST"),
-        "/v1/models": (api.models, "GET"),
-        "/v1/models/{name:path}": (api.model, "GET"),
+    posts: dict[str, Endpoint] = {
+        "/v1/chat/completions": partial(api.answer, ChatCompletionBody),
+        "/v1/responses": partial(api.answer, ResponseBody),
+        "/v1/messages": partial(api.answer, MessagesBody),
+        "/v1/messages/count_tokens": api.count_tokens,
     }
-    routes = [Route(path, api.with_attempt(to), methods=[method]) for path, (to, method) in endpoints.items()]
+    gets: dict[str, Endpoint] = {"/v1/models": api.models, "/v1/models/{name:path}": api.models}
+    routes = [Route(path, api.with_attempt(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+    routes += [Route(path, api.with_attempt(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
     return [*routes, Route("/", api.alive, methods=["GET"])]
 
 
+@dataclass(slots=True)
 class _Api:
     """One method for each endpoint. Without `agents`, every field that is not supported is refused."""
 
-    def __init__(self, find: FindAttempt, agents: AgentRequests | None = None) -> None:
-        self._find = find
-        self._agents = agents
+    _find: FindAttempt
+    _agents: AgentRequests | None = None
 
     async def alive(self, request: Request) -> Response:
         """Some agents look at their base URL before the first request (HEAD)."""
@@ -128,13 +127,13 @@ class _Api:
         return JSONResponse({"object": "attempt"})
 
     async def models(self, attempt: Attempt, request: Request) -> Response:
-        name = attempt.model.name
-        ends = {"first_id": name, "last_id": name, "has_more": False}
-        return JSONResponse({"object": "list", "data": [_card(attempt.model)], **ends})
-
-    async def model(self, attempt: Attempt, request: Request) -> Response:
-        """The model being trained, under any name: agents ask for the one that they were written for."""
-        return JSONResponse(_card(attempt.model) | {"id": request.path_params["name"]})
+        """The model being trained, alone or under any name: agents ask for the one that they were written for."""
+        model, asked = attempt.model, request.path_params.get("name")
+        card = {"id": model.name if asked is None else asked, "object": "model", "created": 0}
+        card |= {"owned_by": "palestra", "type": "model", "display_name": model.name}
+        card |= {"created_at": "1970-01-01T00:00:00Z", "max_model_len": model.context_tokens}
+        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [card], **ends} if asked is None else card)
 
     async def count_tokens(self, attempt: Attempt, request: Request) -> Response:
         body = await self._read(request, attempt, CountBody)
@@ -150,8 +149,16 @@ class _Api:
             return JSONResponse(body.response(answers, model))
         pieces = attempt.stream(to_sample)
         first = await anext(pieces)  # a refusal comes before the stream begins
-        events = body.events(_connected(request, first, pieces), model)
-        return event_stream(request, events)
+
+        async def until_disconnected() -> AsyncIterator[Piece]:
+            async with contextlib.aclosing(pieces):  # then the sampling is cancelled
+                yield first
+                async for piece in pieces:
+                    if piece[1] is None and await request.is_disconnected():
+                        return
+                    yield piece
+
+        return event_stream(request, body.events(until_disconnected(), model))
 
     async def _read(self, request: Request, attempt: Attempt, form: type[AnyBody]) -> AnyBody:
         """Parse the body in its dialect; one that is larger than any history that fits the context is refused."""
@@ -162,9 +169,8 @@ class _Api:
         except HTTPException as refusal:
             if refusal.status_code != 413 or limit > _MAX_BODY:
                 raise
-            raise ContextLengthError(
-                f"the body holds more than {limit} bytes; shorten it", model.context_tokens
-            ) from None
+            text = f"the body holds more than {limit} bytes; shorten it"
+            raise ContextLengthError(text, model.context_tokens) from None
         fields = parse(_OBJECT.validate_json, raw, 400)
         if self._agents is not None:
             fields = self._agents.clean(fields, form, model.chat)
@@ -190,12 +196,6 @@ class _Api:
         return answer
 
 
-def _card(model: Completer) -> dict[str, Any]:
-    about = {"object": "model", "created": 0, "owned_by": "palestra", "type": "model"}
-    more = {"display_name": model.name, "created_at": "1970-01-01T00:00:00Z"}
-    return {"id": model.name, **about, **more, "max_model_len": model.context_tokens}
-
-
 def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
     """The request of a body, whose messages and tools may hold any values."""
     try:
@@ -204,16 +204,6 @@ def _request(body: Body | CountBody, model: Completer) -> ChatRequest:
         raise InputError("the request is nested too deeply") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise InputError(f"the request is not in the form that this endpoint takes: {error}") from error
-
-
-async def _connected(request: Request, first: Piece, pieces: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:
-    """The pieces, until the client disconnects; then the sampling is cancelled."""
-    async with contextlib.aclosing(pieces):
-        yield first
-        async for piece in pieces:
-            if piece[1] is None and await request.is_disconnected():
-                return
-            yield piece
 
 
 def event_stream(request: Request, events: AsyncIterator[Event]) -> Response:

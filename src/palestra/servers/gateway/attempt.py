@@ -8,8 +8,8 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.core.errors import ContextLengthError, InputError, PalestraError, StateError
@@ -29,13 +29,12 @@ from palestra.models.chat.template import PROMPT_END_TOKENS
 from palestra.models.chat.toolcalls import Reply, strip_reasoning
 from palestra.rollout.agent_loop import check_record
 from palestra.rollout.collect import seed_of
-from palestra.servers.forwarding import KEY_PREFIX
+from palestra.servers.forwarding import new_key
 from palestra.servers.gateway.conversation_tree import ConversationTree, Prompt, TurnNode
-from palestra.servers.gateway.request import ChatRequest, params_of
+from palestra.servers.gateway.request import ChatAnswer, ChatRequest, Piece, PromptSize, params_of
 from palestra.servers.gateway.responses import StoredResponses
 from palestra.servers.gateway.shared_prompts import SharedPrompts
-from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, progress
-from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize
+from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream, decode, progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,7 @@ class AttemptCounts:
     discarded_turns: int  # that get no reward: rejected choices, repeated requests, side calls
 
 
+@dataclass(eq=False, repr=False)
 class Attempt:
     """Made by `Gateway.open`. Used in the gateway's event loop alone.
 
@@ -58,39 +58,29 @@ class Attempt:
     the client sets them: `palestra serve` answers all requests by one such attempt.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        model: Completer,
-        gateway_url: str,
-        *,
-        sampling: SamplingParams,
-        seed: int,
-        attempt_id: str | None = None,
-        key: str | None = None,
-        client_sampling: bool = False,
-        records: bool = True,
-        shared_prompts: SharedPrompts | None = None,
-        on_end: Callable[[Attempt], None] = lambda attempt: None,
-    ) -> None:
-        self.id = attempt_id or secrets.token_urlsafe(16)
-        self.api_key = key or f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
-        self.problem = problem
-        self.tree = ConversationTree(model, shared_prompts or SharedPrompts(model.policy, int(records)))
+    problem: Problem
+    model: Completer
+    gateway_url: str
+    sampling: SamplingParams
+    seed: int
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    api_key: str = field(default_factory=new_key)
+    client_sampling: bool = False
+    records: bool = True
+    shared_prompts: SharedPrompts | None = None
+    on_end: Callable[[Attempt], None] = lambda attempt: None
+
+    def __post_init__(self) -> None:
+        shared = self.shared_prompts or SharedPrompts(self.model.policy, int(self.records))
+        self.tree = ConversationTree(self.model, shared)
         self.ended = False
         self.requests = 0
         self.stored = StoredResponses()
         self.failure: Exception | None = None  # of the policy, not of the agent
-        self._url = gateway_url
-        self.model = model
-        self._sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or model.eos)
-        self._seed = seed
-        self._client_sampling = client_sampling
-        self._records = records
+        self.sampling = replace(self.sampling, stop_token_ids=self.sampling.stop_token_ids or self.model.eos)
         self._under_way: set[asyncio.Task[Any] | None] = set()  # the tasks that sample
         self._nobody_samples = asyncio.Event()
         self._began = time.perf_counter()
-        self._on_end = on_end
 
     @property
     def base_url(self) -> str:
@@ -99,7 +89,7 @@ class Attempt:
 
     @property
     def anthropic_base_url(self) -> str:
-        return f"{self._url}/attempt/{self.id}"
+        return f"{self.gateway_url}/attempt/{self.id}"
 
     @property
     def counts(self) -> AttemptCounts:
@@ -121,7 +111,7 @@ class Attempt:
         """
         if not self.ended:
             self.ended = True
-            self._on_end(self)
+            self.on_end(self)
             while self._under_way:
                 self._nobody_samples.clear()
                 for task in self._under_way:
@@ -157,17 +147,17 @@ class Attempt:
             for task in tasks:
                 if task.done():
                     task.result()
-            yield -1, PromptSize(turns[0].prompt_tokens, turns[0].cached_tokens)
-            chat, with_tools = self.model.chat, bool(request.tools and request.reads_calls)
-            ends = [self.model.prompt_end(turn.prompt_end) for turn in turns]
-            replies = [chat.stream(with_tools=with_tools, prompt_end=end) for end in ends]
-            texts = [TextStream(self.model.tokenizer, t.params.stop, t.params.stop_token_ids) for t in turns]
+            yield -1, turns[0].size
+            chat, tokenizer = self.model.chat, self.model.tokenizer
+            with_tools = bool(request.tools and request.reads_calls)
+            replies = [chat.stream(with_tools=with_tools, prompt_end=turn.prompt_end(tokenizer)) for turn in turns]
+            texts = [TextStream(tokenizer, turn.params.stop, turn.params.stop_token_ids) for turn in turns]
             async for i, sampled in progress(tasks):
                 turn, reply = turns[i], replies[i]
                 if i < 0:
                     yield -1, None
                 elif sampled is None:
-                    new = texts[i].push(turn.session.token_ids[turn.prompt_tokens :])
+                    new = texts[i].push(turn.session.token_ids[turn.size.tokens :])
                     for delta in reply.push(new) if new else ():
                         yield i, delta
                 else:
@@ -181,7 +171,6 @@ class Attempt:
         return (await self._prompt(request)).token_count
 
     async def _prompt(self, request: ChatRequest) -> Prompt:
-        """Find the request's place and tokenise its new messages; long texts are tokenised in a thread."""
         try:
             return await self.tree.place(request.messages, request.tools, request.variables)
         except RecursionError:
@@ -197,7 +186,7 @@ class Attempt:
         try:
             limit = self._room(prompt, session)
             if request.top_logprobs:
-                params = params_of(request, self._sampling, self._client_sampling, limit, 0)
+                params = params_of(request, self.sampling, self.client_sampling, limit, 0)
                 self.model.check_scoring(SamplingRequest((), 1, params, top_logprobs=request.top_logprobs))
             sessions = [session]
             if request.fields.choices > 1:
@@ -209,12 +198,12 @@ class Attempt:
         turns, depth = list[_PendingTurn](), len(prompt.path)
         for i, each in enumerate(sessions):
             number = self.tree.take_number(prompt.place)
-            if not self._records:
+            if not self.records:
                 seed = random.getrandbits(62)
             else:  # the attempt's seed plus the turn's depth, as in the agent loop; repeated requests get other seeds
-                seed = self._seed + depth if number == 0 else seed_of(f"{self._seed}/{depth}/{number}")
-            params = params_of(request, self._sampling, self._client_sampling, limit, seed, i)
-            turns.append(_PendingTurn(prompt, each, number, params, len(each.token_ids), cached))
+                seed = self.seed + depth if number == 0 else seed_of(f"{self.seed}/{depth}/{number}")
+            params = params_of(request, self.sampling, self.client_sampling, limit, seed, i)
+            turns.append(_PendingTurn(prompt, each, number, params, PromptSize(len(each.token_ids), cached)))
         self.model.on_request(len(turns), turns[0].params)
         try:
             yield turns
@@ -248,19 +237,17 @@ class Attempt:
 
     def _room(self, prompt: Prompt, session: Any) -> int:
         """Number of tokens that may be sampled: the rest of the lineage's budget and of the context."""
-        left = self._sampling.max_new_tokens - sum(len(node.sampled.token_ids) for node in prompt.path)
+        left = self.sampling.max_new_tokens - sum(len(node.sampled.token_ids) for node in prompt.path)
         if left <= 0:
             if prompt.parent is not None:
                 prompt.parent.refused = True
-            raise ContextLengthError(
-                f"this conversation has used up its {self._sampling.max_new_tokens} new tokens, which count over all "
-                "turns; raise rollout.max_new_tokens, or let the agent say less",
-                self.model.context_tokens,
-            )
+            text = f"this conversation has used up its {self.sampling.max_new_tokens} new tokens, which count over "
+            advice = "all turns; raise rollout.max_new_tokens, or let the agent say less"
+            raise ContextLengthError(text + advice, self.model.context_tokens)
         return min(left, self.model.room_after(len(session.token_ids), "conversation"))
 
     async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:
-        start = turn.prompt_tokens
+        start = turn.size.tokens
         check_record(turn.session, start, sampled)
         completion = self.model.completion(sampled, turn.params)
         if request.top_logprobs:
@@ -268,11 +255,11 @@ class Attempt:
             scored = SamplingRequest(ids, 1, turn.params, top_logprobs=request.top_logprobs)
             completion = await self.model.scored(scored, completion)
         tools = request.tools if request.reads_calls else ()
-        said = self.model.read_reply(completion.text, tools, self.model.prompt_end(turn.prompt_end))
+        said = self.model.read_reply(completion.text, tools, turn.prompt_end(self.model.tokenizer))
         calls = said.calls
         reply = Message("assistant", strip_reasoning(said.text), calls)
-        if self._records:  # unique in the attempt, and reproducible
-            texts = [f"{self._seed}/{len(self.tree.nodes)}/{i}" for i in range(len(calls))]
+        if self.records:  # unique in the attempt, and reproducible
+            texts = [f"{self.seed}/{len(self.tree.nodes)}/{i}" for i in range(len(calls))]
             call_ids = tuple(f"call_{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}" for text in texts)
             has_stop_token = isinstance(completion.matched, int)
             self.tree.add(turn.prompt, reply, sampled, turn.session, call_ids, has_stop_token)
@@ -281,19 +268,15 @@ class Attempt:
             call_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in calls)
         if not calls:
             self.model.policy.skip_tool_barrier(turn.session)
-        shown = reply
-        if calls:
-            shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, call_ids, strict=True)))
-        return ChatAnswer(shown, said.reasoning, completion, start, turn.cached_tokens, turn.session.token_ids)
+        shown = replace(reply, tool_calls=tuple(replace(c, id=i) for c, i in zip(calls, call_ids, strict=True)))
+        return ChatAnswer(shown, said.reasoning, completion, turn.size, turn.session.token_ids)
 
     def _rollout(self) -> Rollout:
-        rows = {leaf: turns for leaf, turns in self.tree.rows()}
+        rows = dict(self.tree.rows())
         if not rows:
             return Rollout(self.problem.id, (), (), "failed")
-        last = self.tree.nodes[-1]
-        messages = self._recorded(last)
-        calls: dict[str | None, ToolCall] = {}
-        results = []  # of the agent's tools, as far as its messages show them
+        last, results = self.tree.nodes[-1], list[ToolResult]()  # of the agent's tools, as far as its messages show
+        messages, calls = self._recorded(last), dict[str | None, ToolCall]()
         for message in messages:
             calls |= {call.id: call for call in message.tool_calls}
             if message.role == "tool" and (call := calls.get(message.tool_call_id)) is not None:
@@ -306,9 +289,7 @@ class Attempt:
             tool_results=tuple(results),
             seconds=time.perf_counter() - self._began,
             tool_names=tuple(dict.fromkeys(name for node in last.path for name in node.prompt.tool_names)),
-            lineages=tuple(
-                Lineage(turns, self._recorded(leaf), self._stop_reason(leaf)) for leaf, turns in rows.items()
-            ),
+            lineages=tuple(Lineage(row, self._recorded(end), self._stop_reason(end)) for end, row in rows.items()),
         )
 
     def _recorded(self, leaf: TurnNode) -> tuple[Message, ...]:
@@ -329,14 +310,14 @@ class _PendingTurn:
     session: Any
     number: int  # among the turns at the same place
     params: SamplingParams
-    prompt_tokens: int  # that were in the session before
-    cached_tokens: int  # of these, the ones that were computed before
+    size: PromptSize  # what was in the session before
     task: asyncio.Task[Turn] | None = None  # where it has one of its own
     recorded: bool = False
 
-    @property
-    def prompt_end(self) -> Sequence[int]:
-        return self.session.token_ids[max(0, self.prompt_tokens - PROMPT_END_TOKENS) : self.prompt_tokens]
+    def prompt_end(self, tokenizer: Any) -> str:
+        """The end of the prompt, which shows whether it opened the reasoning."""
+        start = max(0, self.size.tokens - PROMPT_END_TOKENS)
+        return decode(tokenizer, self.session.token_ids[start : self.size.tokens])
 
     def start(self, sample: Callable[[_PendingTurn], Coroutine[Any, Any, Turn]]) -> asyncio.Task[Turn]:
         self.task = asyncio.ensure_future(sample(self))

@@ -69,20 +69,12 @@ class TurnNode:
         return self.refused or self.sampled.finish != "stop"
 
     @property
-    def place(self) -> Place:
-        return self.prompt.place
-
-    @property
-    def parent(self) -> TurnNode | None:
-        return self.prompt.place[0]
-
-    @property
     def path(self) -> list[TurnNode]:
         """The turns from the root to this one."""
-        nodes, node = [self], self.parent
+        nodes, node = [self], self.prompt.parent
         while node is not None:
             nodes.append(node)
-            node = node.parent
+            node = node.prompt.parent
         return nodes[::-1]
 
     @property
@@ -170,9 +162,8 @@ class ConversationTree:
             session, node.session = node.session, None
             cached = len(session.token_ids)
             self.model.policy.append(session, new_ids)
-        if self._replies and any(message.role == "assistant" for message in prompt.new_messages):
-            new_keys = prompt.place[2]
-            self.retokenised_turns += sum(key in self._replies for key in new_keys if key[0] == "assistant")
+        new_replies = [key for key in prompt.place[2] if key[0] == "assistant"]
+        self.retokenised_turns += sum(key in self._replies for key in new_replies)
         return session, cached
 
     def add(
@@ -244,13 +235,13 @@ class ConversationTree:
         if not self.nodes:
             return set()
         last, used = self.nodes[-1], {node for node in self.nodes if node.used}
-        if not any(node.parent for node in self.nodes):
-            answered = {node.place for node in used}
-            return used | {n for n in {n.place: n for n in self.nodes}.values() if n.place not in answered}
+        if not any(node.prompt.parent for node in self.nodes):
+            answered, newest = {node.prompt.place for node in used}, {node.prompt.place: node for node in self.nodes}
+            return used | {node for place, node in newest.items() if place not in answered}
         longest = max(self.leaves, key=lambda leaf: (len(leaf.path), leaf.token_count, leaf.number))
-        trained = used | ({last} if longest.place == last.place else {last, longest})
-        last_children = {node.parent: node for node in self.nodes if node.parent is not None}
-        continued = {node.parent for node in trained}
+        trained = used | ({last} if longest.prompt.place == last.prompt.place else {last, longest})
+        last_children = {node.prompt.parent: node for node in self.nodes if node.prompt.parent is not None}
+        continued = {node.prompt.parent for node in trained}
         return trained | {child for parent, child in last_children.items() if parent not in continued}
 
     def _mark_used(self, prompt: Prompt) -> None:
@@ -258,7 +249,8 @@ class ConversationTree:
         parent = prompt.parent
         if parent is not None:
             parent.continued = parent.used = True
-            self._unused = {n: None for n in self._unused if n is not parent and n.place != parent.place}
+            place = parent.prompt.place
+            self._unused = {n: None for n in self._unused if n is not parent and n.prompt.place != place}
         if not self._unused:
             return
         texts = [message.text for message in prompt.new_messages if message.role != "assistant"]

@@ -115,13 +115,9 @@ class Gateway:
         With the `shared_prompts` of a group, what its siblings open with is computed once. Another `model` than the
         gateway's is sampled as the requests ask.
         """
-        options: dict[str, Any] = {
-            "sampling": sampling or self._sampling,
-            "seed": seed_of(seed_key),
-            "key": key,
-            "client_sampling": self._client_sampling or model is not None,
-            "on_end": self._attempts.forget,
-        }
+        options: dict[str, Any] = {"sampling": sampling or self._sampling, "seed": seed_of(seed_key)}
+        options |= {"api_key": key} if key else {}
+        options |= {"client_sampling": self._client_sampling or model is not None, "on_end": self._attempts.forget}
         attempt: Attempt | WorkerAttempt
         if shared_prompts is None and model is None and (own := self.workers.prompts(1)) is not None:
 

@@ -28,7 +28,7 @@ def request_keys(messages: Sequence[Message]) -> list[Key]:
     for message in messages:
         if message.role == "assistant":
             positions = {call.id: i for i, call in enumerate(message.tool_calls)}
-            keys.append(reply_key(message))
+            keys.append(reply_keys(message)[0])
         elif message.role == "tool":
             place = positions.get(message.tool_call_id, message.tool_call_id)
             result_key = _cached_result_key if len(message.text) <= _MAX_CACHED else _result_key
@@ -38,27 +38,25 @@ def request_keys(messages: Sequence[Message]) -> list[Key]:
     return keys
 
 
-def reply_key(message: Message) -> Key:
-    """An assistant's message: its text without thinking and outer whitespace, and the values of its calls."""
-    calls = tuple((call.name, _arguments_key(call.arguments), call.error) for call in message.tool_calls)
-    return ("assistant", strip_reasoning(message.text), calls)
-
-
 def reply_keys(message: Message) -> tuple[Key, ...]:
-    """All keys that match a reply: some clients drop the text of a message with tool calls."""
-    full = reply_key(message)
-    return (full, (full[0], "", full[2])) if full[1] and message.tool_calls else (full,)
+    """All keys that match a reply: its text without thinking and outer whitespace, and the values of its calls.
+
+    The second one is without text: some clients drop that of a message with tool calls.
+    """
+    calls: list[Key] = []
+    for call in message.tool_calls:  # every request of a conversation brings those of all its calls again
+        marshalled = marshal.dumps(call.arguments, 2)
+        is_short = len(marshalled) <= _MAX_CACHED
+        arguments = _marshalled_key(marshalled) if is_short else value_key(call.arguments)
+        calls.append((call.name, arguments, call.error))
+    text = strip_reasoning(message.text)
+    full = ("assistant", text, tuple(calls))
+    return (full, ("assistant", "", full[2])) if text and calls else (full,)
 
 
 def opening_key(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """The tools and the template's variables, which are the same in most requests."""
     return _marshalled_key(marshal.dumps([tools, variables], 2))  # ten times as quick as JSON
-
-
-def _arguments_key(arguments: Any) -> str:
-    """The key of a call's arguments; every request of a conversation brings those of all its calls again."""
-    marshalled = marshal.dumps(arguments, 2)
-    return _marshalled_key(marshalled) if len(marshalled) <= _MAX_CACHED else value_key(arguments)
 
 
 @lru_cache(8192)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import difflib
 import logging
-import marshal
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.types import Message, SamplingParams
 from palestra.models.chat.grammars import GrammarText
+from palestra.models.chat.streaming import Delta
 from palestra.models.chat.template import ChatFormat
-from palestra.servers.openai.completer import SEED_STRIDE, Completer
-from palestra.servers.openai.openai_forms import tool_schema
+from palestra.servers.openai.completer import SEED_STRIDE, Completer, Completion
 from palestra.servers.openai.sampling_fields import NO_EFFECT, RequestForm, SamplingFields, changes_answer, short
 
 log = logging.getLogger("palestra")
@@ -42,6 +40,37 @@ class ChatRequest:
     grammar: str | None = None
     stop: tuple[str, ...] = ()
     top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """Number of prompt tokens, and how many of them were computed before."""
+
+    tokens: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """One assistant message with its tokens."""
+
+    message: Message  # its calls have the ids that the client knows
+    thinking: str
+    completion: Completion
+    size: PromptSize
+    context_ids: Sequence[int]  # the tokens of its session, of which the prompt's come first
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self.completion.finish != "stop"
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop sequence that ended it, if one did."""
+        return self.completion.matched if isinstance(self.completion.matched, str) else None
+
+
+Piece = tuple[int, "PromptSize | Delta | ChatAnswer | None"]  # of a stream: the choice, and what comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +176,13 @@ class ToolChoice:
     one_call: bool = False
 
 
-def function_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The tools of Chat Completions as prompts of a training show them; the same ones come with every request."""
-    return _function_tools(marshal.dumps(list(tools), 2)) if tools else ()
-
-
-@lru_cache(64)
-def _function_tools(marshalled: bytes) -> tuple[dict[str, Any], ...]:
-    return tuple(map(function_tool, marshal.loads(marshalled)))
-
-
 def function_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as training prompts show it, without other keys of clients (`strict`)."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnsupportedError(f"the tool {short(tool.get('type'))} is not supported; only functions with a name are")
-    return tool_schema(tool)
+    fields = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+    return {"type": "function", "function": fields}
 
 
 def openai_choice(value: Any, parallel: bool | None) -> ToolChoice:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr
@@ -14,9 +15,19 @@ from palestra.core.errors import InputError, NotFoundError, UnsupportedError
 from palestra.core.messages import from_dict
 from palestra.core.types import Message
 from palestra.models.chat.streaming import Delta
-from palestra.servers.gateway.request import ChatRequest, Event, function_tool, grammar_of, json_schema, openai_choice
+from palestra.servers.gateway.chat_completions import chat_logprobs
+from palestra.servers.gateway.request import (
+    ChatAnswer,
+    ChatRequest,
+    Event,
+    Piece,
+    PromptSize,
+    function_tool,
+    grammar_of,
+    json_schema,
+    openai_choice,
+)
 from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer
-from palestra.servers.openai.openai_forms import ChatAnswer, Piece, PromptSize, chat_logprobs
 from palestra.servers.openai.sampling_fields import RequestForm, SamplingFields, short
 
 # Accepted where they ask for what is done anyway.
@@ -25,12 +36,12 @@ _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _MAX_STORED = 1 << 26  # characters
 
 
+@dataclass(slots=True)
 class StoredResponses:
     """The messages up to each response, for `previous_response_id`. The oldest are dropped above _MAX_STORED."""
 
-    def __init__(self) -> None:
-        self._messages: dict[str, tuple[Message, ...]] = {}
-        self._characters = 0
+    _messages: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    _characters: int = 0
 
     def __getitem__(self, response_id: str) -> tuple[Message, ...]:
         if response_id not in self._messages:
@@ -108,7 +119,7 @@ class ResponseBody(RequestForm):
     def response(self, answers: Sequence[ChatAnswer], model: Completer) -> dict[str, Any]:
         (answer,) = answers
         frame = _Frame(self, model)
-        return frame.ended(answer, self._output(answer, model, frame))
+        return frame.ended(answer, frame.output(answer))
 
     async def events(self, pieces: AsyncIterator[Piece], model: Completer) -> AsyncIterator[Event]:
         frame = _Frame(self, model)
@@ -120,31 +131,24 @@ class ResponseBody(RequestForm):
                 for event in frame.text_events(piece.text):
                     yield event
             elif isinstance(piece, ChatAnswer):
-                output = self._output(piece, model, frame)
+                output = frame.output(piece)
                 for event in frame.end_events(output):
                     yield event
                 whole = frame.ended(piece, output)
                 yield frame.event(f"response.{whole['status']}", response=whole)
 
-    def _output(self, answer: ChatAnswer, model: Completer, frame: _Frame) -> list[dict[str, Any]]:
-        """The items of an answer, which is stored for later requests."""
-        if self.store is not False:
-            self._stored[frame.id] = (*self._history, answer.message)
-        with_logprobs = bool(self.top_logprobs) or _INCLUDED[0] in (self.include or ())
-        return output_items(answer, model, frame.message_id, with_logprobs)
 
-
+@dataclass(slots=True)
 class _Frame:
     """One response and its events. Text comes piece by piece; the other items are whole when they come."""
 
-    def __init__(self, body: ResponseBody, model: Completer) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
-        self.message_id = f"msg_{uuid.uuid4().hex}"
-        self._body = body
-        self._model = model
-        self._created = int(time.time())
-        self._sequence = -1
-        self._has_text = False
+    _body: ResponseBody
+    _model: Completer
+    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    _created: int = field(default_factory=lambda: int(time.time()))
+    _sequence: int = -1
+    _has_text: bool = False
 
     def response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         body = self._body
@@ -177,11 +181,11 @@ class _Frame:
     def ended(self, answer: ChatAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
         sampled = len(answer.completion.token_ids)
         usage = {
-            "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "input_tokens": answer.size.tokens,
+            "input_tokens_details": {"cached_tokens": answer.size.cached},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answer.prompt_tokens + sampled,
+            "total_tokens": answer.size.tokens + sampled,
         }
         if answer.is_cut_off:
             why = {"reason": "max_output_tokens"}
@@ -192,11 +196,29 @@ class _Frame:
         self._sequence += 1
         return Event({"type": name, "sequence_number": self._sequence, **fields}, name)
 
+    def output(self, answer: ChatAnswer) -> list[dict[str, Any]]:
+        """Thinking, text and calls, in the order in which models write them; stored for later requests."""
+        body, message, items = self._body, answer.message, list[dict[str, Any]]()
+        if body.store is not False:
+            body._stored[self.id] = (*body._history, message)
+        if answer.thinking:
+            thought = [{"type": "reasoning_text", "text": answer.thinking}]
+            items.append({"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": thought})
+        status = "incomplete" if answer.is_cut_off else "completed"
+        if message.text or not message.tool_calls:
+            with_logprobs = bool(body.top_logprobs) or _INCLUDED[0] in (body.include or ())
+            logprobs = chat_logprobs(answer.completion, self._model)["content"] if with_logprobs else []
+            part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": logprobs}
+            about = {"id": self.message_id, "type": "message", "role": "assistant", "status": status}
+            items.append({**about, "content": [part]})
+        for call in message.tool_calls:
+            about = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": status, "call_id": call.id}
+            items.append({**about, "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)})
+        return items
+
     def text_events(self, new: str) -> Iterator[Event]:
         """New text of the message."""
-        if not self._has_text:
-            yield from self._open_message(0)
-        self._has_text = True
+        yield from self._open_message(0)
         place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
         yield self.event("response.output_text.delta", **place, delta=new, logprobs=[])
 
@@ -204,29 +226,27 @@ class _Frame:
         """The items that were not sent yet. A reasoning item comes after a message that was sent before it."""
         began = [item for item in output if self._has_text and item["type"] == "message"]
         for index, item in enumerate([*began, *(item for item in output if item not in began)]):
-            yield from self._end(index, item)
-
-    def _end(self, index: int, item: Mapping[str, Any]) -> Iterator[Event]:
-        place = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "message":
-            if not self._has_text:
+            place = {"item_id": item["id"], "output_index": index}
+            if item["type"] == "message":
                 yield from self._open_message(index)
-            (part,) = item["content"]
-            whole = {**place, "content_index": 0}
-            yield self.event("response.output_text.done", **whole, text=part["text"], logprobs=[])
-            yield self.event("response.content_part.done", **whole, part=part)
-        elif item["type"] == "function_call":
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            yield self.event("response.output_item.added", output_index=index, item=begun)
-            arguments = item["arguments"]
-            yield self.event("response.function_call_arguments.delta", **place, delta=arguments)
-            name = item["name"]
-            yield self.event("response.function_call_arguments.done", **place, arguments=arguments, name=name)
-        else:
-            yield self.event("response.output_item.added", output_index=index, item=item)
-        yield self.event("response.output_item.done", output_index=index, item=item)
+                (part,) = item["content"]
+                whole = {**place, "content_index": 0}
+                yield self.event("response.output_text.done", **whole, text=part["text"], logprobs=[])
+                yield self.event("response.content_part.done", **whole, part=part)
+            elif item["type"] == "function_call":
+                begun = {**item, "arguments": "", "status": "in_progress"}
+                yield self.event("response.output_item.added", output_index=index, item=begun)
+                name, arguments = item["name"], item["arguments"]
+                yield self.event("response.function_call_arguments.delta", **place, delta=arguments)
+                yield self.event("response.function_call_arguments.done", **place, arguments=arguments, name=name)
+            else:
+                yield self.event("response.output_item.added", output_index=index, item=item)
+            yield self.event("response.output_item.done", output_index=index, item=item)
 
     def _open_message(self, index: int) -> Iterator[Event]:
+        if self._has_text:
+            return
+        self._has_text = True
         item = {"id": self.message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         place = {"item_id": self.message_id, "output_index": index, "content_index": 0}
@@ -258,26 +278,3 @@ def input_messages(items: str | Sequence[dict[str, Any]]) -> list[Message]:
         return [from_dict(message) for message in rows]
     except (TypeError, AttributeError) as error:
         raise InputError(f"input: not in the form of a conversation ({error})") from None
-
-
-def output_items(answer: ChatAnswer, model: Completer, message_id: str, with_logprobs: bool) -> list[dict[str, Any]]:
-    """Thinking, text and calls, in the order in which models write them."""
-    items: list[dict[str, Any]] = []
-    text, calls = answer.message.text, answer.message.tool_calls
-    if answer.thinking:
-        thought = [{"type": "reasoning_text", "text": answer.thinking}]
-        items.append({"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": thought})
-    status = "incomplete" if answer.is_cut_off else "completed"
-    if text or not calls:
-        logprobs = chat_logprobs(answer.completion, model)["content"] if with_logprobs else []
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-        message = {"id": message_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
-        items.append(message)
-    for call in calls:
-        about = {"id": _new_id("fc"), "type": "function_call", "status": status, "call_id": call.id, "name": call.name}
-        items.append({**about, "arguments": json.dumps(call.arguments, ensure_ascii=False)})
-    return items
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"

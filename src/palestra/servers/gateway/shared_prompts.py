@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.core.types import Message, Turn
@@ -11,6 +12,7 @@ from palestra.policy.base import Policy
 _WORTH_SHARING = 16  # tokens; the first few of a template are the same in every conversation
 
 
+@dataclass(eq=False, slots=True)
 class SharedPrompts:
     """The sessions of a group of siblings. Close it when they have ended.
 
@@ -19,16 +21,15 @@ class SharedPrompts:
     With 0 siblings nothing is shared here: the engine finds the prefixes of a server's closed sessions itself.
     """
 
-    def __init__(self, policy: Policy[Any], siblings: int) -> None:
-        self._policy = policy
-        self._siblings = siblings
-        self._forks: dict[tuple[int, ...], list[Any]] = {}
-        self._open: dict[int, Any] = {}  # handed out and not closed yet, by their id()
-        self._rendered: dict[Any, Turn] = {}
+    policy: Policy[Any]
+    siblings: int
+    _forks: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    _open: dict[int, Any] = field(default_factory=dict)  # handed out and not closed yet, by their id()
+    _rendered: dict[Any, Turn] = field(default_factory=dict)
 
     def render(self, messages: Sequence[Message], opening: str, make: Callable[[], Turn]) -> Turn:
         """The tokens of an opening; `opening` names its tools and variables."""
-        if self._siblings <= 1 or any(message.tool_calls for message in messages):
+        if self.siblings <= 1 or any(message.tool_calls for message in messages):
             return make()
         key = (opening, tuple(messages))
         if key not in self._rendered:
@@ -37,7 +38,7 @@ class SharedPrompts:
 
     def open(self, prompt_ids: Sequence[int]) -> tuple[Any, int]:
         """A session with a prompt that siblings may open, too, and how many of its tokens another one had."""
-        if self._siblings <= 1:  # nothing to share, and computing in two steps what could be one is slower
+        if self.siblings <= 1:  # nothing to share, and computing in two steps what could be one is slower
             return self.branch(prompt_ids)
         key = tuple(prompt_ids)
         if forks := self._forks.get(key):
@@ -46,7 +47,7 @@ class SharedPrompts:
             return session, 0
         session, shared = self.branch(prompt_ids)
         if not shared and key not in self._forks:
-            session, *self._forks[key] = self.fork(session, self._siblings)
+            session, *self._forks[key] = self.fork(session, self.siblings)
             for each in self._forks[key]:
                 self._open.pop(id(each), None)
         return session, shared
@@ -55,16 +56,16 @@ class SharedPrompts:
         """A session with these tokens, and how many of them it shares with another one."""
         source, shared = self._most_alike(token_ids)
         if source is None:
-            session, shared = self._policy.open(token_ids), 0
+            session, shared = self.policy.open(token_ids), 0
         else:
-            session = self._policy.branch(source, shared)
-            self._policy.append(session, token_ids[shared:])
+            session = self.policy.branch(source, shared)
+            self.policy.append(session, token_ids[shared:])
         self._note(session)
         return session, shared
 
     def fork(self, session: Any, n: int) -> list[Any]:
         """Replace a session by n copies."""
-        forks = self._policy.fork(session, n)
+        forks = self.policy.fork(session, n)
         self._open.pop(id(session), None)
         for each in forks:
             self._note(each)
@@ -72,16 +73,16 @@ class SharedPrompts:
 
     def close_session(self, session: Any) -> None:
         self._open.pop(id(session), None)
-        self._policy.close(session)
+        self.policy.close(session)
 
     def close(self) -> None:
         for forks in self._forks.values():
             for session in forks:
-                self._policy.close(session)
+                self.policy.close(session)
         self._forks.clear()
 
     def _note(self, session: Any) -> None:
-        if self._siblings and self._policy.can_branch:
+        if self.siblings and self.policy.can_branch:
             self._open[id(session)] = session
 
     def _most_alike(self, token_ids: Sequence[int]) -> tuple[Any, int]:

@@ -1,35 +1,51 @@
-"""Gateway workers, as the trainer sees them: child processes that answer the requests of whole groups of attempts."""
+"""Gateway workers: child processes that answer the HTTP requests of whole groups of attempts; the trainer samples.
+
+`GatewayWorkers` starts each as `python -m palestra.servers.gateway.workers`. Standard input is the socket of its
+channel to the trainer; the process ends when that is closed. It imports no torch, and has no keys in its environment.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from palestra.core import children
-from palestra.core.channel import Channel, Handlers
+from palestra.core.channel import Channel, Handlers, LogToChannel
 from palestra.core.errors import PalestraError, RolloutError, StateError, text_of
-from palestra.core.machine import processors
-from palestra.core.secrets import clean_environment
+from palestra.core.machine import interpreter_for_many_rollouts, processors
+from palestra.core.secrets import clean_environment, hide_memory
 from palestra.core.types import Problem, Rollout
-from palestra.policy.channel import PolicyServer
+from palestra.policy.base import TokenLogprobs
+from palestra.policy.channel import ChannelPolicy, PolicyServer
 from palestra.servers.forwarding import ForwardedAgent
-from palestra.servers.gateway.attempt import AttemptCounts
+from palestra.servers.gateway.app import OpenAttempts, gateway_app
+from palestra.servers.gateway.attempt import Attempt, AttemptCounts
+from palestra.servers.gateway.shared_prompts import SharedPrompts
 from palestra.servers.openai.completer import Completer, ignore_request
-from palestra.servers.web import open_port, url_of
+from palestra.servers.web import Server, open_port, url_of
 
 _MAX_WORKERS = 8
 _MIN_PROCESSORS = 4
 _BACKLOG = 512
 _MAX_LOGGED = 1000  # messages that are remembered
 _EXIT_S = 1.0  # between the end of the connection and the exit status
+_ATTEMPT = re.compile("/attempt/([^/]+)")
 _QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}  # it says that torch is missing
 
 log = logging.getLogger("palestra")
@@ -77,8 +93,6 @@ class WorkerAttempt(ForwardedAgent):
             rollout, counts = await self._worker.call("finish", self.id)
         except WorkerLost as lost:
             return Rollout(self.problem.id, (), (), "failed", error=str(lost)), AttemptCounts(0, 0, 0, 0, 0, 0, 0)
-        except Exception as error:
-            raise self._worker.original(error) from None
         return rollout, AttemptCounts(*counts)
 
 
@@ -91,13 +105,11 @@ class WorkerPrompts:
         worker.groups += 1
         worker.send("group", number, siblings)
 
-    def open(
-        self, problem: Problem, *, key: str | None, on_end: Callable[[ForwardedAgent], None], **options: Any
-    ) -> WorkerAttempt:
+    def open(self, problem: Problem, **options: Any) -> WorkerAttempt:
         """Open an attempt in the worker; `options` are those of `Attempt`."""
-        attempt = WorkerAttempt(problem, self.worker, on_end)
-        attempt.api_key = key or attempt.api_key
-        options |= {"attempt_id": attempt.id, "key": attempt.api_key}
+        attempt = WorkerAttempt(problem, self.worker, options.pop("on_end"))
+        attempt.api_key = options.get("api_key", attempt.api_key)
+        options |= {"id": attempt.id, "api_key": attempt.api_key}
         self.worker.send("open_attempt", problem.id, self.number, options)
         return attempt
 
@@ -117,12 +129,8 @@ class CompleterServer(PolicyServer):
 
     @property
     def handlers(self) -> Handlers:
-        return {
-            **super().handlers,
-            "score": self._score,
-            "request": self._model.on_request,
-            "ping": lambda call: self.channel.reply(call, None),
-        }
+        own: Handlers = {"score": self._score, "request": self._model.on_request}
+        return {**super().handlers, **own, "ping": lambda call: self.channel.reply(call, None)}
 
     def close(self) -> None:
         for task in self._scoring:
@@ -161,7 +169,7 @@ class GatewayWorker:
         self._socket, theirs = socket.socketpair()
         with listener, theirs:
             socket.send_fds(self._socket, [b"\0"], [listener.fileno()])
-            command = [sys.executable, "-P", "-m", "palestra.servers.gateway.worker"]
+            command = [sys.executable, "-P", "-m", "palestra.servers.gateway.workers"]
             environment = {**clean_environment(), **_QUIET}
             self.process = children.start(command, env=environment, stdin=theirs.fileno(), stdout=2, stderr=2)
         self._server: CompleterServer | None = None
@@ -183,12 +191,13 @@ class GatewayWorker:
         if self.lost is not None:
             raise self.lost
         assert self._channel is not None, "the gateway was not started"
-        return await self._channel.call(kind, *values)[1]
-
-    def original(self, error: Exception) -> Exception:
-        """The error of the policy whose text came back from the worker."""
-        known = {} if self._server is None else self._server.broken
-        return error if isinstance(error, PalestraError) else known.get(str(error), error)
+        assert self._server is not None
+        try:
+            return await self._channel.call(kind, *values)[1]
+        except PalestraError:
+            raise
+        except Exception as error:  # the policy's own, where its text came back from the worker
+            raise self._server.broken.get(str(error), error) from None
 
     def close(self) -> None:
         """Kill the process; it has nothing to save."""
@@ -208,10 +217,8 @@ class GatewayWorker:
         except subprocess.TimeoutExpired:
             how = "closed its connection"
         children.end(self.process)
-        self.lost = WorkerLost(
-            f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too. "
-            "Look for its last words in the log, or set agent.gateway_workers to 0"
-        )
+        who = f"the gateway worker of this attempt (process {self.process.pid}) {how}; its other attempts failed, too"
+        self.lost = WorkerLost(f"{who}. Look for its last words in the log, or set agent.gateway_workers to 0")
         log.error("a gateway worker (process %d) %s; its open attempts fail", self.process.pid, how)
         self._channel.close(self.lost)
         self._server.close()
@@ -249,9 +256,8 @@ class GatewayWorkers:
     def prompts(self, siblings: int) -> WorkerPrompts | None:
         """The prompts of a new group, in the worker with the fewest groups; None if all workers have ended."""
         running = [worker for worker in self._workers if worker.lost is None]
-        if not running:
-            return None
-        return WorkerPrompts(min(running, key=lambda worker: worker.groups), next(self._numbers), siblings)
+        least = min(running, key=lambda worker: worker.groups, default=None)
+        return None if least is None else WorkerPrompts(least, next(self._numbers), siblings)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -263,3 +269,98 @@ class GatewayWorkers:
             if len(self._logged) < _MAX_LOGGED:
                 self._logged.add((logger, text))
             logging.getLogger(logger).log(level, "%s", text)
+
+
+# In the worker process.
+
+
+class WorkerPolicy(ChannelPolicy):
+    """The trainer's policy and completer at the other end of the channel."""
+
+    async def score(
+        self, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
+    ) -> AsyncIterator[TokenLogprobs]:
+        yield await self.channel.call("score", array("i", token_ids).tobytes(), start, top, temperature)[1]
+
+
+class Worker:
+    """The attempts of one process, and the handlers of the trainer's messages."""
+
+    def __init__(self, to_trainer: socket.socket) -> None:
+        self.policy = WorkerPolicy()
+        self._attempts = OpenAttempts[Attempt]()
+        self._groups: dict[int, SharedPrompts] = {}
+        self._model: Completer
+        self._tasks: set[asyncio.Task[None]] = set()
+        handlers: Handlers = {
+            "start": self._start,
+            "group": lambda number, siblings: self._groups.update({number: SharedPrompts(self.policy, siblings)}),
+            "close_group": lambda number: self._groups.pop(number).close(),
+            "open_attempt": self._open_attempt,
+            "finish": self._finish,
+        }
+        self.channel = Channel(to_trainer, {**handlers, **self.policy.handlers}, lambda: os._exit(0))
+        self.policy.channel = self.channel
+
+    def app(self) -> ASGIApp:
+        """A request for an unknown attempt may have overtaken the message that opens it: it waits for the trainer."""
+        app = gateway_app(self._attempts.find)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            match = _ATTEMPT.match(scope["path"]) if scope["type"] == "http" else None
+            if match is not None and match[1] not in self._attempts:
+                await self.channel.call("ping")[1]
+            await app(scope, receive, send)
+
+        return answer
+
+    def _start(self, settings: dict[str, Any]) -> None:
+        """Make the completer from what `GatewayWorkers.start` sends."""
+        try:
+            self.policy.can_branch = settings["can_branch"]
+            score = self.policy.score if settings["has_scores"] else None
+            size = settings["context_tokens"], score, settings["vocabulary"]
+            self._model = Completer(self.policy, pickle.loads(settings["tokenizer"]), settings["name"], *size)
+            self._model.unexpected_calls = settings["unexpected_calls"]
+            if settings["watches_requests"]:
+                self._model.on_request = partial(self.channel.send, "request")
+            _ = self._model.twin  # copying a large tokenizer later would hold up the event loop
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
+    def _open_attempt(self, problem_id: str, group: int, options: dict[str, Any]) -> None:
+        options |= {"shared_prompts": self._groups[group], "on_end": self._attempts.forget}
+        self._attempts.add(Attempt(Problem(problem_id, ""), self._model, "", **options))
+
+    def _finish(self, call: int, attempt_id: str) -> None:
+        async def reply() -> None:
+            try:
+                attempt = self._attempts[attempt_id]
+                rollout = await attempt.finish()
+            except Exception as error:
+                self.channel.fail(call, error)
+            else:
+                self.channel.reply(call, rollout, astuple(attempt.counts))
+
+        task = asyncio.ensure_future(reply())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def main() -> None:
+    import transformers
+
+    _ = transformers.PreTrainedTokenizerFast  # is imported while the trainer prepares its engine
+    to_trainer = socket.socket(fileno=sys.stdin.fileno())
+    _, handles, _, _ = socket.recv_fds(to_trainer, 1, 1)
+    worker = Worker(to_trainer)
+    logging.basicConfig(handlers=[LogToChannel(worker.channel)], level=logging.WARNING, format="%(message)s")
+    with interpreter_for_many_rollouts():
+        await Server(worker.app()).serve(sockets=[socket.socket(fileno=handles[0])])  # until the channel is closed
+
+
+if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers imports it if it can: seconds, and memory
+    hide_memory()  # the trainer trusts what it sends
+    asyncio.run(main())

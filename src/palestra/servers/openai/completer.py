@@ -22,7 +22,7 @@ from palestra.core.errors import (
 from palestra.core.text import encodable, is_shallow
 from palestra.core.types import SamplingParams, Turn
 from palestra.models.chat.streaming import CertainText
-from palestra.models.chat.template import PROMPT_END_TOKENS, ChatFormat
+from palestra.models.chat.template import ChatFormat
 from palestra.models.chat.toolcalls import Reply, UnexpectedCalls
 from palestra.models.chat.written import check_tool_calls
 from palestra.policy.base import Policy, TokenLogprobs
@@ -79,59 +79,45 @@ def ignore_request(choices: int, params: SamplingParams) -> None:
     """The default of `Completer.on_request`."""
 
 
+@dataclass(eq=False, repr=False)
 class Completer:
     """Completions by the policy's continuous batching; new weights are used from the next token on."""
 
-    def __init__(
-        self,
-        policy: Policy[Any],
-        tokenizer: Any,
-        name: str,
-        context_tokens: int,
-        score: ScoresTokens | None = None,
-        vocabulary: int | None = None,
-    ) -> None:
-        self.policy = policy
-        self.tokenizer = tokenizer
-        self.name = name
-        self.context_tokens = context_tokens
-        self.score = score
-        self.vocabulary = vocabulary
-        self.on_request: Callable[[int, SamplingParams], None] = ignore_request
-        self.unexpected_calls: UnexpectedCalls = "execute"
+    policy: Policy[Any]
+    tokenizer: Any
+    name: str
+    context_tokens: int
+    score: ScoresTokens | None = None
+    vocabulary: int | None = None
+    on_request: Callable[[int, SamplingParams], None] = ignore_request
+    unexpected_calls: UnexpectedCalls = "execute"
+
+    def __post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "palestra-tokenise")
         self._chat: ChatFormat | None = None
         self._no_chat = ""
         try:
-            self._chat = ChatFormat(tokenizer)
+            self._chat = ChatFormat(self.tokenizer)
         except PalestraError as reason:
             self._no_chat = str(reason)
-        eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        eos = () if self.tokenizer.eos_token_id is None else (int(self.tokenizer.eos_token_id),)
         self.eos: tuple[int, ...] = self._chat.stop_token_ids if self._chat else eos
 
     @cached_property
     def twin(self) -> Completer:
         """A copy with its own tokenizer, for preparing requests in a thread: tokenizers are not thread-safe."""
-        own = copy.deepcopy(self.tokenizer)
-        return Completer(self.policy, own, self.name, self.context_tokens, self.score, self.vocabulary)
+        return replace(self, tokenizer=copy.deepcopy(self.tokenizer))
 
     def check_tool_calls(self) -> None:
         """Refuse a model whose template writes tool calls that cannot be read; one without a template has no calls."""
         if self._chat is not None:
             check_tool_calls(self._chat, appends=False)
 
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "palestra-tokenise")
-
     @property
     def chat(self) -> ChatFormat:
         if self._chat is None:
             raise UnsupportedError(self._no_chat)
         return self._chat
-
-    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
-        """The end of a prompt, which shows whether it opened the reasoning."""
-        return decode(self.tokenizer, prompt_ids[-PROMPT_END_TOKENS:])
 
     def read_reply(self, text: str, tools: Sequence[dict[str, Any]], prompt_end: str) -> Reply:
         """Parse reasoning, text and calls; if a client cannot read any of the calls, they stay in the text."""
@@ -151,24 +137,20 @@ class Completer:
     def check_length(self, characters: int) -> None:
         """Refuse a text that cannot fit before it is tokenised, since tokenising is slow."""
         if characters > self.max_characters:
-            raise ContextLengthError(
-                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it",
-                self.context_tokens,
-            )
+            text = f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold"
+            raise ContextLengthError(f"{text}; shorten it", self.context_tokens)
 
     def check_tokens(self, texts: Iterable[str]) -> None:
         """Refuse texts that have far more tokens than the context; tokenise a bounded chunk at a time to find out."""
         tokens, backend = 0, self.tokenizer.backend_tokenizer
-        for text in texts:
-            for start in range(0, len(text), MAX_INLINE_CHARS):
-                chunk = encodable(text[start : start + MAX_INLINE_CHARS])
+        for whole in texts:
+            for start in range(0, len(whole), MAX_INLINE_CHARS):
+                chunk = encodable(whole[start : start + MAX_INLINE_CHARS])
                 # without holding the GIL
                 tokens += len(backend.encode_batch_fast([chunk], add_special_tokens=False)[0])
-                if tokens > self.context_tokens * _TOO_MANY:
-                    limit = self.context_tokens
-                    raise ContextLengthError(
-                        f"the prompt has more than {limit} tokens, all that the context holds; shorten it", limit
-                    )
+                if tokens > (limit := self.context_tokens) * _TOO_MANY:
+                    text = f"the prompt has more than {limit} tokens, all that the context holds; shorten it"
+                    raise ContextLengthError(text, limit)
 
     async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
         """Return `work(completer)`; runs in a thread if its text has more than MAX_INLINE_CHARS characters."""
@@ -187,8 +169,7 @@ class Completer:
 
         `new_tokens` is the form's default; `scoring` are top_logprobs and scores_prompt.
         """
-        sequences = len(prompts) * fields.choices
-        if sequences > _MAX_SEQUENCES:
+        if len(prompts) * fields.choices > _MAX_SEQUENCES:
             raise NotAllowedError(
                 f"{len(prompts)} prompts x n={fields.choices} in one request; up to {_MAX_SEQUENCES} completions "
                 "are made, send the rest apart"
@@ -203,8 +184,8 @@ class Completer:
                 raise InputError(f"a token id of the prompt is outside the vocabulary 0..{self.vocabulary - 1}")
             params = fields.params(self.eos, self.room_after(len(prompt_ids), "prompt"), new_tokens)
             requests.append(SamplingRequest(tuple(prompt_ids), fields.choices, params, **scoring))
-        for request in requests:
-            self.check_scoring(request)
+        for each in requests:
+            self.check_scoring(each)
         return requests
 
     def check_total(self, tokens: int) -> None:

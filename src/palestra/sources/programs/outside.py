@@ -22,8 +22,7 @@ from starlette.routing import Route
 from palestra.agents.programs import Endpoint, ProgramAgent, ProgramLimits
 from palestra.core.types import ProgramResult
 from palestra.servers.body import MIB, parse, read_body
-from palestra.servers.http_errors import refuse
-from palestra.servers.web import while_connected
+from palestra.servers.web import refuse, while_connected
 
 TAKE_WAIT_S = 20.0  # how long a request for a case is held until there is one
 MAX_BODY = 4 * MIB

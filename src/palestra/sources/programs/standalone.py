@@ -25,8 +25,8 @@ from palestra.servers.body import parse, read_body
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.workers import WorkerAttempt
-from palestra.servers.http_errors import refuse
 from palestra.servers.openai.completer import Completer
+from palestra.servers.web import refuse
 from palestra.sources.programs.collector import case_of, hidden_columns
 from palestra.sources.programs.outside import MAX_BODY, attempt_routes, case_answer, read_reward
 

@@ -23,7 +23,7 @@ from palestra.rollout.rewards import RewardFunction
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.gateway.workers import default_workers
 from palestra.servers.openai.completer import Completer
-from palestra.servers.openai.loading import completer_of, load_completer
+from palestra.servers.openai.inference import completer_of, load_completer
 from palestra.sources.programs.collector import CHECKPOINT, START, ProgramCollector, Roles, hidden_columns
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import ProblemSource

@@ -13,8 +13,7 @@ from palestra.core.types import Message, SamplingParams
 from palestra.core.weights import Weights
 from palestra.models.chat.streaming import CertainText
 from palestra.servers.openai.completer import Completer, SamplingRequest, TextStream
-from palestra.servers.openai.inference import inference_app
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import inference_app, load_completer
 
 ASK = [{"role": "user", "content": "What is 3 + 4?"}]
 QUESTION = Message("user", "What is 3 + 4?")

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from palestra.servers.openai.inference import inference_app
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import inference_app, load_completer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'lm-eval[api]'")
 

@@ -18,7 +18,7 @@ from palestra.core.errors import SettingError
 from palestra.core.files import read_jsonl
 from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.envs.suite_env import SuiteEnvironment
-from palestra.servers.openai.loading import load_completer
+from palestra.servers.openai.inference import load_completer
 from palestra.sources.programs.collector import Roles
 from palestra.train.batch import group_advantages, to_batch
 from palestra.train.credit import with_role_advantages

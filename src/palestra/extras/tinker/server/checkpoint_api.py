@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, Response
 from palestra.extras.tinker.server import requests as bodies
 from palestra.extras.tinker.server.checkpoints import Checkpoints, TinkerPath
 from palestra.extras.tinker.server.futures import NotFound
-from palestra.servers.http_errors import refuse
+from palestra.servers.web import refuse
 
 _URLS_S = 3600.0  # for which the URLs of files are said to be good
 T = TypeVar("T")
