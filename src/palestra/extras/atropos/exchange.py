@@ -207,7 +207,13 @@ class Exchange:
                 await self._delete(after if saved is None else saved)
                 await self._note_death(after)
                 if (number := next((n for n in self._unsaved if n > after), None)) is not None:
-                    return await self._redeliver(number, step)
+                    if step is not None:
+                        self.step, self._counted = step + 1, number
+                    elif number > self._counted:  # made before the trainer was resumed
+                        self.step, self._counted = self.step + 1, number
+                    self._held = number
+                    await self.journal.do(journal.set_facts(step=self.step, counted=self._counted, held=number))
+                    return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
             delivery = await self._make(after, step)
             if delivery is None and self._held:
                 self._held = 0
@@ -227,15 +233,6 @@ class Exchange:
             await self.journal.do(journal.set_aside(self._held, path))
             self._unsaved.remove(self._held)
             log.warning("batch %d is set aside in %s: the trainer ended on it %d times", self._held, path, _MAX_DEATHS)
-
-    async def _redeliver(self, number: int, step: int | None) -> Delivery:
-        if step is not None:
-            self.step, self._counted = step + 1, number
-        elif number > self._counted:  # made before the trainer was resumed
-            self.step, self._counted = self.step + 1, number
-        self._held = number
-        await self.journal.do(journal.set_facts(step=self.step, counted=self._counted, held=number))
-        return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
 
     async def _delete(self, up_to: int) -> None:
         if any(number <= up_to for number in self._unsaved):

@@ -72,7 +72,8 @@ class RolloutIndex:
             yield db
 
     def _connected(self) -> sqlite3.Connection:
-        for path in (self.folder.dashboard_index, _elsewhere(self.folder)):
+        name = hashlib.blake2b(str(self.folder.path).encode(), digest_size=12).hexdigest()
+        for path in (self.folder.dashboard_index, cache_folder() / "dashboard" / f"{name}.db"):
             try:
                 return _connect(path)
             except (sqlite3.OperationalError, OSError):  # a folder that may not be written to
@@ -172,7 +173,14 @@ class RolloutIndex:
         db.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
         db.execute("UPDATE counter SET next_id = ?", (next_id,))
         if kind == "train":
-            _estimate_advantages(db, {row["group_id"] for row in rows if row["advantage"] is None})
+            # Where the run did not say: the reward less the mean of the group.
+            for group in {row["group_id"] for row in rows if row["advantage"] is None}:
+                db.execute(
+                    "UPDATE rollouts SET advantage = reward - "
+                    "(SELECT avg(reward) FROM rollouts WHERE group_id = :group) "
+                    "WHERE group_id = :group AND error IS NULL",
+                    {"group": group},
+                )
         return position, ended
 
 
@@ -204,11 +212,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
-
-
-def _elsewhere(folder: RunFolder) -> Path:
-    name = hashlib.blake2b(str(folder.path).encode(), digest_size=12).hexdigest()
-    return cache_folder() / "dashboard" / f"{name}.db"
 
 
 def _is_current(db: sqlite3.Connection, kind: str, path: Path) -> bool:
@@ -321,13 +324,3 @@ def _first_sampled(record: dict[str, Any]) -> int | None:
             return place
         place += len(turn.get("token_ids") or ())
     return None
-
-
-def _estimate_advantages(db: sqlite3.Connection, groups: set[int]) -> None:
-    """Where the run did not say: the reward less the mean of the group."""
-    for group in groups:
-        db.execute(
-            "UPDATE rollouts SET advantage = reward - (SELECT avg(reward) FROM rollouts WHERE group_id = :group) "
-            "WHERE group_id = :group AND error IS NULL",
-            {"group": group},
-        )

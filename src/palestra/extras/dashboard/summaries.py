@@ -84,13 +84,17 @@ def details(found: CatalogRun) -> dict[str, Any]:
     folder, record = found.folder, record_of(found.folder)
     report = folder.report() or {}
     settings, changed = _config(folder)
+    best = folder.best_checkpoint()
     return {
         "config": settings,
         "changed": changed,
         "record": {name: record.get(name) for name in ("instructions", "tools", "source", "environment", "agent")},
         "findings": findings(found),
         "capability": record.get("capability"),
-        "checkpoints": _checkpoints(folder),
+        "checkpoints": [
+            {"name": str(step_of(path)), "step": step_of(path), "best": path == best, **_files(path)}
+            for path in folder.step_checkpoints()
+        ],
         "model_files": _files(folder.model) if folder.model.is_dir() else None,
         "logs": [part for part, path in found.run.logs.items() if path.is_file()],
         "evaluations": [str(name) for name in folder.eval_names()],
@@ -178,14 +182,6 @@ def _model_name(folder: RunFolder) -> str:
     section = text.partition("\nmodel:\n")[2]
     line = next((line for line in section.splitlines() if line.startswith("  name:")), "")
     return line.partition(":")[2].strip().strip("'\"")
-
-
-def _checkpoints(folder: RunFolder) -> list[dict[str, Any]]:
-    best = folder.best_checkpoint()
-    return [
-        {"name": str(step_of(path)), "step": step_of(path), "best": path == best, **_files(path)}
-        for path in folder.step_checkpoints()
-    ]
 
 
 def _files(path: Path) -> dict[str, Any]:

@@ -98,7 +98,12 @@ def token_losses(
             return -log_ratio.exp().clamp(*(settings[key] for key in _CLIP)).detach() * logprobs * advantages
         case "gspo":
             assert row is not None
-            mean = _masked_row_mean(log_ratio.detach(), inputs["sequence_ratio_mask"] != 0, row)
+            # [N] the mean of each row's masked values; 0 in a row without any.
+            values = log_ratio.detach()
+            mask = inputs["sequence_ratio_mask"] != 0
+            rows = int(row.max()) + 1 if len(row) else 0
+            total, count = row_sum(values * mask, row, rows), row_sum(mask.to(values.dtype), row, rows)
+            mean = (total / count.clamp(min=1.0))[row]
             return _clipped((mean + logprobs - logprobs.detach()).exp(), advantages, settings)
         case "dro":
             return -(logprobs * advantages - 0.5 * settings["beta"] * log_ratio.square())
@@ -108,10 +113,3 @@ def token_losses(
 def _clipped(ratio: Tensor, advantages: Tensor, settings: Mapping[str, float]) -> Tensor:
     low, high = (settings[key] for key in _CLIP)
     return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-
-
-def _masked_row_mean(values: Tensor, mask: Tensor, row: Tensor) -> Tensor:
-    """[N] the mean of each row's masked values; 0 in a row without any."""
-    rows = int(row.max()) + 1 if len(row) else 0
-    total, count = row_sum(values * mask, row, rows), row_sum(mask.to(values.dtype), row, rows)
-    return (total / count.clamp(min=1.0))[row]

@@ -433,7 +433,20 @@ class Service:
         waiting = sum(sampler.busy for sampler in self._samplers.values())
         if waiting >= self.limits.waiting_samples:
             raise TooBusy(f"{waiting} samples wait already; try again in a moment")
-        sampler = self._sampler(target)
+        # The sampler of this model; idle samplers of other models are closed to make room.
+        key = f"{target.sampler} {target.spec}"
+        if key not in self._samplers:
+            for other in [name for name, sampler in self._samplers.items() if not sampler.busy]:
+                if len(self._samplers) < self.limits.samplers:
+                    break
+                self._samplers.pop(other).close()
+            if len(self._samplers) >= self.limits.samplers:
+                raise TooBusy(f"{len(self._samplers)} models are being sampled, which is the limit; try again later")
+            device = target.base.device
+            memory = default_kv_bytes(device) / GIB / self.limits.samplers if device.type == "cuda" else None
+            self._samplers[key] = Sampler(target.base, target.spec, memory)
+        self._samplers.move_to_end(key)
+        sampler = self._samplers[key]
         request = self.requests.new("sample")
         if seq_id is not None:
             target.requests[seq_id] = request
@@ -447,22 +460,6 @@ class Service:
 
         sampler.submit(asked).add_done_callback(answer)
         return request
-
-    def _sampler(self, target: SamplingSession) -> Sampler:
-        """The sampler of this model; idle samplers of other models are closed to make room."""
-        key = f"{target.sampler} {target.spec}"
-        if key not in self._samplers:
-            for other in [name for name, sampler in self._samplers.items() if not sampler.busy]:
-                if len(self._samplers) < self.limits.samplers:
-                    break
-                self._samplers.pop(other).close()
-            if len(self._samplers) >= self.limits.samplers:
-                raise TooBusy(f"{len(self._samplers)} models are being sampled, which is the limit; try again later")
-            device = target.base.device
-            memory = default_kv_bytes(device) / GIB / self.limits.samplers if device.type == "cuda" else None
-            self._samplers[key] = Sampler(target.base, target.spec, memory)
-        self._samplers.move_to_end(key)
-        return self._samplers[key]
 
 
 def _load(training_model: TrainingModel, checkpoint: Checkpoint, optimizer: bool) -> None:

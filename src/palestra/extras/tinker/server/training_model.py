@@ -121,7 +121,11 @@ class TrainingModel:
         loss, batch = TinkerLoss(loss_fn, settings), to_batch(data, INPUTS[loss_fn])
         if not backward:
             logprobs = self._learner.forward(batch)
-            return Outputs(_by_row(logprobs, data), _loss_of(loss, batch, logprobs))
+            assert batch.targets is not None
+            row = torch.from_numpy(np.repeat(np.arange(batch.rows), np.diff(batch.targets.offsets)))
+            inputs = {name: torch.from_numpy(column) for name, column in batch.targets.inputs.items()}
+            terms = loss(LossTokens(batch.rows, row, inputs), torch.from_numpy(logprobs), None).terms
+            return Outputs(_by_row(logprobs, data), float(terms.sum()))
         try:
             outputs = self._learner.forward_backward(batch, loss)
             self._optimizer.zero_missing_gradients()
@@ -221,14 +225,6 @@ def _families(rows: Sequence[Array]) -> Iterator[tuple[int, int]]:
         family, shared = [ids], len(ids) - 1
     if family:
         yield shared if len(family) > 1 else 0, len(family)
-
-
-def _loss_of(loss: TinkerLoss, batch: Batch, logprobs: Array) -> float:
-    """The summed loss of targets whose log-probabilities are known."""
-    assert batch.targets is not None
-    row = torch.from_numpy(np.repeat(np.arange(batch.rows), np.diff(batch.targets.offsets)))
-    inputs = {name: torch.from_numpy(column) for name, column in batch.targets.inputs.items()}
-    return float(loss(LossTokens(batch.rows, row, inputs), torch.from_numpy(logprobs), None).terms.sum())
 
 
 def _by_row(values: Array, rows: Sequence[Datum]) -> list[Array]:
