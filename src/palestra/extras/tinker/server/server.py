@@ -23,7 +23,7 @@ from starlette.routing import Route
 from palestra.core.errors import PalestraError
 from palestra.extras.tinker.server import requests as bodies
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
-from palestra.extras.tinker.server.checkpoint_api import CheckpointApi
+from palestra.extras.tinker.server.checkpoints import CheckpointApi
 from palestra.extras.tinker.server.futures import Gone, NotFound, Request, TooBusy
 from palestra.extras.tinker.server.messages import parse_request, read_forward_backward
 from palestra.extras.tinker.server.service import Service

@@ -18,7 +18,6 @@ import torch
 from palestra.core.files import verify_folder
 from palestra.core.types import SamplingParams
 from palestra.engine.runner import GIB, default_kv_bytes
-from palestra.extras.tinker.losses import check_loss
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
 from palestra.extras.tinker.server.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
@@ -33,7 +32,7 @@ from palestra.extras.tinker.server.requests import (
     SaveWeightsForSampler,
 )
 from palestra.extras.tinker.server.sampler import PinnedWeights, Sampler, SampleRequest
-from palestra.extras.tinker.server.training_model import TrainingModel
+from palestra.extras.tinker.server.training_model import TrainingModel, check_loss
 from palestra.extras.tinker.server.training_run import TrainingRun
 
 log = logging.getLogger("palestra")
