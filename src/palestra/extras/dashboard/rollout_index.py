@@ -10,8 +10,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,22 +64,17 @@ class RolloutIndex:
         train = ["train"] if self.folder.rollouts_file.is_file() else []
         return train + [str(name) for name in self.folder.eval_names()]
 
-    @contextmanager
-    def open(self) -> Iterator[sqlite3.Connection]:
+    def open(self) -> closing[sqlite3.Connection]:
         """A connection for one use."""
-        with closing(self._connected()) as db:
-            yield db
-
-    def _connected(self) -> sqlite3.Connection:
         name = hashlib.blake2b(str(self.folder.path).encode(), digest_size=12).hexdigest()
         for path in (self.folder.dashboard_index, cache_folder() / "dashboard" / f"{name}.db"):
             try:
-                return _connect(path)
+                return closing(_connect(path))
             except (sqlite3.OperationalError, OSError):  # a folder that may not be written to
                 continue
             except sqlite3.DatabaseError:  # damaged: all that is in it is in the files, too
                 path.unlink(missing_ok=True)
-                return _connect(path)
+                return closing(_connect(path))
         raise StorageError(
             f"no index can be written next to {self.folder.path}, nor in {cache_folder()}; free some space"
         )
@@ -94,7 +88,9 @@ class RolloutIndex:
                 path = self.source(kind)
                 if not path.is_file():
                     continue
-                position, ended = _position(db, kind), _is_current(db, kind, path)
+                position = _position(db, kind)
+                with path.open("rb") as file:  # only read: a transaction would wait for the disk
+                    ended = os.fstat(file.fileno()).st_size == position and _is_unchanged(db, kind, file)
                 while not ended and (until is None or time.monotonic() < until):
                     position, ended = self._batch(db, kind, path)
                 done += position  # a line that is being written counts when it is whole
@@ -158,8 +154,10 @@ class RolloutIndex:
             if not line.endswith(b"\n"):  # it is being written
                 break
             if (record := parse(line)) is not None:  # other lines are not shown, and hide no other one
-                row = columns_of(record)
-                row |= {"id": next_id, "kind": kind, "step": _step(record, kind), "start": position}
+                row, step = columns_of(record), record.get("step")
+                if not isinstance(step, int | float):
+                    step = kind if kind.isdecimal() else 0
+                row |= {"id": next_id, "kind": kind, "step": int(step), "start": position}
                 row |= {"length": len(line), "checksum": zlib.crc32(line), **_place(row, record, previous)}
                 row["advantage"] = advantages.of(row, record) if kind == "train" else None
                 rows.append(row)
@@ -173,7 +171,7 @@ class RolloutIndex:
         db.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
         db.execute("UPDATE counter SET next_id = ?", (next_id,))
         if kind == "train":
-            # Where the run did not say: the reward less the mean of the group.
+            # where the run did not say: the reward less the mean of the group
             for group in {row["group_id"] for row in rows if row["advantage"] is None}:
                 db.execute(
                     "UPDATE rollouts SET advantage = reward - "
@@ -212,12 +210,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
-
-
-def _is_current(db: sqlite3.Connection, kind: str, path: Path) -> bool:
-    """Whether nothing was written since the last update. Reads only: a transaction would wait for the disk."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size == _position(db, kind) and _is_unchanged(db, kind, file)
 
 
 def _is_unchanged(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> bool:
@@ -266,13 +258,6 @@ def _is_there(file: IO[bytes], row: sqlite3.Row) -> bool:
 def _read(file: IO[bytes], row: sqlite3.Row) -> bytes:
     file.seek(row["start"])
     return file.read(row["length"])
-
-
-def _step(record: dict[str, Any], kind: str) -> int:
-    step = record.get("step")
-    if isinstance(step, int | float):
-        return int(step)
-    return int(kind) if kind.isdecimal() else 0
 
 
 def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any] | None) -> dict[str, Any]:

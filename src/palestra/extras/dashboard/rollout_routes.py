@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from palestra.extras.dashboard import problems, token_view, transcripts
+from palestra.extras.dashboard import evaluations, transcripts
 from palestra.extras.dashboard.answers import answer, whole
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.dashboard.cheating import reward_hacking
@@ -30,8 +30,6 @@ Read = Callable[[RolloutIndex, Request], "dict[str, Any] | Response"]
 
 
 class RolloutRoutes:
-    """Routes that read the index of a run's rollouts."""
-
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._indexing: set[str] = set()
@@ -86,13 +84,13 @@ def _message(index: RolloutIndex, request: Request) -> dict[str, Any]:
 
 
 def _tokens(index: RolloutIndex, request: Request) -> dict[str, Any]:
-    start, limit = whole(request, "start", 0, 10**12), whole(request, "limit", 5000, token_view.MAX_TOKENS)
-    return token_view.tokens(index, _id(request), start, limit)
+    start, limit = whole(request, "start", 0, 10**12), whole(request, "limit", 5000, transcripts.MAX_TOKENS)
+    return transcripts.tokens(index, _id(request), start, limit)
 
 
 def _problems(index: RolloutIndex, request: Request) -> dict[str, Any]:
     sort, start = request.query_params.get("sort") or "flips", whole(request, "cursor", 0, 10**9)
-    return problems.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start)
+    return evaluations.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start)
 
 
 def _export(index: RolloutIndex, request: Request) -> Response:
@@ -132,7 +130,7 @@ _READS: dict[str, Read] = {
     "/groups/{id}/export.html": _export,
     "/export.html": _export_run,
     "/problems": _problems,
-    "/problem": lambda index, request: problems.problem(
+    "/problem": lambda index, request: evaluations.problem(
         index, request.query_params.get("id", ""), request.query_params.get("kind") or "train"
     ),
     "/suspicion": lambda index, request: reward_hacking(index),

@@ -19,8 +19,7 @@ from palestra.extras.dashboard.answers import Event, answer, events, number, who
 from palestra.extras.dashboard.catalog import Catalog, CatalogRun
 from palestra.extras.dashboard.cheating import measure_series
 from palestra.extras.dashboard.evaluations import compare, evaluations
-from palestra.extras.dashboard.series import by_step, charts, columns, read_rows
-from palestra.extras.dashboard.summaries import details, findings, summary
+from palestra.extras.dashboard.summaries import by_step, charts, columns, details, findings, read_rows, summary
 from palestra.runs.reader import tail
 
 _LIST_EVERY_S = 2.0
@@ -40,7 +39,7 @@ class RunRoutes:
     def routes(self) -> list[Route]:
         return [
             Route("/api/runs", self.list, methods=["GET"]),
-            Route("/api/runs/events", self.list_events, methods=["GET"]),
+            Route("/api/runs/events", lambda request: events(self._list_events()), methods=["GET"]),
             Route("/api/runs/{run}", self.one, methods=["GET"]),
             Route("/api/runs/{run}/metrics", self.metrics, methods=["GET"]),
             Route("/api/runs/{run}/events", self.run_events, methods=["GET"]),
@@ -58,9 +57,6 @@ class RunRoutes:
         rows = [summary(run) for run in found[start : start + limit]]
         following = start + limit
         return answer({"runs": rows, "next": str(following) if following < len(found) else None, "total": len(found)})
-
-    async def list_events(self, request: Request) -> Response:
-        return events(self._list_events())
 
     async def _list_events(self) -> AsyncIterator[Event]:
         def now() -> dict[str, Any]:
@@ -86,9 +82,8 @@ class RunRoutes:
         made = columns(rows)
         return answer({**made, "charts": charts(list(made["series"]))})
 
-    async def run_events(self, request: Request) -> Response:
-        found = await asyncio.to_thread(self._found, request)
-        return events(self._run_events(found.id))
+    def run_events(self, request: Request) -> Response:
+        return events(self._run_events(self._found(request).id))
 
     async def _run_events(self, run_id: str) -> AsyncIterator[Event]:
         position, advice, last = 0, None, None
@@ -121,8 +116,8 @@ class RunRoutes:
         lines = tail(path, whole(request, "lines", _LOG_LINES, _MAX_LOG_LINES)) if path else []
         return answer({"part": part, "parts": list(found.run.logs), "lines": lines})
 
-    async def log_events(self, request: Request) -> Response:
-        found = await asyncio.to_thread(self._found, request)
+    def log_events(self, request: Request) -> Response:
+        found = self._found(request)
         _, path = _log(found, request.query_params.get("part"))
         return events(self._log_events(found.id, path))
 
