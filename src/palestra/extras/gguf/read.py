@@ -26,9 +26,14 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.core.files import cache_folder
-from palestra.extras.gguf.config import architecture_of_file, config_from_gguf, convert_weight, tensor_names
+from palestra.extras.gguf.config import (
+    ROPE_TENSORS,
+    architecture_of_file,
+    config_from_gguf,
+    convert_weight,
+    tensor_names,
+)
 from palestra.extras.gguf.file import COPY_AGAIN, GgufFile, open_gguf
-from palestra.extras.gguf.rope import ROPE_TENSORS
 from palestra.extras.gguf.tokenizer import tokenizer_from_gguf
 from palestra.models.names import SMOLLM2
 
