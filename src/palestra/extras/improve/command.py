@@ -24,8 +24,7 @@ from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.files import write_jsonl
 from palestra.core.show import visible
 from palestra.evals.report import compare
-from palestra.extras.improve.improve import Improvement, improve
-from palestra.extras.improve.source import edit_source, source_diff
+from palestra.extras.improve.improve import Improvement, edit_source, improve, source_diff
 from palestra.runs.request import RunRequest
 
 
