@@ -79,12 +79,11 @@ def _capabilities(service: Any) -> Any:
 
 def open_model(config: RunConfig) -> TinkerModel:
     """A new model on the server, with its adapter at the beginning."""
-    metadata = {"made_by": "palestra"}
 
     def create(service: Any) -> Any:
         context_tokens(service, config.model.name)
         return service.create_lora_training_client(
-            config.model.name, rank=config.lora.r, seed=config.seed, user_metadata=metadata
+            config.model.name, rank=config.lora.r, seed=config.seed, user_metadata={"made_by": "palestra"}
         )
 
     return TinkerModel(lambda: connect(config.tinker.base_url), create)

@@ -138,7 +138,8 @@ class TinkerLearner:
         step = self.model.change(lambda client: client.optim_step(adam), is_step=True)
         try:
             host_work()
-            if not all(found.terms.is_finite for found in pending):
+            parts = [part for found in pending for part in (found.terms.row_losses, found.terms.gradient)]
+            if not all(np.isfinite(part).all() for part in parts):
                 raise _not_finite(pending, "the loss is nan")
             try:
                 norm = gradient_norm(self.model.answer(step).metrics or {})
@@ -170,7 +171,14 @@ class TinkerLearner:
 
     def load(self, folder: Path) -> None:
         self._pending = []
-        self.model.load(read_state(folder))
+        try:
+            state = str(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8"))["state"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnreadableFileError(
+                f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); the run was trained by another "
+                "backend"
+            ) from None
+        self.model.load(state)
 
     def export(self, folder: Path) -> Path:
         return self.model.download(folder)
@@ -262,16 +270,6 @@ def gradient_norm(metrics: Mapping[str, float]) -> float:
     return float(metrics[min(names, key=len)]) if names else math.nan
 
 
-def read_state(folder: Path) -> str:
-    """The tinker:// path of a checkpoint."""
-    try:
-        return str(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8"))["state"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnreadableFileError(
-            f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); the run was trained by another backend"
-        ) from None
-
-
 def _require_finite(column: Array, batch: Batch) -> Array:
     bad = np.flatnonzero(~np.isfinite(column))
     if len(bad):
@@ -307,10 +305,6 @@ class StepTerms:
     metrics: dict[str, float]
     gradient: Array  # [T] ∂loss/∂logprob
     row_losses: Array  # [R] float64
-
-    @property
-    def is_finite(self) -> bool:
-        return bool(np.isfinite(self.row_losses).all() and np.isfinite(self.gradient).all())
 
 
 def server_loss(objective: Objective, batch: Batch) -> tuple[Literal["ppo", "cispo"], dict[str, float]] | None:

@@ -265,8 +265,9 @@ class TinkerModel:
         with self._lock:
             if generation != self._generation:  # someone else has done it
                 return
-            in_vain = self._failures > 0 and is_unknown(error)  # it knows the new session; so this is something else
-            if not is_lost(error) or in_vain:
+            status = _status_error(error)
+            is_unknown = status is not None and status.status_code == 404
+            if not is_lost(error) or (is_unknown and self._failures > 0):  # it knows the new session
                 self._has_gap = is_numbered
                 raise refusal(error) from error
             if self._failures >= _RECOVERIES:
@@ -336,12 +337,6 @@ def is_lost(error: Exception) -> bool:
     # a promise that has expired; the class is not public
     is_expired = type(error).__name__ == "RetryableException"
     return is_expired or isinstance(error, tinker.APIConnectionError | asyncio.TimeoutError)
-
-
-def is_unknown(error: Exception) -> bool:
-    """Whether the server does not know what the request is about."""
-    status = _status_error(error)
-    return status is not None and status.status_code == 404
 
 
 def refusal(error: Exception) -> Exception:

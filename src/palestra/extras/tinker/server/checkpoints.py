@@ -66,10 +66,6 @@ class Checkpoint:
     expires: float | None = None  # seconds since 1970
 
     @property
-    def size_bytes(self) -> int:
-        return folder_size(self.folder)
-
-    @property
     def files(self) -> list[Path]:
         """The model's own, without the server's notes on them."""
         return sorted(file for file in self.folder.iterdir() if file.name not in (MANIFEST, ABOUT, EXPIRES))
@@ -261,7 +257,7 @@ class CheckpointApi:
         return [
             {
                 "checkpoint_id": f"{saved.path.kind}/{saved.path.name}", "checkpoint_type": _TYPES[saved.path.kind],
-                "time": _time(saved.created), "tinker_path": str(saved.path), "size_bytes": saved.size_bytes,
+                "time": _time(saved.created), "tinker_path": str(saved.path), "size_bytes": folder_size(saved.folder),
                 "public": False, "user_metadata": saved.user_metadata,
                 "expires_at": None if saved.expires is None else _time(saved.expires),
             }

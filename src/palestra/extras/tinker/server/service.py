@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from palestra.core.files import verify_folder
-from palestra.core.types import SamplingParams
 from palestra.engine.runner import GIB, default_kv_bytes
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
@@ -296,7 +295,7 @@ class Service:
         return model.worker.submit(request.seq_id, "forward_backward", work)
 
     def optim_step(self, body: OptimStep) -> Request:
-        model, adam = self.model(body.model_id), body.adam.params
+        model, adam = self.model(body.model_id), body.adam
 
         def work() -> Result:
             training_model, run = model.ready
@@ -423,18 +422,14 @@ class Service:
             )
         return session
 
-    def sample(
-        self, target: SamplingSession, seq_id: int | None, prompt: Sequence[int], turns: Sequence[SamplingParams],
-        **options: Any,
-    ) -> Request:  # fmt: skip
+    def sample(self, target: SamplingSession, seq_id: int | None, asked: SampleRequest) -> Request:
         if seq_id is not None and seq_id in target.requests:
             return target.requests[seq_id]
         waiting = sum(sampler.busy for sampler in self._samplers.values())
         if waiting >= self.limits.waiting_samples:
             raise TooBusy(f"{waiting} samples wait already; try again in a moment")
-        # The sampler of this model; idle samplers of other models are closed to make room.
         key = f"{target.sampler} {target.spec}"
-        if key not in self._samplers:
+        if key not in self._samplers:  # idle samplers of other models are closed to make room
             for other in [name for name, sampler in self._samplers.items() if not sampler.busy]:
                 if len(self._samplers) < self.limits.samplers:
                     break
@@ -449,7 +444,6 @@ class Service:
         request = self.requests.new("sample")
         if seq_id is not None:
             target.requests[seq_id] = request
-        asked = SampleRequest(target.weights, prompt, turns, **options)
 
         def answer(sampled: Future[SampleResponse]) -> None:
             if error := sampled.exception():

@@ -25,6 +25,7 @@ from palestra.core.errors import InputError, NotFiniteError, SettingError, State
 from palestra.core.types import Array
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.messages import Datum
+from palestra.extras.tinker.server.requests import Adam
 from palestra.learner import state as learner_state
 from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import Optimizer
@@ -132,16 +133,6 @@ WORTH_SHARING = 8  # tokens of a common beginning
 
 
 @dataclass(frozen=True, slots=True)
-class AdamParams:
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_clip_norm: float  # 0: no clipping
-
-
-@dataclass(frozen=True, slots=True)
 class Outputs:
     """Of one forward_backward: the log-probabilities of each row's targets, [T] or [T, K], and the summed loss."""
 
@@ -234,7 +225,7 @@ class TrainingModel:
             self._failure = f"{type(error).__name__}: {error}"
             raise
 
-    def optim_step(self, adam: AdamParams) -> float:
+    def optim_step(self, adam: Adam) -> float:
         """One AdamW update; gives the gradient's norm before clipping. Without a gradient nothing changes."""
         if self._failure:
             failure, self._failure = self._failure, ""
@@ -243,7 +234,8 @@ class TrainingModel:
             return 0.0
         self._optimizer.configure((adam.beta1, adam.beta2), adam.eps, adam.weight_decay)
         try:
-            norm = self._learner.optim_step(adam.learning_rate, max_grad_norm=adam.grad_clip_norm or math.inf)
+            clip = adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf
+            norm = self._learner.optim_step(adam.learning_rate, max_grad_norm=clip)
         except NotFiniteError as error:
             raise InputError(
                 "the gradient norm is infinite or NaN, expected a finite number; the weights are unchanged. Look for "
