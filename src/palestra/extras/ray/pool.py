@@ -152,7 +152,6 @@ class RolloutPool:
 
     @property
     def actors(self) -> int:
-        """Those that sample now."""
         return len(self._members)
 
     def update(self, weights: PackedWeights) -> None:
@@ -230,7 +229,6 @@ class RolloutPool:
             actor = self._cluster.launch(recipe)
             self._launched.append(actor)
             try:
-                # Build an actor, and let it sample until it is lost.
                 await actor.place()
                 self._building += 1
                 try:

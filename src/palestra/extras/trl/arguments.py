@@ -57,7 +57,6 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
     """The parts of a training; one error names every argument that has no equivalent here."""
     args, model, dataset = (given.get(name) for name in ("args", "model", "train_dataset"))
     values = values_of(args)
-    # Missing arguments, and those that have no equivalent.
     found = [problem_of(name, value, own) for name, value in given.items() if name not in ARGUMENTS]
     found += [problem_of(name, value, ()) for name, value in values.items() if name not in SUPPORTED]
     if given.get("model") is None:
