@@ -217,7 +217,7 @@ def _is_unchanged(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> bool:
     source = db.execute("SELECT * FROM sources WHERE kind = ?", (kind,)).fetchone()
     stat, last = os.fstat(file.fileno()), _last_row(db, kind)
     same = source is not None and stat.st_ino == source["inode"] and stat.st_size >= source["position"]
-    return same and (last is None or _is_there(file, last))
+    return same and (last is None or zlib.crc32(_read(file, last)) == last["checksum"])
 
 
 def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int:
@@ -230,7 +230,7 @@ def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int
     while low < high:
         middle = (low + high) // 2
         row = db.execute("SELECT * FROM rollouts WHERE id = ?", (ids[middle],)).fetchone()
-        low, high = (middle + 1, high) if _is_there(file, row) else (low, middle)
+        low, high = (middle + 1, high) if zlib.crc32(_read(file, row)) == row["checksum"] else (low, middle)
     db.execute("DELETE FROM rollouts WHERE kind = ? AND id > ?", (kind, ids[low - 1] if low else -1))
     if not low:
         return 0
@@ -249,10 +249,6 @@ def _last_row(db: sqlite3.Connection, kind: str) -> sqlite3.Row | None:
 def _position(db: sqlite3.Connection, kind: str) -> int:
     row = db.execute("SELECT position FROM sources WHERE kind = ?", (kind,)).fetchone()
     return int(row[0]) if row else 0
-
-
-def _is_there(file: IO[bytes], row: sqlite3.Row) -> bool:
-    return zlib.crc32(_read(file, row)) == row["checksum"]
 
 
 def _read(file: IO[bytes], row: sqlite3.Row) -> bytes:

@@ -31,8 +31,6 @@ _BLOCK = 1 << 20  # bytes of one read of a log
 
 
 class RunRoutes:
-    """Handlers that only read."""
-
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
@@ -66,9 +64,9 @@ class RunRoutes:
         last = None
         while True:
             current = await asyncio.to_thread(now)
-            if last is None or _without_clocks(current) != _without_clocks(last):
+            if (seen := [*map(_without_clock, current["runs"]), current["total"]]) != last:
                 yield "runs", current
-                last = current
+                last = seen
             await asyncio.sleep(_LIST_EVERY_S)
 
     def one(self, request: Request) -> Response:
@@ -97,9 +95,9 @@ class RunRoutes:
             if rows or position == 0:
                 yield "metrics", {**columns(by_step(rows)), "from_start": position == 0}
                 position = after
-            if last is None or _without_clock(current) != _without_clock(last):
+            if (seen := _without_clock(current)) != last:
                 yield "run", current
-                last = current
+                last = seen
             if rows or advice is None:
                 advice = await asyncio.to_thread(findings, found)
                 yield "findings", {"findings": advice}
@@ -159,10 +157,6 @@ def _matches(found: CatalogRun, words: list[str]) -> bool:
 
 def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("seconds", "seconds_left")}
-
-
-def _without_clocks(listing: dict[str, Any]) -> dict[str, Any]:
-    return {**listing, "runs": [_without_clock(row) for row in listing["runs"]]}
 
 
 def _log(found: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:

@@ -331,11 +331,6 @@ def edit_source(source: str, old: Texts, new: Texts) -> tuple[str, list[str]]:
     return source, list(dict.fromkeys(missing))
 
 
-def source_diff(before: str, after: str, name: str) -> str:
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), f"a/{name}", f"b/{name}", lineterm="")
-    return "\n".join(lines) + "\n"
-
-
 def _replacements(name: str, old: str, new: str) -> list[tuple[str, str]]:
     if old == new:
         return []

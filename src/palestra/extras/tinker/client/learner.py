@@ -190,15 +190,20 @@ class TinkerLearner:
         sent = found.sent
         if native := server_loss(loss.objective, batch):
             assert batch.old_logprobs is not None
-            advantages = _require_finite(weighted_advantages(loss, batch), batch)
-            inputs = {"advantages": advantages, "logprobs": np.nan_to_num(batch.old_logprobs)}
+            tokens, at = LossTokens.whole(batch, echo=False)
+            advantages = np.zeros(len(batch.token_ids))  # times the weight of each policy token in the loss
+            advantages[at] = batch.advantages[at] * _policy_weights(loss, tokens).numpy()
+            inputs = {"advantages": _require_finite(advantages, batch), "logprobs": np.nan_to_num(batch.old_logprobs)}
             passes: list[Any] = [(*native, datums(batch, sent, inputs))]
             if loss.echo_tokens:
                 passes.append(("cross_entropy", {}, datums(batch, sent, {"weights": -echo_gradient(loss, batch)})))
             return passes
-        if needs_forward(loss.objective, batch):
+        objective = loss.objective
+        knows_old = batch.old_logprobs is not None and bool(np.isfinite(batch.old_logprobs[batch.policy_mask]).any())
+        corrects = objective.importance_correction != "none" or objective.off_policy_mask_threshold is not None
+        if knows_old or corrects or objective.beta > 0 or objective.custom is not None:
             logprobs = self.forward(batch)
-        else:  # the gradient is the same whatever they are
+        else:  # every ratio is 1, and the gradient the same whatever they are
             logprobs = np.zeros(len(batch.token_ids), dtype=np.float32)
         weights = -_require_finite(step_terms(batch, loss, logprobs).gradient, batch)
         return [("cross_entropy", {}, datums(batch, sent, {"weights": weights}))]
@@ -323,13 +328,6 @@ def server_loss(objective: Objective, batch: Batch) -> tuple[Literal["ppo", "cis
     return None
 
 
-def needs_forward(objective: Objective, batch: Batch) -> bool:
-    """Whether the gradient depends on the policy's own logprobs; it does not where every ratio is 1."""
-    knows_old = batch.old_logprobs is not None and bool(np.isfinite(batch.old_logprobs[batch.policy_mask]).any())
-    corrects = objective.importance_correction != "none" or objective.off_policy_mask_threshold is not None
-    return knows_old or corrects or objective.beta > 0 or objective.custom is not None
-
-
 def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:
     """The loss of a batch whose tokens have these logprobs [T]."""
     tokens, at = LossTokens.whole(batch, echo=loss.echo_tokens > 0)
@@ -343,14 +341,6 @@ def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:
     row_losses = np.zeros(batch.rows)
     np.add.at(row_losses, found.row.numpy(), (found.token_losses * _policy_weights(loss, tokens)).numpy())
     return StepTerms(loss.metrics(found.terms.detach(), found.stats), gradient, row_losses)
-
-
-def weighted_advantages(loss: StepLoss, batch: Batch) -> Array:
-    """[T] the advantages times the weight of each policy token in the loss; 0 for all other tokens."""
-    tokens, at = LossTokens.whole(batch, echo=False)
-    weighted = np.zeros(len(batch.token_ids))
-    weighted[at] = batch.advantages[at] * _policy_weights(loss, tokens).numpy()
-    return weighted
 
 
 def echo_gradient(loss: StepLoss, batch: Batch) -> Array:
