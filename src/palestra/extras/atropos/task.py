@@ -187,17 +187,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class WireTask:
-    """Groups come from a trajectory API. `scored_by` is the environment, if it is one of ours: it evaluates the model.
-
-    `served` is called with the inference URL and the tokenizer.
-    """
+    """Groups come from a trajectory API. `scored_by` is the environment, if it is ours: it evaluates the model."""
 
     client: WireClient
     address: Address
     loaded: LoadedModel
     folder: RunFolder
     scored_by: EnvironmentTask | None = None
-    served: Callable[[str, Any], None] = lambda url, tokenizer: None
+    served: Callable[[str, Any], None] = lambda url, tokenizer: None  # called with the inference URL
     wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
 
     @property

@@ -283,8 +283,14 @@ class _Advantages:
         """The advantage of its first sampled token; None if unknown."""
         if row["step"] != self._step:
             self._step, self._values = row["step"], token_table(self._folder, row["step"])
-        first = _first_sampled(record)
-        if self._values is None or first is None or row["token_start"] + row["tokens"] > len(self._values):
+        first = 0
+        for turn in record.get("turns") or ():
+            if turn.get("maker") == "model" and turn.get("token_ids"):
+                break
+            first += len(turn.get("token_ids") or ())
+        else:
+            return None
+        if self._values is None or row["token_start"] + row["tokens"] > len(self._values):
             return None
         value = float(self._values[row["token_start"] + first]["advantage"])
         return None if np.isnan(value) else value
@@ -296,12 +302,3 @@ def token_table(folder: RunFolder, step: int) -> Any:
         return np.load(folder.tokens_file(step), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         return None
-
-
-def _first_sampled(record: dict[str, Any]) -> int | None:
-    place = 0
-    for turn in record.get("turns") or ():
-        if turn.get("maker") == "model" and turn.get("token_ids"):
-            return place
-        place += len(turn.get("token_ids") or ())
-    return None

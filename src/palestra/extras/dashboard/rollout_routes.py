@@ -126,7 +126,14 @@ def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
             raise InputError(f"the search {query.q[:80]!r} cannot be understood ({error}); use plain words") from None
     page = rows[: query.limit]
     following = json.dumps([page[-1][column], page[-1]["id"]]) if len(rows) > len(page) and page else None
-    return {"rollouts": [_with_snippet(index, row, query.q) for row in page], "next": following, "count": count}
+    rollouts = [shown(row) for row in page]
+    if words := [phrase or word.rstrip("*") for phrase, word in _WORD.findall(query.q)]:
+        for row, rollout in zip(page, rollouts, strict=True):
+            try:
+                rollout["snippet"] = snippet(search_text(index.record(row)), words)
+            except PalestraError:  # its line has just been dropped
+                rollout["snippet"] = []
+    return {"rollouts": rollouts, "next": following, "count": count}
 
 
 def _after(cursor: str | None, column: str, direction: str) -> tuple[list[str], list[Any]]:
@@ -145,17 +152,6 @@ def _after(cursor: str | None, column: str, direction: str) -> tuple[list[str], 
         return [unknown if direction == "DESC" else f"({unknown} OR {column} IS NOT NULL)"], [last_id]
     later = f"({column}, id) {sign} (?, ?)"
     return [later if direction == "ASC" else f"({later} OR {column} IS NULL)"], [value, last_id]
-
-
-def _with_snippet(index: RolloutIndex, row: sqlite3.Row, q: str) -> dict[str, Any]:
-    found = shown(row)
-    words = [phrase or word.rstrip("*") for phrase, word in _WORD.findall(q)]
-    if words:
-        try:
-            found["snippet"] = snippet(search_text(index.record(row)), words)
-        except PalestraError:  # its line has just been dropped
-            found["snippet"] = []
-    return found
 
 
 def facets(index: RolloutIndex) -> dict[str, Any]:

@@ -90,6 +90,9 @@ def details(found: CatalogRun) -> dict[str, Any]:
     except PalestraError:
         settings = {}
     values, defaults, best = flatten(settings), flatten(RunConfig().model_dump(mode="json")), folder.best_checkpoint()
+    # rollouts of a step as set, and their mean so far: more where groups with equal rewards were replaced
+    problems, size = values.get("train.problems_per_step"), values.get("rollout.group_size")
+    counts = [row["rollouts"] for row in folder.metrics() if isinstance(row.get("rollouts"), int | float)]
     return {
         "config": settings,
         "changed": [key for key, value in values.items() if value != defaults.get(key)],
@@ -104,7 +107,7 @@ def details(found: CatalogRun) -> dict[str, Any]:
         "logs": [part for part, path in found.run.logs.items() if path.is_file()],
         "evaluations": [str(name) for name in folder.eval_names()],
         "measures": measures(folder),
-        "sampling": _sampling(folder, values),
+        "sampling": {"planned": problems * size, "mean": fmean(counts)} if problems and size and counts else None,
         "report": {name: report[name] for name in ("before", "after", "changes", "seconds") if name in report} or None,
     }
 
@@ -112,25 +115,18 @@ def details(found: CatalogRun) -> dict[str, Any]:
 def findings(found: CatalogRun) -> list[dict[str, Any]]:
     """The findings of the report, or those of the metrics so far; examples get the id of their rollout."""
     rows = [finding.to_dict() for finding in recorded_findings(found.folder, ended=not found.run.is_active)]
-    for row in rows:
-        if row["example"]:
-            row["example"]["id"] = _rollout_id(found.folder, row["example"])
+    index = RolloutIndex(found.folder)
+    for example in [row["example"] for row in rows if row["example"]]:
+        kind, example["id"] = example["source"], None
+        if kind not in index.kinds():
+            continue
+        index.update([kind], within_s=_INDEX_WITHIN_S)
+        step = [] if kind in ("before", "after") else [example["step"]]
+        query = f"SELECT id FROM rollouts WHERE kind = ?{' AND step = ?' if step else ''} ORDER BY id LIMIT 1 OFFSET ?"
+        with index.open() as db:
+            row = db.execute(query, [kind, *step, example["index"]]).fetchone()
+        example["id"] = int(row[0]) if row else None  # None: it is not indexed yet
     return rows
-
-
-def _rollout_id(folder: RunFolder, example: Mapping[str, Any]) -> int | None:
-    """The dashboard's id of an example rollout; None if it is not on disk or not indexed yet."""
-    index, kind = RolloutIndex(folder), example["source"]
-    if kind not in index.kinds():
-        return None
-    index.update([kind], within_s=_INDEX_WITHIN_S)
-    step = [] if kind in ("before", "after") else [example["step"]]
-    where = "kind = ? AND step = ?" if step else "kind = ?"
-    with index.open() as db:
-        row = db.execute(
-            f"SELECT id FROM rollouts WHERE {where} ORDER BY id LIMIT 1 OFFSET ?", [kind, *step, example["index"]]
-        ).fetchone()
-    return int(row[0]) if row else None
 
 
 def measures(folder: RunFolder) -> list[dict[str, Any]]:
@@ -142,13 +138,6 @@ def measures(folder: RunFolder) -> list[dict[str, Any]]:
     return [
         {"name": name, "weight": (w := weights.get(name, 1.0)), "rewarded": w != 0} for name in {**names, **weights}
     ]
-
-
-def _sampling(folder: RunFolder, settings: Mapping[str, Any]) -> dict[str, float] | None:
-    """Rollouts of a step as set, and their mean so far: more where groups with equal rewards were replaced."""
-    problems, size = settings.get("train.problems_per_step"), settings.get("rollout.group_size")
-    counts = [row["rollouts"] for row in folder.metrics() if isinstance(row.get("rollouts"), int | float)]
-    return {"planned": problems * size, "mean": fmean(counts)} if problems and size and counts else None
 
 
 def record_of(folder: RunFolder) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _full_record(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | N
 
 
 def _messages(record: Mapping[str, Any], max_chars: int | None) -> list[dict[str, Any]]:
-    """The messages of a conversation, cut; those of tools with their `result`."""
+    """The messages of a conversation and the arguments of calls, cut; messages of tools with their `result`."""
     messages, results = messages_of(record), _results_by_id(record)
     for message in messages:
         same_id = results.get(str(message["tool_call_id"])) if message["role"] == "tool" else None
@@ -145,7 +145,11 @@ def _messages(record: Mapping[str, Any], max_chars: int | None) -> list[dict[str
         text = message["text"]
         message["chars"], message["cut"] = len(text), max_chars is not None and len(text) > max_chars
         message["text"] = text[:max_chars]
-        message["tool_calls"] = [_short_call(call, max_chars) for call in message["tool_calls"]]
+        keys = ("id", "name", "arguments", "error")
+        message["tool_calls"] = [{key: call.get(key) for key in keys} for call in message["tool_calls"]]
+        for call in message["tool_calls"]:
+            if max_chars is not None and len(arguments := str(call["arguments"])) > max_chars:
+                call["arguments"] = arguments[:max_chars] + " …"
     return messages
 
 
@@ -157,14 +161,6 @@ def _results_by_id(record: Mapping[str, Any]) -> dict[str, deque[dict[str, Any]]
         if isinstance(result, Mapping) and isinstance(result.get("id"), str):
             outcome = {"ok": bool(result.get("ok")), "seconds": result.get("seconds")}
             found.setdefault(result["id"], deque()).append(outcome)
-    return found
-
-
-def _short_call(call: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
-    """A call; arguments that are larger than a message may be are given as text, cut."""
-    found = {key: call.get(key) for key in ("id", "name", "arguments", "error")}
-    if max_chars is not None and len(text := str(found["arguments"])) > max_chars:
-        found["arguments"] = text[:max_chars] + " …"
     return found
 
 

@@ -116,20 +116,6 @@ def make_task(rng: random.Random) -> Task:
             )
 
 
-def _hidden_calls(task: Task, example: tuple[Any, ...], rng: random.Random) -> list[tuple[Any, ...]]:
-    """Calls other than the example, of which no more than two have the same result."""
-    solve = task.function
-    calls: list[tuple[Any, ...]] = []
-    results: list[Any] = []
-    for _ in range(5 * _CASES):
-        call = task.arguments(rng)
-        result = solve(*call)
-        if call != example and results.count(result) < 2:
-            calls.append(call)
-            results.append(result)
-    return calls[:_CASES]
-
-
 class PythonCode(Env):
     """Write a Python function that passes hidden tests."""
 
@@ -147,15 +133,20 @@ class PythonCode(Env):
     def make_problem(self, rng: random.Random) -> Any:
         while True:
             task = make_task(rng)
-            example = task.arguments(rng)
-            calls = _hidden_calls(task, example, rng)
-            if len(calls) == _CASES:  # a few tasks have almost always the same result
+            solve, example = task.function, task.arguments(rng)
+            calls, results = list[Any](), list[Any]()  # other than the example; at most two have the same result
+            for _ in range(5 * _CASES):
+                call = task.arguments(rng)
+                result = solve(*call)
+                if call != example and results.count(result) < 2:
+                    calls.append(call)
+                    results.append(result)
+            if len(calls) >= _CASES:  # a few tasks have almost always the same result
                 break
         return {
-            "input": f"{task.text}\n\nFor example, solve({', '.join(map(repr, example))}) gives "
-            f"{task.function(*example)!r}.",
-            "expect": [task.function(*call) for call in calls],
-            "calls": calls,
+            "input": f"{task.text}\n\nFor example, solve({', '.join(map(repr, example))}) gives {solve(*example)!r}.",
+            "expect": results[:_CASES],
+            "calls": calls[:_CASES],
             "code": task.code,
         }
 

@@ -163,10 +163,7 @@ def to_gguf(
     llama_cpp: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Write the model as GGUF: f32, f16, bf16 and q8_0 directly, other types through llama.cpp's quantiser.
-
-    Architectures that are not written here go through llama.cpp's converter, if there is one.
-    """
+    """Write the model as GGUF. Types that are not in TYPES, and other architectures, need the programs of llama.cpp."""
     type = type.lower()
     types = (*TYPES, *QUANTIZED)
     if type not in types:

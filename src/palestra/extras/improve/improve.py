@@ -30,7 +30,7 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.judge import conversation_text
 from palestra.evals.report import EvalReport, pair
 from palestra.evals.suite import EvalSuite, hold_out
-from palestra.extras.improve.search import Candidate, Limits, ReflectorSpent, Search, Trial
+from palestra.extras.improve.search import Candidate, ReflectorSpent, Search, Trial
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.collect import Collector, require_one_good
 from palestra.rollout.evaluate import evaluate
@@ -139,7 +139,6 @@ def improve(
     settings = RunConfig.of(config).with_settings({"model.name": own.required_model})
     settings.refuse(["backend", "tinker", "ray"], "texts are tried on this machine")
     train, held = hold_out(suite, held_out)
-    search_limits = Limits(budget, minibatch, merges, settings.seed)
     if agent_url is not None and reflect == POLICY and base_url is None:
         reflect, base_url, api_key_env = own.required_model, agent_url, agent_key_env
     reflector = ChatModel(
@@ -162,8 +161,11 @@ def improve(
             cases[pareto_cases:] if len(cases) >= 2 * pareto_cases else cases,
             cases[:pareto_cases],
             chosen,
-            search_limits,
             on_event,
+            budget,
+            minibatch,
+            merges,
+            settings.seed,
         )
         with hosting(host):
             return asyncio.run(_search(trying, search, reflector, texts))
