@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fuzzing.check import Tally, mutate
+from palestra.extras.gguf.export import write_gguf
 from palestra.extras.gguf.read import convert
-from palestra.extras.gguf.write import write_gguf
 
 SIZES = dict(
     hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=280,

@@ -17,7 +17,7 @@ loaded, source = load_model("palestra/tiny"), open_source("palestra/tiny")
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 try:
     if path.suffix == ".gguf":
-        from palestra.extras.gguf.write import write_gguf
+        from palestra.extras.gguf.export import write_gguf
         write_gguf(source.weights, source.config, source.tokenizer, path)
     else:
         save_hf(loaded.model, loaded.tokenizer, path)

@@ -15,7 +15,7 @@ from llama_cpp import LlamaCpp
 from small_models import FAMILIES, WINDOW, prompts_of, trained
 from small_tokenizers import unicode_strings
 
-from palestra.extras.gguf.write import write_gguf
+from palestra.extras.gguf.export import write_gguf
 
 WORST_NATS = {"f32": 0.02, "f16": 0.02, "bf16": 0.1}
 

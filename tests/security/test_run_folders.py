@@ -19,7 +19,7 @@ from palestra.core.errors import StorageError, UnreadableFileError
 from palestra.core.files import replacing
 from palestra.core.run_folder import RunFolder
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.extras.dashboard.token_view import token_texts
+from palestra.extras.dashboard.transcripts import token_texts
 from palestra.extras.ranks.sharding import load_sharded, read_metadata
 from palestra.runs.folder_lock import hold
 from palestra.runs.manager import RunManager

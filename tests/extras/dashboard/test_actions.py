@@ -21,7 +21,7 @@ from palestra.envs.config_fields import EnvDescription
 from palestra.extras.agent_tools import launcher as launchers
 from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.agent_tools.locks import Site
-from palestra.extras.dashboard import action_routes, chats, jobs
+from palestra.extras.dashboard import action_routes, chats
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.runs.manager import RunManager
 
@@ -169,19 +169,19 @@ def test_a_viewer_changes_nothing(run, tmp_path) -> None:
         assert client.post(path, json={}).status_code in (404, 405)
 
 
-def finished(job: jobs.Job) -> jobs.Job:
+def finished(job: action_routes.Job) -> action_routes.Job:
     wait_until(lambda: job.state != "running")
     return job
 
 
 def test_a_job_tells_its_progress_result_and_failure() -> None:
-    running = jobs.Jobs()
+    running = action_routes.Jobs()
 
-    def work(job: jobs.Job) -> int:
+    def work(job: action_routes.Job) -> int:
         job.advance(1, 2, "half")
         return 42
 
-    def fail(job: jobs.Job) -> None:
+    def fail(job: action_routes.Job) -> None:
         raise PalestraError("it is broken; fix it")
 
     done, failed = running.start("a", "", work), running.start("b", "", fail)
@@ -189,15 +189,15 @@ def test_a_job_tells_its_progress_result_and_failure() -> None:
     assert (finished(failed).error, failed.state) == ("it is broken; fix it", "failed")
 
     async def follow() -> list:
-        return [data["state"] async for _, data in jobs._follow(done)]
+        return [data["state"] async for _, data in action_routes._follow(done)]
 
     assert asyncio.run(follow()) == ["done"]
 
 
 def test_a_command_that_is_cancelled_ends(monkeypatch) -> None:
-    start = jobs.children.start
-    monkeypatch.setattr(jobs.children, "start", lambda program, **options: start(["sleep", "60"], **options))
-    job = jobs.Jobs().start("sleep", "", jobs.command([]))
+    start = action_routes.children.start
+    monkeypatch.setattr(action_routes.children, "start", lambda program, **options: start(["sleep", "60"], **options))
+    job = action_routes.Jobs().start("sleep", "", action_routes.command([]))
     job.cancelled.set()
     assert finished(job).state == "cancelled"
 

@@ -17,7 +17,7 @@ from palestra.core.run_folder import MANIFEST, STATE
 from palestra.core.types import Message, ToolCall, ToolResult
 from palestra.extras.dashboard import rollout_index
 from palestra.extras.dashboard.rollout_index import RolloutIndex
-from palestra.extras.dashboard.rollout_query import match
+from palestra.extras.dashboard.rollout_routes import match
 from palestra.extras.dashboard.transcripts import first_difference
 
 

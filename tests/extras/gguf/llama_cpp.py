@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from palestra.extras.gguf.write import write_gguf
+from palestra.extras.gguf.export import write_gguf
 
 
 class LlamaCpp:

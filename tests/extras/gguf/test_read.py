@@ -22,8 +22,8 @@ from palestra.core.errors import (
     UnreadableFileError,
     UnsupportedError,
 )
+from palestra.extras.gguf.export import write_gguf
 from palestra.extras.gguf.read import cached_conversion, convert, smollm2_file
-from palestra.extras.gguf.write import write_gguf
 from palestra.models.loading import load_model
 
 

@@ -27,9 +27,8 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.extras.gguf.config import ARCHITECTURES, config_to_gguf
-from palestra.extras.gguf.export import find_llama_quantize, to_gguf
+from palestra.extras.gguf.export import find_llama_quantize, to_gguf, write_gguf
 from palestra.extras.gguf.ollama import modelfile
-from palestra.extras.gguf.write import write_gguf
 from palestra.models.export.source import open_source
 
 

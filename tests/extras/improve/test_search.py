@@ -9,7 +9,6 @@ import pytest
 from palestra.core.errors import SettingError
 from palestra.extras.improve.search import (
     Candidate,
-    Limits,
     ReflectorSpent,
     Search,
     Trial,
@@ -50,7 +49,7 @@ def test_a_merge_takes_what_each_line_has_changed():
     assert mergeable([root, left, child], set(), random.Random(0)) is None  # one is the other's ancestor
 
 
-def search(limits: Limits, reflect=None, components=("a", "b")) -> tuple[Search, list[str]]:
+def search(reflect=None, components=("a", "b"), **limits: int) -> tuple[Search, list[str]]:
     """Even cases need the rule A in text a, odd ones the rule B in text b."""
     events: list[str] = []
 
@@ -64,11 +63,11 @@ def search(limits: Limits, reflect=None, components=("a", "b")) -> tuple[Search,
         rule = {"a": "A", "b": "B"}[component]
         return f"{texts[component]} {rule}" if rule in wanted else None
 
-    return Search(evaluate, reflect or write_rules, CASES, CASES, components, limits, events.append), events
+    return Search(evaluate, reflect or write_rules, CASES, CASES, components, events.append, **limits), events
 
 
 def test_the_search_finds_both_rules_within_its_budget():
-    found, events = search(Limits(budget=120, minibatch=3, seed=1))
+    found, events = search(budget=120, minibatch=3, seed=1)
     best = asyncio.run(found.run({"a": "", "b": ""}))
     assert best.mean == 1.0
     assert "A" in best.texts["a"]
@@ -79,7 +78,7 @@ def test_the_search_finds_both_rules_within_its_budget():
 
 
 def test_only_the_chosen_components_change():
-    found, _ = search(Limits(budget=120, minibatch=3), components=["a"])
+    found, _ = search(budget=120, minibatch=3, components=["a"])
     best = asyncio.run(found.run({"a": "", "b": ""}))
     assert best.texts["b"] == ""
     assert best.mean == 0.5
@@ -89,7 +88,7 @@ def test_a_text_that_does_not_help_on_its_minibatch_is_not_kept():
     async def useless(texts, component, trials, seed):
         return f"{seed}"
 
-    found, _ = search(Limits(budget=100, minibatch=4), useless)
+    found, _ = search(useless, budget=100, minibatch=4)
     assert asyncio.run(found.run({"a": "", "b": ""})).number == 0
     assert len(found.candidates) == 1
     assert found.rejected > 5
@@ -99,12 +98,12 @@ def test_a_reflector_whose_budget_is_spent_ends_the_search_with_what_it_has():
     async def spent(texts, component, trials, seed):
         raise ReflectorSpent("max_calls=3")
 
-    found, events = search(Limits(budget=100, minibatch=4), spent)
+    found, events = search(spent, budget=100, minibatch=4)
     assert asyncio.run(found.run({"a": "", "b": ""})).number == 0
     assert "max_calls=3" in events[-1]
 
 
 def test_a_budget_too_small_for_one_step_is_rejected():
-    found, _ = search(Limits(budget=12, minibatch=4))
+    found, _ = search(budget=12, minibatch=4)
     with pytest.raises(SettingError, match="at least 16"):
         asyncio.run(found.run({"a": "", "b": ""}))

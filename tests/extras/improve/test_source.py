@@ -4,7 +4,7 @@ import pytest
 
 from palestra import Agent
 from palestra.agents.texts import texts_of
-from palestra.extras.improve.source import edit_source
+from palestra.extras.improve.improve import edit_source
 
 SOURCE = '''from palestra import Agent, function_tool
 

@@ -224,7 +224,22 @@ class TasksetEnv(Env):
     def setup(self) -> None:
         """Refuse what a conversation alone cannot play or score, before anything is trained on half of it."""
         task = next(iter(self.taskset))
-        if missing := [*_toolsets(self.taskset), *_needs(task)]:
+        # What a task needs beyond a conversation.
+        needs = [] if task.data.prompt is not None else ["a user who opens the conversation"]
+        needs += ["a container"] if getattr(task, "NEEDS_CONTAINER", False) else []
+        needs += _toolsets(task)
+        hooks = getattr(task, "hooks", lambda kind: ())
+        for kind in ("metric", "reward"):
+            for function in hooks(kind):
+                runtime = inspect.signature(function).parameters.get("runtime")
+                if runtime is not None and runtime.default is inspect.Parameter.empty:
+                    needs.append(f"a runtime for its {kind} {function.__name__}")
+        needs += ["a judge model"] if getattr(task.config, "judges", None) else []
+        prepares = [
+            c for c in type(task).__mro__ if "setup" in vars(c) and not c.__module__.startswith("verifiers.v1.task")
+        ]
+        needs += ["a runtime that its setup prepares"] if prepares else []
+        if missing := [*_toolsets(self.taskset), *needs]:
             raise UnsupportedError(
                 f"{type(task).__name__} needs {', '.join(missing)}, which this adapter has not; run it with verifiers' "
                 "own harness against `palestra serve`, or write it as a palestra.Env"
@@ -259,24 +274,6 @@ def _toolsets(owner: Any) -> list[str]:
     """The tool servers of a Task or a Taskset, which only verifiers' own harness runs."""
     of = getattr(type(owner), "toolsets", None)
     return [f"its tool server {type(toolset).__name__}" for toolset in (of(owner.config) if of else ())]
-
-
-def _needs(task: Any) -> list[str]:
-    """What a task needs beyond a conversation."""
-    needs = [] if task.data.prompt is not None else ["a user who opens the conversation"]
-    needs += ["a container"] if getattr(task, "NEEDS_CONTAINER", False) else []
-    needs += _toolsets(task)
-    hooks = getattr(task, "hooks", lambda kind: ())
-    for kind in ("metric", "reward"):
-        for function in hooks(kind):
-            runtime = inspect.signature(function).parameters.get("runtime")
-            if runtime is not None and runtime.default is inspect.Parameter.empty:
-                needs.append(f"a runtime for its {kind} {function.__name__}")
-    needs += ["a judge model"] if getattr(task.config, "judges", None) else []
-    prepares = [
-        c for c in type(task).__mro__ if "setup" in vars(c) and not c.__module__.startswith("verifiers.v1.task")
-    ]
-    return needs + (["a runtime that its setup prepares"] if prepares else [])
 
 
 class AttributeDict(dict[str, Any]):

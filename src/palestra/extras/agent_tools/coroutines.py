@@ -12,16 +12,14 @@ import palestra.extras.agent_tools as rl_tools
 from palestra.extras.agent_tools.tools import call_in_thread
 
 
-def _coroutine(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, str]]:
-    @wraps(function)
-    async def call(*args: Any, **kwargs: Any) -> str:
-        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-        return json.dumps(await call_in_thread(rl_tools.this_session(), function.__name__, arguments))
-
-    return call
-
-
 def __getattr__(name: str) -> Callable[..., Coroutine[Any, Any, str]]:
     if name not in rl_tools.TOOL_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _coroutine(getattr(rl_tools, name))
+    function = getattr(rl_tools, name)
+
+    @wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> str:
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        return json.dumps(await call_in_thread(rl_tools.this_session(), name, arguments))
+
+    return call

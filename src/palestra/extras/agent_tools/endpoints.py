@@ -150,10 +150,7 @@ def _error(message: str) -> bytes:
 
 
 class Relay:
-    """A server on a loopback port for the models at endpoints, at /0/v1, /1/v1, … with a token of its own.
-
-    Each is asked for the model that is tested, and for `max_completions` in all.
-    """
+    """A server on a loopback port for the models at endpoints, at /0/v1, /1/v1, … with a token of its own."""
 
     def __init__(self, models: Sequence[Candidate], timeout_s: float, max_completions: int) -> None:
         self.usage = [Usage() for _ in models]

@@ -91,7 +91,6 @@ class InferenceTest:
         }
 
     def _test(self, index: int, model: Candidate, relay: Relay, folder: Path, note: Note) -> dict[str, Any]:
-        """The row of one model."""
         began, usage = time.perf_counter(), relay.usage[index]
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in model.label)[:80]
         output, log_file = (folder / f"{index}-{name}.{suffix}" for suffix in ("jsonl", "log"))

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ from palestra.extras.agent_tools.answers import Refusal, to_json
 from palestra.extras.agent_tools.endpoints import choose_models
 from palestra.extras.agent_tools.inference import InferenceTest
 from palestra.extras.agent_tools.locks import Site, load_site
-from palestra.extras.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, describe
+from palestra.extras.agent_tools.pending_run import TRACKING_NAME, ConfigField, PendingRunConfig, Progress, describe
 from palestra.runs.manager import Run, RunManager, RunRequest
 from palestra.servers.body import SubjectBody, TestBody
 
-Progress = Callable[[float, float, str], None]  # done, total, what is being done
 DEMO = "demo"
 _CONFIG_S = 60.0
 _MAX_AGENTS = 100

@@ -74,8 +74,6 @@ Context = Any  # the SDK's ServerRequestContext, whose type parameters say nothi
 
 
 class Handlers:
-    """Handlers of the MCP requests."""
-
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
 
@@ -177,21 +175,19 @@ def make_server(clients: Clients) -> Server[Any]:
     )
 
 
-async def serve_stdio(server: Server[Any]) -> None:
-    """Serve the one client that has started this process. Its stdout carries the protocol and nothing else."""
-    from mcp.server.stdio import stdio_server
-
-    async with stdio_server() as (reads, writes):
-        await server.run(reads, writes, server.create_initialization_options())
-
-
 def run_stdio(server: Server[Any]) -> None:
-    """`serve_stdio` until its client closes stdin, or Ctrl-C.
+    """Serve the one client that has started this process until it closes stdin, or Ctrl-C.
 
     It has a thread of its own: a read of stdin cannot be interrupted, and the interpreter cannot end around one.
     """
+    from mcp.server.stdio import stdio_server
+
+    async def serve_stdio() -> None:
+        async with stdio_server() as (reads, writes):
+            await server.run(reads, writes, server.create_initialization_options())
+
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve_stdio(server))
+    task = loop.create_task(serve_stdio())
 
     def serve() -> None:
         with contextlib.suppress(BaseException):  # the task keeps it

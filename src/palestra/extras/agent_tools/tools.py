@@ -308,7 +308,6 @@ class RlTools:
         return pending
 
     def edit(self, field: str, value: Any) -> PendingRunConfig:
-        """Change one setting."""
         with self._lock:
             self._pending = pending = self.pending.edit(field, value)
         return pending

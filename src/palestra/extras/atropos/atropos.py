@@ -35,10 +35,7 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def venv_folder(packages: Sequence[str] = ()) -> Path:
-    """The venv that all environments share, or another one if `packages` contradict the pins that are installed there.
-
-    There is one for each version of this Python.
-    """
+    """The venv that all environments share, or another one if `packages` contradict the pins installed there."""
     shared = cache_folder() / f"atropos-0.4.0-py{sys.version_info.major}.{sys.version_info.minor}"
     pins = {name: pin for name, pin in map(_name_and_pin, _installed(shared)) if pin}
     if not any(pin and pins.get(name, pin) != pin for name, pin in map(_name_and_pin, packages)):
@@ -76,12 +73,9 @@ def ensure_python(
     folder: Path,
     packages: Sequence[str] = (),
     note: Callable[[str], None] = lambda text: None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,  # called with each line of pip's output
 ) -> Path:
-    """The Python of the venv in `folder`, which is made if it is missing, and extended by missing packages.
-
-    `note` is told what is installed, `progress` each line of pip's output.
-    """
+    """The Python of the venv in `folder`, which is made if it is missing, and extended by missing packages."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
     with FileLock(folder.with_name(f"{folder.name}.lock")):

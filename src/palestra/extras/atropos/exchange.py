@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from palestra.core.errors import InputError, NotFoundError, ResourceError, SettingError
+from palestra.core.journal import Journal
 from palestra.extras.atropos import journal
 from palestra.extras.atropos.journal import Queued
 from palestra.extras.atropos.protocol import EnvRegistration, Registration, ScoredGroup
@@ -34,8 +35,6 @@ class UnknownEnv(NotFoundError):
 
 
 class RegisteredEnv(EnvRegistration):
-    """A registered environment."""
-
     id: int
     name: str
     desired_name: str
@@ -74,7 +73,7 @@ class Exchange:
     """
 
     def __init__(self, folder: Path, max_waiting: int = 65_536, max_waiting_mib: int = 4096) -> None:
-        self.journal = journal.open_journal(folder)
+        self.journal = Journal(folder / "trajectories.sqlite", journal.TABLES, remedy="choose another --folder")
         self.folder = folder
         self.max_waiting = max_waiting
         self.max_bytes = max_waiting_mib * MIB
@@ -96,11 +95,9 @@ class Exchange:
         self._held = int(facts.get("held", 0))  # the batch that the trainer works on; 0: it asks for the next
         self._suspect: tuple[int, int] = tuple(facts.get("suspect", (0, 0)))  # a batch, and deaths on it
         self._is_back = False  # a trainer has registered, and not asked for a batch yet
-        self.waiting: list[Queued] = self.journal.read(journal.waiting_groups)
+        self.waiting, self._unsaved, self.latest = self.journal.read(journal.queue)
         self.waiting_sequences = sum(group.sequences for group in self.waiting)
         self.waiting_bytes = sum(group.size for group in self.waiting)
-        self._unsaved: list[int] = self.journal.read(journal.unsaved_batches)  # made, and in no checkpoint yet
-        self.latest: bytes | None = self.journal.read(journal.latest_body)
 
     def close(self) -> None:
         self.journal.close()
@@ -146,7 +143,20 @@ class Exchange:
     async def add(self, groups: Sequence[PostedGroup], key: str | None = None) -> bool:
         """Queue groups, all or none; True once they are on disk, False when this `key` was already accepted."""
         for group in groups:
-            self._check(group)
+            if group.env_id is not None:
+                self.env(group.env_id)
+            if self.registration is None:
+                continue
+            if group.sequences > self.registration.batch_size:
+                raise InputError(
+                    f"the group has {group.sequences} sequences, a batch {self.registration.batch_size}; groups are "
+                    "not split, so it could never be delivered"
+                )
+            if group.longest > self.registration.max_token_len > 0:
+                raise InputError(
+                    f"a sequence has {group.longest} tokens; the trainer takes {self.registration.max_token_len} "
+                    "(max_token_len of GET /info)"
+                )
         sequences, size = sum(g.sequences for g in groups), sum(len(g.body) for g in groups)
         full = None
         if self.waiting_sequences + self._writing + sequences > self.max_waiting:
@@ -170,22 +180,6 @@ class Exchange:
         self.latest = groups[-1].body if groups else self.latest
         return True
 
-    def _check(self, group: PostedGroup) -> None:
-        if group.env_id is not None:
-            self.env(group.env_id)
-        if self.registration is None:
-            return
-        if group.sequences > self.registration.batch_size:
-            raise InputError(
-                f"the group has {group.sequences} sequences, a batch {self.registration.batch_size}; groups are "
-                "not split, so it could never be delivered"
-            )
-        if group.longest > self.registration.max_token_len > 0:
-            raise InputError(
-                f"a sequence has {group.longest} tokens; the trainer takes {self.registration.max_token_len} "
-                "(max_token_len of GET /info)"
-            )
-
     async def take(
         self, after: int | None = None, saved: int | None = None, step: int | None = None
     ) -> Delivery | None:
@@ -207,7 +201,13 @@ class Exchange:
                 await self._delete(after if saved is None else saved)
                 await self._note_death(after)
                 if (number := next((n for n in self._unsaved if n > after), None)) is not None:
-                    return await self._redeliver(number, step)
+                    if step is not None:
+                        self.step, self._counted = step + 1, number
+                    elif number > self._counted:  # made before the trainer was resumed
+                        self.step, self._counted = self.step + 1, number
+                    self._held = number
+                    await self.journal.do(journal.set_facts(step=self.step, counted=self._counted, held=number))
+                    return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
             delivery = await self._make(after, step)
             if delivery is None and self._held:
                 self._held = 0
@@ -227,15 +227,6 @@ class Exchange:
             await self.journal.do(journal.set_aside(self._held, path))
             self._unsaved.remove(self._held)
             log.warning("batch %d is set aside in %s: the trainer ended on it %d times", self._held, path, _MAX_DEATHS)
-
-    async def _redeliver(self, number: int, step: int | None) -> Delivery:
-        if step is not None:
-            self.step, self._counted = step + 1, number
-        elif number > self._counted:  # made before the trainer was resumed
-            self.step, self._counted = self.step + 1, number
-        self._held = number
-        await self.journal.do(journal.set_facts(step=self.step, counted=self._counted, held=number))
-        return Delivery(number, await self.journal.do(journal.batch_bodies(number)))
 
     async def _delete(self, up_to: int) -> None:
         if any(number <= up_to for number in self._unsaved):
@@ -332,21 +323,6 @@ def next_batch(
         present[group.env_id] += group.sequences
     if oldest is None or all(present[env_id] >= least for env_id, least in required.items()):
         return oldest
-    return _with_minimums(queue, batch_size, required)
-
-
-def _oldest_exactly(queue: Sequence[Queued], total: int) -> list[Queued] | None:
-    """The oldest groups that add up to `total`: out of the shortest run that can, each one that can be in is in."""
-    sums, everything = 1, (1 << (total + 1)) - 1  # bit s of `sums`: the sum s can be reached
-    for end, group in enumerate([None, *queue]):
-        sums |= (sums << group.sequences) & everything if group else 0
-        if sums >> total & 1:
-            amounts = _choose([(g.sequences, 0) for g in queue[:end]], total)
-            return [g for g, amount in zip(queue, amounts or (), strict=False) if amount]
-    return None
-
-
-def _with_minimums(queue: Sequence[Queued], batch_size: int, required: Mapping[int, int]) -> list[Queued] | None:
     pools = [[g for g in queue if g.env_id == env_id] for env_id in required]
     pools.append([g for g in queue if g.env_id not in required])
     reachable = []
@@ -360,6 +336,17 @@ def _with_minimums(queue: Sequence[Queued], batch_size: int, required: Mapping[i
         return None
     parts = [_oldest_exactly(pool, amount) for pool, amount in zip(pools, amounts, strict=True)]
     return sorted((group for part in parts for group in part or []), key=lambda group: group.id)
+
+
+def _oldest_exactly(queue: Sequence[Queued], total: int) -> list[Queued] | None:
+    """The oldest groups that add up to `total`: out of the shortest run that can, each one that can be in is in."""
+    sums, everything = 1, (1 << (total + 1)) - 1  # bit s of `sums`: the sum s can be reached
+    for end, group in enumerate([None, *queue]):
+        sums |= (sums << group.sequences) & everything if group else 0
+        if sums >> total & 1:
+            amounts = _choose([(g.sequences, 0) for g in queue[:end]], total)
+            return [g for g, amount in zip(queue, amounts or (), strict=False) if amount]
+    return None
 
 
 def _choose(options: Sequence[Sequence[int]], total: int) -> list[int] | None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.files import write_text
-from palestra.core.journal import Change, Journal
+from palestra.core.journal import Change
 
 _KEYS_KEPT = 100_000
-_TABLES = """
+TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -36,10 +36,6 @@ class Queued:
     env_id: int | None
     sequences: int
     size: int = 0
-
-
-def open_journal(folder: Path) -> Journal:
-    return Journal(folder / "trajectories.sqlite", _TABLES, remedy="choose another --folder")
 
 
 def facts(db: sqlite3.Connection) -> dict[str, Any]:
@@ -110,19 +106,12 @@ def set_aside(number: int, path: Path) -> Change:
     return change
 
 
-def waiting_groups(db: sqlite3.Connection) -> list[Queued]:
-    rows = db.execute("SELECT id, env_id, sequences, length(body) FROM groups WHERE batch IS NULL ORDER BY id")
-    return [Queued(*row) for row in rows]
-
-
-def unsaved_batches(db: sqlite3.Connection) -> list[int]:
-    rows = db.execute("SELECT DISTINCT batch FROM groups WHERE batch IS NOT NULL ORDER BY batch")
-    return [number for (number,) in rows]
-
-
-def latest_body(db: sqlite3.Connection) -> bytes | None:
-    row = db.execute("SELECT body FROM groups ORDER BY id DESC LIMIT 1").fetchone()
-    return bytes(row[0]) if row else None
+def queue(db: sqlite3.Connection) -> tuple[list[Queued], list[int], bytes | None]:
+    """The waiting groups, the numbers of the batches that are in no checkpoint yet, and the newest group's body."""
+    waiting = db.execute("SELECT id, env_id, sequences, length(body) FROM groups WHERE batch IS NULL ORDER BY id")
+    unsaved = db.execute("SELECT DISTINCT batch FROM groups WHERE batch IS NOT NULL ORDER BY batch")
+    latest = db.execute("SELECT body FROM groups ORDER BY id DESC LIMIT 1").fetchone()
+    return [Queued(*row) for row in waiting], [number for (number,) in unsaved], bytes(latest[0]) if latest else None
 
 
 def clear(db: sqlite3.Connection) -> None:

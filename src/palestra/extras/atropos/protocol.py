@@ -191,13 +191,12 @@ _PER_TOKEN = (
 )  # fmt: skip
 
 
-_UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images", "generation_params", "group_overrides")
+# columns that an environment may fill in, and that our trainer does not read
+UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images", "generation_params", "group_overrides")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model can take."""
-
     vocabulary: int
     context_tokens: int
 
@@ -216,11 +215,6 @@ def read_group(columns: Mapping[str, Any], name: str, limits: ModelLimits, polic
             if (largest := max(tokens, default=0)) >= limits.vocabulary:
                 raise InputError(f"token id {largest} is outside of the vocabulary of {limits.vocabulary}")
     return group
-
-
-def unused_columns(columns: Mapping[str, Any]) -> set[str]:
-    """Columns of the protocol that the environment filled in, and that our trainer does not read."""
-    return {name for name in _UNUSED if columns.get(name)}
 
 
 def write_group(group: Group, env_id: int, mask_truncated: bool) -> dict[str, Any]:

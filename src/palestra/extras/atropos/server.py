@@ -106,8 +106,6 @@ def _batch_number(request: Request, name: str) -> int | None:
 
 
 class _Api:
-    """One method for each endpoint."""
-
     def __init__(self, exchange: Exchange, max_body: int) -> None:
         self._exchange = exchange
         self._posts = PostReader(max_body)

@@ -18,9 +18,8 @@ from palestra.core.errors import PalestraError, ServiceError, UnsupportedError, 
 from palestra.core.files import read_from
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Group, SamplingParams
-from palestra.extras.atropos.protocol import ModelLimits, WireClient, read_group, unused_columns
+from palestra.extras.atropos.protocol import UNUSED, ModelLimits, WireClient, read_group
 from palestra.models.loading import LoadedModel
-from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.servers.openai.completer import Completer
 from palestra.servers.openai.inference import completer_of, inference_app
@@ -74,7 +73,6 @@ class StallWatch:
     _log_start: int = 0
 
     def begin(self) -> None:
-        """Start to wait for a batch."""
         self._groups = -1
         shorten_log(self.log)
 
@@ -188,17 +186,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class WireTask:
-    """Groups come from a trajectory API. `scored_by` is the environment, if it is one of ours: it evaluates the model.
-
-    `served` is called with the inference URL and the tokenizer.
-    """
+    """Groups come from a trajectory API. `scored_by` is the environment, if it is ours: it evaluates the model."""
 
     client: WireClient
     address: Address
     loaded: LoadedModel
     folder: RunFolder
     scored_by: EnvironmentTask | None = None
-    served: Callable[[str, Any], None] = lambda url, tokenizer: None
+    served: Callable[[str, Any], None] = lambda url, tokenizer: None  # called with the inference URL
     wait_limit_s: float = WAIT_LIMIT_S  # without a group, while the environment fails
 
     @property
@@ -222,7 +217,17 @@ class WireTask:
                 "groups of any age are trained: rollout.max_staleness = 0 is no limit over the wire; "
                 "1 or more leaves older ones out"
             )
-        limits, completer = self._served(parts.policy)
+        if isinstance(parts.policy, LocalPolicy):
+            limits = ModelLimits(parts.policy.engine.vocabulary, self.loaded.context_tokens)
+            completer = completer_of(self.loaded, parts.policy)
+        elif (context := parts.policy.context_tokens) is not None:
+            limits = ModelLimits(len(self.loaded.tokenizer), context)
+            completer = completer_of(self.loaded, parts.policy, context)
+        else:
+            raise UnsupportedError(
+                "serving a model while it is trained needs the paged engine in this process; "
+                "set model.engine to auto or paged, backend to local, and use a model that it supports"
+            )
         requests = RequestWatch(parts.config.rollout.temperature, parts.watcher.note)
         completer.on_request = requests
         serving = Serving(completer, self.address, parts.runner)
@@ -241,18 +246,6 @@ class WireTask:
             reward_weights={} if self.scored_by is None else self.scored_by.environment.reward_weights,
             echo=parts.config.echo.coefficient > 0,
             max_staleness=parts.config.rollout.max_staleness or None,  # over the wire 0 is no limit
-        )
-
-    def _served(self, policy: Policy[Any]) -> tuple[ModelLimits, Completer]:
-        if isinstance(policy, LocalPolicy):
-            limits = ModelLimits(policy.engine.vocabulary, self.loaded.context_tokens)
-            return limits, completer_of(self.loaded, policy)
-        if policy.context_tokens is not None:
-            limits = ModelLimits(len(self.loaded.tokenizer), policy.context_tokens)
-            return limits, completer_of(self.loaded, policy, policy.context_tokens)
-        raise UnsupportedError(
-            "serving a model while it is trained needs the paged engine in this process; "
-            "set model.engine to auto or paged, backend to local, and use a model that it supports"
         )
 
     def evaluator(self, parts: Parts) -> Evaluator | None:
@@ -314,7 +307,7 @@ class WireSource(GroupSource):
     def _read(self, rows: Sequence[Mapping[str, Any]], version: int) -> list[Group]:
         """The groups that can be trained; a bad one is left out, with a note."""
         groups: list[Group] = []
-        for name in sorted({name for columns in rows for name in unused_columns(columns)}):
+        for name in sorted({name for columns in rows for name in UNUSED if columns.get(name)}):
             self._note_once(name, f"environments post {name}, which this trainer does not use (docs/wire.md)")
         if self.echo and not any(columns.get("turns") for columns in rows):
             self.echo = False

@@ -59,7 +59,18 @@ class EnvironmentWorker:
 
     async def run(self) -> None:
         """Feed the trainer until its last step, or until the trajectory API cannot be reached any more."""
-        await self._register()
+        registration = {
+            "max_token_length": self.config.rollout.max_new_tokens,
+            "desired_name": self.name,
+            "weight": 1.0,
+            "group_size": self.config.rollout.group_size,
+        }
+        self.watcher.note(f"{self.name} registers at {self.wire.url}, and waits until a trainer has started")
+        # before it was ever there, the API is waited for longer
+        patient = replace(self.wire, gone_s=None)
+        while (answer := await patient.call("/register-env", registration))["status"] != "success":
+            await asyncio.sleep(_RETRY_S)
+        self.env_id, self._num_steps = int(answer["env_id"]), int(answer["num_steps"])
         try:
             status = await self._trainer_status()
             if status.is_over:  # the API remembers a trainer that has ended
@@ -84,20 +95,6 @@ class EnvironmentWorker:
         finally:
             with contextlib.suppress(PalestraError):
                 await replace(self.wire, give_up_s=0, gone_s=None).call("/disconnect-env", {"env_id": self.env_id})
-
-    async def _register(self) -> None:
-        registration = {
-            "max_token_length": self.config.rollout.max_new_tokens,
-            "desired_name": self.name,
-            "weight": 1.0,
-            "group_size": self.config.rollout.group_size,
-        }
-        self.watcher.note(f"{self.name} registers at {self.wire.url}, and waits until a trainer has started")
-        # before it was ever there, the API is waited for longer
-        patient = replace(self.wire, gone_s=None)
-        while (answer := await patient.call("/register-env", registration))["status"] != "success":
-            await asyncio.sleep(_RETRY_S)
-        self.env_id, self._num_steps = int(answer["env_id"]), int(answer["num_steps"])
 
     async def _trainer_status(self) -> TrainerStatus:
         status = await self.wire.call("/status-env", {"env_id": self.env_id}, method="GET")

@@ -21,7 +21,7 @@ import torch
 from palestra.core.errors import ResourceError, SettingError
 from palestra.core.types import SamplingParams
 from palestra.engine.supported import text_config
-from palestra.extras.bench.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload, check_least
+from palestra.extras.bench.workload import TOOL_RESULT_TOKENS, Measurement, Side, Workload
 from palestra.models.loading import load_model
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
@@ -51,7 +51,6 @@ class Bench:
     """Measure one model, one side after the other, each after a short warm-up."""
 
     def __init__(self, model_name: str, workload: Workload, threads: int | None = None) -> None:
-        workload.check()
         model = load_model(model_name).model
         config = text_config(model)
         context = getattr(config, "max_position_embeddings", None)
@@ -63,7 +62,6 @@ class Bench:
                 "lower prompt_tokens, new_tokens or tool_rounds"
             )
         if threads is not None:
-            check_least("threads", threads, 1)
             torch.set_num_threads(threads)
         self._model = model.eval()
         self._work = workload

@@ -14,8 +14,6 @@ from palestra.runs.manager import Run, RunManager
 
 @dataclass(frozen=True, slots=True)
 class CatalogRun:
-    """A run with its folder."""
-
     run: Run
     folder: RunFolder
     listed: bool = True  # in the index, so that it can be stopped, resumed and deleted

@@ -12,8 +12,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.evals.reward_hacking import AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
 from palestra.extras.dashboard.rollout_index import RolloutIndex
 from palestra.extras.dashboard.rollout_row import shown
-from palestra.extras.dashboard.series import by_step, columns
-from palestra.extras.dashboard.summaries import measures
+from palestra.extras.dashboard.summaries import by_step, columns, measures
 
 _MAX_ATTEMPTS = 20_000  # that are looked at, evenly spaced
 _HELD_OUT = "eval/pass_rate"

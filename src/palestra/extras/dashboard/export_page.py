@@ -38,7 +38,14 @@ def run_page(index: RolloutIndex, max_groups: int = MAX_GROUPS) -> str:
     """The evaluation, the curves, and groups from the beginning to the end of training, with signal where possible."""
     folder = index.folder
     index.update()
-    chosen, total = _choose_groups(index, max_groups)
+    # One group out of each of `count` equal parts: the first whose rewards differ, since GRPO learned from it.
+    with index.open() as db:
+        rows = db.execute(
+            "SELECT group_id, min(reward) < max(reward) FROM rollouts WHERE kind = 'train' GROUP BY group_id ORDER BY 1"
+        ).fetchall()
+    count = min(max_groups, len(rows))
+    parts = (rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count))
+    chosen, total = ([max(part, key=lambda row: row[1])[0] for part in parts], len(rows))
     groups = [transcripts.group(index, group_id) for group_id in chosen]
     report = folder.report() or {}
     steps = folder.metrics()
@@ -49,20 +56,6 @@ def run_page(index: RolloutIndex, max_groups: int = MAX_GROUPS) -> str:
     findings = [row for row in report.get("findings") or () if "sentence" in row]
     about = {"steps": len(steps), "total": total, "changes": changes, "findings": findings, "charts": charts}
     return _page(folder.path.name, groups, about)
-
-
-def _choose_groups(index: RolloutIndex, most: int) -> tuple[list[int], int]:
-    """Ids of groups at equal distances over training, and how many there are in all.
-
-    Within each distance, the first group whose rewards differ is taken: GRPO learned from it.
-    """
-    with index.open() as db:
-        rows = db.execute(
-            "SELECT group_id, min(reward) < max(reward) FROM rollouts WHERE kind = 'train' GROUP BY group_id ORDER BY 1"
-        ).fetchall()
-    count = min(most, len(rows))
-    parts = (rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count))
-    return [max(part, key=lambda row: row[1])[0] for part in parts], len(rows)
 
 
 def reveal(text: Any) -> str:

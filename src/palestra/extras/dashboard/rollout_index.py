@@ -10,8 +10,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,21 +64,17 @@ class RolloutIndex:
         train = ["train"] if self.folder.rollouts_file.is_file() else []
         return train + [str(name) for name in self.folder.eval_names()]
 
-    @contextmanager
-    def open(self) -> Iterator[sqlite3.Connection]:
+    def open(self) -> closing[sqlite3.Connection]:
         """A connection for one use."""
-        with closing(self._connected()) as db:
-            yield db
-
-    def _connected(self) -> sqlite3.Connection:
-        for path in (self.folder.dashboard_index, _elsewhere(self.folder)):
+        name = hashlib.blake2b(str(self.folder.path).encode(), digest_size=12).hexdigest()
+        for path in (self.folder.dashboard_index, cache_folder() / "dashboard" / f"{name}.db"):
             try:
-                return _connect(path)
+                return closing(_connect(path))
             except (sqlite3.OperationalError, OSError):  # a folder that may not be written to
                 continue
             except sqlite3.DatabaseError:  # damaged: all that is in it is in the files, too
                 path.unlink(missing_ok=True)
-                return _connect(path)
+                return closing(_connect(path))
         raise StorageError(
             f"no index can be written next to {self.folder.path}, nor in {cache_folder()}; free some space"
         )
@@ -93,7 +88,9 @@ class RolloutIndex:
                 path = self.source(kind)
                 if not path.is_file():
                     continue
-                position, ended = _position(db, kind), _is_current(db, kind, path)
+                position = _position(db, kind)
+                with path.open("rb") as file:  # only read: a transaction would wait for the disk
+                    ended = os.fstat(file.fileno()).st_size == position and _is_unchanged(db, kind, file)
                 while not ended and (until is None or time.monotonic() < until):
                     position, ended = self._batch(db, kind, path)
                 done += position  # a line that is being written counts when it is whole
@@ -157,8 +154,10 @@ class RolloutIndex:
             if not line.endswith(b"\n"):  # it is being written
                 break
             if (record := parse(line)) is not None:  # other lines are not shown, and hide no other one
-                row = columns_of(record)
-                row |= {"id": next_id, "kind": kind, "step": _step(record, kind), "start": position}
+                row, step = columns_of(record), record.get("step")
+                if not isinstance(step, int | float):
+                    step = kind if kind.isdecimal() else 0
+                row |= {"id": next_id, "kind": kind, "step": int(step), "start": position}
                 row |= {"length": len(line), "checksum": zlib.crc32(line), **_place(row, record, previous)}
                 row["advantage"] = advantages.of(row, record) if kind == "train" else None
                 rows.append(row)
@@ -172,7 +171,14 @@ class RolloutIndex:
         db.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
         db.execute("UPDATE counter SET next_id = ?", (next_id,))
         if kind == "train":
-            _estimate_advantages(db, {row["group_id"] for row in rows if row["advantage"] is None})
+            # where the run did not say: the reward less the mean of the group
+            for group in {row["group_id"] for row in rows if row["advantage"] is None}:
+                db.execute(
+                    "UPDATE rollouts SET advantage = reward - "
+                    "(SELECT avg(reward) FROM rollouts WHERE group_id = :group) "
+                    "WHERE group_id = :group AND error IS NULL",
+                    {"group": group},
+                )
         return position, ended
 
 
@@ -206,23 +212,12 @@ def _connect(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _elsewhere(folder: RunFolder) -> Path:
-    name = hashlib.blake2b(str(folder.path).encode(), digest_size=12).hexdigest()
-    return cache_folder() / "dashboard" / f"{name}.db"
-
-
-def _is_current(db: sqlite3.Connection, kind: str, path: Path) -> bool:
-    """Whether nothing was written since the last update. Reads only: a transaction would wait for the disk."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size == _position(db, kind) and _is_unchanged(db, kind, file)
-
-
 def _is_unchanged(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> bool:
     """Whether the indexed lines are still where they were."""
     source = db.execute("SELECT * FROM sources WHERE kind = ?", (kind,)).fetchone()
     stat, last = os.fstat(file.fileno()), _last_row(db, kind)
     same = source is not None and stat.st_ino == source["inode"] and stat.st_size >= source["position"]
-    return same and (last is None or _is_there(file, last))
+    return same and (last is None or zlib.crc32(_read(file, last)) == last["checksum"])
 
 
 def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int:
@@ -235,7 +230,7 @@ def _checked_position(db: sqlite3.Connection, kind: str, file: IO[bytes]) -> int
     while low < high:
         middle = (low + high) // 2
         row = db.execute("SELECT * FROM rollouts WHERE id = ?", (ids[middle],)).fetchone()
-        low, high = (middle + 1, high) if _is_there(file, row) else (low, middle)
+        low, high = (middle + 1, high) if zlib.crc32(_read(file, row)) == row["checksum"] else (low, middle)
     db.execute("DELETE FROM rollouts WHERE kind = ? AND id > ?", (kind, ids[low - 1] if low else -1))
     if not low:
         return 0
@@ -256,20 +251,9 @@ def _position(db: sqlite3.Connection, kind: str) -> int:
     return int(row[0]) if row else 0
 
 
-def _is_there(file: IO[bytes], row: sqlite3.Row) -> bool:
-    return zlib.crc32(_read(file, row)) == row["checksum"]
-
-
 def _read(file: IO[bytes], row: sqlite3.Row) -> bytes:
     file.seek(row["start"])
     return file.read(row["length"])
-
-
-def _step(record: dict[str, Any], kind: str) -> int:
-    step = record.get("step")
-    if isinstance(step, int | float):
-        return int(step)
-    return int(kind) if kind.isdecimal() else 0
 
 
 def _place(row: dict[str, Any], record: dict[str, Any], previous: dict[str, Any] | None) -> dict[str, Any]:
@@ -299,8 +283,14 @@ class _Advantages:
         """The advantage of its first sampled token; None if unknown."""
         if row["step"] != self._step:
             self._step, self._values = row["step"], token_table(self._folder, row["step"])
-        first = _first_sampled(record)
-        if self._values is None or first is None or row["token_start"] + row["tokens"] > len(self._values):
+        first = 0
+        for turn in record.get("turns") or ():
+            if turn.get("maker") == "model" and turn.get("token_ids"):
+                break
+            first += len(turn.get("token_ids") or ())
+        else:
+            return None
+        if self._values is None or row["token_start"] + row["tokens"] > len(self._values):
             return None
         value = float(self._values[row["token_start"] + first]["advantage"])
         return None if np.isnan(value) else value
@@ -312,22 +302,3 @@ def token_table(folder: RunFolder, step: int) -> Any:
         return np.load(folder.tokens_file(step), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         return None
-
-
-def _first_sampled(record: dict[str, Any]) -> int | None:
-    place = 0
-    for turn in record.get("turns") or ():
-        if turn.get("maker") == "model" and turn.get("token_ids"):
-            return place
-        place += len(turn.get("token_ids") or ())
-    return None
-
-
-def _estimate_advantages(db: sqlite3.Connection, groups: set[int]) -> None:
-    """Where the run did not say: the reward less the mean of the group."""
-    for group in groups:
-        db.execute(
-            "UPDATE rollouts SET advantage = reward - (SELECT avg(reward) FROM rollouts WHERE group_id = :group) "
-            "WHERE group_id = :group AND error IS NULL",
-            {"group": group},
-        )

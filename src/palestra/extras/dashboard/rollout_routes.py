@@ -1,37 +1,204 @@
-"""Rollouts, groups, tokens and problems of a run."""
+"""Rollouts, groups, tokens and problems of a run: filters, full-text search, sorting, pages by where the last ended."""
 
 from __future__ import annotations
 
+import json
+import re
+import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from palestra.extras.dashboard import problems, token_view, transcripts
+from palestra.core.errors import InputError, PalestraError, SettingError
+from palestra.extras.dashboard import evaluations, transcripts
 from palestra.extras.dashboard.answers import answer, whole
 from palestra.extras.dashboard.catalog import Catalog
-from palestra.extras.dashboard.cheating import reward_hacking
+from palestra.extras.dashboard.cheating import ids_of_shape, reward_hacking
 from palestra.extras.dashboard.export_page import MAX_GROUPS, group_page, rollout_page, run_page
 from palestra.extras.dashboard.rollout_index import RolloutIndex
-from palestra.extras.dashboard.rollout_query import RolloutQuery, facets, find
+from palestra.extras.dashboard.rollout_row import search_text, shown, snippet
 from palestra.extras.dashboard.transcripts import require_id
 from palestra.servers.body import parse
 from palestra.servers.web import refuse
 
+_SORTS = {
+    "newest": ("id", "DESC"),
+    "oldest": ("id", "ASC"),
+    "reward": ("reward", "ASC"),
+    "-reward": ("reward", "DESC"),
+    "advantage": ("advantage", "ASC"),
+    "-advantage": ("advantage", "DESC"),
+    "tokens": ("sampled_tokens", "ASC"),
+    "-tokens": ("sampled_tokens", "DESC"),
+}
+_WORD = re.compile(r'"([^"]+)"|(\S+)')
+
+
+_MAX_PAGE = 200
+_Step = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # as large as SQLite takes
+
+
+class RolloutQuery(BaseModel):
+    """The filters of a query; None: any."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    kind: str = "train"
+    step: _Step | None = None
+    step_from: _Step | None = None
+    step_to: _Step | None = None
+    problem: str | None = None
+    stop: str | None = None
+    tool: str | None = None
+    passed: bool | None = None
+    error: bool | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    measure: str | None = None
+    measure_passed: bool | None = None
+    shape: str | None = None
+    q: Annotated[str, AfterValidator(lambda text: text[:500])] = ""
+    sort: str = "newest"
+    limit: Annotated[int, AfterValidator(lambda limit: max(1, min(limit, _MAX_PAGE)))] = 50
+    cursor: str | None = None
+
+    def where(self, ids: list[int] | None) -> tuple[list[str], list[Any]]:
+        """Conditions of SQL and their values."""
+        asked = [
+            ("kind = ?", self.kind),
+            ("step = ?", self.step),
+            ("step >= ?", self.step_from),
+            ("step <= ?", self.step_to),
+            ("problem_id = ?", self.problem),
+            ("stop = ?", self.stop),
+            ("instr(tools, ?) > 0", None if self.tool is None else json.dumps(self.tool, ensure_ascii=False)),
+            ("passed = ?", self.passed),
+            ("(error IS NOT NULL) = ?", self.error),
+            ("reward >= ?", self.reward_min),
+            ("reward <= ?", self.reward_max),
+            ("id IN (SELECT value FROM json_each(?))", None if ids is None else json.dumps(ids)),
+            ("id IN (SELECT rowid FROM texts WHERE texts MATCH ?)", match(self.q)),
+        ]
+        if self.measure is not None and self.measure_passed is not None:
+            place = '$."' + self.measure.replace('"', "") + '"[1]'
+            asked += [(f"json_extract(scores, ?) = {int(self.measure_passed)}", place)]
+        used = [(condition, value) for condition, value in asked if value is not None]
+        return [condition for condition, _ in used], [value for _, value in used]
+
+
+def match(text: str) -> str | None:
+    """A search text as a query of FTS5: every word must occur, "a phrase" exactly, prefix* as a prefix.
+
+    >>> match('git "rm -rf" clon*')
+    '"git" "rm -rf" "clon"*'
+    """
+    found = [
+        f'"{phrase or word.rstrip("*")}"' + ("*" if word.endswith("*") else "") for phrase, word in _WORD.findall(text)
+    ]
+    found = [term.replace('""', '"') for term in found if term.strip('"*')]
+    return " ".join(found) or None
+
+
+def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
+    """A page of rows, the cursor of the next one, and how many there are in all."""
+    if query.sort not in _SORTS:
+        raise SettingError(f"sort={query.sort[:40]!r} is unknown; expected one of {', '.join(_SORTS)}")
+    column, direction = _SORTS[query.sort]
+    conditions, values = query.where(None if query.shape is None else ids_of_shape(index, query.shape))
+    with index.open() as db:
+        try:
+            count = db.execute(f"SELECT count(*) FROM rollouts WHERE {' AND '.join(conditions)}", values).fetchone()[0]
+            after, further = _after(query.cursor, column, direction)
+            if column == "id":  # by the id, and not by an index of the kind, all of which would have to be sorted
+                conditions = [condition.replace("kind =", "+kind =") for condition in conditions]
+            rows = db.execute(
+                f"SELECT * FROM rollouts WHERE {' AND '.join([*conditions, *after])} "
+                f"ORDER BY {column} {direction}, id {direction} LIMIT ?",
+                [*values, *further, query.limit + 1],
+            ).fetchall()
+        except sqlite3.OperationalError as error:
+            raise InputError(f"the search {query.q[:80]!r} cannot be understood ({error}); use plain words") from None
+    page = rows[: query.limit]
+    following = json.dumps([page[-1][column], page[-1]["id"]]) if len(rows) > len(page) and page else None
+    rollouts = [shown(row) for row in page]
+    if words := [phrase or word.rstrip("*") for phrase, word in _WORD.findall(query.q)]:
+        for row, rollout in zip(page, rollouts, strict=True):
+            try:
+                rollout["snippet"] = snippet(search_text(index.record(row)), words)
+            except PalestraError:  # its line has just been dropped
+                rollout["snippet"] = []
+    return {"rollouts": rollouts, "next": following, "count": count}
+
+
+def _after(cursor: str | None, column: str, direction: str) -> tuple[list[str], list[Any]]:
+    if not cursor:
+        return [], []
+    try:
+        value, last_id = json.loads(cursor)
+        is_known = type(last_id) is int and (value is None or type(value) in (int, float))
+        if not is_known or any(abs(part) >= 2**63 for part in (value or 0, last_id)):
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
+        raise SettingError(f"cursor={cursor[:40]!r} is not one that an answer gave as `next`") from None
+    sign = "<" if direction == "DESC" else ">"
+    if value is None:  # advantages that are not known come first, or last, all together
+        unknown = f"({column} IS NULL AND id {sign} ?)"
+        return [unknown if direction == "DESC" else f"({unknown} OR {column} IS NOT NULL)"], [last_id]
+    later = f"({column}, id) {sign} (?, ?)"
+    return [later if direction == "ASC" else f"({later} OR {column} IS NULL)"], [value, last_id]
+
+
+def facets(index: RolloutIndex) -> dict[str, Any]:
+    """Values to filter by, with counts."""
+    kinds, stops, tools = Counter[str](), Counter[str](), Counter[str]()
+    steps: list[int] = []
+    rewards: list[float] = []
+    errors = 0
+    with index.open() as db:
+        # one scan of the rollouts: a large run has gigabytes of them
+        groups = db.execute(
+            "SELECT kind, stop, tools, error IS NOT NULL, count(*), min(step), max(step), min(reward), max(reward) "
+            "FROM rollouts GROUP BY 1, 2, 3, 4"
+        )
+        for kind, stop, names, failed, count, *ranges in groups:
+            kinds[kind] += count
+            stops[stop] += count
+            for tool in set(json.loads(names)):
+                tools[tool] += count
+            if kind == "train":
+                errors += count if failed else 0
+                steps += ranges[:2]
+                rewards += ranges[2:]
+        measures: dict[str, None] = {}
+        for (text,) in db.execute("SELECT scores FROM rollouts GROUP BY kind, step"):
+            measures |= dict.fromkeys(json.loads(text))
+        problems = db.execute("SELECT count(DISTINCT problem_id) FROM rollouts WHERE kind = 'train'").fetchone()[0]
+    return {
+        "kinds": dict(kinds),
+        "steps": [min(steps, default=None), max(steps, default=None)],
+        "rewards": [min(rewards, default=None), max(rewards, default=None)],
+        "stops": dict(stops),
+        "tools": dict(tools.most_common(100)),
+        "measures": list(measures),
+        "errors": errors,
+        "problems": problems,
+    }
+
+
 _WITHIN_S = 0.4  # of a request, for bringing the index up to date; a thread continues with the rest
 _PAGE = 50
-_MAX_PAGE = 200
 _MAX_TEXT = 1_000_000
 
 Read = Callable[[RolloutIndex, Request], "dict[str, Any] | Response"]
 
 
 class RolloutRoutes:
-    """Routes that read the index of a run's rollouts."""
-
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._indexing: set[str] = set()
@@ -86,13 +253,13 @@ def _message(index: RolloutIndex, request: Request) -> dict[str, Any]:
 
 
 def _tokens(index: RolloutIndex, request: Request) -> dict[str, Any]:
-    start, limit = whole(request, "start", 0, 10**12), whole(request, "limit", 5000, token_view.MAX_TOKENS)
-    return token_view.tokens(index, _id(request), start, limit)
+    start, limit = whole(request, "start", 0, 10**12), whole(request, "limit", 5000, transcripts.MAX_TOKENS)
+    return transcripts.tokens(index, _id(request), start, limit)
 
 
 def _problems(index: RolloutIndex, request: Request) -> dict[str, Any]:
     sort, start = request.query_params.get("sort") or "flips", whole(request, "cursor", 0, 10**9)
-    return problems.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start)
+    return evaluations.problems(index, sort, whole(request, "limit", _PAGE, _MAX_PAGE) or _PAGE, start)
 
 
 def _export(index: RolloutIndex, request: Request) -> Response:
@@ -132,7 +299,7 @@ _READS: dict[str, Read] = {
     "/groups/{id}/export.html": _export,
     "/export.html": _export_run,
     "/problems": _problems,
-    "/problem": lambda index, request: problems.problem(
+    "/problem": lambda index, request: evaluations.problem(
         index, request.query_params.get("id", ""), request.query_params.get("kind") or "train"
     ),
     "/suspicion": lambda index, request: reward_hacking(index),

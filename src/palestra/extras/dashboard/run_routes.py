@@ -19,8 +19,7 @@ from palestra.extras.dashboard.answers import Event, answer, events, number, who
 from palestra.extras.dashboard.catalog import Catalog, CatalogRun
 from palestra.extras.dashboard.cheating import measure_series
 from palestra.extras.dashboard.evaluations import compare, evaluations
-from palestra.extras.dashboard.series import by_step, charts, columns, read_rows
-from palestra.extras.dashboard.summaries import details, findings, summary
+from palestra.extras.dashboard.summaries import by_step, charts, columns, details, findings, read_rows, summary
 from palestra.runs.reader import tail
 
 _LIST_EVERY_S = 2.0
@@ -32,15 +31,13 @@ _BLOCK = 1 << 20  # bytes of one read of a log
 
 
 class RunRoutes:
-    """Handlers that only read."""
-
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
     def routes(self) -> list[Route]:
         return [
             Route("/api/runs", self.list, methods=["GET"]),
-            Route("/api/runs/events", self.list_events, methods=["GET"]),
+            Route("/api/runs/events", lambda request: events(self._list_events()), methods=["GET"]),
             Route("/api/runs/{run}", self.one, methods=["GET"]),
             Route("/api/runs/{run}/metrics", self.metrics, methods=["GET"]),
             Route("/api/runs/{run}/events", self.run_events, methods=["GET"]),
@@ -59,9 +56,6 @@ class RunRoutes:
         following = start + limit
         return answer({"runs": rows, "next": str(following) if following < len(found) else None, "total": len(found)})
 
-    async def list_events(self, request: Request) -> Response:
-        return events(self._list_events())
-
     async def _list_events(self) -> AsyncIterator[Event]:
         def now() -> dict[str, Any]:
             found = self._catalog.all()
@@ -70,9 +64,9 @@ class RunRoutes:
         last = None
         while True:
             current = await asyncio.to_thread(now)
-            if last is None or _without_clocks(current) != _without_clocks(last):
+            if (seen := [*map(_without_clock, current["runs"]), current["total"]]) != last:
                 yield "runs", current
-                last = current
+                last = seen
             await asyncio.sleep(_LIST_EVERY_S)
 
     def one(self, request: Request) -> Response:
@@ -86,9 +80,8 @@ class RunRoutes:
         made = columns(rows)
         return answer({**made, "charts": charts(list(made["series"]))})
 
-    async def run_events(self, request: Request) -> Response:
-        found = await asyncio.to_thread(self._found, request)
-        return events(self._run_events(found.id))
+    def run_events(self, request: Request) -> Response:
+        return events(self._run_events(self._found(request).id))
 
     async def _run_events(self, run_id: str) -> AsyncIterator[Event]:
         position, advice, last = 0, None, None
@@ -102,9 +95,9 @@ class RunRoutes:
             if rows or position == 0:
                 yield "metrics", {**columns(by_step(rows)), "from_start": position == 0}
                 position = after
-            if last is None or _without_clock(current) != _without_clock(last):
+            if (seen := _without_clock(current)) != last:
                 yield "run", current
-                last = current
+                last = seen
             if rows or advice is None:
                 advice = await asyncio.to_thread(findings, found)
                 yield "findings", {"findings": advice}
@@ -121,8 +114,8 @@ class RunRoutes:
         lines = tail(path, whole(request, "lines", _LOG_LINES, _MAX_LOG_LINES)) if path else []
         return answer({"part": part, "parts": list(found.run.logs), "lines": lines})
 
-    async def log_events(self, request: Request) -> Response:
-        found = await asyncio.to_thread(self._found, request)
+    def log_events(self, request: Request) -> Response:
+        found = self._found(request)
         _, path = _log(found, request.query_params.get("part"))
         return events(self._log_events(found.id, path))
 
@@ -164,10 +157,6 @@ def _matches(found: CatalogRun, words: list[str]) -> bool:
 
 def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("seconds", "seconds_left")}
-
-
-def _without_clocks(listing: dict[str, Any]) -> dict[str, Any]:
-    return {**listing, "runs": [_without_clock(row) for row in listing["runs"]]}
 
 
 def _log(found: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:

@@ -1,14 +1,23 @@
-"""One rollout with all its messages, and a group side by side."""
+"""One rollout with all its messages or its tokens, and a group side by side."""
 
 from __future__ import annotations
 
+import math
+import os
 import sqlite3
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from palestra.core.errors import InputError
-from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout
+import numpy as np
+
+from palestra.core.errors import InputError, PalestraError
+from palestra.core.run_folder import RunFolder
+from palestra.core.types import Array
+from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout, token_table
 from palestra.extras.dashboard.rollout_row import lineages_of, messages_of, scores_of, shown, turns_of
 
 MAX_CHARS = 20_000  # of one message; the rest is read on request
@@ -32,7 +41,6 @@ def rollout(index: RolloutIndex, rollout_id: int, max_chars: int | None = MAX_CH
 
 
 def message_text(index: RolloutIndex, rollout_id: int, message: int, start: int, limit: int) -> dict[str, Any]:
-    """A part of one message's text."""
     messages = messages_of(index.record(index.row(rollout_id)))
     if not 0 <= message < len(messages):
         raise UnknownRollout(f"rollout {rollout_id} has {len(messages)} messages, no number {message}")
@@ -129,7 +137,7 @@ def _full_record(row: sqlite3.Row, record: Mapping[str, Any], max_chars: int | N
 
 
 def _messages(record: Mapping[str, Any], max_chars: int | None) -> list[dict[str, Any]]:
-    """The messages of a conversation, cut; those of tools with their `result`."""
+    """The messages of a conversation and the arguments of calls, cut; messages of tools with their `result`."""
     messages, results = messages_of(record), _results_by_id(record)
     for message in messages:
         same_id = results.get(str(message["tool_call_id"])) if message["role"] == "tool" else None
@@ -137,7 +145,11 @@ def _messages(record: Mapping[str, Any], max_chars: int | None) -> list[dict[str
         text = message["text"]
         message["chars"], message["cut"] = len(text), max_chars is not None and len(text) > max_chars
         message["text"] = text[:max_chars]
-        message["tool_calls"] = [_short_call(call, max_chars) for call in message["tool_calls"]]
+        keys = ("id", "name", "arguments", "error")
+        message["tool_calls"] = [{key: call.get(key) for key in keys} for call in message["tool_calls"]]
+        for call in message["tool_calls"]:
+            if max_chars is not None and len(arguments := str(call["arguments"])) > max_chars:
+                call["arguments"] = arguments[:max_chars] + " …"
     return messages
 
 
@@ -152,15 +164,128 @@ def _results_by_id(record: Mapping[str, Any]) -> dict[str, deque[dict[str, Any]]
     return found
 
 
-def _short_call(call: Mapping[str, Any], max_chars: int | None) -> dict[str, Any]:
-    """A call; arguments that are larger than a message may be are given as text, cut."""
-    found = {key: call.get(key) for key in ("id", "name", "arguments", "error")}
-    if max_chars is not None and len(text := str(found["arguments"])) > max_chars:
-        found["arguments"] = text[:max_chars] + " …"
-    return found
-
-
 def require_id(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
         raise InputError(f"{text[:40]!r} is not the number of a rollout")
     return int(text)
+
+
+MAX_TOKENS = 20_000  # of one answer
+_NUMBERS = ("logprob", "learner_logprob", "advantage", "ratio", "entropy", "gap")
+# which token is the worst by each column: the one with the largest value of this
+_BADNESS: Mapping[str, Callable[[Array], Array]] = {
+    "gap": np.abs,
+    "ratio": lambda ratio: np.abs(np.log(np.maximum(ratio, 1e-30))),
+    "logprob": lambda logprob: -logprob,
+    "entropy": lambda entropy: entropy,
+}
+
+
+def tokens(index: RolloutIndex, rollout_id: int, start: int, limit: int) -> dict[str, Any]:
+    """The answer to `GET …/tokens`: a slice of the columns; worst tokens and ranges cover the whole rollout."""
+    row = index.row(rollout_id)
+    table = token_table(index.folder, row["step"]) if row["kind"] == "train" else None
+    # the rollout's part of its step's token file is mapped, so that only its pages are read
+    learned = None if table is None else table[row["token_start"] : row["token_start"] + row["tokens"]]
+    columns = token_columns(index.record(row), learned)
+    total, part = len(columns["ids"]), slice(start, start + min(limit, MAX_TOKENS))
+    known = [name for name in _NUMBERS if not np.isnan(columns[name]).all()]
+    decode = token_texts(index.folder)
+    ids = columns["ids"][part].tolist()
+    return {
+        "total": total,
+        "start": start,
+        "ids": ids,
+        "text": [decode(token) for token in ids],
+        "maker": columns["maker"][part],
+        "turn": columns["turn"][part].tolist(),
+        "mask": columns["mask"][part].tolist(),
+        "version": columns["version"][part].tolist(),
+        **{name: [None if math.isnan(value) else value for value in columns[name][part].tolist()] for name in _NUMBERS},
+        "known": known,
+        "worst": {name: worst for name in known if name in _BADNESS and (worst := _worst(name, columns[name]))},
+        "range": {name: [float(np.nanmin(columns[name])), float(np.nanmax(columns[name]))] for name in known},
+    }
+
+
+def token_columns(record: Mapping[str, Any], learned: Any = None) -> dict[str, Any]:
+    """The columns of a rollout's line and of its token file, if any; NaN for missing values."""
+    turns = [turn for turn in turns_of(record) if turn.get("token_ids")]
+    lengths = [len(turn["token_ids"]) for turn in turns]
+    total = sum(lengths)
+    maker = [turn["maker"] for turn, length in zip(turns, lengths, strict=True) for _ in range(length)]
+    by_model = np.array([name == "model" for name in maker], dtype=bool)
+    nothing = np.full(total, np.nan)
+    logprob = _concatenated([_logprobs(turn) for turn in turns])
+    columns: dict[str, Any] = {
+        "ids": _concatenated([np.asarray(turn["token_ids"], dtype=np.int64) for turn in turns]),
+        "maker": maker,
+        "turn": np.repeat(np.cumsum([turn["maker"] == "model" for turn in turns]), lengths),  # 0: the prompt
+        "version": np.repeat([int(turn.get("policy_version") or 0) for turn in turns], lengths),
+        "mask": by_model,
+        "logprob": logprob,
+        **dict.fromkeys(("learner_logprob", "advantage", "ratio", "entropy", "gap"), nothing),
+    }
+    if learned is None or len(learned) != total:
+        return columns
+    exact, own, ratio, entropy, advantage = (
+        learned[name].astype(np.float64) for name in ("logprob", "learner_logprob", "ratio", "entropy", "advantage")
+    )
+    return columns | {
+        "mask": np.asarray(learned["policy_mask"]),
+        "logprob": np.where(np.isnan(exact), logprob, exact),
+        "learner_logprob": own,
+        "advantage": advantage,
+        "ratio": ratio,
+        "entropy": entropy,
+        "gap": exact - own,
+    }
+
+
+def _logprobs(turn: Mapping[str, Any]) -> Array:
+    known = turn.get("logprobs")
+    if turn["maker"] != "model" or not known or len(known) != len(turn["token_ids"]):
+        return np.full(len(turn["token_ids"]), np.nan)
+    return np.array([math.nan if value is None else value for value in known], dtype=np.float64)
+
+
+def _concatenated(parts: Sequence[Array]) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _worst(name: str, values: Array) -> dict[str, Any] | None:
+    bad = np.where(np.isnan(values), -np.inf, _BADNESS[name](values))
+    place = int(bad.argmax())
+    return {"index": place, "value": float(values[place])} if np.isfinite(bad[place]) else None
+
+
+def token_texts(folder: RunFolder) -> Callable[[int], str]:
+    """Function from token id to text, by the run's tokenizer; "#17" if there is none."""
+    import palestra.models
+
+    last = folder.last_checkpoint()
+    folders = [folder.model, *([last] if last else []), folder.tokenizer]
+    with suppress(PalestraError):  # a config that cannot be read names no model
+        name = folder.config.model.name
+        embedded = Path(palestra.models.__file__).parent / name.removeprefix("palestra/")
+        folders.append(embedded if name.startswith("palestra/") else Path(os.path.expanduser(name)))
+    for path in (path / "tokenizer.json" for path in folders):
+        if os.path.isfile(path):  # False where Path.is_file raises: a name may be too long
+            return _decoder(str(path), path.stat().st_mtime_ns)
+    return lambda token: f"#{token}"
+
+
+@lru_cache(maxsize=4)
+def _decoder(path: str, changed: int) -> Callable[[int], str]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+
+    @lru_cache(maxsize=1 << 16)
+    def decode(token: int) -> str:
+        text = str(tokenizer.decode([token], skip_special_tokens=False))
+        piece = tokenizer.id_to_token(token)
+        # part of a character, which only its neighbours complete
+        return f"#{token}" if piece is None else piece if "\ufffd" in text or not text else text
+
+    return decode

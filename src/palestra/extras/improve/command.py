@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import time
 from collections.abc import Iterator
@@ -24,8 +25,7 @@ from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.files import write_jsonl
 from palestra.core.show import visible
 from palestra.evals.report import compare
-from palestra.extras.improve.improve import Improvement, improve
-from palestra.extras.improve.source import edit_source, source_diff
+from palestra.extras.improve.improve import Improvement, edit_source, improve
 from palestra.runs.request import RunRequest
 
 
@@ -38,8 +38,12 @@ from palestra.runs.request import RunRequest
     metavar="MODEL",
     help="Who rewrites texts: a model at --reflect-url, a local one (local/NAME, a folder), or policy: its own model.",
 )
-@click.option("--reflect-url", metavar="URL", help="OpenAI-style endpoint. [default: OPENAI_BASE_URL or OpenAI]")
-@click.option("--reflect-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key.")
+@click.option(
+    "--reflect-url", "base_url", metavar="URL", help="OpenAI-style endpoint. [default: OPENAI_BASE_URL or OpenAI]"
+)
+@click.option(
+    "--reflect-key-env", "api_key_env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key."
+)
 @click.option("--agent-url", metavar="URL", help="The agent's model is one at this endpoint, not of this machine.")
 @click.option("--agent-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with its key.")
 @click.option("--max-calls", type=click.IntRange(1), help="Requests to the reflector.")
@@ -61,11 +65,7 @@ from palestra.runs.request import RunRequest
 @click.option("--then-train", is_flag=True, help="Go on with a training of the improved agent.")
 def command(
     agent_file: str | None,
-    reflect: str,
-    reflect_url: str | None,
-    reflect_key_env: str,
     agent_url: str | None,
-    agent_key_env: str,
     max_calls: int | None,
     only: tuple[str, ...],
     out: Path | None,
@@ -85,7 +85,10 @@ def command(
     palestra improve my_agent.py --reflect gpt-5-mini --budget 500
     palestra improve my_agent.py --reflect qwen3:32b --reflect-url http://localhost:11434/v1 --then-train
     """
-    search = {name: parameters.pop(name) for name in ("budget", "minibatch", "pareto_cases", "merges")}
+    models = ("reflect", "base_url", "api_key_env", "agent_key_env")
+    chosen = (*models, "budget", "minibatch", "pareto_cases", "merges")
+    search: dict[str, Any] = {name: parameters.pop(name) for name in chosen}
+    search |= {} if max_calls is None else {"max_calls": max_calls}
     options = settings.from_options(parameters)
     if agent_url is None:  # a name at an endpoint is not one of a run here
         options = with_model_of_run(options)
@@ -101,18 +104,13 @@ def command(
         agent,
         file.suite,
         file.measures,
-        reflect=reflect,
-        base_url=reflect_url,
-        api_key_env=reflect_key_env,
         agent_url=agent_url,
-        agent_key_env=agent_key_env,
         components=only or None,
         held_out=file.held_out,
         config=config,
         reward_weights=file.reward_weights,
         on_event=lambda text: console.print(visible(text), style="dim", highlight=False, markup=False),
         **search,
-        **({} if max_calls is None else {"max_calls": max_calls}),
     )
     folder = out or Path(config.output_dir) / f"{agent.name}-improved-{time.strftime('%Y%m%d-%H%M%S')}"
     unplaced = _write(folder, file, done, write=write)
@@ -136,7 +134,8 @@ def _write(folder: Path, file: AgentFile, done: Improvement, *, write: bool) -> 
         source = Path(file.source).read_text(encoding="utf-8")
         edited, unplaced = edit_source(source, done.before_texts, done.texts)
         if not unplaced:
-            diff = source_diff(source, edited, Path(file.source).name)
+            name, old, new = Path(file.source).name, source.splitlines(), edited.splitlines()
+            diff = "\n".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="")) + "\n"
         if write:
             Path(file.source).write_text(edited, encoding="utf-8")
     (folder / "improved.diff").write_text(diff, encoding="utf-8")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import difflib
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +17,7 @@ from typing import Any
 from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
-from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, texts_of, with_texts
+from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, read_tool_text, texts_of, with_texts
 from palestra.core.chat_model import POLICY, ChatModel, hosting
 from palestra.core.config import RunConfig
 from palestra.core.endpoints import BudgetSpent, CallLimits
@@ -27,8 +30,7 @@ from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.judge import conversation_text
 from palestra.evals.report import EvalReport, pair
 from palestra.evals.suite import EvalSuite, hold_out
-from palestra.extras.improve.search import Candidate, Limits, ReflectorSpent, Search, Trial
-from palestra.extras.improve.source import texts_diff
+from palestra.extras.improve.search import Candidate, ReflectorSpent, Search, Trial
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import endpoint_speakers
 from palestra.rollout.collect import Collector, require_one_good
@@ -68,7 +70,12 @@ class Improvement:
 
     @property
     def diff(self) -> str:
-        return texts_diff(self.before_texts, self.texts)
+        """The changes, component by component."""
+        parts: list[str] = []
+        for name in self.texts:
+            before, after = (text.get(name, "").splitlines() for text in (self.before_texts, self.texts))
+            parts += difflib.unified_diff(before, after, f"before: {name}", f"after: {name}", lineterm="")
+        return "\n".join(parts) + ("\n" if parts else "")
 
     def to_dict(self) -> dict[str, Any]:
         paired = pair(*({r.problem_id: r.passed for r in e.rollouts} for e in (self.before, self.after)))
@@ -132,7 +139,6 @@ def improve(
     settings = RunConfig.of(config).with_settings({"model.name": own.required_model})
     settings.refuse(["backend", "tinker", "ray"], "texts are tried on this machine")
     train, held = hold_out(suite, held_out)
-    search_limits = Limits(budget, minibatch, merges, settings.seed)
     if agent_url is not None and reflect == POLICY and base_url is None:
         reflect, base_url, api_key_env = own.required_model, agent_url, agent_key_env
     reflector = ChatModel(
@@ -155,8 +161,11 @@ def improve(
             cases[pareto_cases:] if len(cases) >= 2 * pareto_cases else cases,
             cases[:pareto_cases],
             chosen,
-            search_limits,
             on_event,
+            budget,
+            minibatch,
+            merges,
+            settings.seed,
         )
         with hosting(host):
             return asyncio.run(_search(trying, search, reflector, texts))
@@ -306,3 +315,64 @@ def read_text(answer: str, current: str) -> str:
     if text == current.strip():
         raise ValueError("the text is the same as before")
     return text
+
+
+def edit_source(source: str, old: Texts, new: Texts) -> tuple[str, list[str]]:
+    """An agent file with the new texts in its literals, and the components that could not be placed.
+
+    A literal is replaced where its value is the old text, or contains it, and no other literal does.
+    """
+    missing = []
+    for name, text in new.items():
+        for before, after in _replacements(name, old.get(name, ""), text):
+            edited = _replace_literal(source, before, after) if before else None
+            if edited is None:
+                missing.append(name)
+            else:
+                source = edited
+    return source, list(dict.fromkeys(missing))
+
+
+def _replacements(name: str, old: str, new: str) -> list[tuple[str, str]]:
+    if old == new:
+        return []
+    if name == INSTRUCTIONS:
+        return [(old, new)]
+    olds, news = old.splitlines(), new.splitlines()
+    names = {line.partition(":")[0] for line in olds if ":" in line}
+    (before, parts), (after, new_parts) = (read_tool_text("\n".join(t), dict.fromkeys(names)) for t in (olds, news))
+    changed = [(parts.get(key, ""), text) for key, text in new_parts.items() if text and text != parts.get(key)]
+    return [(before, after)] * (before != after) + changed
+
+
+def _replace_literal(source: str, old: str, new: str) -> str | None:
+    """The source with `new` for `old` in the one literal that has it; None where there is none, or several."""
+    tree = ast.parse(source)
+    in_formatted = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    literals = [
+        (node, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in in_formatted
+    ]
+    matches = [each for each in literals if each[1] == old] or [each for each in literals if old in each[1]]
+    if len(matches) != 1:
+        return None
+    node, value = matches[0]
+    raw = source.encode()  # columns count bytes
+    lines = raw.splitlines(keepends=True)
+    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, lines[: (node.end_lineno or 0) - 1])) + (node.end_col_offset or 0)
+    literal = _literal(value.replace(old, new, 1), triple=raw[start:end].endswith(b'"""'))
+    return (raw[:start] + literal.encode() + raw[end:]).decode()
+
+
+def _literal(value: str, triple: bool) -> str:
+    if "\n" not in value and not triple:
+        return json.dumps(value, ensure_ascii=False)
+    literal = '"""' + value.replace("\\", "\\\\") + '"""'
+    try:
+        if ast.literal_eval(literal) == value:
+            return literal
+    except SyntaxError:
+        pass
+    return json.dumps(value, ensure_ascii=False)  # it has quotes of its own

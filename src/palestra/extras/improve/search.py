@@ -52,14 +52,6 @@ class Candidate:
         return fmean(self.scores.values()) if self.scores else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    budget: int = 300  # attempts in all
-    minibatch: int = 4  # cases that a reflection sees
-    merges: int = 5
-    seed: int = 0
-
-
 @dataclass
 class Search:
     """Evolves texts until the budget is spent."""
@@ -69,8 +61,11 @@ class Search:
     feedback_cases: Sequence[str]  # from which minibatches are drawn
     pareto_cases: Sequence[str]  # on which candidates are compared
     components: Sequence[str]  # that may change
-    limits: Limits = field(default_factory=Limits)
     on_event: Callable[[str], None] = lambda text: None
+    budget: int = 300  # attempts in all
+    minibatch: int = 4  # cases that a reflection sees
+    merges: int = 5
+    seed: int = 0
     candidates: list[Candidate] = field(default_factory=list, init=False)
     used: int = field(default=0, init=False)  # attempts
     sampled_tokens: int = field(default=0, init=False)
@@ -78,20 +73,19 @@ class Search:
 
     async def run(self, texts: Texts) -> Candidate:
         """The best candidate by its mean over the Pareto cases; the first one where several are as good."""
-        limits = self.limits
-        least = len(self.pareto_cases) + 2 * limits.minibatch
-        if limits.budget < least:
+        least = len(self.pareto_cases) + 2 * self.minibatch
+        if self.budget < least:
             raise SettingError(
-                f"a budget of {limits.budget} attempts is too small for {len(self.pareto_cases)} cases and minibatches "
-                f"of {limits.minibatch}; give at least {least}, or compare on fewer cases"
+                f"a budget of {self.budget} attempts is too small for {len(self.pareto_cases)} cases and minibatches "
+                f"of {self.minibatch}; give at least {least}, or compare on fewer cases"
             )
-        rng = random.Random(limits.seed)
+        rng = random.Random(self.seed)
         await self._add(dict(texts), how="start")
         merges_due = merged = iteration = 0
         tried: set[tuple[int, int]] = set()
-        while self.used + 2 * limits.minibatch <= limits.budget:
+        while self.used + 2 * self.minibatch <= self.budget:
             iteration += 1
-            if merges_due and merged < limits.merges and (pair := mergeable(self.candidates, tried, rng)):
+            if merges_due and merged < self.merges and (pair := mergeable(self.candidates, tried, rng)):
                 tried.add(pair[:2])
                 merges_due -= 1
                 merged += await self._merge(*pair, rng)
@@ -111,7 +105,7 @@ class Search:
         parent = choose_parent(self.candidates, rng)
         component = self.components[parent.turn % len(self.components)]
         parent.turn += 1
-        cases = rng.sample(list(self.feedback_cases), min(self.limits.minibatch, len(self.feedback_cases)))
+        cases = rng.sample(list(self.feedback_cases), min(self.minibatch, len(self.feedback_cases)))
         before = await self._trials(parent.texts, cases)
         if all((trial.score or 0.0) >= 1.0 for trial in before):
             return False  # nothing to learn from these
@@ -131,7 +125,7 @@ class Search:
     async def _merge(self, first: int, second: int, ancestor: int, rng: random.Random) -> bool:
         a, b, root = (self.candidates[i] for i in (first, second, ancestor))
         texts, changed = merge_texts(a, b, root)
-        cases = rng.sample(list(self.pareto_cases), min(self.limits.minibatch, len(self.pareto_cases)))
+        cases = rng.sample(list(self.pareto_cases), min(self.minibatch, len(self.pareto_cases)))
         trials = await self._trials(texts, cases)
         sums = [sum(each.scores.get(case, 0.0) for case in cases) for each in (a, b)]
         if sum(trial.score or 0.0 for trial in trials) < max(sums):
@@ -142,7 +136,7 @@ class Search:
         self, texts: dict[str, str], parents: tuple[int, ...] = (), changed: tuple[str, ...] = (), how: str = ""
     ) -> bool:
         """Score a candidate on the Pareto cases and add it; False where the budget does not allow it."""
-        if self.used + len(self.pareto_cases) > self.limits.budget:
+        if self.used + len(self.pareto_cases) > self.budget:
             return False
         trials = await self._trials(texts, self.pareto_cases)
         scores = {trial.case: trial.score for trial in trials if trial.score is not None}
@@ -150,7 +144,7 @@ class Search:
         new.turn = max((self.candidates[i].turn for i in parents), default=0)
         self.candidates.append(new)
         what = f" ({how}: {', '.join(changed)})" if changed else ""
-        self.on_event(f"candidate {new.number}: {new.mean:.3f}{what}; {self.used} of {self.limits.budget} attempts")
+        self.on_event(f"candidate {new.number}: {new.mean:.3f}{what}; {self.used} of {self.budget} attempts")
         return True
 
     async def _trials(self, texts: Texts, cases: Sequence[str]) -> list[Trial]:

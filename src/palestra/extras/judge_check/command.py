@@ -89,15 +89,12 @@ def read_labels(path: Path) -> list[list[Labelled]]:
     for number, row in enumerate(read_jsonl(path), start=1):
         context, label = _labelled(row, f"{path}, attempt {number}")
         key = row.get("case", row.get("input"))
-        groups.setdefault(json.dumps(key if key is not None else to_key(context)), []).append((context, label))
+        if key is None:  # the messages before the first answer
+            key = [message.text for message in context.messages[: prompt_length(context.messages)]]
+        groups.setdefault(json.dumps(key), []).append((context, label))
     if not groups:
         raise InputError(f"{path} has no attempts; each line is one with a label: {_FORM}")
     return list(groups.values())
-
-
-def to_key(context: MeasureContext) -> list[str]:
-    """The messages before the first answer."""
-    return [message.text for message in context.messages[: prompt_length(context.messages)]]
 
 
 def _labelled(row: Mapping[str, Any], where: str) -> Labelled:

@@ -152,7 +152,6 @@ class RolloutPool:
 
     @property
     def actors(self) -> int:
-        """Those that sample now."""
         return len(self._members)
 
     def update(self, weights: PackedWeights) -> None:
@@ -230,7 +229,22 @@ class RolloutPool:
             actor = self._cluster.launch(recipe)
             self._launched.append(actor)
             try:
-                await self._join(actor)
+                await actor.place()
+                self._building += 1
+                try:
+                    await actor.build()
+                    version = None
+                    while version != self.version:  # newer weights may come while it takes these
+                        version, shared = self.version, self._shared
+                        await actor.update(shared)
+                finally:
+                    self._building -= 1
+                member = Member(actor)
+                self._members.append(member)
+                self._first_joined = self._first_joined or time.monotonic()
+                self._changed.set()
+                log.info("%d of %d rollout actors", self.actors, self.size)
+                await member.gone.wait()
                 await asyncio.sleep(RELAUNCH_S)  # its head may be dying, too, and a request to it would hang
             except ActorLost as error:
                 log.warning("a rollout actor was lost before it could sample: %s", error)
@@ -241,25 +255,6 @@ class RolloutPool:
             finally:
                 self._launched.remove(actor)
                 actor.end()
-
-    async def _join(self, actor: Actor) -> None:
-        """Build an actor, and let it sample until it is lost."""
-        await actor.place()
-        self._building += 1
-        try:
-            await actor.build()
-            version = None
-            while version != self.version:  # newer weights may come while it takes these
-                version, shared = self.version, self._shared
-                await actor.update(shared)
-        finally:
-            self._building -= 1
-        member = Member(actor)
-        self._members.append(member)
-        self._first_joined = self._first_joined or time.monotonic()
-        self._changed.set()
-        log.info("%d of %d rollout actors", self.actors, self.size)
-        await member.gone.wait()
 
     async def _watch(self) -> None:
         is_announced = False

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from palestra.core import http
 from palestra.core.files import append_jsonl
-from palestra.extras.record.traces import Dialect, Traces, dialect_of, read_answer
+from palestra.extras.record.trace_formats import Dialect, Traces, dialect_of, read_answer
 from palestra.servers.body import MIB, read_body
 from palestra.servers.forwarding import SILENCE_S, forward, passed_headers
 from palestra.servers.web import make_app
@@ -49,7 +49,9 @@ class Recorder:
     async def _pass_on(self, request: Request) -> Response:
         body = await read_body(request, _MAX_BODY)
         path = request.url.path
-        url = f"{self._base(request)}{path}" + (f"?{request.url.query}" if request.url.query else "")
+        is_anthropic = "anthropic-version" in request.headers or "x-api-key" in request.headers
+        base = self._upstream or (ANTHROPIC if is_anthropic else OPENAI)
+        url = f"{base}{path}" + (f"?{request.url.query}" if request.url.query else "")
         headers = passed_headers(request.headers)
         asked = http.Request(url, body or None, request.method, headers=headers, timeout_s=SILENCE_S)
         began = time.time()
@@ -67,12 +69,6 @@ class Recorder:
 
         return await forward(asked, recorded)
 
-    def _base(self, request: Request) -> str:
-        if self._upstream:
-            return self._upstream
-        is_anthropic = "anthropic-version" in request.headers or "x-api-key" in request.headers
-        return ANTHROPIC if is_anthropic else OPENAI
-
     async def _keep(
         self, dialect: Dialect, body: bytes, headers: Mapping[str, str], whole: bytes, began: float, keys: list[str]
     ) -> None:
@@ -87,15 +83,8 @@ class Recorder:
             "time": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.time() - began, 3),
         }
+        text = json.dumps([line | when for line in lines], ensure_ascii=False)
+        for key in keys:  # the caller's, in case a message contains one
+            text = text.replace(key, "[API key]") if len(key) >= _MIN_KEY else text
         async with self._lock:
-            append_jsonl(self.file, [without_keys(line | when, keys) for line in lines])
-
-
-def without_keys(line: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    """The line with the caller's keys redacted, in case a message contains one."""
-    text = json.dumps(line, ensure_ascii=False)
-    for key in keys:
-        if len(key) >= _MIN_KEY:
-            text = text.replace(key, "[API key]")
-    cleaned: dict[str, Any] = json.loads(text)
-    return cleaned
+            append_jsonl(self.file, json.loads(text))

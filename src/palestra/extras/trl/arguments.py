@@ -57,7 +57,17 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
     """The parts of a training; one error names every argument that has no equivalent here."""
     args, model, dataset = (given.get(name) for name in ("args", "model", "train_dataset"))
     values = values_of(args)
-    problems = _unsupported(given, values, own, has_environment=has_environment)
+    found = [problem_of(name, value, own) for name, value in given.items() if name not in ARGUMENTS]
+    found += [problem_of(name, value, ()) for name, value in values.items() if name not in SUPPORTED]
+    if given.get("model") is None:
+        found.append("model: give a name, a folder or a model")
+    if given.get("train_dataset") is None:
+        found.append("train_dataset: give a dataset with a column `prompt`")
+    if isinstance(given.get("eval_dataset"), Mapping):
+        found.append("eval_dataset: give one dataset, not several by name")
+    if given.get("tools") and has_environment:
+        found.append("tools: leave them out; the methods of the environment are the tools")
+    problems = [problem for problem in found if problem]
     functions = _reward_functions(given.get("reward_funcs"), values.get("reward_weights"), problems)
     adapter = adapter_of(given.get("peft_config"), given.get("quantization_config"), problems)
     train = None if dataset is None else _suite(dataset, "train")
@@ -77,23 +87,6 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
     agent = Agent(f"{named.rstrip('/').rpartition('/')[2]}-GRPO", named, tools=given.get("tools") or ())
     module = None if isinstance(model, str) else model
     return TrlArguments(agent, train, held_out, config, functions, module, given.get("processing_class"))
-
-
-def _unsupported(
-    given: Mapping[str, Any], values: Mapping[str, Any], own: Iterable[str], *, has_environment: bool
-) -> list[str]:
-    """Missing arguments, and those that have no equivalent."""
-    found = [problem_of(name, value, own) for name, value in given.items() if name not in ARGUMENTS]
-    found += [problem_of(name, value, ()) for name, value in values.items() if name not in SUPPORTED]
-    if given.get("model") is None:
-        found.append("model: give a name, a folder or a model")
-    if given.get("train_dataset") is None:
-        found.append("train_dataset: give a dataset with a column `prompt`")
-    if isinstance(given.get("eval_dataset"), Mapping):
-        found.append("eval_dataset: give one dataset, not several by name")
-    if given.get("tools") and has_environment:
-        found.append("tools: leave them out; the methods of the environment are the tools")
-    return [problem for problem in found if problem]
 
 
 def _suite(dataset: Any, name: str) -> EvalSuite:

@@ -5,7 +5,7 @@ TRL itself is not needed. Settings that TRL has keep TRL's defaults; those that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -188,7 +188,8 @@ def settings_of(values: Mapping[str, Any], problem_count: int, problems: list[st
     settings = {key: values[name] for name, (_, key) in _SETTINGS.items()}
     words = {"sum_then_normalize": "sum_then_normalise", "normalize_then_sum": "normalise_then_sum"}
     scale = settings["train.advantage_scale"]
-    rounds = settings["rollout.max_tool_rounds"]
+    rounds, trackers = settings["rollout.max_tool_rounds"], values["report_to"] or ()
+    trackers = [trackers] if isinstance(trackers, str) else trackers
     settings |= {
         "train.advantage_scale": {True: "group", False: "none"}.get(scale, scale),
         "train.combine": words.get(settings["train.combine"], settings["train.combine"]),
@@ -197,13 +198,9 @@ def settings_of(values: Mapping[str, Any], problem_count: int, problems: list[st
         "rollout.max_tool_rounds": 10_000 if rounds is None else rounds,  # TRL's only limit is the length
         "model.chat_template_kwargs": values["chat_template_kwargs"] or {},
         "track.log_every": max(1, int(values["logging_steps"])),
-        "track.report_to": [n for n in as_names(values["report_to"]) if n not in ("none", "all")],
+        "track.report_to": [name for name in trackers if name not in ("none", "all")],
     }
     return settings | _derived(values, problem_count, problems)
-
-
-def as_names(value: str | Sequence[str] | None) -> list[str]:
-    return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def _derived(values: Mapping[str, Any], problem_count: int, problems: list[str]) -> dict[str, Any]:

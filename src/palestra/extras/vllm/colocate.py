@@ -117,24 +117,29 @@ class VllmColocatePolicy(BoundedSessions):
             self._llm.collective_rpc("palestra_load", args=(list(weights.tensors().items()),))
             self._llm.reset_prefix_cache(reset_running_requests=True)
         else:
-            self._load_adapter(weights, self._folders)
+            # In addition to the earlier ones; turns under way continue with theirs.
+            from vllm.lora.request import LoRARequest
+
+            adapter = self._folders.write(weights)
+            self._adapter = LoRARequest(adapter.name, adapter.number, str(adapter.folder))
+            try:
+                self._engine.add_lora(self._adapter)
+            except Exception as error:
+                raise ServiceError(
+                    f"vLLM did not load the adapter: {error}. Name modules that it supports as lora.target_modules, or "
+                    "use our own engine (vllm.mode = off)"
+                ) from error
+            self._folders.delete()
         self.version = weights.version
-        self._check(weights)
-
-    def _load_adapter(self, weights: Weights, folders: AdapterFolders) -> None:
-        """In addition to the earlier ones; turns under way continue with theirs."""
-        from vllm.lora.request import LoRARequest
-
-        adapter = folders.write(weights)
-        self._adapter = LoRARequest(adapter.name, adapter.number, str(adapter.folder))
-        try:
-            self._engine.add_lora(self._adapter)
-        except Exception as error:
-            raise ServiceError(
-                f"vLLM did not load the adapter: {error}. Name modules that it supports as lora.target_modules, or use "
-                "our own engine (vllm.mode = off)"
-            ) from error
-        folders.delete()
+        # By the logprobs of a few tokens, that vLLM samples with these weights.
+        if self._waiters:  # `generate` would take their outputs; the next update checks, and training measures
+            return
+        params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
+        prompt = {"prompt_token_ids": self._probe_ids}
+        [output] = self._llm.generate([prompt], vllm_params(params), use_tqdm=False, lora_request=self._adapter)
+        turn = read_output(output, self.version)
+        remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
+        check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process", remedy)
 
     def sleep(self, name: str = "sleep") -> None:
         try:
@@ -146,17 +151,6 @@ class VllmColocatePolicy(BoundedSessions):
 
     def wake(self) -> None:
         self.sleep("wake_up")
-
-    def _check(self, weights: Weights) -> None:
-        """By the logprobs of a few tokens, that vLLM samples with these weights."""
-        if self._waiters:  # `generate` would take their outputs; the next update checks, and training measures
-            return
-        params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
-        prompt = {"prompt_token_ids": self._probe_ids}
-        [output] = self._llm.generate([prompt], vllm_params(params), use_tqdm=False, lora_request=self._adapter)
-        turn = read_output(output, self.version)
-        remedy = "Use vllm.mode = server, or our own engine (vllm.mode = off)"
-        check_agreement(turn, self._probe_ids, weights, self._temperature, "vLLM in this process", remedy)
 
 
 def vllm_params(params: SamplingParams) -> Any:

@@ -195,7 +195,19 @@ class VllmServerPolicy(BoundedSessions):
             else WholeWeights(server, weights_folder)
         )
         self.served_model, self._context = self._base_model()  # what requests name: the model, or its last adapter
-        self._probe_ids = self._check_tokenizer()
+        # The ids of the probe text, which must be the same on both sides.
+        own = [int(i) for i in self._tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
+        body = {"model": self.served_model, "prompt": PROBE_TEXT, "add_special_tokens": False}
+        try:
+            theirs = self._server.ask("/tokenize", body)["tokens"]
+        except HttpError as error:
+            raise ServiceError(f"{self.url} tokenises nothing: {error}. Start it with {self._sync.start}") from None
+        if theirs != own:
+            raise ServiceError(
+                f"{self.url} serves {self.served_model!r} with another tokenizer: a text of {len(own)} tokens here has "
+                f"{len(theirs)} there, or others. Let it serve the model that is trained"
+            )
+        self._probe_ids = own
         self._sync.check()
 
     async def _sample(self, ids: list[int], params: SamplingParams) -> Turn:
@@ -222,7 +234,11 @@ class VllmServerPolicy(BoundedSessions):
                 "choose another folder that the server can read"
             ) from error
         self.version = weights.version
-        self._check(weights)
+        params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
+        body = self._completion(self._probe_ids, params)
+        turn = read_completion(self._server.ask("/v1/completions", body), self.version)
+        remedy = f"Let it serve the model that is trained: {self._sync.start}"
+        check_agreement(turn, self._probe_ids, weights, self._temperature, f"vLLM at {self.url}", remedy)
 
     def release(self) -> None:
         self._sync.release()
@@ -252,28 +268,6 @@ class VllmServerPolicy(BoundedSessions):
             raise ServiceError(
                 f"{self.url}/v1/models is not that of a vLLM server; give its address as vllm.url"
             ) from None
-
-    def _check_tokenizer(self) -> list[int]:
-        """The ids of the probe text, which must be the same on both sides."""
-        own = [int(i) for i in self._tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
-        body = {"model": self.served_model, "prompt": PROBE_TEXT, "add_special_tokens": False}
-        try:
-            theirs = self._server.ask("/tokenize", body)["tokens"]
-        except HttpError as error:
-            raise ServiceError(f"{self.url} tokenises nothing: {error}. Start it with {self._sync.start}") from None
-        if theirs != own:
-            raise ServiceError(
-                f"{self.url} serves {self.served_model!r} with another tokenizer: a text of {len(own)} tokens here has "
-                f"{len(theirs)} there, or others. Let it serve the model that is trained"
-            )
-        return own
-
-    def _check(self, weights: Weights) -> None:
-        params = SamplingParams(PROBE_TOKENS, temperature=self._temperature, seed=weights.version)
-        body = self._completion(self._probe_ids, params)
-        turn = read_completion(self._server.ask("/v1/completions", body), self.version)
-        remedy = f"Let it serve the model that is trained: {self._sync.start}"
-        check_agreement(turn, self._probe_ids, weights, self._temperature, f"vLLM at {self.url}", remedy)
 
     def _completion(self, ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
         named = {"model": self.served_model, "prompt": ids, "return_token_ids": True}

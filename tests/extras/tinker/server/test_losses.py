@@ -6,7 +6,7 @@ import torch
 
 from palestra.algo.losses import Objective, policy_loss
 from palestra.core.errors import PalestraError
-from palestra.extras.tinker.losses import INPUTS, check_loss, token_losses
+from palestra.extras.tinker.server.training_model import INPUTS, check_loss, token_losses
 
 CLIP = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
 SETTINGS = {"ppo": CLIP, "cispo": CLIP, "gspo": CLIP, "dro": {"beta": 0.05}}

@@ -14,14 +14,14 @@ from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import InputError
 from palestra.core.types import Sample
-from palestra.extras.tinker.losses import SETTINGS
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.messages import Datum, Tensor
-from palestra.extras.tinker.server.training_model import AdamParams, TrainingModel
+from palestra.extras.tinker.server.requests import Adam
+from palestra.extras.tinker.server.training_model import SETTINGS, TrainingModel
 from palestra.learner.local import LocalLearner
 
 SPEC = AdapterSpec(4)
-ADAM = AdamParams(1e-2, 0.9, 0.95, 1e-12, 0.0, 0.0)
+ADAM = Adam(learning_rate=1e-2)
 Row = Callable[..., Datum]
 
 

@@ -14,13 +14,11 @@ LOADS_MODEL = False  # the model is on the server; a run loads its tokenizer alo
 
 
 def require(config: RunConfig) -> None:
-    """Raise where the SDK is not installed."""
     if find_spec("tinker") is None:
         raise MissingPackageError("backend: tinker needs its SDK; pip install 'palestra[tinker]'")
 
 
 def open_backend(config: RunConfig, loaded: LoadedModel) -> Backend:
-    """Learner and policy are two clients of one model on the server."""
     from palestra.extras.tinker.client.connect import context_tokens, open_model, suited
     from palestra.extras.tinker.client.learner import TinkerLearner
     from palestra.extras.tinker.client.policy import TinkerPolicy

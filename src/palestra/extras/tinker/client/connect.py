@@ -62,7 +62,10 @@ def suited(config: RunConfig) -> RunConfig:
 
 def context_tokens(service: Any, name: str) -> int:
     """Context length of the server's model; raises if the server does not have it."""
-    models = {str(model.model_name): model for model in _capabilities(service).supported_models}
+    rest = tinker.RestClient(service.holder)
+    is_new = hasattr(rest, "get_server_capabilities")  # SDK 0.38 and newer
+    capabilities = rest.get_server_capabilities().result() if is_new else service.get_server_capabilities()
+    models = {str(model.model_name): model for model in capabilities.supported_models}
     if models and name not in models:
         raise NotFoundError(
             f"the Tinker server has no model {name!r}.{did_you_mean(name, models)} It has: {', '.join(sorted(models))}"
@@ -70,21 +73,13 @@ def context_tokens(service: Any, name: str) -> int:
     return int(getattr(models.get(name), "max_context_length", None) or _UNSTATED_CONTEXT)
 
 
-def _capabilities(service: Any) -> Any:
-    rest = tinker.RestClient(service.holder)
-    if hasattr(rest, "get_server_capabilities"):  # SDK 0.38 and newer
-        return rest.get_server_capabilities().result()
-    return service.get_server_capabilities()
-
-
 def open_model(config: RunConfig) -> TinkerModel:
     """A new model on the server, with its adapter at the beginning."""
-    metadata = {"made_by": "palestra"}
 
     def create(service: Any) -> Any:
         context_tokens(service, config.model.name)
         return service.create_lora_training_client(
-            config.model.name, rank=config.lora.r, seed=config.seed, user_metadata=metadata
+            config.model.name, rank=config.lora.r, seed=config.seed, user_metadata={"made_by": "palestra"}
         )
 
     return TinkerModel(lambda: connect(config.tinker.base_url), create)

@@ -1,4 +1,9 @@
-"""The learner whose model is on a Tinker server: the hosted service, or `palestra tinker`."""
+"""The learner whose model is on a Tinker server: the hosted service, or `palestra tinker`.
+
+The server knows the logprob of each token and no more, so a loss that is a function of logprobs is sent as its
+gradient: cross-entropy with the weights −∂loss/∂logprob. On-policy, where every ratio is 1, that gradient is known
+beforehand. With old logprobs, the server's `ppo` and `cispo` compute it themselves. Else a forward pass comes first.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +18,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from tinker import types
+from torch import Tensor
 
 from palestra.algo.batch import Batch
-from palestra.algo.step_loss import Loss, StepLoss
+from palestra.algo.losses import Objective
+from palestra.algo.step_loss import Loss, LossTokens, StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, SettingError, UnreadableFileError, UnsupportedError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import write_json
 from palestra.core.types import Array
 from palestra.core.weights import Weights, saved_tensors
-from palestra.extras.tinker.client.losses import (
-    StepTerms,
-    echo_gradient,
-    needs_forward,
-    server_loss,
-    step_terms,
-    weighted_advantages,
-)
 from palestra.extras.tinker.client.model import ModelChange, Sampler, TinkerModel
 from palestra.learner.base import noop
 
@@ -138,24 +138,21 @@ class TinkerLearner:
         step = self.model.change(lambda client: client.optim_step(adam), is_step=True)
         try:
             host_work()
-            if not all(found.terms.is_finite for found in pending):
+            parts = [part for found in pending for part in (found.terms.row_losses, found.terms.gradient)]
+            if not all(np.isfinite(part).all() for part in parts):
                 raise _not_finite(pending, "the loss is nan")
-            norm = self._step_norm(step)
+            try:
+                norm = gradient_norm(self.model.answer(step).metrics or {})
+            except PalestraError as error:
+                if _NO_NORM not in str(error):
+                    raise
+                norm = math.inf
             if math.isinf(norm):
                 raise _not_finite(pending, "the gradient norm is inf or nan")
         except PalestraError:
             self.model.undo([*gradients, step])
             raise
         return norm
-
-    def _step_norm(self, step: ModelChange) -> float:
-        """The gradient's norm; inf where it was none, which `palestra tinker` refuses to use."""
-        try:
-            return gradient_norm(self.model.answer(step).metrics or {})
-        except PalestraError as error:
-            if _NO_NORM in str(error):
-                return math.inf
-            raise
 
     def weights(self, version: int) -> TinkerWeights:
         return TinkerWeights(version, self._read_tensors, sampler=self.model.sampler(version))
@@ -174,7 +171,14 @@ class TinkerLearner:
 
     def load(self, folder: Path) -> None:
         self._pending = []
-        self.model.load(read_state(folder))
+        try:
+            state = str(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8"))["state"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnreadableFileError(
+                f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); the run was trained by another "
+                "backend"
+            ) from None
+        self.model.load(state)
 
     def export(self, folder: Path) -> Path:
         return self.model.download(folder)
@@ -186,15 +190,20 @@ class TinkerLearner:
         sent = found.sent
         if native := server_loss(loss.objective, batch):
             assert batch.old_logprobs is not None
-            advantages = _require_finite(weighted_advantages(loss, batch), batch)
-            inputs = {"advantages": advantages, "logprobs": np.nan_to_num(batch.old_logprobs)}
+            tokens, at = LossTokens.whole(batch, echo=False)
+            advantages = np.zeros(len(batch.token_ids))  # times the weight of each policy token in the loss
+            advantages[at] = batch.advantages[at] * _policy_weights(loss, tokens).numpy()
+            inputs = {"advantages": _require_finite(advantages, batch), "logprobs": np.nan_to_num(batch.old_logprobs)}
             passes: list[Any] = [(*native, datums(batch, sent, inputs))]
             if loss.echo_tokens:
                 passes.append(("cross_entropy", {}, datums(batch, sent, {"weights": -echo_gradient(loss, batch)})))
             return passes
-        if needs_forward(loss.objective, batch):
+        objective = loss.objective
+        knows_old = batch.old_logprobs is not None and bool(np.isfinite(batch.old_logprobs[batch.policy_mask]).any())
+        corrects = objective.importance_correction != "none" or objective.off_policy_mask_threshold is not None
+        if knows_old or corrects or objective.beta > 0 or objective.custom is not None:
             logprobs = self.forward(batch)
-        else:  # the gradient is the same whatever they are
+        else:  # every ratio is 1, and the gradient the same whatever they are
             logprobs = np.zeros(len(batch.token_ids), dtype=np.float32)
         weights = -_require_finite(step_terms(batch, loss, logprobs).gradient, batch)
         return [("cross_entropy", {}, datums(batch, sent, {"weights": weights}))]
@@ -266,16 +275,6 @@ def gradient_norm(metrics: Mapping[str, float]) -> float:
     return float(metrics[min(names, key=len)]) if names else math.nan
 
 
-def read_state(folder: Path) -> str:
-    """The tinker:// path of a checkpoint."""
-    try:
-        return str(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8"))["state"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnreadableFileError(
-            f"{folder} has no state of a Tinker server ({CHECKPOINT}: {error}); the run was trained by another backend"
-        ) from None
-
-
 def _require_finite(column: Array, batch: Batch) -> Array:
     bad = np.flatnonzero(~np.isfinite(column))
     if len(bad):
@@ -299,3 +298,60 @@ def _sentence(groups: Sequence[int], what: str) -> str:
         f"group {', '.join(map(str, groups))}: {what}, expected a finite number; the weights are unchanged. "
         "Lower train.learning_rate"
     )
+
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTerms:
+    """A batch's share of the loss under given logprobs, and its gradient."""
+
+    metrics: dict[str, float]
+    gradient: Array  # [T] ∂loss/∂logprob
+    row_losses: Array  # [R] float64
+
+
+def server_loss(objective: Objective, batch: Batch) -> tuple[Literal["ppo", "cispo"], dict[str, float]] | None:
+    """The server's own loss and its clipping for an objective, where it has one and every old logprob is known."""
+    other_terms = objective.beta or objective.importance_correction != "none" or objective.sequence_ratio
+    others = (objective.custom, objective.off_policy_mask_threshold, objective.delta)
+    if other_terms or any(option is not None for option in others):
+        return None
+    if batch.old_logprobs is None or not np.isfinite(batch.old_logprobs[batch.predicted(batch.policy_mask)]).all():
+        return None
+    if objective.loss in CLIPPED_LOSSES:
+        clip = {"clip_low_threshold": 1.0 - objective.epsilon, "clip_high_threshold": objective.upper}
+        return "ppo", clip
+    if objective.loss == "cispo":
+        return "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": objective.upper}
+    return None
+
+
+def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:
+    """The loss of a batch whose tokens have these logprobs [T]."""
+    tokens, at = LossTokens.whole(batch, echo=loss.echo_tokens > 0)
+    own = torch.from_numpy(np.nan_to_num(logprobs[at].astype(np.float64), nan=0.0)).requires_grad_()
+    found = loss(tokens, own, None)
+    total = (found.terms * torch.tensor(loss.weights, dtype=torch.float64)).sum()
+    gradient = np.zeros(len(batch.token_ids))
+    if total.requires_grad:
+        [by_own] = torch.autograd.grad(total, [own], materialize_grads=True)
+        gradient[at] = by_own.numpy()
+    row_losses = np.zeros(batch.rows)
+    np.add.at(row_losses, found.row.numpy(), (found.token_losses * _policy_weights(loss, tokens)).numpy())
+    return StepTerms(loss.metrics(found.terms.detach(), found.stats), gradient, row_losses)
+
+
+def echo_gradient(loss: StepLoss, batch: Batch) -> Array:
+    """[T] the gradient of the ECHO term alone."""
+    tokens, at = LossTokens.whole(batch, echo=True)
+    own = torch.zeros(len(at), dtype=torch.float64, requires_grad=True)
+    [by_own] = torch.autograd.grad(loss.echo_coefficient * loss.echo_term(tokens, own), [own])
+    gradient = np.zeros(len(batch.token_ids))
+    gradient[at] = by_own.numpy()
+    return gradient
+
+
+def _policy_weights(loss: StepLoss, tokens: LossTokens) -> Tensor:
+    return loss.token_weights(tokens if tokens.policy is None else tokens.select(tokens.policy))

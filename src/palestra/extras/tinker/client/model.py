@@ -174,7 +174,10 @@ class TinkerModel:
             if not target.is_relative_to(folder.resolve()):
                 raise ServiceError(f"the Tinker server names a file {file!r} outside of the model's folder")
             target.parent.mkdir(parents=True, exist_ok=True)
-            reply = Request(url, headers=self._headers(url), timeout_s=600.0, max_bytes=_MAX_FILE_BYTES).send()
+            # the key is for files on the server itself; signed URLs of other hosts must not see it
+            key = os.environ.get("TINKER_API_KEY")
+            headers = {"X-API-Key": key} if key and self._url and url.startswith(f"{self._url}/") else {}
+            reply = Request(url, headers=headers, timeout_s=600.0, max_bytes=_MAX_FILE_BYTES).send()
             if reply.status != 200:
                 raise HttpError(url.partition("?")[0], "a file of the trained model", reply.status)
             target.write_bytes(reply.body)
@@ -205,7 +208,16 @@ class TinkerModel:
         while True:
             generation = self._generation
             try:
-                found = await self._wait_async(asyncio.wrap_future(_plain(make())))
+                future = asyncio.wrap_future(_plain(make()))
+                try:
+                    while not future.done():
+                        await asyncio.wait({future}, timeout=_POLL_S)
+                        if not future.done():
+                            await asyncio.to_thread(self._check_server)
+                finally:
+                    if not future.done():
+                        future.cancel()
+                found = future.result()
             except Exception as error:
                 await asyncio.to_thread(self._recover, error, generation)
             else:
@@ -229,25 +241,9 @@ class TinkerModel:
                     return future.result()
                 self._check_server()
 
-    async def _wait_async(self, future: asyncio.Future[Any]) -> Any:
-        try:
-            while not future.done():
-                await asyncio.wait({future}, timeout=_POLL_S)
-                if not future.done():
-                    await asyncio.to_thread(self._check_server)
-        finally:
-            if not future.done():
-                future.cancel()
-        return future.result()
-
     @property
     def _url(self) -> str | None:
         return getattr(getattr(self.service, "holder", None), "_base_url", None)
-
-    def _headers(self, url: str) -> dict[str, str]:
-        """The key, for files on the server itself; signed URLs of other hosts need none, and must not see it."""
-        key = os.environ.get("TINKER_API_KEY")
-        return {"X-API-Key": key} if key and self._url and url.startswith(f"{self._url}/") else {}
 
     def _check_server(self) -> None:
         """Give up where nothing has answered for long: the SDK would wait for ever."""
@@ -269,8 +265,9 @@ class TinkerModel:
         with self._lock:
             if generation != self._generation:  # someone else has done it
                 return
-            in_vain = self._failures > 0 and is_unknown(error)  # it knows the new session; so this is something else
-            if not is_lost(error) or in_vain:
+            status = _status_error(error)
+            is_unknown = status is not None and status.status_code == 404
+            if not is_lost(error) or (is_unknown and self._failures > 0):  # it knows the new session
                 self._has_gap = is_numbered
                 raise refusal(error) from error
             if self._failures >= _RECOVERIES:
@@ -340,12 +337,6 @@ def is_lost(error: Exception) -> bool:
     # a promise that has expired; the class is not public
     is_expired = type(error).__name__ == "RetryableException"
     return is_expired or isinstance(error, tinker.APIConnectionError | asyncio.TimeoutError)
-
-
-def is_unknown(error: Exception) -> bool:
-    """Whether the server does not know what the request is about."""
-    status = _status_error(error)
-    return status is not None and status.status_code == 404
 
 
 def refusal(error: Exception) -> Exception:

@@ -6,7 +6,7 @@ import numpy as np
 from tinker import types
 
 from palestra.core.errors import PalestraError, RolloutError, UnsupportedError
-from palestra.core.types import SamplingParams, Turn
+from palestra.core.types import Finish, SamplingParams, Turn
 from palestra.core.weights import Weights
 from palestra.extras.tinker.client.learner import TinkerWeights
 from palestra.extras.tinker.client.model import Sampler, TinkerModel
@@ -35,7 +35,13 @@ class TinkerPolicy(BoundedSessions):
             answer = await self._model.call_async(lambda: sampler.client.sample(prompt, 1, options))
         except PalestraError as error:
             raise RolloutError(str(error)) from error
-        return read_turn(answer.sequences[0], sampler.version)
+        sequence = answer.sequences[0]
+        logprobs = sequence.logprobs
+        if logprobs is None or len(logprobs) != len(sequence.tokens) or not sequence.tokens:
+            count = None if logprobs is None else len(logprobs)
+            raise RolloutError(f"the Tinker server sampled {len(sequence.tokens)} tokens with {count} logprobs")
+        finish: Finish = "stop" if sequence.stop_reason == "stop" else "length"
+        return Turn("model", np.array(sequence.tokens), np.array(logprobs), sampler.version, finish)  # type: ignore[arg-type]
 
 
 def sampling_params(params: SamplingParams) -> types.SamplingParams:
@@ -57,12 +63,3 @@ def sampling_params(params: SamplingParams) -> types.SamplingParams:
         seed=params.seed,
         stop=stops,  # none at all: also not at the end of the text
     )
-
-
-def read_turn(sequence: types.SampledSequence, version: int) -> Turn:
-    logprobs = sequence.logprobs
-    if logprobs is None or len(logprobs) != len(sequence.tokens) or not sequence.tokens:
-        count = None if logprobs is None else len(logprobs)
-        raise RolloutError(f"the Tinker server sampled {len(sequence.tokens)} tokens with {count} logprobs")
-    finish = "stop" if sequence.stop_reason == "stop" else "length"
-    return Turn("model", np.array(sequence.tokens), np.array(logprobs), version, finish)  # type: ignore[arg-type]

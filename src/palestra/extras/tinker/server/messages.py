@@ -93,7 +93,6 @@ class SampleResponse:
 
 
 def parse_request(body: bytes) -> Any:
-    """The SDK's message in a body."""
     from google.protobuf.message import DecodeError
 
     try:

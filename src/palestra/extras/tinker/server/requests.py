@@ -15,7 +15,6 @@ from palestra.core.errors import InputError
 from palestra.core.types import SamplingParams
 from palestra.extras.tinker.server.base_model import AdapterSpec
 from palestra.extras.tinker.server.messages import Tensor, csr_cells
-from palestra.extras.tinker.server.training_model import AdamParams
 
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024
@@ -94,13 +93,8 @@ class Adam(Body):
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    grad_clip_norm: float = Field(0.0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(0.0, allow_inf_nan=False)  # 0 or less: no clipping
     type: AdamW = "adamw"
-
-    @property
-    def params(self) -> AdamParams:
-        clip = max(0.0, self.grad_clip_norm)
-        return AdamParams(self.learning_rate, self.beta1, self.beta2, self.eps, self.weight_decay, clip)
 
 
 class OptimStep(ModelRequest):

@@ -23,9 +23,10 @@ from starlette.routing import Route
 from palestra.core.errors import PalestraError
 from palestra.extras.tinker.server import requests as bodies
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
-from palestra.extras.tinker.server.checkpoint_api import CheckpointApi
+from palestra.extras.tinker.server.checkpoints import CheckpointApi
 from palestra.extras.tinker.server.futures import Gone, NotFound, Request, TooBusy
 from palestra.extras.tinker.server.messages import parse_request, read_forward_backward
+from palestra.extras.tinker.server.sampler import SampleRequest
 from palestra.extras.tinker.server.service import Service
 from palestra.servers.body import MIB, parse, read_body
 from palestra.servers.web import make_app, refuse
@@ -51,7 +52,7 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
     routes = [  # looked through in this order: what is asked for with every sample comes first
         post("/retrieve_future", api.retrieve_future, bodies.RetrieveFuture),
         post("/asample", api.sample, bodies.Sample, limit_mib=MAX_BODY_MIB),
-        get("/healthz", api.health),
+        get("/healthz", lambda request: {"status": "ok"}),
         get("/get_server_capabilities", api.capabilities),
         post("/client/config", api.client_config),
         post("/telemetry", api.telemetry),
@@ -145,8 +146,6 @@ async def _not_served(request: HttpRequest) -> Response:
 
 
 class _Api:
-    """One method for each endpoint."""
-
     def __init__(self, service: Service, long_poll_s: float) -> None:
         self._service = service
         self._long_poll_s = long_poll_s
@@ -167,9 +166,6 @@ class _Api:
             await asyncio.to_thread(self._service.checkpoints.delete_expired)
 
     # sessions
-
-    async def health(self, request: HttpRequest) -> Json:
-        return {"status": "ok"}
 
     async def capabilities(self, request: HttpRequest) -> Json:
         models = [
@@ -275,9 +271,8 @@ class _Api:
         if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < base.vocabulary]:
             raise refuse(400, f"token id {wrong[0]} is outside the vocabulary 0..{base.vocabulary - 1}")
         targets = body.target_prompt_logprobs
-        started = self._service.sample(
-            target,
-            body.seq_id,
+        asked = SampleRequest(
+            target.weights,
             prompt,
             body.turns(base.context - len(prompt), base.end_ids),
             prompt_logprobs=bool(body.prompt_logprobs),
@@ -286,6 +281,7 @@ class _Api:
             topk_sample=body.topk_sample_logprobs,
             targets=None if targets is None else targets.tensor,
         )
+        started = self._service.sample(target, body.seq_id, asked)
         return _promise(started, sample_sequence_ids=[f"{started.id}:{i}" for i in range(body.num_samples)])
 
     # answers

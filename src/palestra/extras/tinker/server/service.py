@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from palestra.core.files import verify_folder
-from palestra.core.types import SamplingParams
 from palestra.engine.runner import GIB, default_kv_bytes
-from palestra.extras.tinker.losses import check_loss
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name, weights_of
 from palestra.extras.tinker.server.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
@@ -33,7 +31,7 @@ from palestra.extras.tinker.server.requests import (
     SaveWeightsForSampler,
 )
 from palestra.extras.tinker.server.sampler import PinnedWeights, Sampler, SampleRequest
-from palestra.extras.tinker.server.training_model import TrainingModel
+from palestra.extras.tinker.server.training_model import TrainingModel, check_loss
 from palestra.extras.tinker.server.training_run import TrainingRun
 
 log = logging.getLogger("palestra")
@@ -297,7 +295,7 @@ class Service:
         return model.worker.submit(request.seq_id, "forward_backward", work)
 
     def optim_step(self, body: OptimStep) -> Request:
-        model, adam = self.model(body.model_id), body.adam.params
+        model, adam = self.model(body.model_id), body.adam
 
         def work() -> Result:
             training_model, run = model.ready
@@ -424,34 +422,14 @@ class Service:
             )
         return session
 
-    def sample(
-        self, target: SamplingSession, seq_id: int | None, prompt: Sequence[int], turns: Sequence[SamplingParams],
-        **options: Any,
-    ) -> Request:  # fmt: skip
+    def sample(self, target: SamplingSession, seq_id: int | None, asked: SampleRequest) -> Request:
         if seq_id is not None and seq_id in target.requests:
             return target.requests[seq_id]
         waiting = sum(sampler.busy for sampler in self._samplers.values())
         if waiting >= self.limits.waiting_samples:
             raise TooBusy(f"{waiting} samples wait already; try again in a moment")
-        sampler = self._sampler(target)
-        request = self.requests.new("sample")
-        if seq_id is not None:
-            target.requests[seq_id] = request
-        asked = SampleRequest(target.weights, prompt, turns, **options)
-
-        def answer(sampled: Future[SampleResponse]) -> None:
-            if error := sampled.exception():
-                request.future.set_exception(error)
-            else:
-                request.future.set_result(write_sample(sampled.result()))
-
-        sampler.submit(asked).add_done_callback(answer)
-        return request
-
-    def _sampler(self, target: SamplingSession) -> Sampler:
-        """The sampler of this model; idle samplers of other models are closed to make room."""
         key = f"{target.sampler} {target.spec}"
-        if key not in self._samplers:
+        if key not in self._samplers:  # idle samplers of other models are closed to make room
             for other in [name for name, sampler in self._samplers.items() if not sampler.busy]:
                 if len(self._samplers) < self.limits.samplers:
                     break
@@ -462,7 +440,19 @@ class Service:
             memory = default_kv_bytes(device) / GIB / self.limits.samplers if device.type == "cuda" else None
             self._samplers[key] = Sampler(target.base, target.spec, memory)
         self._samplers.move_to_end(key)
-        return self._samplers[key]
+        sampler = self._samplers[key]
+        request = self.requests.new("sample")
+        if seq_id is not None:
+            target.requests[seq_id] = request
+
+        def answer(sampled: Future[SampleResponse]) -> None:
+            if error := sampled.exception():
+                request.future.set_exception(error)
+            else:
+                request.future.set_result(write_sample(sampled.result()))
+
+        sampler.submit(asked).add_done_callback(answer)
+        return request
 
 
 def _load(training_model: TrainingModel, checkpoint: Checkpoint, optimizer: bool) -> None:

@@ -1,4 +1,8 @@
-"""One model that a client trains: gradients accumulate over requests until an optimizer step."""
+"""One model that a client trains: gradients accumulate over requests until an optimizer step.
+
+Tinker's losses are sums over tokens, without a mean; the client normalises. Their thresholds are bounds of the ratio
+itself: 0.8 and 1.2 keep it within 20 %.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +17,119 @@ import torch
 from torch import Tensor
 
 from palestra.algo.batch import Batch, Targets
-from palestra.algo.step_loss import LossTokens
+from palestra.algo.losses import TokenStats, row_sum
+from palestra.algo.step_loss import Loss, LossTerms, LossTokens
 from palestra.core.config import RunConfig
 from palestra.core.config_sections import TrainSection
-from palestra.core.errors import InputError, NotFiniteError, StateError
+from palestra.core.errors import InputError, NotFiniteError, SettingError, StateError, UnsupportedError, did_you_mean
 from palestra.core.types import Array
-from palestra.extras.tinker.losses import INPUTS, TinkerLoss
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.messages import Datum
+from palestra.extras.tinker.server.requests import Adam
 from palestra.learner import state as learner_state
 from palestra.learner.local import LocalLearner
 from palestra.learner.optimizer import Optimizer
+
+_SAMPLED = ("logprobs", "advantages")
+INPUTS = {  # beside target_tokens
+    "cross_entropy": ("weights",),
+    "importance_sampling": _SAMPLED,
+    "ppo": _SAMPLED,
+    "cispo": _SAMPLED,
+    "gspo": (*_SAMPLED, "sequence_ratio_mask"),
+    "dro": _SAMPLED,
+}
+# Each token's loss, and so its gradient, is a multiple of this input (dro has a term beside it).
+SCALED_BY = {name: "weights" if name == "cross_entropy" else "advantages" for name in INPUTS if name != "dro"}
+_CLIP = ("clip_low_threshold", "clip_high_threshold")
+SETTINGS = {"ppo": dict(zip(_CLIP, (0.8, 1.2), strict=True)), "cispo": dict(zip(_CLIP, (0.0, 4.0), strict=True))}
+NEEDED = {"gspo": _CLIP, "dro": ("beta",)}  # settings whose defaults at the hosted service are not published
+
+
+def check_loss(loss_fn: str, config: Mapping[str, float | str]) -> dict[str, float]:
+    """The settings of a loss with their defaults; raises for an unknown loss or setting."""
+    if loss_fn not in INPUTS:
+        known = ", ".join(INPUTS)
+        raise UnsupportedError(
+            f"loss_fn {loss_fn!r} is not served here; use one of {known}, or forward_backward_custom."
+            f"{did_you_mean(loss_fn, INPUTS)}"
+        )
+    defaults, needed = SETTINGS.get(loss_fn, {}), NEEDED.get(loss_fn, ())
+    for key, value in config.items():
+        if key not in defaults and key not in needed:
+            knows = ", ".join([*defaults, *needed]) or "none"
+            raise SettingError(f"{loss_fn} has no setting {key!r} in loss_fn_config; it has {knows}")
+        if not isinstance(value, float | int) or value != value:
+            raise SettingError(f"loss_fn_config[{key!r}] of {loss_fn} is {value!r}; expected a number")
+    for key in needed:
+        if key not in config:
+            raise SettingError(f"{loss_fn} needs loss_fn_config[{key!r}] here: its default is not published")
+    return {**defaults, **{key: float(value) for key, value in config.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerLoss(Loss):
+    """One of these losses over a batch's targets, with the settings that `check_loss` returns."""
+
+    name: str
+    settings: Mapping[str, float]
+
+    def __call__(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        losses = token_losses(self.name, self.settings, logprobs, tokens.inputs, tokens.row)
+        return LossTerms(losses.sum()[None], losses.detach(), tokens.row, TokenStats())
+
+    def has_gradient(self, batch: Batch, at: Array) -> bool:
+        """False where all advantages (or weights) are 0, as those of a group with equal rewards."""
+        assert batch.targets is not None
+        counts = SCALED_BY.get(self.name)
+        return counts is None or bool(np.any(batch.targets.inputs[counts][at]))
+
+
+def token_losses(
+    loss_fn: str,
+    settings: Mapping[str, float],
+    logprobs: Tensor,  # [N]
+    inputs: Mapping[str, Tensor],  # [N] each
+    row: Tensor | None = None,  # [N] int64, for losses that look at whole rows
+) -> Tensor:
+    """[N] the loss of each target, to be summed.
+
+    >>> lp = torch.tensor([-0.5, -0.1], requires_grad=True)
+    >>> inputs = {"logprobs": torch.tensor([-0.4, -0.2]), "advantages": torch.tensor([1.0, -1.0])}
+    >>> token_losses("importance_sampling", {}, lp, inputs).sum().item()
+    0.2003...
+    """
+    if loss_fn == "cross_entropy":
+        return -inputs["weights"] * logprobs
+    advantages, log_ratio = inputs["advantages"], logprobs - inputs["logprobs"]
+    match loss_fn:
+        case "importance_sampling":
+            return -log_ratio.exp() * advantages
+        case "ppo":
+            return _clipped(log_ratio.exp(), advantages, settings)
+        case "cispo":
+            return -log_ratio.exp().clamp(*(settings[key] for key in _CLIP)).detach() * logprobs * advantages
+        case "gspo":
+            assert row is not None
+            mask, rows = inputs["sequence_ratio_mask"] != 0, int(row.max()) + 1 if len(row) else 0
+            total = row_sum(log_ratio.detach() * mask, row, rows)
+            count = row_sum(mask.to(log_ratio.dtype), row, rows)
+            mean = (total / count.clamp(min=1.0))[row]  # [N] of each row's masked targets; 0 in a row without any
+            return _clipped((mean + logprobs - logprobs.detach()).exp(), advantages, settings)
+        case "dro":
+            return -(logprobs * advantages - 0.5 * settings["beta"] * log_ratio.square())
+    raise SettingError(f"loss_fn {loss_fn!r} is unknown")
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, settings: Mapping[str, float]) -> Tensor:
+    low, high = (settings[key] for key in _CLIP)
+    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+
 
 # Not more on a large GPU, unlike a training that has it to itself: models and samplers share its memory.
 TOKENS_PER_PASS = 16384
 MAX_CELLS = 1 << 24  # of one row's targets; a sparse matrix may claim any size
 WORTH_SHARING = 8  # tokens of a common beginning
-
-
-@dataclass(frozen=True, slots=True)
-class AdamParams:
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_clip_norm: float  # 0: no clipping
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +212,11 @@ class TrainingModel:
         loss, batch = TinkerLoss(loss_fn, settings), to_batch(data, INPUTS[loss_fn])
         if not backward:
             logprobs = self._learner.forward(batch)
-            return Outputs(_by_row(logprobs, data), _loss_of(loss, batch, logprobs))
+            assert batch.targets is not None
+            row = torch.from_numpy(np.repeat(np.arange(batch.rows), np.diff(batch.targets.offsets)))
+            inputs = {name: torch.from_numpy(column) for name, column in batch.targets.inputs.items()}
+            terms = loss(LossTokens(batch.rows, row, inputs), torch.from_numpy(logprobs), None).terms
+            return Outputs(_by_row(logprobs, data), float(terms.sum()))
         try:
             outputs = self._learner.forward_backward(batch, loss)
             self._optimizer.zero_missing_gradients()
@@ -130,7 +225,7 @@ class TrainingModel:
             self._failure = f"{type(error).__name__}: {error}"
             raise
 
-    def optim_step(self, adam: AdamParams) -> float:
+    def optim_step(self, adam: Adam) -> float:
         """One AdamW update; gives the gradient's norm before clipping. Without a gradient nothing changes."""
         if self._failure:
             failure, self._failure = self._failure, ""
@@ -139,7 +234,8 @@ class TrainingModel:
             return 0.0
         self._optimizer.configure((adam.beta1, adam.beta2), adam.eps, adam.weight_decay)
         try:
-            norm = self._learner.optim_step(adam.learning_rate, max_grad_norm=adam.grad_clip_norm or math.inf)
+            clip = adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf
+            norm = self._learner.optim_step(adam.learning_rate, max_grad_norm=clip)
         except NotFiniteError as error:
             raise InputError(
                 "the gradient norm is infinite or NaN, expected a finite number; the weights are unchanged. Look for "
@@ -221,14 +317,6 @@ def _families(rows: Sequence[Array]) -> Iterator[tuple[int, int]]:
         family, shared = [ids], len(ids) - 1
     if family:
         yield shared if len(family) > 1 else 0, len(family)
-
-
-def _loss_of(loss: TinkerLoss, batch: Batch, logprobs: Array) -> float:
-    """The summed loss of targets whose log-probabilities are known."""
-    assert batch.targets is not None
-    row = torch.from_numpy(np.repeat(np.arange(batch.rows), np.diff(batch.targets.offsets)))
-    inputs = {name: torch.from_numpy(column) for name, column in batch.targets.inputs.items()}
-    return float(loss(LossTokens(batch.rows, row, inputs), torch.from_numpy(logprobs), None).terms.sum())
 
 
 def _by_row(values: Array, rows: Sequence[Datum]) -> list[Array]:

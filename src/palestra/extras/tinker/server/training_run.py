@@ -19,7 +19,8 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Array, Group, Message, Rollout, Turn
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
 from palestra.extras.tinker.server.messages import Datum
-from palestra.extras.tinker.server.training_model import AdamParams, Outputs
+from palestra.extras.tinker.server.requests import Adam
+from palestra.extras.tinker.server.training_model import Outputs
 from palestra.runs.foreground import listed
 from palestra.runs.tracking.services import open_trackers
 
@@ -54,7 +55,7 @@ class TrainingRun:
         """Gradients of these rows were added."""
         self._writer.submit(self._logged, self._add_rows, data, loss_fn, outputs, seconds)
 
-    def stepped(self, adam: AdamParams, grad_norm: float, seconds: float) -> None:
+    def stepped(self, adam: Adam, grad_norm: float, seconds: float) -> None:
         """The weights have changed."""
         elapsed = time.perf_counter() - self._began
         self._writer.submit(self._logged, self._write_step, adam, grad_norm, seconds, elapsed)
@@ -82,7 +83,7 @@ class TrainingRun:
             if len(self._rollouts) < RECORDED_ROWS and logprobs.ndim == 1:
                 self._rollouts.append(_rollout(datum, loss_fn, logprobs, self._tokenizer, self._step))
 
-    def _write_step(self, adam: AdamParams, grad_norm: float, seconds: float, elapsed: float) -> None:
+    def _write_step(self, adam: Adam, grad_norm: float, seconds: float, elapsed: float) -> None:
         self._step += 1
         row = {
             "loss": self._loss, "grad_norm": grad_norm, "learning_rate": adam.learning_rate,
