@@ -65,7 +65,7 @@ OTHERS = {
     r"npm install ": "the network; make test-agents",
     r"curl .*/(attempts|tools/rl_)": "a request to our servers; test_agent_programs_command.py, test_rl_transports.py",
     r"\.venv/bin/(pytest|ruff|mypy)": "tools of the extra dev",
-    r"ollama run ": "needs Ollama; tests/unit/models/export/test_ollama.py",
+    r"ollama run ": "needs Ollama; tests/extras/gguf/test_ollama.py",
     r"(vllm serve|ray start) ": "another program; make test-vllm, make test-ray",
     r"export TINKER_API_KEY=|python -m tinker_cookbook|torchrun .* my_script.py|python my_agent.py": "the user's own",
 }

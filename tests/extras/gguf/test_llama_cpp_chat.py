@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "gguf"))
 
 from llama_cpp import LlamaCpp, serve_tokenizer
 from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_for_family

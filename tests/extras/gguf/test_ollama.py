@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("gguf")
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "models" / "gguf"))
 
 from go_template import render
 from small_tokenizers import CONVERSATION, MARKS, TOOLS, make_byte_level, make_for_family
