@@ -131,7 +131,7 @@ class AgentOptions:
 
     @classmethod
     def take(cls, parameters: dict[str, Any]) -> AgentOptions:
-        """Those among a command's parameters, which lose them by this."""
+        """Remove the options from a command's parameters."""
         values = {f.name: parameters.pop(f.name) for f in fields(cls) if f.name in parameters}
         options = cls(**values, cwd=str(Path.cwd()))
         held_out = options.held_out
@@ -145,7 +145,7 @@ class AgentOptions:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any] | None) -> AgentOptions:
-        """Those of a run that is resumed."""
+        """The options of a run that is resumed."""
         try:
             return cls(**{"cwd": str(Path.cwd()), **record}) if record else cls()
         except TypeError:

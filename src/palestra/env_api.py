@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from palestra.agents.agent import Agent
 from palestra.core.config import RunConfig
@@ -30,9 +30,6 @@ from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
 from palestra.trainer import train_task, watching
-
-if TYPE_CHECKING:
-    pass
 
 
 def train_env(

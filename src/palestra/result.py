@@ -176,10 +176,7 @@ class GRPOTrainingResult:
 
     @cached_property
     def _policy(self) -> Policy[Any]:
-        """The sampler of `generate`, with the self-check and captured kernels that all calls share.
-
-        Between calls it holds no KV cache.
-        """
+        """The sampler that all calls of `generate` share; between calls it holds no KV cache."""
         from palestra.policy.build import build_policy
 
         return build_policy(self.model, self.tokenizer, "auto")

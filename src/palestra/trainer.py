@@ -146,12 +146,8 @@ class GRPOTrainer:
         return save_hf(self.model, self.tokenizer, folder)
 
     def _resolve(self, problems: int | None) -> RunConfig:
-        overrides = {
-            "model.name": self.model_name,
-            "model.dtype": self.torch_dtype,
-            "model.device": self.device_map,
-        }
-        overrides = {key: value for key, value in overrides.items() if value is not None}
+        chosen = {"model.name": self.model_name, "model.dtype": self.torch_dtype, "model.device": self.device_map}
+        overrides = {key: value for key, value in chosen.items() if value is not None}
         match self._config:
             case GRPOTrainingConfig():
                 config = self._config.to_run_config(problems)
@@ -219,10 +215,7 @@ class GRPOTrainer:
         record: Mapping[str, Any] | None = None,
         resume: Path | str | Resume | None = None,
     ) -> GRPOTrainingResult:
-        """The same on any environment: it gives problems, tools and scores, the agent only its model and name.
-
-        `record` is more to be written down in the run folder's run.json.
-        """
+        """The same on any environment, which gives problems, tools and scores; `record` is more for run.json."""
         self._loaded = None if resume is not None else self._loaded  # a resumed run loads the published weights
         run, outcome = train_task(
             lambda config: self._task(environment, config),
@@ -309,10 +302,7 @@ def train_task(
     on_folder: Callable[[RunFolder], None] = lambda run: None,
     functions: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunFolder, Outcome]:
-    """Train in a new run folder, or continue a run with the config in its folder.
-
-    `functions` are a user's advantages and loss.
-    """
+    """Train in a new run folder, or continue a run; `functions` are a user's advantages and loss."""
     from palestra.train.credit import CustomObjective
 
     refuse_in_import("a training")

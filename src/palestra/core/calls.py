@@ -34,8 +34,7 @@ DELIVER_EVERY_S = 0.002
 
 
 class OutOfThreads(BaseException):
-    """No thread is left for a call. That is our failure, not the called code's: `except Exception` around it must
-    not take it for the answer of a tool or a measure."""
+    """No thread is left for a call: our failure, which `except Exception` must not take for the called code's."""
 
 
 @contextlib.contextmanager
@@ -161,10 +160,7 @@ class _CallQueue:
 
 
 class _Worker:
-    """A thread that runs calls; kept, because starting one takes longer than most calls.
-
-    A daemon thread: a call that hangs does not keep the process from ending.
-    """
+    """A daemon thread that runs calls, kept because starting one takes longer than most calls."""
 
     def __init__(self) -> None:
         self.queues: SimpleQueue[_CallQueue] = SimpleQueue()
@@ -252,7 +248,8 @@ async def _ended_immediately(calls: Sequence[_Call]) -> bool:
     try:
         await asyncio.sleep(0)
     except asyncio.CancelledError:
-        _cancel(calls)
+        for call in calls:
+            call.wanted = False
         raise
     return all(call.delivered for call in calls)
 
@@ -296,12 +293,8 @@ async def _within(timeout_s: float, outcome: Awaitable[Any], calls: Sequence[_Ca
             ) from None
         raise CallTimeout(f"took longer than {timeout_s:g} s{'' if hanging else ' and was stopped'}") from None
     finally:
-        _cancel(calls)
-
-
-def _cancel(calls: Iterable[_Call]) -> None:
-    for call in calls:
-        call.wanted = False
+        for call in calls:
+            call.wanted = False
 
 
 def _start(fn: Callable[[], Any]) -> _Call:

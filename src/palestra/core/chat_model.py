@@ -76,7 +76,6 @@ def logging_calls() -> Iterator[CallLog]:
 
 
 def log_judge(measure: str) -> None:
-    """Note that a measure is a judge's."""
     if (calls := _log.get()) is not None:
         calls.judges.add(measure)
 
@@ -131,10 +130,7 @@ class ChatModel:
         return self._backend.cost
 
     async def ask(self, messages: Chat, read: Callable[[str], T], *, seed: int = 0) -> T:
-        """`read` of the model's answer. An answer that `read` rejects with ValueError is asked for once more.
-
-        Raises RolloutError without an answer, ValueError without one that can be read.
-        """
+        """`read` of the answer, asked for again after one ValueError; RolloutError where the model gives no answer."""
         if self._cache is None:
             return read(await self._ask(messages, read, seed))
         endpoint = getattr(self._backend, "base_url", "")

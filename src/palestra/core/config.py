@@ -22,7 +22,7 @@ from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE
 from palestra.core.config_stages import DistillSection, StagesSection
 from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError
 from palestra.core.files import write_text
-from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting, without_removed
+from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting
 
 
 def full_learning_rate(parameters: int) -> float:
@@ -195,11 +195,6 @@ class _CoreConfig(Section):
         except ValidationError as error:
             raise SettingError(explain(error, list(cls.keys()))) from None
 
-    @classmethod
-    def of_stored_run(cls, settings: Mapping[str, Any], where: str) -> Self:
-        """The config of a run on disk, which an older version may have written."""
-        return cls.build(without_removed(flatten(settings), where))
-
     def save(self, path: Path) -> None:
         """As one YAML document, from `---` to `...`: without its end a file was cut off, though the rest parses."""
         import yaml
@@ -216,7 +211,6 @@ class _CoreConfig(Section):
                     raise SettingError(f"{key} = {value!r} has no effect here: {why}; leave it at {default!r}")
 
     def value(self, key: str) -> Any:
-        """The setting of this dotted key."""
         return reduce(getattr, key.split("."), self)
 
     @classmethod
@@ -226,7 +220,6 @@ class _CoreConfig(Section):
 
     @classmethod
     def settings(cls) -> dict[str, FieldInfo]:
-        """Every setting by its dotted key."""
         settings: dict[str, FieldInfo] = {}
         for name, info in cls.model_fields.items():
             if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
@@ -313,10 +306,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The content of a YAML document.
-
-    yaml.YAMLError if it is nested too deeply, its aliases stand for too much, or a key is there twice.
-    """
+    """A YAML document; yaml.YAMLError if it is nested too deeply, expands too far by aliases or repeats a key."""
     import yaml
 
     steps = ((char in "[{") - (char in "]}") for char in re.sub(r"[^][{}]+", "", text))

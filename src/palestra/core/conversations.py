@@ -114,7 +114,7 @@ def _to_chat(record: Json) -> Json:
     has_schemas = isinstance(tools, list) and any("input_schema" in tool for tool in tools)
     if "system" in record or has_schemas or any(block.get("type") in ANTHROPIC_BLOCKS for block in blocks):
         return provided("traces of other programs")(record)
-    return {"messages": list(map(_without_function_call, record["messages"])), "tools": chat_tools(record.get("tools"))}
+    return {"messages": list(map(_without_function_call, record["messages"])), "tools": chat_tools(tools)}
 
 
 def _without_function_call(message: Json) -> Json:

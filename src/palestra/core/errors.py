@@ -133,10 +133,7 @@ class UserCodeExit(Exception):
 
 
 def text_of(error: BaseException, where: str = "") -> str:
-    """An error as text, also if its own cannot be made: our own explain themselves, others need their class.
-
-    With `where` the text says what raised it, and has the class in any case.
-    """
+    """An error as text, even if its `str` raises; others than ours with their class. `where` says what raised it."""
     if isinstance(error, UserCodeExit):
         error = error.__cause__ or error
     try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -26,23 +25,14 @@ def outside_event_loop(work: Callable[[], T]) -> T:
     if task is not None:
         asyncio.tasks._leave_task(loop, task)
     asyncio._set_running_loop(None)
+    # Ctrl-C raises KeyboardInterrupt, where asyncio.run would only cancel the task around the work, which cannot notice
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
     try:
-        with _usual_ctrl_c():
-            return work()
+        return work()
     finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
         asyncio._set_running_loop(loop)
         if task is not None:
             asyncio.tasks._enter_task(loop, task)
-
-
-@contextmanager
-def _usual_ctrl_c() -> Iterator[None]:
-    """KeyboardInterrupt, where asyncio.run would only cancel the task around the work, which cannot notice."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

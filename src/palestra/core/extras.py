@@ -111,7 +111,6 @@ def has_settings(section: str) -> bool:
 
 
 def folder(extra: str) -> Path:
-    """Where an extra is."""
     return Path(__file__).parents[1] / "extras" / extra
 
 
@@ -134,7 +133,6 @@ def load(place: str, what: str) -> Any:
 
 
 def command(name: str) -> Any:
-    """The command of this name that an extra has."""
     return load(COMMANDS[name][1], f"palestra {name}")
 
 

@@ -78,10 +78,7 @@ def open_private(path: Path) -> IO[bytes]:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; OSError for anything else.
-
-    Files from elsewhere may be pipes that block for ever, or links to devices without an end.
-    """
+    """Open a regular file for reading; OSError for others: a pipe may block for ever, a device may have no end."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -109,10 +106,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, one at a time; none where there is no file.
-
-    A line that does not parse is skipped: it is being written, or was when the process was killed.
-    """
+    """The objects of a JSON-lines file, if it exists; skips lines that do not parse, such as an unfinished last one."""
     if not path.is_file():
         return
     with path.open("rb") as file:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -52,10 +52,7 @@ def rollout_to_dict(rollout: Rollout, *, exact: bool = False, with_routing: bool
 
 
 def _outcome(rollout: Rollout, exact: bool, with_routing: bool = False) -> dict[str, Any]:
-    """What a line and the columns of a group have in common.
-
-    Rare keys are only there where they say something: readers of an earlier version do not know them.
-    """
+    """The common part of a line and of a group's columns; without empty rare keys, which older readers do not know."""
     scores = {}
     for name, score in rollout.scores.items():
         verdict: dict[str, Any] = {
@@ -162,8 +159,12 @@ def group_from_dict(columns: Mapping[str, Any], problem_id: str, *, version: int
 
     Sampled tokens without logprobs get NaN. Advantages that came along stay with their rollouts, token by token.
     """
-    trained = [_trained(columns, i) for i in range(len(columns["tokens"]))]
-    shared = _shared_prompt(columns["tokens"], trained)
+    tokens = columns["tokens"]
+    trained = [_trained(columns, i) for i in range(len(tokens))]
+    # leading tokens that all siblings have in common, none of them trained
+    places = zip(zip(*tokens, strict=False), zip(*trained, strict=False), strict=True)
+    alike = sum(1 for _ in takewhile(lambda place: len(set(place[0])) == 1 and not any(place[1]), places))
+    shared = min(alike, min(map(len, tokens)) - 1)
     rollouts = (_rollout_from_dict(columns, i, problem_id, trained[i], shared, version) for i in range(len(trained)))
     return Group(problem_id, tuple(rollouts), columns.get("metrics") or {})
 
@@ -229,13 +230,6 @@ def _trained(columns: Mapping[str, Any], i: int) -> Array:
 def _is_overridden(columns: Mapping[str, Any], i: int) -> bool:
     """Whether the environment asks that this sequence trains nothing."""
     return bool((_entry(columns, "overrides", i) or {}).get("set_advantage_to_zero"))
-
-
-def _shared_prompt(tokens: Sequence[Sequence[int]], trained: Sequence[Array]) -> int:
-    """How many leading tokens all siblings have in common, none of them trained."""
-    columns = zip(zip(*tokens, strict=False), zip(*trained, strict=False), strict=True)
-    alike = sum(1 for _ in takewhile(lambda column: len(set(column[0])) == 1 and not any(column[1]), columns))
-    return min(alike, min(map(len, tokens)) - 1)
 
 
 def _entry(columns: Mapping[str, Any], name: str, i: int) -> Any:

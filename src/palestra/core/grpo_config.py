@@ -97,24 +97,18 @@ class GRPOTrainingConfig(BaseModel):
 
     def to_run_config(self, problems: int | None = None) -> RunConfig:
         """The whole config that this one stands for; `problems` is needed for save_strategy='epoch'."""
-        return RunConfig.build(self._settings(problems))
-
-    def _settings(self, problems: int | None = None) -> dict[str, Any]:
         sizes = (self.per_device_batch_size, self.gradient_accumulation_steps)
         batch = None if sizes == (None, None) else (sizes[0] or 2) * (sizes[1] or 2)
-        same = {key: getattr(self, name) for name, key in _SAME.items()}
-        return (
-            same
-            | {
-                "train.problems_per_step": batch,
-                "lora.r": self._lora_rank(),
-                # bfloat16 is the default for GPUs; a CPU gets it only when it was asked for by name.
-                "model.dtype": self.torch_dtype if "torch_dtype" in self.model_fields_set else "auto",
-                "checkpoint.every": self._save_every(batch, problems),
-                "track.report_to": self._trackers(),
-            }
-            | self.vllm_settings()
-        )
+        settings = {key: getattr(self, name) for name, key in _SAME.items()}
+        settings |= {
+            "train.problems_per_step": batch,
+            "lora.r": self._lora_rank(),
+            # bfloat16 is the default for GPUs; a CPU gets it only when it was asked for by name.
+            "model.dtype": self.torch_dtype if "torch_dtype" in self.model_fields_set else "auto",
+            "checkpoint.every": self._save_every(batch, problems),
+            "track.report_to": self._trackers(),
+        }
+        return RunConfig.build(settings | self.vllm_settings())
 
     def vllm_settings(self) -> dict[str, Any]:
         """The vllm section; settings that would have no effect are refused, here or by it."""

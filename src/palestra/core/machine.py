@@ -35,7 +35,6 @@ SMALL_MODEL_PARAMETERS = 20_000_000  # below, a matrix product is too small to b
 
 
 def processors() -> int:
-    """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -161,10 +160,7 @@ def interpreter_for_many_rollouts() -> Iterator[None]:
 
 
 class Phases(threading.local):
-    """A stopwatch with nested phases, for each thread its own: each moment counts for the innermost open phase.
-
-    Inside of a phase nothing may be awaited.
-    """
+    """A stopwatch with nested phases, one for each thread. Inside of a phase nothing may be awaited."""
 
     def __init__(self) -> None:  # called by each thread
         self._seconds: dict[str, float] = {}

@@ -135,10 +135,7 @@ def _with_id(call: ToolCall, call_id: str) -> ToolCall:
 def number_calls(
     messages: Sequence[Message], results: Sequence[ToolResult], first: int = 0
 ) -> tuple[list[Message], list[ToolResult]]:
-    """`with_unique_ids`, and the results with the new ids; there is a tool message for each, in the same order.
-
-    An environment that answers calls itself adds tool messages for which there is no result.
-    """
+    """`with_unique_ids`, and the results with the new ids; not each tool message of an environment has a result."""
     numbered = with_unique_ids(messages, first)
     both = zip(messages[first:], numbered[first:], strict=True)
     ids = iter([(old.tool_call_id, new.tool_call_id) for old, new in both if new.role == "tool"])

@@ -33,10 +33,7 @@ def run_process(function: Callable[[list[str]], int]) -> None:
 
 
 def _end_process(status: list[int]) -> None:
-    """End the process as soon as its threads and exit handlers have.
-
-    Not without a status, when a traceback is shown, nor under a debugger or a coverage tool, which come behind this.
-    """
+    """End the process without freeing its modules, unless it failed, is debugged, or a tool measures its coverage."""
     if status and sys.gettrace() is None:
         try:
             sys.stdout.flush()

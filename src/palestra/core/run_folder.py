@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, flatten, parse_yaml
 from palestra.core.errors import (
     NotFoundError,
     SettingError,
@@ -25,6 +25,7 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.core.files import MANIFEST, new_folder, read_jsonl, read_regular, slug, write_json
+from palestra.core.removed_settings import without_removed
 from palestra.core.show import show_path
 
 FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
@@ -183,8 +184,6 @@ class RunFolder:
     def config(self) -> RunConfig:
         import yaml
 
-        from palestra.core.config import parse_yaml
-
         try:
             text = read_regular(self.config_file, MAX_CONFIG_BYTES).decode("utf-8")
             if text.startswith("---") and not text.rstrip().endswith("\n..."):  # files of 0.1 have neither
@@ -196,7 +195,7 @@ class RunFolder:
             reason = "it holds no settings"
         if not isinstance(settings, dict):
             raise UnreadableFileError(f"{self.config_file} cannot be read ({reason}); restore it from a copy")
-        return RunConfig.of_stored_run(settings, str(self.config_file))
+        return RunConfig.build(without_removed(flatten(settings), str(self.config_file)))
 
     def tracking(self) -> dict[str, str | None]:
         """The names under which it is tracked, and where Weights & Biases shows it, if it does."""
@@ -257,8 +256,8 @@ class RunFolder:
 
     def checkpoint(self, name: str) -> Path:
         """The finished checkpoint of a step, or "best", or "last"."""
-        found = {str(step_of(path)): path for path in self.step_checkpoints()}
-        words = found | {"best": self.best_checkpoint(), "last": self.last_checkpoint()}
+        steps = {str(step_of(path)): path for path in self.step_checkpoints()}
+        words = steps | {"best": self.best_checkpoint(), "last": self.last_checkpoint()}
         path = words.get(name.removeprefix("step-").lstrip("0") or name)
         if path is None:
             known = ", ".join(word for word, path in words.items() if path is not None)
@@ -290,7 +289,7 @@ class Resume:
         return cls(Path(run)) if isinstance(run, Path | str) else run
 
     def config(self, planned: RunConfig, done: int) -> RunConfig:
-        """The run's config from now on, `done` steps being in the checkpoint."""
+        """The run's config from now on; the checkpoint has `done` steps."""
         steps = max(1, done) if self.finish else self.max_steps
         if steps is None:
             return planned
@@ -309,8 +308,8 @@ def numbered_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
     def is_number(value: Any) -> bool:  # that fits a float: integers in a file have no bound
         return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)
 
-    found = [{key: value for key, value in row.items() if is_number(value)} for row in rows]
-    return [row for row in found if "step" in row and abs(row["step"]) < MAX_STEP]
+    numbers = [{key: value for key, value in row.items() if is_number(value)} for row in rows]
+    return [row for row in numbers if "step" in row and abs(row["step"]) < MAX_STEP]
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -327,5 +326,5 @@ def step_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def last_checkpoint(checkpoints: Path) -> Path | None:
-    found = step_checkpoints(checkpoints)
-    return found[-1] if found else None
+    finished = step_checkpoints(checkpoints)
+    return finished[-1] if finished else None

@@ -177,10 +177,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one turn. The defaults sample the model's own distribution.
-
-    `grammar` is text (the JSON of the tools' schemas), so that it can travel to a policy in another process.
-    """
+    """How to sample one turn, by default the model's own distribution. `grammar` is text, for policies elsewhere."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -238,7 +235,6 @@ class Score:
 
     @property
     def decides(self) -> bool:
-        """Whether it has a say in whether the rollout passed."""
         return self.counts and self.passed is not None
 
 
@@ -335,7 +331,6 @@ class Rollout:
 
     @property
     def all_turns(self) -> tuple[Turn, ...]:
-        """The turns of all its conversations."""
         turns = self.turns
         for lineage in self.lineages:
             turns += lineage.turns
@@ -420,10 +415,7 @@ class ProgramResult:
     error: str | None = None  # posted by an external agent; the attempt counts as failed
 
     def failure(self, timeout_s: float, max_output_bytes: int) -> str | None:
-        """Why the attempt counts as failed; None where the program ended by itself, with whatever status.
-
-        A program that gives up on what the model said ends with a status other than 0: that attempt is scored.
-        """
+        """Why the attempt counts as failed; None where the program ended by itself, with whatever exit status."""
         if self.error is not None:
             return f"the agent posted an error: {self.error[:_LOG_CHARS]}"
         if self.stopped == "time":

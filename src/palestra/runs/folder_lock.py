@@ -31,7 +31,7 @@ def hold(folder: Path) -> Iterator[None]:
         _require_regular(path)
         lock.acquire()
     except Timeout:
-        raise _held(folder) from None
+        raise held_error(folder) from None
     except OSError as error:
         reason = error.strerror or error
         raise StorageError(
@@ -45,12 +45,6 @@ def hold(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def refuse_held(folder: Path) -> None:
-    """PalestraError if another process trains in the folder."""
-    if holder(folder) is not None:
-        raise _held(folder)
 
 
 def holder(folder: Path) -> dict[str, Any] | None:
@@ -82,7 +76,7 @@ def _require_regular(path: Path) -> None:
         raise OSError("it is not a regular file")
 
 
-def _held(folder: Path) -> PalestraError:
+def held_error(folder: Path) -> PalestraError:
     process = holder(folder) or {}
     host = str(process.get("host", "")).partition(" ")[0]
     return StateError(

@@ -15,7 +15,7 @@ from palestra.core.errors import PalestraError, StateError, text_of
 from palestra.core.ranks import is_first_rank
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.runs.folder_lock import hold, holder, refuse_held
+from palestra.runs.folder_lock import held_error, hold, holder
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, new_id, palestra_home, subject_of
 from palestra.runs.processes import RUN_VARIABLE, this_host, this_process
 
@@ -24,10 +24,7 @@ log = logging.getLogger("palestra")
 
 @contextlib.contextmanager
 def listed(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock and list the run while it trains, unless its supervisor or the caller lists it.
-
-    A folder in which another process trains is refused.
-    """
+    """Hold the folder's lock, and list the run unless its supervisor or the caller does; refuse a folder in use."""
     me = this_process()
     if holder(folder) == {"pid": me.pid, "born": me.born, "host": this_host()}:
         yield
@@ -63,7 +60,8 @@ def refuse_busy(folder: Path) -> None:
             row = index.record_of(folder.resolve())
         if row is not None and row.state in ACTIVE:
             raise _busy(row)
-    refuse_held(folder)
+    if holder(folder) is not None:
+        raise held_error(folder)
 
 
 def has_supervisor() -> bool:

@@ -6,7 +6,6 @@ Places are locks of files in PALESTRA_HOME, which the kernel releases when a run
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -36,7 +35,15 @@ class Places:
         with FileLock(self._folder / "queue.lock"):
             if not self.locks:
                 self.lock(self._ticket)
-            held = list(self._held())
+            held = []  # the names that other runs have locked; the files of all others are removed
+            for path in sorted(self._folder.glob("*-*")):
+                if path.name == self._ticket:
+                    continue
+                if (lock := _lock(path)) is None:
+                    held.append(path.name)
+                else:
+                    path.unlink()
+                    os.close(lock)
             running = sum(name.startswith("run-") for name in held)
             if running >= max(1, max_runs):
                 return f"{running} of at most {max_runs} runs are running"
@@ -59,16 +66,6 @@ class Places:
         number = _lock(self._folder / _file_name(name))
         self.locks += [] if number is None else [number]
         return number is not None
-
-    def _held(self) -> Iterator[str]:
-        """The names that other runs have locked, sorted; the files of all others are removed."""
-        for path in sorted(self._folder.glob("*-*")):
-            if path.name != self._ticket:
-                if (lock := _lock(path)) is None:
-                    yield path.name
-                else:
-                    path.unlink()
-                    os.close(lock)
 
 
 def _file_name(name: str) -> str:

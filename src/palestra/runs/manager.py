@@ -41,10 +41,7 @@ class RunManager(RunReader):
         self.max_runs = max_runs
 
     def start(self, request: RunRequest, *, max_active: int | None = None) -> Run:
-        """Start a run in the background, or queue it, without waiting for it.
-
-        Bad settings raise PalestraError, and so do more than `max_active` runs that are running or queued.
-        """
+        """Start a run in the background, or queue it; PalestraError for bad settings or `max_active` active runs."""
         config, needs_wire = request.check(), request.needs_wire()
         gpus = limits.gpus_needed(config.model, limits.count_gpus(), request.nproc)
         self._index.end_dead_runs()
@@ -68,10 +65,7 @@ class RunManager(RunReader):
         return self.get(run_id)
 
     def stop(self, run_id: str, wait_s: float = 60.0, on_wait: Callable[[float], None] = lambda waited_s: None) -> Run:
-        """Stop a run with a checkpoint, and wait until it has ended (at most `wait_s`): it finishes its step first.
-
-        `on_wait` is called again and again while it waits.
-        """
+        """Stop a run after its step, with a checkpoint; wait at most `wait_s`, and call `on_wait` in the meantime."""
         row = self._reconciled(run_id)
         if row.state in ENDED:
             raise StateError(f"the run {run_id} has ended already; it is {row.state}")
@@ -128,8 +122,7 @@ class RunManager(RunReader):
             shutil.rmtree(folder.path, ignore_errors=True)
 
     def gc(self) -> Runs:
-        """End the processes that dead runs have left behind, remove their temporary folders, and record how those runs
-        ended. Returns them."""
+        """End and record what dead runs have left behind, remove their temporary folders, and return these runs."""
         remove_stale()
         return [self.get(run_id) for run_id in self._index.end_dead_runs()]
 
@@ -166,10 +159,7 @@ class DeletableFolder:
 
 
 def run_garbage(run: RunFolder) -> Iterator[DeletableFolder]:
-    """All checkpoints but the newest, which can be resumed, and the best; and what a killed trainer left half written.
-
-    Nothing of a run that is being trained.
-    """
+    """Checkpoints but the newest and the best, and half-written ones; nothing of a run that is being trained."""
     if holder(run.path) is not None:
         return
     keep = {run.last_checkpoint(), run.best_checkpoint()}

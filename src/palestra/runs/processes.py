@@ -142,7 +142,6 @@ def end_all(processes: Iterable[Process], terminate_s: float) -> None:
 
 
 def descendants(pid: int) -> list[Process]:
-    """All descendants of a process."""
     try:
         below = psutil.Process(pid).children(recursive=True)
     except psutil.Error:

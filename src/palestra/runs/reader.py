@@ -69,7 +69,6 @@ class Run:
         return max(this_life, self.progress.get("elapsed_seconds", 0.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         paths = {"folder": str(self.folder), "logs": {part: str(path) for part, path in self.logs.items()}}
         return values | paths | {name: dict(values[name]) for name in ("processes", "ports", "progress")}
@@ -101,11 +100,9 @@ class RunReader:
         return row
 
     def lists(self, folder: RunFolder) -> bool:
-        """Whether the index lists exactly this folder."""
         return self._index.lists(folder.path)
 
     def list(self) -> Runs:
-        """All runs, newest first."""
         return self.page(None)[0]
 
     def page(self, limit: int | None, offset: int = 0) -> tuple[Runs, int]:
@@ -125,10 +122,7 @@ class RunReader:
         return tail(paths[part], lines)
 
     def follow(self, run_id: str, part: Part = "trainer", *, start: int | None = None) -> Iterator[str]:
-        """Lines that are appended to a process's log, redacted, until the run has ended.
-
-        From the byte `start` on, or from the present end.
-        """
+        """Redacted lines of a process's log, from the byte `start` or the present end until the run has ended."""
         path = self.get(run_id).logs[part]
         while self.get(run_id).is_active and not path.is_file():
             time.sleep(_FOLLOW_S)
@@ -145,7 +139,6 @@ class RunReader:
                 time.sleep(_FOLLOW_S)
 
     def metrics(self, run_id: str) -> Rows:
-        """One row per step."""
         return self.folder(run_id).metrics()
 
     def results(self, run_id: str) -> dict[str, Any]:
@@ -201,39 +194,31 @@ def _process_state(part: PartRow | None, row: Row) -> str:
 
 
 def progress(folder: RunFolder) -> dict[str, float]:
-    """The newest value of the main metrics, from the end of metrics.jsonl and the report."""
+    """The newest value of the main metrics, from the end of metrics.jsonl and the report; the time that is left."""
     values: dict[str, float] = {}
     rows = numbered_rows(last_rows(folder.metrics_file, _RECENT_ROWS))
     for row in rows:
         values |= {name: row[key] for key, name in _PROGRESS.items() if key in row}
-    values |= _time_left(folder, rows)
+    try:
+        total = float(folder.record.get("steps") or 0)
+    except (OSError, PalestraError, ValueError, TypeError, OverflowError):
+        total = 0.0
+    if total:
+        values["total_steps"] = total
+    if timed := [row for row in rows if "elapsed_seconds" in row]:
+        first, last = timed[0], timed[-1]
+        values["elapsed_seconds"] = last["elapsed_seconds"]  # also before it was resumed
+        steps = last["step"] - first["step"]
+        if total and steps > 0:
+            per_step = (last["elapsed_seconds"] - first["elapsed_seconds"]) / steps
+            values["seconds_left"] = max(0.0, per_step * (total - last["step"]))
     match folder.report():
         case {"after": {"pass_rate": {"rate": int() | float() as after}}}:
             values["eval_percent_correct"] = after
     return values
 
 
-def _time_left(folder: RunFolder, rows: Rows) -> dict[str, float]:
-    """The steps in total, the seconds so far (also before it was resumed), and those left by its last steps."""
-    try:
-        total = float(folder.record.get("steps") or 0)
-    except (OSError, PalestraError, ValueError, TypeError, OverflowError):
-        total = 0.0
-    known = {"total_steps": total} if total else {}
-    timed = [row for row in rows if "elapsed_seconds" in row]
-    if not timed:
-        return known
-    first, last = timed[0], timed[-1]
-    known["elapsed_seconds"] = last["elapsed_seconds"]
-    steps = last["step"] - first["step"]
-    if total and steps > 0:
-        per_step = (last["elapsed_seconds"] - first["elapsed_seconds"]) / steps
-        known["seconds_left"] = max(0.0, per_step * (total - last["step"]))
-    return known
-
-
 def results(run: Run) -> dict[str, Any]:
-    """The results of a run so far."""
     folder = RunFolder(run.folder)
     rows, report, checkpoint = folder.metrics(), folder.report(), folder.last_checkpoint()
     return {
@@ -271,10 +256,7 @@ def tail(path: Path, count: int) -> Lines:
 
 
 def why_it_ended(part: str, exit_code: int, log: Path, *, packages: bool = False) -> str:
-    """One sentence about how a process ended, then the lines of its log that explain it.
-
-    `packages`: a package that is missing can be installed with --with.
-    """
+    """How a process ended, with the error in its log. `packages`: a missing package can be installed with --with."""
     name = _PART_NAMES.get(part, part)
     if exit_code < 0:
         signals = {each.value: each.name for each in signal.Signals}

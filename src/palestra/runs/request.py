@@ -118,7 +118,6 @@ class RunRequest:
 
     @classmethod
     def load(cls, file: Path) -> RunRequest:
-        """Read a request from its JSON file."""
         try:
             data = json.loads(read_regular(file))
             if words := data.pop("agent_arguments", None):  # of runs that an older version has queued

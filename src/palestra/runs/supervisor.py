@@ -82,7 +82,6 @@ class Supervisor:
         end: State
         reason: str | None
         try:
-            self._wait_in_queue()
             self._start()
             while True:
                 self._tick()
@@ -110,8 +109,7 @@ class Supervisor:
         self._retry(lambda: self._index.update(self._run_id, **values))
 
     def _retry(self, call: Callable[[], T]) -> T | None:
-        """Read or write the run's record, again and again while its lock is held or the disk full: a run must not end
-        by that. None if the run's folder is gone."""
+        """Read or write the record until its lock is free and the disk has room; None if the run's folder is gone."""
         while self._folder.path.is_dir():
             try:
                 try:
@@ -126,14 +124,13 @@ class Supervisor:
     def request_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
 
-    def _wait_in_queue(self) -> None:
+    def _start(self) -> None:
+        """Wait in the queue, then start the run's processes one after the other."""
         while (wait := self._places.take()) is not None:
             if wait != self._row.reason:
                 self._move(["pending"], "pending", reason=wait)
             self._tick()
         self._move(["pending"], "starting", reason=None)
-
-    def _start(self) -> None:
         self._token = launch_token(self._request, self._folder)
         for step in launch_steps(self._request, self._folder, self._claim_port, self._token):
             self._tick()  # raises if the run was stopped: then nothing more is started

@@ -29,9 +29,16 @@ def launch_ranks(command: Sequence[str], count: int) -> int:
     failed, or 0.
 
     Ctrl-C, SIGTERM and SIGHUP become a SIGTERM for each of them: they save a checkpoint together.
+    The ranks meet in a file that only this user can read, and exchange data over the loopback interface: nothing of
+    them can be reached from another machine.
     """
     with tempfile.TemporaryDirectory(prefix="palestra-ranks-", dir=scratch_root()) as folder:
-        environments, prepare = _environments(count, Path(folder, "rendezvous")), ends_with_parent()
+        shared = {name: _LOOPBACK for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} | own_environment()
+        shared |= {LAUNCHER: str(os.getpid()), RENDEZVOUS: str(Path(folder, "rendezvous"))}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # only mark them as ranks, as torchrun does
+        shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        prepare = ends_with_parent()
         ranks = [subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare) for env in environments]
         try:
             with _forwarded(ranks):
@@ -54,18 +61,6 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(_POLL_S)
     status = first[1] if first else next((status for status in statuses if status), 0)
     return 128 - status if status < 0 else status
-
-
-def _environments(count: int, rendezvous: Path) -> list[dict[str, str]]:
-    """The variables of each rank.
-
-    The ranks meet in a file that only this user can read, and exchange data over the loopback interface: nothing of
-    them can be reached from another machine. MASTER_ADDR and MASTER_PORT only mark them as ranks, as torchrun does.
-    """
-    shared = {name: _LOOPBACK for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} | own_environment()
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": str(count)}
-    shared |= {"LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid()), RENDEZVOUS: str(rendezvous)}
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
 @contextmanager
