@@ -95,8 +95,8 @@ class OpenEnv(Env):
         if "tool_name" not in self._parameters["properties"]:
             return [Tool("act", self._about, self._parameters, self._act)]
         listed = _ask(self._socket, "step", {"type": "list_tools"}).get("observation", {})
-        found = [(tool["name"], tool.get("description"), tool["input_schema"]) for tool in listed.get("tools", ())]
-        return [Tool(name, text or name, schema, partial(self._call, name)) for name, text, schema in found]
+        tools = [(tool["name"], tool.get("description"), tool["input_schema"]) for tool in listed.get("tools", ())]
+        return [Tool(name, text or name, schema, partial(self._call, name)) for name, text, schema in tools]
 
     def _act(self, **action: Any) -> str:
         return _OVER if self.done else self._observe(_ask(self._socket, "step", action))
@@ -140,13 +140,13 @@ def _ask(socket: Any, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         answer = json.loads(socket.recv(timeout=_TIMEOUT_S))
     except ConnectionClosed as error:
         raise RuntimeError(f"the server closed the session: {closed or error}") from None
-    found: Mapping[str, Any] = answer.get("data") or {}
+    data_of_answer: Mapping[str, Any] = answer.get("data") or {}
     if answer.get("type") == "error":
-        message = str(found.get("message", "the server gave an error"))
-        if found.get("code") == "CAPACITY_REACHED":
-            raise NoSession(message, int(found.get("max_sessions", 1)))
+        message = str(data_of_answer.get("message", "the server gave an error"))
+        if data_of_answer.get("code") == "CAPACITY_REACHED":
+            raise NoSession(message, int(data_of_answer.get("max_sessions", 1)))
         raise RuntimeError(message)
-    return found
+    return data_of_answer
 
 
 def _with_scheme(url: str, kind: str) -> str:

@@ -106,7 +106,7 @@ class VerifiersEnv(Env):
         return [{"reward": float(state["reward"])} for state in states]
 
     async def _record(self) -> list[Any]:
-        """What was said so far, in the state where their methods look for it."""
+        """Put the conversation so far into the state, where verifiers' methods read it."""
         if not self._is_ready:
             self._is_ready = True
             if hasattr(self.theirs, "setup_state"):
@@ -156,7 +156,7 @@ class _Timing(dict[str, float]):
 
 @dataclass
 class Trace:
-    """What a v1 task looks at when it scores: what was said, and where its verdicts go."""
+    """A conversation as a v1 task reads it when it scores, and the verdicts that it records."""
 
     task: Any
     messages: Sequence[Any]
@@ -224,7 +224,6 @@ class TasksetEnv(Env):
     def setup(self) -> None:
         """Refuse what a conversation alone cannot play or score, before anything is trained on half of it."""
         task = next(iter(self.taskset))
-        # What a task needs beyond a conversation.
         needs = [] if task.data.prompt is not None else ["a user who opens the conversation"]
         needs += ["a container"] if getattr(task, "NEEDS_CONTAINER", False) else []
         needs += _toolsets(task)
@@ -246,15 +245,15 @@ class TasksetEnv(Env):
             )
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        found: list[Problem] = []
+        problems: list[Problem] = []
         size = self.config.train_size if split == "train" else self.config.held_out_size
         for task in self.taskset:
             problem = self._problem(task)
             if is_held_out(problem, self.config.held_out_share) == (split == "held_out"):
-                found.append(problem)
-            if len(found) == size:
+                problems.append(problem)
+            if len(problems) == size:
                 break
-        return found
+        return problems
 
     def _problem(self, task: Any) -> Problem:
         opening = [Message("system", task.data.system_prompt)] if task.data.system_prompt else []

@@ -175,8 +175,8 @@ def rl_list_runs(call: Call, limit: int = 50, offset: int = 0) -> views.Data:
         offset: How many of the newest to leave out: next_offset of the answer before.
     """
     require_page(limit, offset)
-    found, total = call.tools.manager.page(limit, offset)
-    return views.runs(found, offset, total)
+    runs, total = call.tools.manager.page(limit, offset)
+    return views.runs(runs, offset, total)
 
 
 def rl_test_inference(
@@ -294,14 +294,14 @@ class RlTools:
 
     def select(self, name: str, progress: Progress) -> PendingRunConfig:
         """Start with the own settings of an environment; earlier edits are dropped."""
-        found = discover()
-        names = [env.name for env in found.environments]
+        discovery = discover()
+        names = [env.name for env in discovery.environments]
         if name not in names:
             raise Refusal(
                 f"there is no environment {short(name)!r}.{did_you_mean(name[:200], names)}",
                 available=closest(name, names),
             )
-        env = found.named(name)
+        env = discovery.named(name)
         pending = PendingRunConfig.of(env, describe(env, None, self.site.limits, progress), self.site)
         with self._lock:
             self._pending = pending

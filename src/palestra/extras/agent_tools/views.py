@@ -18,8 +18,8 @@ _METRICS = ("step", "reward_mean", "percent_correct", "eval_percent_correct", "l
 Data = Mapping[str, Any]
 
 
-def environments(found: Discovery, contains: str = "", limit: int = MAX_LISTED, offset: int = 0) -> Data:
-    ordered = sorted(found.environments, key=lambda e: (e.origin == "built-in") + bool(e.preset))
+def environments(discovery: Discovery, contains: str = "", limit: int = MAX_LISTED, offset: int = 0) -> Data:
+    ordered = sorted(discovery.environments, key=lambda e: (e.origin == "built-in") + bool(e.preset))
     shown, about = page(ordered, limit, offset, lambda e: f"{e.name} {e.description}", contains)
     rows = [
         {"name": e.name, "class_name": e.class_name, "file_path": e.file_path, "description": short(e.description)}
@@ -34,8 +34,8 @@ def environments(found: Discovery, contains: str = "", limit: int = MAX_LISTED, 
             "files in ./environments and in the folders of PALESTRA_ENV_PATH are found too",
         ],
     }
-    if found.errors:
-        answer["errors"] = {str(path): reason for path, reason in found.errors.items()}
+    if discovery.errors:
+        answer["errors"] = {str(path): reason for path, reason in discovery.errors.items()}
     return answer
 
 
@@ -102,17 +102,17 @@ def status(run: Run) -> Data:
     }
 
 
-def results(run: Run, found: Data) -> Data:
-    path, checkpoint = found.get("model_path"), found.get("checkpoint")
+def results(run: Run, data: Data) -> Data:
+    path, checkpoint = data.get("model_path"), data.get("checkpoint")
     return {
         **header(run),
         **_tracking(run),
-        "final_metrics": found.get("final_metrics"),
-        "history": found.get("history"),
+        "final_metrics": data.get("final_metrics"),
+        "history": data.get("history"),
         "capability": _capability(run),
         "findings": _findings(run),
-        "report": _rates(found.get("report")),
-        "report_path": found.get("report_path"),
+        "report": _rates(data.get("report")),
+        "report_path": data.get("report_path"),
         "weights_path": path,
         "checkpoint_path": checkpoint,
         "tip": f"load the weights with palestra.models.loading.load_model({str(path)!r}), or serve them: "
@@ -126,10 +126,10 @@ def results(run: Run, found: Data) -> Data:
     }
 
 
-def runs(found: Sequence[Run], offset: int, total: int) -> Data:
+def runs(page_runs: Sequence[Run], offset: int, total: int) -> Data:
     rows = [
         {**header(run), **_tracking(run), "name": run.name, "metrics": dict(run.progress), "folder": run.folder}
-        for run in found
+        for run in page_runs
     ]
     following = offset + len(rows)
     return {"runs": rows, "count": total, **({"next_offset": following} if following < total else {})}

@@ -141,7 +141,7 @@ def command(python: Path, file: Path, *words: object) -> list[str]:
 
 
 def env_process_environment(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What the environment sees: no key but that of the tracker in its settings."""
+    """Environment variables of the environment's process: no key but that of the tracker in its settings."""
     use_wandb = str(settings.get("use_wandb", False)).lower() == "true"
     tracker = [name for name in os.environ if name.startswith("WANDB_") and use_wandb]
     return clean_environment(tracker) | {"PYTHONUNBUFFERED": "1"}

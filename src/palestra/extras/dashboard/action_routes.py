@@ -93,23 +93,23 @@ class ActionRoutes:
         return answer({"run": summary(self._catalog.get(run.run_id))}, 201)
 
     def stop(self, request: Request, body: Form) -> Response:
-        found = self._allowed(request, "stop")
-        self._catalog.manager.stop(found.id, wait_s=0.0)
-        return answer({"run": summary(self._catalog.get(found.id))})
+        entry = self._allowed(request, "stop")
+        self._catalog.manager.stop(entry.id, wait_s=0.0)
+        return answer({"run": summary(self._catalog.get(entry.id))})
 
     def resume(self, request: Request, body: ResumeBody) -> Response:
-        found = self._allowed(request, "resume")
-        self._catalog.manager.resume(found.id, max_steps=body.max_steps)
-        return answer({"run": summary(self._catalog.get(found.id))})
+        entry = self._allowed(request, "resume")
+        self._catalog.manager.resume(entry.id, max_steps=body.max_steps)
+        return answer({"run": summary(self._catalog.get(entry.id))})
 
     def delete(self, request: Request) -> Response:
-        found = self._allowed(request, "delete")
-        self._catalog.manager.remove(found.id, keep_folder=request.query_params.get("keep_folder") == "1")
-        return answer({"deleted": found.id})
+        entry = self._allowed(request, "delete")
+        self._catalog.manager.remove(entry.id, keep_folder=request.query_params.get("keep_folder") == "1")
+        return answer({"deleted": entry.id})
 
     def export(self, request: Request, body: ExportBody) -> Response:
-        found = self._allowed(request, "export")
-        word = f"{found.folder.path}@{body.checkpoint}" if body.checkpoint else str(found.folder.path)
+        entry = self._allowed(request, "export")
+        word = f"{entry.folder.path}@{body.checkpoint}" if body.checkpoint else str(entry.folder.path)
         export = command(["export", word, "--to", body.format, "--json"])
 
         def work(job: Job) -> Any:
@@ -120,25 +120,25 @@ class ActionRoutes:
             names = [path.name] if path.is_file() else sorted(each.name for each in path.iterdir())
             return {**made, "files": names, "bytes": path.stat().st_size if path.is_file() else folder_size(path)}
 
-        return answer({"job": self._jobs.start("export", f"{found.run.name} as {body.format}", work).to_dict()}, 202)
+        return answer({"job": self._jobs.start("export", f"{entry.run.name} as {body.format}", work).to_dict()}, 202)
 
     def rescore(self, request: Request, body: RescoreBody) -> Response:
-        found = self._allowed(request, "rescore")
+        entry = self._allowed(request, "rescore")
         measures = str(self._launcher.code_file(body.measures))
-        words = ["rescore", str(found.folder.path), "--measures", measures, "--kind", body.kind, "--json"]
+        words = ["rescore", str(entry.folder.path), "--measures", measures, "--kind", body.kind, "--json"]
         words += ["--limit", str(body.limit)] if body.limit else []
         words += self._catalog.trust_words
         score = command(words)
 
         def work(job: Job) -> Any:
             made = score(job)
-            rows = RolloutIndex(found.folder).rows_of(body.kind) if made and made["changed"] else []
+            rows = RolloutIndex(entry.folder).rows_of(body.kind) if made and made["changed"] else []
             for change in made["changed"] if made else ():
                 number = change["number"]
                 change["rollout"] = rows[number] if number < len(rows) else None
             return made
 
-        return answer({"job": self._jobs.start("rescore", found.run.name, work).to_dict()}, 202)
+        return answer({"job": self._jobs.start("rescore", entry.run.name, work).to_dict()}, 202)
 
     def test(self, request: Request, body: TestBody) -> Response:
         def work(job: Job) -> Any:
@@ -147,10 +147,10 @@ class ActionRoutes:
         return answer({"job": self._jobs.start("test", str(body.environment), work).to_dict()}, 202)
 
     def _allowed(self, request: Request, action: str) -> CatalogRun:
-        found = self._catalog.get(request.path_params["run"])
-        if action not in actions(found):
-            raise StateError(f"the run {found.id} is {found.run.state}, and cannot {action} now")
-        return found
+        entry = self._catalog.get(request.path_params["run"])
+        if action not in actions(entry):
+            raise StateError(f"the run {entry.id} is {entry.run.state}, and cannot {action} now")
+        return entry
 
 
 _MAX_JOBS = 50  # that are remembered

@@ -41,7 +41,7 @@ class Catalog:
         else:
             runs = [self._unlisted(folder) for folder in self._folders if folder.has_begun]
         runs = list(_with_own_ids(runs))
-        return sorted(runs, key=lambda found: found.run.created, reverse=True)
+        return sorted(runs, key=lambda entry: entry.run.created, reverse=True)
 
     def get(self, run_id: str) -> CatalogRun:
         if self._folders is None:
@@ -52,10 +52,10 @@ class Catalog:
                 reason: PalestraError = error
         else:
             reason = UnknownRun(f"there is no run {run_id[:80]!r} here")
-        found = next((found for found in self.all() if found.id == run_id), None)
-        if found is None:
+        entry = next((entry for entry in self.all() if entry.id == run_id), None)
+        if entry is None:
             raise reason
-        return found
+        return entry
 
     def _unlisted(self, folder: RunFolder) -> CatalogRun:
         run = self.manager.of_folder(folder)
@@ -65,8 +65,8 @@ class Catalog:
 def _with_own_ids(runs: Sequence[CatalogRun]) -> Iterator[CatalogRun]:
     """The runs, each with an id of its own: copies of a folder hold the same id."""
     seen: set[str] = set()
-    for found in sorted(runs, key=lambda found: not found.listed):  # the index's ids stay as they are
-        if found.id in seen:
-            found = replace(found, run=replace(found.run, run_id=id_of(found.folder.path)))
-        seen.add(found.id)
-        yield found
+    for entry in sorted(runs, key=lambda entry: not entry.listed):  # the index's ids stay as they are
+        if entry.id in seen:
+            entry = replace(entry, run=replace(entry.run, run_id=id_of(entry.folder.path)))
+        seen.add(entry.id)
+        yield entry

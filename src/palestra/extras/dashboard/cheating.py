@@ -26,14 +26,14 @@ _NO_CHECK = (
 
 def reward_hacking(index: RolloutIndex) -> dict[str, Any]:
     """The answer to `GET …/suspicion`."""
-    found = measure_series(index.folder)
-    notes = [] if found["witnesses"] else [_NO_CHECK]
-    (shapes, clusters), has_alarm = _shapes(index), bool(found["alarms"]) if found["witnesses"] else None
+    series = measure_series(index.folder)
+    notes = [] if series["witnesses"] else [_NO_CHECK]
+    (shapes, clusters), has_alarm = _shapes(index), bool(series["alarms"]) if series["witnesses"] else None
     listed = [
         {"score": each.score, "why": list(each.why), "rollout": shown(index.row(each.attempt.id))}
         for each in suspects(clusters, _MAX_SHOWN, has_alarm=has_alarm)
     ]
-    return {**found, **shapes, "suspects": listed, "notes": notes}
+    return {**series, **shapes, "suspects": listed, "notes": notes}
 
 
 def ids_of_shape(index: RolloutIndex, shape: str) -> list[int]:

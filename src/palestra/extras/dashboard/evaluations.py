@@ -66,7 +66,7 @@ def _measure(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _flips(first: str, last: str, rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     before, after = majority(rows[first]), majority(rows[last])
-    found = pair(before, after)
+    paired = pair(before, after)
     by_problem = [{row["problem_id"]: row for row in reversed(rows[name])} for name in (first, last)]
     problems = [
         {
@@ -83,10 +83,10 @@ def _flips(first: str, last: str, rows: Mapping[str, list[dict[str, Any]]]) -> d
     return {
         "from": first,
         "to": last,
-        "fixed": found.only_second,
-        "broken": found.only_first,
-        "same": found.both + found.neither,
-        "p_value": found.p_value,
+        "fixed": paired.only_second,
+        "broken": paired.only_first,
+        "same": paired.both + paired.neither,
+        "p_value": paired.p_value,
         "problems": problems[:_MAX_PROBLEMS],
     }
 
@@ -97,7 +97,7 @@ def compare(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
     reports = {run: folder.report() or {} for run, folder in folders.items()}
     return {
         "settings": [
-            {"key": key, "values": {run: found.get(key) for run, found in settings.items()}}
+            {"key": key, "values": {run: values.get(key) for run, values in settings.items()}}
             for key in differing_keys([*settings.values()])
         ],
         "curves": {run: _curves(folder) for run, folder in folders.items()},
@@ -124,7 +124,7 @@ def _curves(folder: RunFolder) -> dict[str, Any]:
 
 
 def _flips_between(folders: Mapping[str, RunFolder]) -> list[dict[str, Any]]:
-    """Held-out problems after training, of each pair of runs that share some."""
+    """Compare each pair of runs on the held-out problems after training that both have."""
     passed = {
         run: majority(RolloutIndex(folder).rows_of("after"))
         for run, folder in folders.items()
@@ -132,10 +132,10 @@ def _flips_between(folders: Mapping[str, RunFolder]) -> list[dict[str, Any]]:
     }
     rows = []
     for a, b in combinations(passed, 2):
-        found = pair(passed[a], passed[b])
-        if found.both + found.only_first + found.only_second + found.neither:
-            counts = {"both": found.both, "only_a": found.only_first, "only_b": found.only_second}
-            rows.append({"a": a, "b": b, **counts, "neither": found.neither, "p_value": found.p_value})
+        paired = pair(passed[a], passed[b])
+        if paired.both + paired.only_first + paired.only_second + paired.neither:
+            counts = {"both": paired.both, "only_a": paired.only_first, "only_b": paired.only_second}
+            rows.append({"a": a, "b": b, **counts, "neither": paired.neither, "p_value": paired.p_value})
     return rows
 
 
@@ -152,8 +152,8 @@ def problems(index: RolloutIndex, sort: str, limit: int, start: int) -> dict[str
     with index.open() as db:
         visits = db.execute(f"{_VISIT} SELECT * FROM visits ORDER BY problem_id, first_id").fetchall()
         rows = []
-        for problem, found in groupby(visits, lambda visit: visit["problem_id"]):
-            own = list(found)
+        for problem, members in groupby(visits, lambda visit: visit["problem_id"]):
+            own = list(members)
             rates = [visit["rate"] for visit in own]
             flips = sum(_flip(a, b) is not None for a, b in pairwise(rates))
             rows.append(
@@ -199,12 +199,12 @@ def problem(index: RolloutIndex, problem_id: str, kind: str = "train") -> dict[s
     evaluations) has the id, of the other side only what asks the same belongs to it.
     """
     with index.open() as db:
-        found = db.execute("SELECT * FROM rollouts WHERE problem_id = ? ORDER BY id", (problem_id,)).fetchall()
-    if not found:
+        same_id = db.execute("SELECT * FROM rollouts WHERE problem_id = ? ORDER BY id", (problem_id,)).fetchall()
+    if not same_id:
         raise UnknownRollout(f"there is no problem {problem_id[:80]!r} in this run")
-    own = [row for row in found if (row["kind"] == "train") == (kind == "train")] or found
+    own = [row for row in same_id if (row["kind"] == "train") == (kind == "train")] or same_id
     questions = {row["question"] for row in own}
-    rows = [row for row in found if row["question"] in questions]
+    rows = [row for row in same_id if row["question"] in questions]
     visits = []
     for group_id, group in groupby(rows, lambda row: row["group_id"]):
         members = list(group)

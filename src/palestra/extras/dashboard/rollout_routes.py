@@ -98,11 +98,11 @@ def match(text: str) -> str | None:
     >>> match('git "rm -rf" clon*')
     '"git" "rm -rf" "clon"*'
     """
-    found = [
+    terms = [
         f'"{phrase or word.rstrip("*")}"' + ("*" if word.endswith("*") else "") for phrase, word in _WORD.findall(text)
     ]
-    found = [term.replace('""', '"') for term in found if term.strip('"*')]
-    return " ".join(found) or None
+    terms = [term.replace('""', '"') for term in terms if term.strip('"*')]
+    return " ".join(terms) or None
 
 
 def find(index: RolloutIndex, query: RolloutQuery) -> dict[str, Any]:
@@ -212,8 +212,8 @@ class RolloutRoutes:
     def _handler(self, read: Read) -> Callable[[Request], Response]:
         def handle(request: Request) -> Response:
             index, share = self._index(request)
-            found = read(index, request)
-            return found if isinstance(found, Response) else answer({**found, "indexed": share})
+            result = read(index, request)
+            return result if isinstance(result, Response) else answer({**result, "indexed": share})
 
         return handle
 
@@ -266,8 +266,8 @@ def _export(index: RolloutIndex, request: Request) -> Response:
     """A rollout or a group, by the path, as a file."""
     is_group, name = request.url.path.split("/")[-3] == "groups", index.folder.path.name
     read, page = (transcripts.group, group_page) if is_group else (transcripts.rollout, rollout_page)
-    found = read(index, _id(request), max_chars=None)
-    return _attachment(page(name, found), f"{'group' if is_group else 'rollout'}-{found['id']}.html")
+    record = read(index, _id(request), max_chars=None)
+    return _attachment(page(name, record), f"{'group' if is_group else 'rollout'}-{record['id']}.html")
 
 
 def _export_run(index: RolloutIndex, request: Request) -> Response:

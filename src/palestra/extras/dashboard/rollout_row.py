@@ -114,18 +114,18 @@ def shown(row: Any) -> dict[str, Any]:
         name: {"value": value, "passed": None if passed is None else bool(passed), "error": bool(error)}
         for name, (value, passed, error) in json.loads(row["scores"]).items()
     }
-    found = {name: row[name] for name in _SHOWN}
+    columns = {name: row[name] for name in _SHOWN}
     more = {"group": row["group_id"], "passed": bool(row["passed"]), "tools": json.loads(row["tools"])}
-    return {**found, **more, "scores": scores}
+    return {**columns, **more, "scores": scores}
 
 
 def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages, each with all its fields and of the right types, whatever the file holds."""
-    found = []
+    messages = []
     for message in record.get("messages") or ():
         if isinstance(message, Mapping):
             text = message.get("text", message.get("content"))
-            found.append(
+            messages.append(
                 {
                     "role": str(message.get("role") or "user"),
                     "text": text if isinstance(text, str) else "" if text is None else json.dumps(text),
@@ -134,7 +134,7 @@ def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "name": message.get("name"),
                 }
             )
-    return found
+    return messages
 
 
 def lineages_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -170,8 +170,8 @@ def _pieces(record: Mapping[str, Any]) -> Iterator[str]:
 
 def snippet(text: str, words: Sequence[str], around: int = 60) -> list[tuple[str, bool]]:
     """The text near the first word that matches: pieces, each with whether it matches."""
-    low, found = text.lower(), [word.lower() for word in words]
-    places = [(place, word) for word in found if word and (place := low.find(word)) >= 0]
+    low, lowered = text.lower(), [word.lower() for word in words]
+    places = [(place, word) for word in lowered if word and (place := low.find(word)) >= 0]
     if not places:
         return [(text[: 2 * around], False)]
     place, word = min(places)

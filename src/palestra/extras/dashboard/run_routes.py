@@ -51,15 +51,17 @@ class RunRoutes:
         words = request.query_params.get("q", "").lower().split()
         state = request.query_params.get("state") or None
         start, limit = whole(request, "cursor", 0, 10**9), whole(request, "limit", _PAGE, 500) or _PAGE
-        found = [run for run in self._catalog.all() if _matches(run, words) and state in (None, run.run.state)]
-        rows = [summary(run) for run in found[start : start + limit]]
+        matching = [run for run in self._catalog.all() if _matches(run, words) and state in (None, run.run.state)]
+        rows = [summary(run) for run in matching[start : start + limit]]
         following = start + limit
-        return answer({"runs": rows, "next": str(following) if following < len(found) else None, "total": len(found)})
+        return answer(
+            {"runs": rows, "next": str(following) if following < len(matching) else None, "total": len(matching)}
+        )
 
     async def _list_events(self) -> AsyncIterator[Event]:
         def now() -> dict[str, Any]:
-            found = self._catalog.all()
-            return {"runs": [summary(run) for run in found[:_PAGE]], "total": len(found)}
+            runs = self._catalog.all()
+            return {"runs": [summary(run) for run in runs[:_PAGE]], "total": len(runs)}
 
         last = None
         while True:
@@ -70,25 +72,25 @@ class RunRoutes:
             await asyncio.sleep(_LIST_EVERY_S)
 
     def one(self, request: Request) -> Response:
-        found = self._found(request)
-        alarms = measure_series(found.folder)["alarms"]
-        return answer({**summary(found), **details(found), "alarms": alarms})
+        entry = self._entry(request)
+        alarms = measure_series(entry.folder)["alarms"]
+        return answer({**summary(entry), **details(entry), "alarms": alarms})
 
     def metrics(self, request: Request) -> Response:
         after = number(request, "after", -math.inf)
-        rows = [row for row in by_step(self._found(request).folder.metrics()) if row["step"] > after]
+        rows = [row for row in by_step(self._entry(request).folder.metrics()) if row["step"] > after]
         made = columns(rows)
         return answer({**made, "charts": charts(list(made["series"]))})
 
     def run_events(self, request: Request) -> Response:
-        return events(self._run_events(self._found(request).id))
+        return events(self._run_events(self._entry(request).id))
 
     async def _run_events(self, run_id: str) -> AsyncIterator[Event]:
         position, advice, last = 0, None, None
         while True:
-            found = await asyncio.to_thread(self._catalog.get, run_id)
-            current = await asyncio.to_thread(summary, found)
-            path = found.folder.metrics_file
+            entry = await asyncio.to_thread(self._catalog.get, run_id)
+            current = await asyncio.to_thread(summary, entry)
+            path = entry.folder.metrics_file
             if path.is_file() and path.stat().st_size < position:
                 position = 0  # the run was resumed, and its records cut back
             rows, after = await asyncio.to_thread(read_rows, path, position)
@@ -99,25 +101,25 @@ class RunRoutes:
                 yield "run", current
                 last = seen
             if rows or advice is None:
-                advice = await asyncio.to_thread(findings, found)
+                advice = await asyncio.to_thread(findings, entry)
                 yield "findings", {"findings": advice}
                 if rows:
                     yield "rollouts", {"step": rows[-1]["step"]}
-            if not found.run.is_active:
+            if not entry.run.is_active:
                 yield "end", {}
                 return
             await asyncio.sleep(_RUN_EVERY_S)
 
     def logs(self, request: Request) -> Response:
-        found = self._found(request)
-        part, path = _log(found, request.query_params.get("part"))
+        entry = self._entry(request)
+        part, path = _log(entry, request.query_params.get("part"))
         lines = tail(path, whole(request, "lines", _LOG_LINES, _MAX_LOG_LINES)) if path else []
-        return answer({"part": part, "parts": list(found.run.logs), "lines": lines})
+        return answer({"part": part, "parts": list(entry.run.logs), "lines": lines})
 
     def log_events(self, request: Request) -> Response:
-        found = self._found(request)
-        _, path = _log(found, request.query_params.get("part"))
-        return events(self._log_events(found.id, path))
+        entry = self._entry(request)
+        _, path = _log(entry, request.query_params.get("part"))
+        return events(self._log_events(entry.id, path))
 
     async def _log_events(self, run_id: str, path: Path | None) -> AsyncIterator[Event]:
         if path is None:
@@ -136,21 +138,21 @@ class RunRoutes:
             await asyncio.sleep(_RUN_EVERY_S)
 
     def evaluations(self, request: Request) -> Response:
-        return answer(evaluations(self._found(request).folder))
+        return answer(evaluations(self._entry(request).folder))
 
     def compare(self, request: Request) -> Response:
         ids = [word for word in request.query_params.get("runs", "").split(",") if word]
         if len(set(ids)) < 2:
             raise SettingError("one run cannot be compared; give two or more: ?runs=a,b")
-        found = [self._catalog.get(run_id) for run_id in dict.fromkeys(ids)]
-        return answer({"runs": [summary(run) for run in found], **compare({run.id: run.folder for run in found})})
+        entries = [self._catalog.get(run_id) for run_id in dict.fromkeys(ids)]
+        return answer({"runs": [summary(run) for run in entries], **compare({run.id: run.folder for run in entries})})
 
-    def _found(self, request: Request) -> CatalogRun:
+    def _entry(self, request: Request) -> CatalogRun:
         return self._catalog.get(request.path_params["run"])
 
 
-def _matches(found: CatalogRun, words: list[str]) -> bool:
-    run = found.run
+def _matches(entry: CatalogRun, words: list[str]) -> bool:
+    run = entry.run
     text = f"{run.run_id} {run.name} {run.environment} {run.folder} {run.state}".lower()
     return all(word in text for word in words)
 
@@ -159,11 +161,11 @@ def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("seconds", "seconds_left")}
 
 
-def _log(found: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:
+def _log(entry: CatalogRun, part: str | None) -> tuple[str | None, Path | None]:
     """The log that is asked for, or the first that the run has."""
-    logs = found.run.logs
+    logs = entry.run.logs
     if part and part not in logs:
-        raise NotFoundError(f"the run {found.id} has no log of {part[:80]!r}; it has {', '.join(logs) or 'none'}")
+        raise NotFoundError(f"the run {entry.id} has no log of {part[:80]!r}; it has {', '.join(logs) or 'none'}")
     name = part or next((name for name, path in logs.items() if path.is_file()), None)
     return name, logs[name] if name else None
 

@@ -38,14 +38,14 @@ def _sparkline_at(folder: RunFolder, size: int, changed: int) -> list[float]:
     return sparkline(by_step(folder.metrics()))
 
 
-def summary(found: CatalogRun) -> dict[str, Any]:
+def summary(entry: CatalogRun) -> dict[str, Any]:
     """A line of the list of runs."""
-    run, progress = found.run, found.run.progress
+    run, progress = entry.run, entry.run.progress
     return {
         "id": run.run_id,
         "name": run.name,
-        "environment": run.environment or _subject(found.folder),
-        "model": _model_name(found.folder),
+        "environment": run.environment or _subject(entry.folder),
+        "model": _model_name(entry.folder),
         "state": run.state,
         "active": run.is_active,
         "reason": run.reason and run.reason.removeprefix("PalestraError: "),
@@ -59,21 +59,21 @@ def summary(found: CatalogRun) -> dict[str, Any]:
         "reward_mean": progress.get("reward_mean"),
         "pass_rate": progress.get("percent_correct"),
         "eval_pass_rate": progress.get("eval_percent_correct"),
-        "sparkline": _sparkline(found.folder),
+        "sparkline": _sparkline(entry.folder),
         "folder": str(run.folder),
-        "actions": actions(found),
+        "actions": actions(entry),
     }
 
 
-def actions(found: CatalogRun) -> list[str]:
-    run, folder = found.run, found.folder
+def actions(entry: CatalogRun) -> list[str]:
+    run, folder = entry.run, entry.folder
     has_checkpoint = folder.last_checkpoint() is not None
     has_weights = folder.model.is_dir() or has_checkpoint
     possible = {
-        "stop": found.listed and run.state in ("pending", "starting", "running"),
-        "resume": found.listed
+        "stop": entry.listed and run.state in ("pending", "starting", "running"),
+        "resume": entry.listed
         and (run.state in ("stopped", "completed") or (run.state == "failed" and has_checkpoint)),
-        "delete": found.listed and not run.is_active,
+        "delete": entry.listed and not run.is_active,
         "export": has_weights,
         "chat": has_weights,
         "rescore": folder.rollouts_file.is_file(),
@@ -81,9 +81,9 @@ def actions(found: CatalogRun) -> list[str]:
     return [name for name, holds in possible.items() if holds]
 
 
-def details(found: CatalogRun) -> dict[str, Any]:
+def details(entry: CatalogRun) -> dict[str, Any]:
     """Details of a run's page, in addition to summary, metrics and rollouts."""
-    folder, record = found.folder, record_of(found.folder)
+    folder, record = entry.folder, record_of(entry.folder)
     report = folder.report() or {}
     try:
         settings = folder.config.model_dump(mode="json") if folder.config_file.is_file() else {}
@@ -97,14 +97,14 @@ def details(found: CatalogRun) -> dict[str, Any]:
         "config": settings,
         "changed": [key for key, value in values.items() if value != defaults.get(key)],
         "record": {name: record.get(name) for name in ("instructions", "tools", "source", "environment", "agent")},
-        "findings": findings(found),
+        "findings": findings(entry),
         "capability": record.get("capability"),
         "checkpoints": [
             {"name": str(step_of(path)), "step": step_of(path), "best": path == best, **_files(path)}
             for path in folder.step_checkpoints()
         ],
         "model_files": _files(folder.model) if folder.model.is_dir() else None,
-        "logs": [part for part, path in found.run.logs.items() if path.is_file()],
+        "logs": [part for part, path in entry.run.logs.items() if path.is_file()],
         "evaluations": [str(name) for name in folder.eval_names()],
         "measures": measures(folder),
         "sampling": {"planned": problems * size, "mean": fmean(counts)} if problems and size and counts else None,
@@ -112,10 +112,10 @@ def details(found: CatalogRun) -> dict[str, Any]:
     }
 
 
-def findings(found: CatalogRun) -> list[dict[str, Any]]:
+def findings(entry: CatalogRun) -> list[dict[str, Any]]:
     """The findings of the report, or those of the metrics so far; examples get the id of their rollout."""
-    rows = [finding.to_dict() for finding in recorded_findings(found.folder, ended=not found.run.is_active)]
-    index = RolloutIndex(found.folder)
+    rows = [finding.to_dict() for finding in recorded_findings(entry.folder, ended=not entry.run.is_active)]
+    index = RolloutIndex(entry.folder)
     for example in [row["example"] for row in rows if row["example"]]:
         kind, example["id"] = example["source"], None
         if kind not in index.kinds():
@@ -229,10 +229,10 @@ def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
 
 def by_step(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One row a step: an evaluation writes a second one for its step."""
-    found: dict[float, list[Row]] = {}
+    steps: dict[float, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["step"], []).append(row)
-    return [merge_last_step(found[step]) for step in sorted(found)]
+        steps.setdefault(row["step"], []).append(row)
+    return [merge_last_step(steps[step]) for step in sorted(steps)]
 
 
 def columns(rows: Sequence[Row]) -> dict[str, Any]:
@@ -246,14 +246,14 @@ def columns(rows: Sequence[Row]) -> dict[str, Any]:
 def charts(names: Sequence[str]) -> list[dict[str, Any]]:
     """Metric names grouped into charts, each name once; unknown names come last."""
     left = [name for name in names if name not in _NOT_DRAWN]
-    found = []
+    grouped = []
     for title, unit, known in _CHARTS:
         mine = [name for key in known for name in left if name == key or (key.endswith("/") and name.startswith(key))]
         if mine:
             left = [name for name in left if name not in mine]
-            found.append({"title": title, "unit": unit, "names": mine})
+            grouped.append({"title": title, "unit": unit, "names": mine})
     units = {name: "%" if _SHARE.search(name) else "" for name in left}
-    return found + [{"title": name.replace("_", " "), "unit": unit, "names": [name]} for name, unit in units.items()]
+    return grouped + [{"title": name.replace("_", " "), "unit": unit, "names": [name]} for name, unit in units.items()]
 
 
 def sparkline(rows: Sequence[Row]) -> list[float]:

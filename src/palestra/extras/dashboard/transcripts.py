@@ -93,7 +93,7 @@ def first_difference(rows: Sequence[Sequence[Any]]) -> int | None:
 
 def _divergence(record: Mapping[str, Any], best: Mapping[str, Any], at: int | None) -> dict[str, Any]:
     """The place where a rollout leaves the best one: the token, and the message and character that a reader sees."""
-    found = {"diverges_at": at, "diverges_message": None, "diverges_char": None, "diverges_text": ""}
+    divergence = {"diverges_at": at, "diverges_message": None, "diverges_char": None, "diverges_text": ""}
     others = _message_texts(best)
     for number, text in enumerate(_message_texts(record)):
         other = others[number] if number < len(others) else ""
@@ -101,8 +101,8 @@ def _divergence(record: Mapping[str, Any], best: Mapping[str, Any], at: int | No
             place = first_difference([text, other]) or 0
             is_text = place < len(messages_of(record)[number]["text"])
             where = {"diverges_message": number, "diverges_char": place if is_text else None}
-            return found | where | {"diverges_text": text[place : place + _AFTER_DIVERGENCE]}
-    return found
+            return divergence | where | {"diverges_text": text[place : place + _AFTER_DIVERGENCE]}
+    return divergence
 
 
 def _message_texts(record: Mapping[str, Any]) -> list[str]:
@@ -155,13 +155,13 @@ def _messages(record: Mapping[str, Any], max_chars: int | None) -> list[dict[str
 
 def _results_by_id(record: Mapping[str, Any]) -> dict[str, deque[dict[str, Any]]]:
     """Tool results by call id, oldest first: many models number the calls of each turn from 0, so ids repeat."""
-    found: dict[str, deque[dict[str, Any]]] = {}
+    by_id: dict[str, deque[dict[str, Any]]] = {}
     results = record.get("tool_results")
     for result in results if isinstance(results, list) else ():
         if isinstance(result, Mapping) and isinstance(result.get("id"), str):
             outcome = {"ok": bool(result.get("ok")), "seconds": result.get("seconds")}
-            found.setdefault(result["id"], deque()).append(outcome)
-    return found
+            by_id.setdefault(result["id"], deque()).append(outcome)
+    return by_id
 
 
 def require_id(text: str) -> int:

@@ -61,10 +61,10 @@ def command(
     groups = read_labels(labels)
     with hosting(LocalModels()), logging_calls() as calls:
         scores = asyncio.run(_score(measure, [[context for context, _ in group] for group in groups]))
-    found = _compare(groups, scores)
-    found["judge"] = {name.partition("/")[2]: value for name, value in calls.counts.items()}
-    _print(console, measure.name, found)
-    return found
+    summary = _compare(groups, scores)
+    summary["judge"] = {name.partition("/")[2]: value for name, value in calls.counts.items()}
+    _print(console, measure.name, summary)
+    return summary
 
 
 def _measure(spec: str | None, model: str | None, base_url: str | None, rubric: str, rank: bool) -> Measure:
@@ -144,22 +144,24 @@ def _compare(groups: Sequence[Sequence[Labelled]], scores: Sequence[Sequence[Sco
     }
 
 
-def _print(console: Console, name: str, found: Mapping[str, Any]) -> None:
+def _print(console: Console, name: str, summary: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("judge", visible(name))
-    table.add_row("attempts", f"{found['attempts']} at {found['cases']} cases, {found['no_verdict']} without a verdict")
-    if (result := found["agreement"]) is None:
+    table.add_row(
+        "attempts", f"{summary['attempts']} at {summary['cases']} cases, {summary['no_verdict']} without a verdict"
+    )
+    if (result := summary["agreement"]) is None:
         table.add_row("agreement", "unknown: no two attempts at a case have different labels and a verdict")
     else:
         tau = f"{result['tau']:.2f} (95 % interval {result['low']:.2f} to {result['high']:.2f})"
         table.add_row("Kendall's tau", tau)
         table.add_row("pairs", f"{result['agreed']:.0%} of {result['pairs']} ordered as by the labels")
-    lengths = {k: "–" if v is None else f"{v:.2f}" for k, v in found["length_correlation"].items()}
+    lengths = {k: "–" if v is None else f"{v:.2f}" for k, v in summary["length_correlation"].items()}
     table.add_row("length", f"correlation with the score {lengths['judge']}, with the label {lengths['labels']}")
-    calls, tokens, cost = (found["judge"].get(name, 0) for name in ("calls", "tokens", "cost"))
+    calls, tokens, cost = (summary["judge"].get(name, 0) for name in ("calls", "tokens", "cost"))
     table.add_row("used", f"{calls:.0f} calls, {tokens:.0f} tokens, {cost:.4g} $")
     console.print(table)
-    if found["prefers_length"]:
+    if summary["prefers_length"]:
         console.print("The judge prefers long answers, the labels do not: say in the rubric that length is no merit.")
-    if found["first_error"]:
-        console.print(f"first error: {visible(found['first_error'])}", highlight=False, markup=False)
+    if summary["first_error"]:
+        console.print(f"first error: {visible(summary['first_error'])}", highlight=False, markup=False)

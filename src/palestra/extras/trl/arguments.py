@@ -42,8 +42,8 @@ class TrlArguments:
         if self.model is None and self.tokenizer is None:
             return load()
         if self.model is None:
-            found = load()
-            model, name, path = found.model, found.name, found.path
+            base = load()
+            model, name, path = base.model, base.name, base.path
         else:
             use_softcaps(self.model)
             model, name = self.model, self.agent.required_model
@@ -57,17 +57,17 @@ def read_arguments(given: Mapping[str, Any], own: Iterable[str], *, has_environm
     """The parts of a training; one error names every argument that has no equivalent here."""
     args, model, dataset = (given.get(name) for name in ("args", "model", "train_dataset"))
     values = values_of(args)
-    found = [problem_of(name, value, own) for name, value in given.items() if name not in ARGUMENTS]
-    found += [problem_of(name, value, ()) for name, value in values.items() if name not in SUPPORTED]
+    reasons = [problem_of(name, value, own) for name, value in given.items() if name not in ARGUMENTS]
+    reasons += [problem_of(name, value, ()) for name, value in values.items() if name not in SUPPORTED]
     if given.get("model") is None:
-        found.append("model: give a name, a folder or a model")
+        reasons.append("model: give a name, a folder or a model")
     if given.get("train_dataset") is None:
-        found.append("train_dataset: give a dataset with a column `prompt`")
+        reasons.append("train_dataset: give a dataset with a column `prompt`")
     if isinstance(given.get("eval_dataset"), Mapping):
-        found.append("eval_dataset: give one dataset, not several by name")
+        reasons.append("eval_dataset: give one dataset, not several by name")
     if given.get("tools") and has_environment:
-        found.append("tools: leave them out; the methods of the environment are the tools")
-    problems = [problem for problem in found if problem]
+        reasons.append("tools: leave them out; the methods of the environment are the tools")
+    problems = [problem for problem in reasons if problem]
     functions = _reward_functions(given.get("reward_funcs"), values.get("reward_weights"), problems)
     adapter = adapter_of(given.get("peft_config"), given.get("quantization_config"), problems)
     train = None if dataset is None else _suite(dataset, "train")

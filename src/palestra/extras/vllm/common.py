@@ -1,4 +1,4 @@
-"""What both vLLM policies share: request fields, adapter folders, and the check of vLLM's log-probabilities.
+"""Shared by both vLLM policies: request fields, adapter folders, and the check of vLLM's log-probabilities.
 
 Every version of a LoRA adapter is another adapter in vLLM, with its own name and folder. vLLM's prefix cache is keyed
 by the adapter's name, so no version reads another's KV, and a request keeps the adapter that it started with: all

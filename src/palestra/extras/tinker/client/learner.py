@@ -123,7 +123,7 @@ class TinkerLearner:
         return found
 
     def optim_step(self, learning_rate: float, *, max_grad_norm: float, host_work: Callable[[], None] = noop) -> float:
-        pending, self._pending = [found for found in self._pending if found.changes], []
+        pending, self._pending = [outputs for outputs in self._pending if outputs.changes], []
         if not pending:
             return 0.0
         adam = types.AdamParams(
@@ -134,11 +134,11 @@ class TinkerLearner:
             weight_decay=self._train.weight_decay,
             grad_clip_norm=max_grad_norm,
         )
-        gradients = [change for found in pending for change in found.changes]
+        gradients = [change for outputs in pending for change in outputs.changes]
         step = self.model.change(lambda client: client.optim_step(adam), is_step=True)
         try:
             host_work()
-            parts = [part for found in pending for part in (found.terms.row_losses, found.terms.gradient)]
+            parts = [part for outputs in pending for part in (outputs.terms.row_losses, outputs.terms.gradient)]
             if not all(np.isfinite(part).all() for part in parts):
                 raise _not_finite(pending, "the loss is nan")
             try:
@@ -184,10 +184,10 @@ class TinkerLearner:
         return self.model.download(folder)
 
     def _passes(
-        self, batch: Batch, loss: StepLoss, found: TinkerOutputs
+        self, batch: Batch, loss: StepLoss, outputs: TinkerOutputs
     ) -> list[tuple[LossName, Mapping[str, float], list[types.Datum]]]:
-        """What to send: one pass of the server's own loss and one for ECHO, or one pass with the whole gradient."""
-        sent = found.sent
+        """Passes to send: one of the server's own loss and one for ECHO, or one with the whole gradient."""
+        sent = outputs.sent
         if native := server_loss(loss.objective, batch):
             assert batch.old_logprobs is not None
             tokens, at = LossTokens.whole(batch, echo=False)
@@ -229,8 +229,8 @@ class TinkerLearner:
 
         column = np.full(len(batch.token_ids), np.nan, dtype=np.float32)
         rows = batch.split(column)
-        for i, found in zip(sent, outside_event_loop(lambda: asyncio.run(score())), strict=True):
-            rows[i][:] = np.array(found, dtype=np.float32)
+        for i, logprobs in zip(sent, outside_event_loop(lambda: asyncio.run(score())), strict=True):
+            rows[i][:] = np.array(logprobs, dtype=np.float32)
         column[~batch.policy_mask] = np.nan
         return column
 
@@ -286,8 +286,8 @@ def _not_finite(pending: Sequence[TinkerOutputs], what: str) -> PalestraError:
     """Names the groups whose loss is not finite, or the one with the largest loss."""
     losses = [
         (abs(float(value)), group)
-        for found in pending
-        for group, value in zip(found.batch.groups.tolist(), found.terms.row_losses, strict=True)
+        for outputs in pending
+        for group, value in zip(outputs.batch.groups.tolist(), outputs.terms.row_losses, strict=True)
     ]
     groups = {group for value, group in losses if not math.isfinite(value)}
     return NotFiniteError(_sentence(sorted(groups or {max(losses)[1]}), what))
@@ -332,15 +332,15 @@ def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:
     """The loss of a batch whose tokens have these logprobs [T]."""
     tokens, at = LossTokens.whole(batch, echo=loss.echo_tokens > 0)
     own = torch.from_numpy(np.nan_to_num(logprobs[at].astype(np.float64), nan=0.0)).requires_grad_()
-    found = loss(tokens, own, None)
-    total = (found.terms * torch.tensor(loss.weights, dtype=torch.float64)).sum()
+    result = loss(tokens, own, None)
+    total = (result.terms * torch.tensor(loss.weights, dtype=torch.float64)).sum()
     gradient = np.zeros(len(batch.token_ids))
     if total.requires_grad:
         [by_own] = torch.autograd.grad(total, [own], materialize_grads=True)
         gradient[at] = by_own.numpy()
     row_losses = np.zeros(batch.rows)
-    np.add.at(row_losses, found.row.numpy(), (found.token_losses * _policy_weights(loss, tokens)).numpy())
-    return StepTerms(loss.metrics(found.terms.detach(), found.stats), gradient, row_losses)
+    np.add.at(row_losses, result.row.numpy(), (result.token_losses * _policy_weights(loss, tokens)).numpy())
+    return StepTerms(loss.metrics(result.terms.detach(), result.stats), gradient, row_losses)
 
 
 def echo_gradient(loss: StepLoss, batch: Batch) -> Array:

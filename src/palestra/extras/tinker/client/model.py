@@ -99,14 +99,14 @@ class TinkerModel:
         return change
 
     def answer(self, change: ModelChange) -> Any:
-        found = self.call(lambda client: change.future)
+        result = self.call(lambda client: change.future)
         if change.is_step:
             self._steps += 1
             if self._steps >= STEPS_BETWEEN_STATES:
                 older, self._recovery_state = self._recovery_state, self.save("recovery", RECOVERY_TTL_S)
                 if older is not None:
                     self.delete(older)
-        return found
+        return result
 
     def undo(self, changes: Sequence[ModelChange]) -> None:
         """Make the model again without these changes: Tinker itself cannot forget a gradient."""
@@ -196,12 +196,12 @@ class TinkerModel:
         while True:
             generation = self._generation
             try:
-                found = self._wait(make(self._usable()))
+                result = self._wait(make(self._usable()))
             except Exception as error:
                 self._recover(error, generation, is_numbered=True)
             else:
                 self._failures = 0
-                return found
+                return result
 
     async def call_async(self, make: Callable[[], Any]) -> Any:
         """As `call`, for one of many callers on an event loop."""
@@ -217,12 +217,12 @@ class TinkerModel:
                 finally:
                     if not future.done():
                         future.cancel()
-                found = future.result()
+                result = future.result()
             except Exception as error:
                 await asyncio.to_thread(self._recover, error, generation)
             else:
                 self._failures = 0
-                return found
+                return result
 
     def _usable(self) -> Any:
         """The training client; a new one after a rejected request, whose number the server may wait for."""
@@ -308,8 +308,8 @@ class TinkerModel:
 
 def _plain(future: Any) -> Future[Any]:
     """The SDK has its own kind of future around one of the standard library."""
-    found: Future[Any] = future.future() if isinstance(future, tinker.APIFuture) else future
-    return found
+    plain: Future[Any] = future.future() if isinstance(future, tinker.APIFuture) else future
+    return plain
 
 
 def _in_thread(make: Callable[[], Any]) -> Future[Any]:
@@ -358,15 +358,15 @@ def refusal(error: Exception) -> Exception:
 
 def _status_error(error: Exception) -> tinker.APIStatusError | None:
     """The HTTP status behind an error: futures raise ValueError from it."""
-    for found in (error, error.__cause__):
-        if isinstance(found, tinker.APIStatusError):
-            return found
+    for candidate in (error, error.__cause__):
+        if isinstance(candidate, tinker.APIStatusError):
+            return candidate
     return None
 
 
 def _detail(error: tinker.APIStatusError) -> str:
     """The sentence in an answer's body: {"detail": …}, or {"error": {"message": …}}."""
-    found: Any = error.body
-    while isinstance(found, dict):
-        found = next((found[key] for key in ("detail", "error", "message") if key in found), str(found))
-    return str(found or error.message)
+    detail: Any = error.body
+    while isinstance(detail, dict):
+        detail = next((detail[key] for key in ("detail", "error", "message") if key in detail), str(detail))
+    return str(detail or error.message)

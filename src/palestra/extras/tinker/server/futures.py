@@ -24,11 +24,11 @@ class TooBusy(ResourceError):
 
 
 class Gone(StateError):
-    """What was asked for existed once: the server answers 410."""
+    """An object that existed once: the server answers 410."""
 
 
 class NotFound(NotFoundError):
-    """What was asked for is not known: the server answers 404."""
+    """An unknown object: the server answers 404."""
 
 
 @dataclass(eq=False, slots=True)

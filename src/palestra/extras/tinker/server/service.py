@@ -1,4 +1,4 @@
-"""What the server keeps: base models, sessions, the models that they train, and their samplers."""
+"""State of the server: base models, sessions, the models that they train, and their samplers."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class Service:
         return session.models[seq]
 
     def _refusal(self, spec: AdapterSpec, size: int) -> str:
-        """Why a model of `size` bytes cannot be made now; empty if it can."""
+        """Reason that a model of `size` bytes cannot be made now; empty if it can."""
         if len(self.models) >= self.limits.models:
             return f"{len(self.models)} models are being trained, which is the limit; try again later"
         held = sum(model.bytes for model in self.models.values())

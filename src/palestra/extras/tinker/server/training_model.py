@@ -134,7 +134,7 @@ WORTH_SHARING = 8  # tokens of a common beginning
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Of one forward_backward: the log-probabilities of each row's targets, [T] or [T, K], and the summed loss."""
+    """Result of a forward_backward: the log-probabilities of each row's targets, [T] or [T, K], and the summed loss."""
 
     logprobs: list[Array]
     loss: float

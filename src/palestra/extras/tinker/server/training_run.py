@@ -1,4 +1,4 @@
-"""What a client trains is a run like any other: a folder, a row in the index, metrics and rollouts for each step."""
+"""A client's training as a run like any other: a folder, a row in the index, metrics and rollouts for each step."""
 
 from __future__ import annotations
 
