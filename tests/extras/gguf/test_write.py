@@ -30,7 +30,7 @@ from palestra.extras.gguf.config import ARCHITECTURES, config_to_gguf
 from palestra.extras.gguf.export import find_llama_quantize, to_gguf
 from palestra.extras.gguf.ollama import modelfile
 from palestra.extras.gguf.write import write_gguf
-from palestra.models.export.source import open_source
+from palestra.models.export.hf import open_source
 
 
 def write(model: Any, tokenizer: Any, path: Path, **options: Any) -> Path:

@@ -16,7 +16,7 @@ from palestra.core.files import replacing
 from palestra.core.secrets import clean_environment
 from palestra.extras.gguf.config import is_written_here
 from palestra.extras.gguf.write import TYPES, Progress, write_gguf
-from palestra.models.export.source import ModelSource
+from palestra.models.export.hf import ModelSource
 
 PROGRAM = "llama-quantize"
 CONVERTER = "convert_hf_to_gguf.py"

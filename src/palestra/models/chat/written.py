@@ -249,14 +249,7 @@ def check_tool_calls(chat: ChatFormat, *, appends: bool = True) -> None:
 
 
 def _read_back(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-    """The arguments, or the error, of each call in what the template writes for these calls."""
-    written, prompt = written_calls(chat, arguments)
-    calls = chat.parse(written, [_SCHEMA], prompt).calls
-    return [call.error or (f"a call in the format {call.format}" if call.format else call.arguments) for call in calls]
-
-
-def written_calls(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """The assistant's message with calls of these arguments as the template writes it, and the prompt before it."""
+    """The arguments, or the error, of each call in what the template writes for calls with these arguments."""
     calls = tuple(ToolCall(f"call_{i}", _TOOL, each) for i, each in enumerate(arguments))
     question, answer = Message("user", _QUESTION), Message("assistant", "", calls)
     results = [Message("tool", f"{_RESULT}{i}", tool_call_id=call.id, name=_TOOL) for i, call in enumerate(calls)]
@@ -264,10 +257,11 @@ def written_calls(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> tupl
     try:
         whole = chat.render([question, answer, *results], [_SCHEMA])
     except PalestraError:
-        if len(calls) > 1:
-            return "", prompt
-        raise
+        if len(calls) == 1:
+            raise
+        return []
     start = common_start(prompt, whole)
     written = whole[start:].partition(_RESULT)[0]
     ends = [end for stop in chat.stop_texts if (end := written.find(stop)) >= 0]
-    return written[: min(ends, default=len(written))], whole[:start]
+    read = chat.parse(written[: min(ends, default=len(written))], [_SCHEMA], whole[:start]).calls
+    return [call.error or (f"a call in the format {call.format}" if call.format else call.arguments) for call in read]
