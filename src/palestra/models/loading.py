@@ -146,10 +146,9 @@ def load_tokenizer(name: str) -> Any:
 
 
 def choose_threads(model: Any, threads: int | None = None) -> None:
-    """So many CPU threads; without a number, and OMP_NUM_THREADS, one for a small model, else the idle processors.
+    """Set the CPU threads; without a number, and OMP_NUM_THREADS, one for a small model, else the idle processors.
 
-    The matrices of a small model are too small to split: synchronising threads costs more than it saves, several times
-    as much on a machine that is busy with other work.
+    The matrices of a small model are too small to split: synchronising threads costs more than it saves.
     """
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return

@@ -104,7 +104,7 @@ class McpTools:
 
 
 def close_connections(connections: Sequence[McpConnection]) -> None:
-    """End the servers of one attempt."""
+    """End the servers that belong to one attempt."""
     for connection in connections:
         if not connection.server.shared:
             connection.close()

@@ -148,8 +148,6 @@ class TurnGrammar(Grammar):
 
 @dataclass(frozen=True, slots=True)
 class TurnMatching(Matching):
-    """Follows one turn."""
-
     _grammar: TurnGrammar
     _matcher: LLMatcher
 
@@ -231,14 +229,14 @@ class _Compiler:
     @cached_property
     def crossing(self) -> list[list[tuple[int, bytes]]]:
         """By the length of the trigger's written part: the tokens that complete it, and their bytes behind it."""
-        found: list[list[tuple[int, bytes]]] = [[] for _ in self.trigger]
+        by_length: list[list[tuple[int, bytes]]] = [[] for _ in self.trigger]
         for token_id, piece in enumerate(self.pieces):
             if self.trigger[-1:] in piece[:-1]:
-                for begun, rows in enumerate(found):
+                for begun, rows in enumerate(by_length):
                     before, tag, said = (self.trigger[:begun] + piece).partition(self.trigger)
                     if tag and said and not (self.at_start and before.strip()):
                         rows.append((token_id, said))
-        return found
+        return by_length
 
     def compile(self, text: str) -> Grammar:
         value = json.loads(text)

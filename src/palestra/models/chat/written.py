@@ -1,8 +1,7 @@
 """An assistant's message -> the tokens with which the model would have said it, and the startup check of tool calls.
 
-Needed for messages that the model did not sample: demonstrations. The template renders a small conversation that ends
-with the message; what stands behind the generation prompt, up to the stop token, is the model's turn. The startup
-check: what the template writes must be read back as the same calls.
+For demonstrations, which the model did not sample. The template renders a small conversation that ends with one: its
+text behind the generation prompt is the model's turn. The check: it must be read back as the same calls.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ def write_reply(
             continue
         before, whole = _ids(chat, [Piece(prompt, False)]), _ids(chat, [Piece(prompt, False), *pieces])
         ids = whole[len(before) :] if whole[: len(before)] == before else _ids(chat, pieces)
-        found = chat.read(ids, tools, prompt_end)
-        calls = [(call.name, call.arguments, call.error, call.format) for call in found.tool_calls]
+        read = chat.read(ids, tools, prompt_end)
+        calls = [(call.name, call.arguments, call.error, call.format) for call in read.tool_calls]
         expected = [(call.name, call.arguments, None, "") for call in attempt.tool_calls]
-        if found.text == strip_reasoning(attempt.text) and calls == expected:
-            has_text = found.text or not strip_reasoning(message.text)
+        if read.text == strip_reasoning(attempt.text) and calls == expected:
+            has_text = read.text or not strip_reasoning(message.text)
             whole_thought = (reasoning or split_reasoning(message.text)[0]).strip()
             has_thought = whole_thought in "".join(piece.text for piece in pieces)
-            return WrittenReply(ids, found, ("text",) * (not has_text) + ("reasoning",) * (not has_thought))
+            return WrittenReply(ids, read, ("text",) * (not has_text) + ("reasoning",) * (not has_thought))
         refusal = refusal or InputError(
             f"the chat template writes the assistant's message {_shown(message)} so that it is read back as "
-            f"{_shown(found)}. Change the message, or take the conversation out"
+            f"{_shown(read)}. Change the message, or take the conversation out"
         )
     assert refusal is not None
     raise refusal
@@ -206,8 +205,8 @@ _checked: WeakKeyDictionary[Any, dict[tuple[str, bool], str | None]] = WeakKeyDi
 
 
 def tool_call_problem(chat: ChatFormat, *, appends: bool = True) -> str | None:
-    """Why tool calls cannot be used: they do not come back from the model's own template as they were or, with
-    `appends`, results cannot be appended. None if they can. Computed once per tokenizer and template."""
+    """The reason why tool calls cannot be used: the model's own template does not write them so that they are read back
+    or, with `appends`, takes no results. None if they can be used. Computed once per tokenizer and template."""
     known = _checked.setdefault(chat.tokenizer, {})
     key = (str(chat.tokenizer.chat_template), appends)
     if key in known:

@@ -93,10 +93,7 @@ def _first_line(error: Exception) -> str:
 
 
 def model_card(repo: str, record: Mapping[str, Any], report: Mapping[str, Any] | None, *, is_adapter: bool) -> str:
-    """README.md for a model repository.
-
-    `record` is the run's `palestra.json` and `report` its `report.json` (None if these weights were not scored).
-    """
+    """README.md by the run's `palestra.json` and `report.json` (None if these weights were not scored)."""
     base = str((report or {}).get("model") or (record.get("base") or {}).get("name") or "")
     if Path(base).expanduser().exists() or base.startswith(("/", "~", ".")) or base.endswith(".gguf"):
         base = ""  # a path on this machine

@@ -11,7 +11,7 @@ from palestra.core.group_codec import rollout_from_dict
 from palestra.core.types import Problem
 from palestra.servers.openai.completer import Completer
 from palestra.sources.programs import standalone
-from palestra.sources.programs.standalone import StandaloneGateway
+from palestra.sources.programs.outside import StandaloneGateway
 
 
 def test_open_attempts_are_bounded_and_one_that_ends_makes_room(model, tmp_path, monkeypatch):
