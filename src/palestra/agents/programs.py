@@ -123,7 +123,17 @@ class CommandAgent(ProgramAgent):
                 ended = await _run_process(command, env, folder / "case.json", self.cwd, limits)
             else:
                 ended = await self._run_in_container(self.containers, endpoint, folder, limits)
-            return _with_result(ended, folder / "result.json", limits.max_output_bytes)
+            file = folder / "result.json"
+            if file.is_symlink() or not file.is_file():  # no pipe, from which nothing would come, and no file of ours
+                return ended
+            try:
+                with file.open("rb") as opened:
+                    text = opened.read(limits.max_output_bytes).decode("utf-8", "replace")
+                return replace(ended, result=read_json(text))
+            except OSError:
+                return ended
+            except ValueError:
+                return replace(ended, result=text)
 
     async def _run_in_container(
         self, containers: Containers, endpoint: Endpoint, folder: Path, limits: ProgramLimits
@@ -279,17 +289,3 @@ def _name_of(words: Sequence[str]) -> str:
     """
     files = [word for word in words if Path(word).suffix in (".py", ".js", ".mjs", ".ts", ".sh")]
     return Path(files[0] if files else words[0]).stem
-
-
-def _with_result(ended: ProgramResult, file: Path, max_bytes: int) -> ProgramResult:
-    """Add the content of the program's result file."""
-    if file.is_symlink() or not file.is_file():  # no pipe, from which nothing would come, and no file of ours
-        return ended
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(max_bytes).decode("utf-8", "replace")
-        return replace(ended, result=read_json(text))
-    except OSError:
-        return ended
-    except ValueError:
-        return replace(ended, result=text)
