@@ -148,7 +148,7 @@ def run_part(file: Path, part: str) -> int:
 
 @contextmanager
 def _background_display(config: RunConfig) -> Iterator[Watcher]:
-    from palestra.models.progress_bars import hidden_progress_bars, is_local
+    from palestra.models.names import hidden_progress_bars, is_local
     from palestra.train.progress import console_progress
 
     bars = hidden_progress_bars() if is_local(config.model.name) else contextlib.nullcontext()

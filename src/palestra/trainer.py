@@ -27,7 +27,7 @@ from palestra.envs.factory import FactoryEnv, owns_reward
 from palestra.envs.running import RunningEnv
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.suite import EvalSuite, hold_out
-from palestra.models.progress_bars import hidden_progress_bars, is_local
+from palestra.models.names import hidden_progress_bars, is_local
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.rewards import RewardFunctionList, TrainerState, as_list
 from palestra.runs.foreground import listed_early

@@ -10,7 +10,7 @@ import resource, sys
 from pathlib import Path
 from palestra.core.errors import PalestraError
 from palestra.models.export.hf import save_hf
-from palestra.models.export.source import open_source
+from palestra.models.export.hf import open_source
 from palestra.models.loading import load_model
 path = Path(sys.argv[1])
 loaded, source = load_model("palestra/tiny"), open_source("palestra/tiny")

@@ -19,7 +19,7 @@ import pytest
 from palestra.agents.containers import Containers
 from palestra.core.errors import PalestraError
 from palestra.servers.openai.inference import load_completer
-from palestra.sources.programs.standalone import StandaloneGateway
+from palestra.sources.programs.outside import StandaloneGateway
 
 IMAGE = f"palestra-test-busybox:{os.getpid()}"
 ASK = r"""

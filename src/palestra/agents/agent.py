@@ -47,7 +47,16 @@ class Agent:
         tools_by_name(self.tools)  # refuses two of one name
         self.mcp_servers = tuple(as_mcp_server(server) for server in self.mcp_servers or ())
         if self.examples:
-            self.examples = tuple(self._checked_examples())
+            self.examples = tuple(_read_examples(self.examples, self.name))
+            known = None if self.has_own_tools or self.mcp_servers else [tool.name for tool in self.tools]
+            for example in self.examples:
+                called = [call.name for message in example.messages for call in message.tool_calls]
+                if known is not None and (unknown := [name for name in called if name not in known]):
+                    has = f"it has {', '.join(known)}" if known else "it has no tools"
+                    raise InputError(
+                        f"{example.origin} calls {unknown[0]!r}, which is no tool of agent {self.name!r}; {has}."
+                        f"{did_you_mean(unknown[0], known)}"
+                    )
 
     @property
     def fixed_instructions(self) -> str:
@@ -69,19 +78,6 @@ class Agent:
                 "a hub id such as 'Qwen/Qwen3-0.6B', or a local folder."
             )
         return self.model
-
-    def _checked_examples(self) -> Iterator[Conversation]:
-        known = None if self.has_own_tools or self.mcp_servers else [tool.name for tool in self.tools]
-        for example in _read_examples(self.examples, self.name):
-            called = [call.name for message in example.messages for call in message.tool_calls]
-            unknown = [name for name in called if known is not None and name not in known]
-            if known is not None and unknown:
-                has = f"it has {', '.join(known)}" if known else "it has no tools"
-                raise InputError(
-                    f"{example.origin} calls {unknown[0]!r}, which is no tool of agent {self.name!r}; {has}."
-                    f"{did_you_mean(unknown[0], known)}"
-                )
-            yield example
 
 
 def agent_examples(agent: Agent) -> list[Conversation]:

@@ -65,24 +65,18 @@ class Endpoint:
         """Environment variables that the clients of both providers read."""
         direct = dict.fromkeys((*_NO_PROXY, urlsplit(self.base_url).hostname))
         proxies = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *direct)))
-        return {
-            **self._own(),
-            "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with a key that it does not know
-            "NO_PROXY": proxies,
-            "no_proxy": proxies,
-            **{
-                f"{name}_{label.upper()}": value for label, e in self.agents.items() for name, value in e._own().items()
-            },
-        }
-
-    def _own(self) -> dict[str, str]:
-        return {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_BASE": self.base_url,
-            "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.anthropic_url,
-            "ANTHROPIC_API_KEY": self.api_key,
-        }
+        # traces of the SDK would go to OpenAI, with a key that it does not know
+        variables = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "NO_PROXY": proxies, "no_proxy": proxies}
+        for label, endpoint in {"": self, **self.agents}.items():
+            end = label and f"_{label.upper()}"
+            variables |= {
+                f"OPENAI_BASE_URL{end}": endpoint.base_url,
+                f"OPENAI_API_BASE{end}": endpoint.base_url,
+                f"OPENAI_API_KEY{end}": endpoint.api_key,
+                f"ANTHROPIC_BASE_URL{end}": endpoint.anthropic_url,
+                f"ANTHROPIC_API_KEY{end}": endpoint.api_key,
+            }
+        return variables
 
 
 @dataclass
@@ -129,7 +123,17 @@ class CommandAgent(ProgramAgent):
                 ended = await _run_process(command, env, folder / "case.json", self.cwd, limits)
             else:
                 ended = await self._run_in_container(self.containers, endpoint, folder, limits)
-            return _with_result(ended, folder / "result.json", limits.max_output_bytes)
+            file = folder / "result.json"
+            if file.is_symlink() or not file.is_file():  # no pipe, from which nothing would come, and no file of ours
+                return ended
+            try:
+                with file.open("rb") as opened:
+                    text = opened.read(limits.max_output_bytes).decode("utf-8", "replace")
+                return replace(ended, result=read_json(text))
+            except OSError:
+                return ended
+            except ValueError:
+                return replace(ended, result=text)
 
     async def _run_in_container(
         self, containers: Containers, endpoint: Endpoint, folder: Path, limits: ProgramLimits
@@ -285,17 +289,3 @@ def _name_of(words: Sequence[str]) -> str:
     """
     files = [word for word in words if Path(word).suffix in (".py", ".js", ".mjs", ".ts", ".sh")]
     return Path(files[0] if files else words[0]).stem
-
-
-def _with_result(ended: ProgramResult, file: Path, max_bytes: int) -> ProgramResult:
-    """Add the content of the program's result file."""
-    if file.is_symlink() or not file.is_file():  # no pipe, from which nothing would come, and no file of ours
-        return ended
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(max_bytes).decode("utf-8", "replace")
-        return replace(ended, result=read_json(text))
-    except OSError:
-        return ended
-    except ValueError:
-        return replace(ended, result=text)

@@ -17,7 +17,7 @@ import click
 
 from palestra.core.errors import NotFoundError, SettingError, StorageError
 from palestra.core.ranks import is_first_rank
-from palestra.models.progress_bars import is_local
+from palestra.models.names import is_local
 
 if TYPE_CHECKING:
     from rich.console import Console

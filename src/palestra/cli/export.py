@@ -93,7 +93,7 @@ def command(
             to_hf(model, path := out or folder / "hf")
         console.print(f"{path}", soft_wrap=True)
         return {"to": kind, "path": str(path)}
-    from palestra.models.export.source import open_source
+    from palestra.models.export.hf import open_source
 
     with task(console, "opening the model"):
         source = open_source(model, name)

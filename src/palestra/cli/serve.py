@@ -158,7 +158,7 @@ def gateway(
     model, _ = model_of(run_or_model)
     load_libraries(Console(stderr=True), model)
     from palestra.servers.openai.inference import load_completer
-    from palestra.sources.programs.standalone import StandaloneGateway
+    from palestra.sources.programs.outside import StandaloneGateway
 
     completer = load_completer(model, dtype=dtype, device=device)
     lone = StandaloneGateway(completer, out, cases=tuple(suite), max_new_tokens=max_new_tokens, **address)

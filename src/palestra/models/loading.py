@@ -84,7 +84,17 @@ def load_model(
         tokenizer = _read_tokenizer(name, folder, source)
         model = _read(name, folder, source, partial(_model, torch_dtype, torch_device, quantization))
     _set_tokenizer_defaults(tokenizer)
-    _set_model_defaults(model, tokenizer)
+    # the tokenizer's padding and end-of-turn tokens for the model too: `generate` stops where a turn ends
+    generation = model.generation_config
+    eos = generation.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    try:
+        ends.update(ChatFormat(tokenizer).stop_token_ids)
+    except PalestraError:  # no chat template: text ends at eos
+        ends.update([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])
+    ends = {end for end in ends if 0 <= end < model.config.get_text_config().vocab_size}
+    generation.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
+    generation.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     use_softcaps(model)
     path = Path(source).expanduser()  # becomes base_model_name_or_path of adapters: paths must work from everywhere
     model.name_or_path = str(path.resolve()) if path.exists() else source
@@ -112,20 +122,6 @@ def set_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None
             tokenizer.chat_template = default + tokenizer.chat_template
 
 
-def _set_model_defaults(model: Any, tokenizer: Any) -> None:
-    """The tokenizer's padding and end-of-turn tokens for the model too: `generate` stops where a turn ends."""
-    generation = model.generation_config
-    eos = generation.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    try:
-        ends.update(ChatFormat(tokenizer).stop_token_ids)
-    except PalestraError:  # no chat template: text ends at eos
-        ends.update([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])
-    ends = {end for end in ends if 0 <= end < model.config.get_text_config().vocab_size}
-    generation.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
-    generation.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
-
-
 def use_softcaps(model: Any) -> None:
     """Let the cap of attention's logits count, where a model has one (Gemma 2): transformers' default leaves it out."""
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
@@ -150,10 +146,9 @@ def load_tokenizer(name: str) -> Any:
 
 
 def choose_threads(model: Any, threads: int | None = None) -> None:
-    """So many CPU threads; without a number, and OMP_NUM_THREADS, one for a small model, else the idle processors.
+    """Set the CPU threads; without a number, and OMP_NUM_THREADS, one for a small model, else the idle processors.
 
-    The matrices of a small model are too small to split: synchronising threads costs more than it saves, several times
-    as much on a machine that is busy with other work.
+    The matrices of a small model are too small to split: synchronising threads costs more than it saves.
     """
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return

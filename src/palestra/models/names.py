@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from palestra.core.errors import NotFoundError, PalestraError, ServiceError
@@ -78,3 +80,22 @@ def hub_unreachable() -> str | None:
     thread.start()
     thread.join(_HUB_TIMEOUT_S)
     return results[0] if results else f"{endpoint} does not answer within {_HUB_TIMEOUT_S:g} s"
+
+
+@contextmanager
+def hidden_progress_bars() -> Iterator[None]:
+    """Without transformers' progress bars, which show every loading and saving of a small file, too."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def is_local(model: str) -> bool:
+    """Whether the model loads without a download, so that progress bars are not needed."""
+    return model.startswith("palestra/") or Path(model).expanduser().exists()

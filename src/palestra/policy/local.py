@@ -33,10 +33,9 @@ _WINDOW = 8  # rounds of tool calls after which the median follows a change
 class ToolBarrier:
     """Knows the sessions between two turns: their caller runs a tool, or is about to close them.
 
-    A step waits a moment for them while they usually come back at once. So a quick tool's answer joins the very
-    next step whatever the threads' timing: batches are fuller, and the same seed gives the same batches, hence the
-    same numbers to the last bit. Slow tools delay no step, unless it `waits_for_all`. With `enabled=False` no step ever
-    waits.
+    A step waits a moment for them while they usually come back at once. So a quick tool's answer joins the very next
+    step whatever the threads' timing: the same seed gives the same batches, hence the same numbers to the last bit.
+    Slow tools delay no step, unless it `waits_for_all`. With `enabled=False` no step ever waits.
     """
 
     def __init__(
@@ -123,9 +122,8 @@ _ROUNDS = 32
 class LocalPolicy(Policy[Session]):
     """The engine behind the Policy seam. Concurrent `sample` calls share its steps.
 
-    The engine runs on the event loop's own thread, one step at a time, and yields in between: tools and
-    other coroutines go on while a batch is sampled, and no lock is needed. With `tool_barrier` a step waits a
-    moment for sessions whose tools are quick, so that batches do not depend on the threads' timing.
+    The engine runs on the event loop's own thread, one step at a time, and yields in between: tools and other
+    coroutines go on while a batch is sampled, and no lock is needed. For `tool_barrier` see `ToolBarrier`.
 
     On a GPU the next step begins before the turns that ended with the last one are delivered: their callers read them
     and run their tools while it computes, and join the step after it.

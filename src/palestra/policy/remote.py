@@ -44,7 +44,7 @@ class RemotePolicy(TokenSessions):
         self._limit = ConcurrencyLimit(max_concurrent)
 
     async def model_name(self) -> str:
-        """What the server calls its model."""
+        """The model's name at the server."""
         answer = await self._ask("/v1/models")
         return str(answer["data"][0]["id"])
 

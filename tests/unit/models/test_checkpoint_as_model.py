@@ -9,8 +9,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
-from palestra.models.export.hf import write_tokenizer_and_card
-from palestra.models.export.source import open_source
+from palestra.models.export.hf import open_source, write_tokenizer_and_card
 from palestra.models.loading import load_model
 from palestra.train.checkpoint import TrainState, save_checkpoint
 from palestra.train.setup import with_adapter

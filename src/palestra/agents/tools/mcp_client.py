@@ -12,7 +12,6 @@ import shlex
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -105,7 +104,7 @@ class McpTools:
 
 
 def close_connections(connections: Sequence[McpConnection]) -> None:
-    """End the servers of one attempt."""
+    """End the servers that belong to one attempt."""
     for connection in connections:
         if not connection.server.shared:
             connection.close()
@@ -126,7 +125,8 @@ class McpConnection:
 
     def _tool(self, served: Any) -> Tool:
         async def call(**arguments: Any) -> str:
-            return await asyncio.wrap_future(_submit(self._call(served.name, arguments)))
+            work = self._call(served.name, arguments)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
 
         return Tool(served.name, served.description or "", dict(served.input_schema), call)
 
@@ -224,12 +224,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    return asyncio.run_coroutine_threadsafe(work, _loop())
-
-
 def _wait(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    future = _submit(work)
+    future = asyncio.run_coroutine_threadsafe(work, _loop())
     with contextlib.suppress(TimeoutError):
         return future.result(timeout_s)
     future.cancel()

@@ -54,7 +54,7 @@ class Tool:
 
     @property
     def params_json_schema(self) -> dict[str, Any]:
-        """The schema of the arguments, by its name in openai-agents."""
+        """The parameters by their name in openai-agents."""
         return self.parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,24 @@ _SDK_FAILURE = "An error occurred while running the tool"
 
 def from_openai_agents(sdk_tool: Any) -> Tool:
     """A FunctionTool of openai-agents: it is called with the SDK's context and the arguments as JSON text."""
-    _refuse_untrainable(sdk_tool)
+    for key, reason in _REFUSED.items():
+        if getattr(sdk_tool, key, None):
+            raise UnsupportedError(
+                f"tool {sdk_tool.name!r} {reason} ({key}). Leave {key} out of the tool that you train with, and let it "
+                "change nothing that matters; the agent that you deploy keeps it"
+            )
+    if callable(getattr(sdk_tool, "is_enabled", True)):
+        raise UnsupportedError(
+            f"tool {sdk_tool.name!r} is enabled by a function (is_enabled), which would be asked in no training; "
+            "use True or False in the agent that you train"
+        )
+    agent = getattr(sdk_tool, "_agent_instance", None)
+    if agent is not None and (agent.model is None or isinstance(agent.model, str)):
+        raise UnsupportedError(
+            f"tool {sdk_tool.name!r} is the agent {agent.name!r} (as_tool), which would ask the SDK's own provider at "
+            "each call. Give that agent a model object, such as OpenAIChatCompletionsModel(…), or give its tools to "
+            "the agent that you train"
+        )
     limit_s = getattr(sdk_tool, "timeout_seconds", None)
 
     async def invoke(palestra_context: Any, **arguments: Any) -> Any:
@@ -163,27 +180,6 @@ def from_openai_agents(sdk_tool: Any) -> Tool:
     fn = invoke if getattr(shown, "takes_context", False) else partial(invoke, palestra_context=None)
     schema = dict(sdk_tool.params_json_schema)
     return Tool(sdk_tool.name, sdk_tool.description or "", schema, fn, context="palestra_context")
-
-
-def _refuse_untrainable(sdk_tool: Any) -> None:
-    for key, reason in _REFUSED.items():
-        if getattr(sdk_tool, key, None):
-            raise UnsupportedError(
-                f"tool {sdk_tool.name!r} {reason} ({key}). Leave {key} out of the tool that you train with, and let it "
-                "change nothing that matters; the agent that you deploy keeps it"
-            )
-    if callable(getattr(sdk_tool, "is_enabled", True)):
-        raise UnsupportedError(
-            f"tool {sdk_tool.name!r} is enabled by a function (is_enabled), which would be asked in no training; "
-            "use True or False in the agent that you train"
-        )
-    inner = getattr(sdk_tool, "_agent_instance", None)
-    if inner is not None and (inner.model is None or isinstance(inner.model, str)):
-        raise UnsupportedError(
-            f"tool {sdk_tool.name!r} is the agent {inner.name!r} (as_tool), which would ask the SDK's own provider at "
-            "each call. Give that agent a model object, such as OpenAIChatCompletionsModel(…), or give its tools to "
-            "the agent that you train"
-        )
 
 
 def _sdk_context(sdk_tool: Any, context: Any, arguments: str) -> Any:

@@ -89,10 +89,7 @@ _HINTS = {"<|tool_list_start|>": LFM, "<|start_header_id|>": LLAMA, "<|header_st
 
 
 def format_of(chat_template: Any, tokens: Collection[str] = ()) -> CallFormat:
-    """The format that a chat template asks for or, where it does not say, that the tokenizer has tokens for.
-
-    Without either it is JSON in a fenced block.
-    """
+    """The format that a chat template asks for, else one that the tokenizer has tokens for, else JSON in a block."""
     text = chat_template if isinstance(chat_template, str) else str(chat_template or "")
     if said := re.search(r'set call_form = "(\w+)"', text):  # Palestra's own prefix for templates without tools
         return next((each for each in FORMATS if each.name == said[1]), JSON)

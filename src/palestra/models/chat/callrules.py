@@ -111,8 +111,6 @@ def _body(name: str, trigger: str, w: _RuleWriter) -> str:
 
 @dataclass(slots=True)
 class _RuleWriter:
-    """Writes the rules of one format."""
-
     literal: Callable[[str], str]
     tools: Sequence[dict[str, Any]]
     one_call: bool

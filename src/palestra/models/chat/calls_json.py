@@ -37,11 +37,11 @@ def read_calls(text: str) -> list[Any]:
     body = _parse(text.strip()) or _parse(text.strip().replace("\n", "\\n"))  # a line break in a string, not escaped
     if body is None:
         return [Unreadable("the tool call is not valid Python")]
-    found: list[Any] = []
+    calls: list[Any] = []
     for statement in body:
         value = statement.value if isinstance(statement, ast.Expr) else statement
-        found += [_read(node) for node in (value.elts if isinstance(value, ast.List) else [value])]
-    return found
+        calls += [_read(node) for node in (value.elts if isinstance(value, ast.List) else [value])]
+    return calls
 
 
 def write_call(name: str, arguments: Mapping[str, Any]) -> str:
@@ -130,17 +130,17 @@ def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> 
     """Fenced blocks that hold calls; without any, a message that is nothing but calls."""
     calls: list[Any] = []
 
-    def counts(found: Sequence[Any]) -> bool:
-        return bool(found) and (not known_tools_only or all(name_of(call) in schemas for call in found))
+    def counts(block: Sequence[Any]) -> bool:
+        return bool(block) and (not known_tools_only or all(name_of(call) in schemas for call in block))
 
     def take(fence: re.Match[str]) -> str:
         is_code = fence[1] in _CODE_FENCES
-        found = _bare(fence[2], is_code)
-        if not found and is_code:
-            found = [Unreadable(f"the block {fence[1]} holds no call")]
-        if not counts(found):
+        block = _bare(fence[2], is_code)
+        if not block and is_code:
+            block = [Unreadable(f"the block {fence[1]} holds no call")]
+        if not counts(block):
             return fence[0]
-        calls.extend(found)
+        calls.extend(block)
         return ""
 
     rest = _FENCE.sub(take, text)
@@ -152,23 +152,23 @@ def find_fenced(text: str, schemas: Schemas, known_tools_only: bool = False) -> 
 def find_embedded(text: str, schemas: Schemas) -> Found:
     """Calls of known tools as JSON that begins a line or ends the message; other JSON stays text."""
     parts, calls, position, last, decoded = list[str](), list[Any](), 0, 0, 0
-    while decoded < _MAX_EMBEDDED and (found := _EMBEDDED_START.search(text, position)):
-        before = text[position : found.start() + 1][::-1]
-        start = found.start() + 1 - _BEFORE_EMBEDDED.match(before, 1).end()  # type: ignore[union-attr]
+    while decoded < _MAX_EMBEDDED and (opening := _EMBEDDED_START.search(text, position)):
+        before = text[position : opening.start() + 1][::-1]
+        start = opening.start() + 1 - _BEFORE_EMBEDDED.match(before, 1).end()  # type: ignore[union-attr]
         _, newline, line = text[last:start].rpartition("\n")
         begins_line = not line.strip() and bool(newline or not last)
-        last = found.end()
+        last = opening.end()
         if begins_line or text[start - 1].isspace():
             decoded += 1
-            value, end = _decode_call(text, found.start())
+            value, end = _decode_call(text, opening.start())
             end = _EMBEDDED_END.match(text, end).end()  # type: ignore[union-attr]
             if name_of(value) in schemas and (begins_line or end == len(text)):
                 calls.append(value)
                 parts.append(text[position:start])
                 position = end
                 continue
-        parts.append(text[position : found.end()])
-        position = found.end()
+        parts.append(text[position : opening.end()])
+        position = opening.end()
     return "".join([*parts, text[position:]]), calls
 
 

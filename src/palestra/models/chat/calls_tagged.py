@@ -64,12 +64,12 @@ def types_of(schema: Mapping[str, Any] | None) -> set[str]:
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return {"string"} if all(isinstance(value, str) for value in values) else set()
-    found: set[str] = set()
+    types: set[str] = set()
     for key in ("anyOf", "oneOf"):
         for each in schema.get(key) or ():
-            found |= types_of(each)
+            types |= types_of(each)
     kind = schema.get("type")
-    return found | ({kind} if isinstance(kind, str) else set(kind or ()))
+    return types | ({kind} if isinstance(kind, str) else set(kind or ()))
 
 
 def _schema_of(schemas: Schemas, name: str, argument: str) -> Mapping[str, Any] | None:
@@ -83,14 +83,14 @@ def _typed_call(name: str, arguments: Iterable[tuple[str, str]], schemas: Schema
 
 def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
     """The text outside of the tags, and the text between each pair of them."""
-    parts, found, position = list[str](), list[str](), 0
+    parts, bodies, position = list[str](), list[str](), 0
     while (start := text.find(opening, position)) >= 0:
         parts.append(text[position:start])
         close = text.find(closing, start + len(opening))
         close = close if close >= 0 else len(text)
-        found.append(text[start + len(opening) : close])
+        bodies.append(text[start + len(opening) : close])
         position = close + len(closing)
-    return "".join([*parts, text[position:]]), found
+    return "".join([*parts, text[position:]]), bodies
 
 
 def _find_calls(text: str, opening: str, closing: str, read: Callable[[str], list[Any]], missing: str) -> Found:
@@ -158,7 +158,9 @@ def find_invoke(text: str, schemas: Schemas, opening: str, closing: str) -> Foun
 
     def read(body: str) -> list[Any]:
         calls = [(call["name"], _INVOKE_ARGUMENT.finditer(call["body"])) for call in _INVOKE.finditer(body)]
-        return [{"name": name, "arguments": {a["key"]: value_of(name, a) for a in found}} for name, found in calls]
+        return [
+            {"name": name, "arguments": {a["key"]: value_of(name, a) for a in arguments}} for name, arguments in calls
+        ]
 
     return _find_calls(text, opening, closing, read, f'{opening} holds no <invoke name="…">')
 

@@ -87,15 +87,15 @@ def mark(index: int) -> str:
 def split_at_marks(text: str, count: int) -> tuple[str, ...]:
     scaffold = []
     for index in range(count):
-        head, found, text = text.partition(mark(index))
-        if not found:
+        head, separator, text = text.partition(mark(index))
+        if not separator:
             raise not_append_only("it leaves out a message, or puts messages in another order")
         scaffold.append(head)
     return (*scaffold, text)
 
 
 def with_texts(message: Message, change: Callable[[str], str]) -> Message:
-    """With each text of a message changed: its content, its name, and those in its calls."""
+    """The message with each of its texts changed: its content, its name, and those in its calls."""
     calls = tuple(
         replace(call, name=change(call.name), arguments=_with_strings(call.arguments, change))
         for call in message.tool_calls
@@ -330,7 +330,7 @@ _PLAIN = "7"  # stands for any plain reply: it makes no added token with what is
 
 
 class ReplyTemplate:
-    """What a template writes before and behind one reply.
+    """The text of a template before and behind one reply.
 
     A text is tokenised between its added tokens; the reply shares such a segment with what stands next to it, and only
     this segment is tokenised for each reply.

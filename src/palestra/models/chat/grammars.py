@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.errors import MissingPackageError, UnsupportedError, UserCodeError
@@ -43,7 +43,7 @@ class _Place:
 class CallGrammar(Grammar):
     """What may be said when these tools are at hand. It never changes; each turn follows it with a `start()`."""
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: LLMatcher, after_call: bytes | None) -> None:
+    def __init__(self, vocabulary: _Compiler, matcher: LLMatcher, after_call: bytes | None) -> None:
         self.vocabulary = vocabulary
         self.after_call = after_call
         self._matcher = matcher
@@ -146,12 +146,10 @@ class TurnGrammar(Grammar):
         return TurnMatching(self, self.matcher.deep_copy())
 
 
+@dataclass(frozen=True, slots=True)
 class TurnMatching(Matching):
-    """Follows one turn."""
-
-    def __init__(self, grammar: TurnGrammar, matcher: LLMatcher) -> None:
-        self._grammar = grammar
-        self._matcher = matcher
+    _grammar: TurnGrammar
+    _matcher: LLMatcher
 
     def allowed(self) -> bytes | None:
         if self._matcher.is_stopped():
@@ -187,13 +185,14 @@ class GrammarText:
 
 def grammar_compiler(tokenizer: Any) -> Callable[[str], Grammar]:
     """Text -> grammar; llguidance is loaded at the first, and the last grammars are kept."""
-    return lru_cache(_KEPT)(_Compiler(tokenizer).compile)
+    compiler = cache(partial(_Compiler, tokenizer))
+    return lru_cache(_KEPT)(lambda text: compiler().compile(text))
 
 
-class _Vocabulary:
-    """A tokenizer as llguidance knows it, and the tokens that matter where a call opens."""
+class _Compiler:
+    """A tokenizer as llguidance knows it, the tokens that matter where a call opens, and the grammars of its format."""
 
-    def __init__(self, tokenizer: Any, trigger: str) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         try:
             from llguidance import hf
         except ModuleNotFoundError:
@@ -204,8 +203,11 @@ class _Vocabulary:
             raise UnsupportedError(
                 f"{_SETTINGS} cannot use {type(tokenizer).__name__}: {error}. Leave them off"
             ) from None
-        self.trigger = trigger.encode()
-        self.at_start = trigger == "{"
+        template = getattr(tokenizer, "chat_template", None)
+        texts = [str(token.content) for token in tokenizer.added_tokens_decoder.values()]
+        self._format: CallFormat = format_of(template, texts)
+        self.trigger = trigger_of(self._format).encode()
+        self.at_start = self.trigger == b"{"
         added = {str(token.content): int(i) for i, token in tokenizer.added_tokens_decoder.items()}
         self._apart = {text: i for text, i in added.items() if text and self.tokens.is_special_token(i)}
         longest_first = sorted(self._apart, key=len, reverse=True)
@@ -227,21 +229,14 @@ class _Vocabulary:
     @cached_property
     def crossing(self) -> list[list[tuple[int, bytes]]]:
         """By the length of the trigger's written part: the tokens that complete it, and their bytes behind it."""
-        found: list[list[tuple[int, bytes]]] = [[] for _ in self.trigger]
+        by_length: list[list[tuple[int, bytes]]] = [[] for _ in self.trigger]
         for token_id, piece in enumerate(self.pieces):
             if self.trigger[-1:] in piece[:-1]:
-                for begun, rows in enumerate(found):
+                for begun, rows in enumerate(by_length):
                     before, tag, said = (self.trigger[:begun] + piece).partition(self.trigger)
                     if tag and said and not (self.at_start and before.strip()):
                         rows.append((token_id, said))
-        return found
-
-
-class _Compiler:
-    """Makes the grammars of one tokenizer and its call format."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        return by_length
 
     def compile(self, text: str) -> Grammar:
         value = json.loads(text)
@@ -251,7 +246,7 @@ class _Compiler:
         if turn.free_text:
             return self._calls(turn.tools, turn.stop_token_ids)
         # one or more calls, or an answer by the schema; a stop token ends it
-        written = rules_of(self._format, turn.tools, self._vocabulary.literal, turn.one_call)
+        written = rules_of(self._format, turn.tools, self.literal, turn.one_call)
         rules, starts = list(written.rules), []
         if turn.tools:
             more = "" if turn.one_call or self._format.name in _ONE_BLOCK else "(WS? call)*"
@@ -262,31 +257,22 @@ class _Compiler:
             starts.append("answer")
         start = " | ".join(starts)
         if turn.close_reasoning:
-            closing = self._vocabulary.literal(turn.close_reasoning)
+            closing = self.literal(turn.close_reasoning)
             ends_text = not closing.startswith("<[")
             rules.append(f"reasoning[suffix={closing}]: /(?s:.*)/" if ends_text else f"reasoning: /(?s:.*)/ {closing}")
             start = f"reasoning WS? ({start})"
         matcher, refusal = self._matcher(start, rules)
         if refusal:
             raise UnsupportedError(f"the model cannot be kept to the JSON schema: {refusal}; change the schema")
-        stops = bits(turn.stop_token_ids, self._vocabulary.tokens.vocab_size)
+        stops = bits(turn.stop_token_ids, self.tokens.vocab_size)
         return TurnGrammar(matcher, frozenset(turn.stop_token_ids), stops or b"")
-
-    @cached_property
-    def _format(self) -> CallFormat:
-        tokens = [str(token.content) for token in self._tokenizer.added_tokens_decoder.values()]
-        return format_of(getattr(self._tokenizer, "chat_template", None), tokens)
-
-    @cached_property
-    def _vocabulary(self) -> _Vocabulary:
-        return _Vocabulary(self._tokenizer, trigger_of(self._format))
 
     def _calls(self, tools: Sequence[dict[str, Any]], end_after_call: Sequence[int] = ()) -> CallGrammar:
         """Calls in free text. After a call, only tokens of `end_after_call` may come, if there are any."""
-        rules = rules_of(self._format, tools, self._vocabulary.literal)
+        rules = rules_of(self._format, tools, self.literal)
         matcher, refusal = self._matcher(rules.body, rules.rules)
         if not refusal:
-            return CallGrammar(self._vocabulary, matcher, bits(end_after_call, self._vocabulary.tokens.vocab_size))
+            return CallGrammar(self, matcher, bits(end_after_call, self.tokens.vocab_size))
         for tool in tools if len(tools) > 1 else ():
             self._calls([tool])  # raises for the one that is to blame
         raise UnsupportedError(
@@ -298,7 +284,7 @@ class _Compiler:
         """A matcher of these rules, and llguidance's reason why it cannot keep to them; empty if it can."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._vocabulary.tokens, "\n".join([f"start: {start}", *rules]), log_level=0)
+        matcher = LLMatcher(self.tokens, "\n".join([f"start: {start}", *rules]), log_level=0)
         said = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         refusal = next((text for text in said if not text.startswith(_A_NOTE)), "")
         return matcher, refusal.partition("\n")[0].rpartition("JSON schema: ")[2]

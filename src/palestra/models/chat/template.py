@@ -180,13 +180,12 @@ class ChatFormat:
         after_stop_token: bool = True,
         last_token: int | None = None,
     ) -> tuple[Turn, ...]:
-        """What is fed after a sampled assistant turn; its stop token, too, where the turn ended without one.
+        """The tokens after a sampled assistant turn; with its stop token, too, where the turn ended without one.
 
         `last_token` is the one that ended the turn. Where the template ends a turn with the token that begins the next
         message, and the model sampled another one, that token is fed, too.
 
-        The bodies of the replies are `environment` turns, everything around them `template` turns. Siblings often
-        make the same calls and get the same replies, so the last ones are remembered.
+        The bodies of the replies are `environment` turns, everything around them `template` turns.
         """
         if not self._begins_next:
             last_token = None
@@ -194,7 +193,7 @@ class ChatFormat:
         unusual = variables or not after_stop_token or last_token is not None or any(map(_CALLS, replies))
         if unusual or sum(len(r.text) for r in replies) > MAX_CACHED_CHARS:
             return make()
-        return cached(self._continuations, tuple(replies), make)
+        return cached(self._continuations, tuple(replies), make)  # siblings often get the same replies
 
     def _continuation(
         self,
@@ -291,26 +290,26 @@ class ChatFormat:
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """eos, what the template puts behind an assistant message, and the usual end-of-turn tokens."""
-        found = {self._special[name] for name in _END_OF_TURN if name in self._special}
+        stops = {self._special[name] for name in _END_OF_TURN if name in self._special}
         if self.tokenizer.eos_token_id is not None:
-            found.add(self.tokenizer.eos_token_id)
+            stops.add(self.tokenizer.eos_token_id)
         dialogue = [Message("user", _QUESTION), Message("assistant", _ANSWER)]
-        usual = set(found)
+        usual = set(stops)
         for more in ((), (Message("user", _LAST),)):  # GLM ends a turn with what begins the next one
             with suppress(TemplateRefusal):
                 behind = self.render([*dialogue, *more], self._probe_tools).partition(_ANSWER)[2].lstrip()
-                found |= {token_id for name, token_id in self._special.items() if behind.startswith(name)}
-            usual |= set() if more else found
+                stops |= {token_id for name, token_id in self._special.items() if behind.startswith(name)}
+            usual |= set() if more else stops
         begins = {self._special[name] for name in _BEGINS_RESULT if name in self._special}
-        self._begins_next = frozenset((found - usual) | begins)
+        self._begins_next = frozenset((stops - usual) | begins)
         if self.call_format is HARMONY:  # ends every message of a turn
-            found.discard(self._special.get(_HARMONY_END, -1))
-        if not found:
+            stops.discard(self._special.get(_HARMONY_END, -1))
+        if not stops:
             raise InputError(
                 "the tokenizer has no end-of-sequence token, and its chat template ends an assistant message without "
                 "a special token, so a turn would never end. Set tokenizer.eos_token."
             )
-        return tuple(sorted(found))
+        return tuple(sorted(stops))
 
     def _scaffold(self, replies: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
         """The stop token's text, and the template's text before, between and after the replies' bodies."""

@@ -1,8 +1,7 @@
 """An assistant's message -> the tokens with which the model would have said it, and the startup check of tool calls.
 
-Needed for messages that the model did not sample: demonstrations. The template renders a small conversation that ends
-with the message; what stands behind the generation prompt, up to the stop token, is the model's turn. The startup
-check: what the template writes must be read back as the same calls.
+For demonstrations, which the model did not sample. The template renders a small conversation that ends with one: its
+text behind the generation prompt is the model's turn. The check: it must be read back as the same calls.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ def write_reply(
             continue
         before, whole = _ids(chat, [Piece(prompt, False)]), _ids(chat, [Piece(prompt, False), *pieces])
         ids = whole[len(before) :] if whole[: len(before)] == before else _ids(chat, pieces)
-        found = chat.read(ids, tools, prompt_end)
-        calls = [(call.name, call.arguments, call.error, call.format) for call in found.tool_calls]
+        read = chat.read(ids, tools, prompt_end)
+        calls = [(call.name, call.arguments, call.error, call.format) for call in read.tool_calls]
         expected = [(call.name, call.arguments, None, "") for call in attempt.tool_calls]
-        if found.text == strip_reasoning(attempt.text) and calls == expected:
-            has_text = found.text or not strip_reasoning(message.text)
+        if read.text == strip_reasoning(attempt.text) and calls == expected:
+            has_text = read.text or not strip_reasoning(message.text)
             whole_thought = (reasoning or split_reasoning(message.text)[0]).strip()
             has_thought = whole_thought in "".join(piece.text for piece in pieces)
-            return WrittenReply(ids, found, ("text",) * (not has_text) + ("reasoning",) * (not has_thought))
+            return WrittenReply(ids, read, ("text",) * (not has_text) + ("reasoning",) * (not has_thought))
         refusal = refusal or InputError(
             f"the chat template writes the assistant's message {_shown(message)} so that it is read back as "
-            f"{_shown(found)}. Change the message, or take the conversation out"
+            f"{_shown(read)}. Change the message, or take the conversation out"
         )
     assert refusal is not None
     raise refusal
@@ -206,8 +205,8 @@ _checked: WeakKeyDictionary[Any, dict[tuple[str, bool], str | None]] = WeakKeyDi
 
 
 def tool_call_problem(chat: ChatFormat, *, appends: bool = True) -> str | None:
-    """Why tool calls cannot be used: they do not come back from the model's own template as they were or, with
-    `appends`, results cannot be appended. None if they can. Computed once per tokenizer and template."""
+    """The reason why tool calls cannot be used: the model's own template does not write them so that they are read back
+    or, with `appends`, takes no results. None if they can be used. Computed once per tokenizer and template."""
     known = _checked.setdefault(chat.tokenizer, {})
     key = (str(chat.tokenizer.chat_template), appends)
     if key in known:
@@ -249,14 +248,7 @@ def check_tool_calls(chat: ChatFormat, *, appends: bool = True) -> None:
 
 
 def _read_back(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-    """The arguments, or the error, of each call in what the template writes for these calls."""
-    written, prompt = written_calls(chat, arguments)
-    calls = chat.parse(written, [_SCHEMA], prompt).calls
-    return [call.error or (f"a call in the format {call.format}" if call.format else call.arguments) for call in calls]
-
-
-def written_calls(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """The assistant's message with calls of these arguments as the template writes it, and the prompt before it."""
+    """The arguments, or the error, of each call in what the template writes for calls with these arguments."""
     calls = tuple(ToolCall(f"call_{i}", _TOOL, each) for i, each in enumerate(arguments))
     question, answer = Message("user", _QUESTION), Message("assistant", "", calls)
     results = [Message("tool", f"{_RESULT}{i}", tool_call_id=call.id, name=_TOOL) for i, call in enumerate(calls)]
@@ -264,10 +256,11 @@ def written_calls(chat: ChatFormat, arguments: Sequence[dict[str, Any]]) -> tupl
     try:
         whole = chat.render([question, answer, *results], [_SCHEMA])
     except PalestraError:
-        if len(calls) > 1:
-            return "", prompt
-        raise
+        if len(calls) == 1:
+            raise
+        return []
     start = common_start(prompt, whole)
     written = whole[start:].partition(_RESULT)[0]
     ends = [end for stop in chat.stop_texts if (end := written.find(stop)) >= 0]
-    return written[: min(ends, default=len(written))], whole[:start]
+    read = chat.parse(written[: min(ends, default=len(written))], [_SCHEMA], whole[:start]).calls
+    return [call.error or (f"a call in the format {call.format}" if call.format else call.arguments) for call in read]

@@ -40,8 +40,7 @@ def to_hub(
     The token is that of HF_TOKEN or `hf auth login`; HF_ENDPOINT names another hub.
     """
     from palestra.models.adapters import RECORD, is_adapter  # torch: a wrong repository is reported without it
-    from palestra.models.export.hf import to_hf
-    from palestra.models.export.source import read_record
+    from palestra.models.export.hf import read_record, to_hf
 
     check_repo(repo)
     folder = Path(model).expanduser()
@@ -94,15 +93,21 @@ def _first_line(error: Exception) -> str:
 
 
 def model_card(repo: str, record: Mapping[str, Any], report: Mapping[str, Any] | None, *, is_adapter: bool) -> str:
-    """README.md for a model repository.
-
-    `record` is the run's `palestra.json` and `report` its `report.json` (None if these weights were not scored).
-    """
+    """README.md by the run's `palestra.json` and `report.json` (None if these weights were not scored)."""
     base = str((report or {}).get("model") or (record.get("base") or {}).get("name") or "")
     if Path(base).expanduser().exists() or base.startswith(("/", "~", ".")) or base.endswith(".gguf"):
         base = ""  # a path on this machine
-    metadata = _metadata(repo, base, report, is_adapter=is_adapter)
-    lines = ["---", *metadata, "---", "", f"# {repo.split('/')[-1]}", ""]
+    on_hub = "/" in base and not base.startswith("palestra/")  # embedded models
+    lines = ["---", *([f"base_model: {json.dumps(base)}"] if on_hub else [])]
+    lines += [f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
+    lines += [f"tags: [{'lora, ' if is_adapter else ''}reinforcement-learning, grpo, tool-use, palestra]"]
+    if report and (after := report.get("after")):
+        lines += ["model-index:", f"- name: {json.dumps(repo.split('/')[-1])}", "  results:"]
+        lines += ["  - task: {type: text-generation}"]
+        lines += [f"    dataset: {{name: {json.dumps(str(report['agent']) + ', held-out cases')}, type: custom}}"]
+        rate = after["pass_rate"]["rate"]
+        lines += [f"    metrics: [{{name: pass rate, type: accuracy, value: {rate:.4f}}}]"]
+    lines += ["---", "", f"# {repo.split('/')[-1]}", ""]
     kind = "A LoRA adapter" if is_adapter else "A language model"
     lines += [f"{kind} trained by reinforcement learning with Palestra{f', from `{base}`' if base else ''}.", ""]
     lines += _evaluation(report) if report else ["It has not been scored.", ""]
@@ -114,21 +119,6 @@ def model_card(repo: str, record: Mapping[str, Any], report: Mapping[str, Any] |
     with_peft = "  # with peft installed" if is_adapter else ""
     lines += [f'model = AutoModelForCausalLM.from_pretrained("{repo}"){with_peft}', "```"]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _metadata(repo: str, base: str, report: Mapping[str, Any] | None, *, is_adapter: bool) -> list[str]:
-    on_hub = "/" in base and not base.startswith("palestra/")  # embedded models
-    lines = [f"base_model: {json.dumps(base)}"] if on_hub else []
-    lines += [f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
-    lines += [f"tags: [{'lora, ' if is_adapter else ''}reinforcement-learning, grpo, tool-use, palestra]"]
-    after = (report or {}).get("after")
-    if report and after:
-        rate = after["pass_rate"]
-        lines += ["model-index:", f"- name: {json.dumps(repo.split('/')[-1])}", "  results:"]
-        lines += ["  - task: {type: text-generation}"]
-        lines += [f"    dataset: {{name: {json.dumps(str(report['agent']) + ', held-out cases')}, type: custom}}"]
-        lines += [f"    metrics: [{{name: pass rate, type: accuracy, value: {rate['rate']:.4f}}}]"]
-    return lines
 
 
 def _evaluation(report: Mapping[str, Any]) -> list[str]:

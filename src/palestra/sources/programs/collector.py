@@ -161,6 +161,13 @@ def role_metrics(group: Group, weights: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
+_COUNTS = {  # statistic of an attempt's conversations -> its metric
+    "lineages": "rows_per_attempt",
+    "requests": "requests_per_attempt",
+    "recomputed_tokens": "recomputed_tokens",
+    "retokenised_turns": "retokenised_turns",
+    "discarded_turns": "discarded_turns",
+}
 POSTED = "reward"  # the score that an external agent posts for itself
 
 
@@ -218,9 +225,12 @@ class ProgramCollector:
             rollouts = await scored_together(self.environment, episodes, [rollout for rollout, _, _ in done])
             group = await self.rewards.reward(problem, rollouts, episodes, self.environment.reward_weights)
         group = with_call_metrics(group, calls)
-        attempts = _metrics([agents for _, _, agents in done])
+        metrics: dict[str, Any] = {}
+        for name, key in _COUNTS.items():  # of the agents that are trained, averaged over the attempts
+            counts = [sum(getattr(a.counts, name) for a in agents.recorded) for _, _, agents in done]
+            metrics[f"agent/{key}"] = fmean(counts)
         roles = role_metrics(group, self.environment.reward_weights)
-        return replace(group, metrics={**group.metrics, **attempts, **roles})
+        return replace(group, metrics={**group.metrics, **metrics, **roles})
 
     async def _one(
         self, problem: Problem, seed_key: str, models: GroupModels, on_rollout: OnRollout
@@ -290,14 +300,3 @@ def hidden_columns(problems: Sequence[Problem]) -> frozenset[str]:
         return problem.expect is not None and type(value) is type(problem.expect) and bool(value == problem.expect)
 
     return frozenset(name for name in names if all(holds_answer(problem, name) for problem in problems)) | {"expect"}
-
-
-def _metrics(attempts: Sequence[Agents]) -> dict[str, float]:
-    """Statistics of the conversations of the agents that are trained, averaged over the attempts."""
-    metrics = {"lineages": "rows_per_attempt", "requests": "requests_per_attempt"}
-    return {
-        f"agent/{metrics.get(name, name)}": fmean(
-            sum(getattr(a.counts, name) for a in one.recorded) for one in attempts
-        )
-        for name in ("lineages", "requests", "recomputed_tokens", "retokenised_turns", "discarded_turns")
-    }

@@ -63,7 +63,6 @@ class ProgramTask:
         return evaluator_of(self.environment, self._collector(parts, training=False), parts)
 
     def close(self, runner: asyncio.Runner) -> None:
-        """Close the gateway."""
         if self.gateway is not None:
             runner.run(self.gateway.close())
 

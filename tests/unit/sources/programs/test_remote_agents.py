@@ -15,7 +15,7 @@ from palestra.agents.programs import Endpoint, ProgramLimits, command_agent
 from palestra.core.errors import MissingPackageError, NotAllowedError, UnsupportedError
 from palestra.servers.gateway.gateway import Gateway
 from palestra.servers.web import reachable_url
-from palestra.sources.programs.standalone import StandaloneGateway
+from palestra.sources.programs.outside import StandaloneGateway
 
 TOKEN = "a-token-of-this-test"
 ASK = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}

@@ -10,12 +10,12 @@ from builders import END, ScriptedPolicy
 from palestra.core.group_codec import rollout_from_dict
 from palestra.core.types import Problem
 from palestra.servers.openai.completer import Completer
-from palestra.sources.programs import standalone
-from palestra.sources.programs.standalone import StandaloneGateway
+from palestra.sources.programs import outside
+from palestra.sources.programs.outside import StandaloneGateway
 
 
 def test_open_attempts_are_bounded_and_one_that_ends_makes_room(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(standalone, "MAX_OPEN", 2)
+    monkeypatch.setattr(outside, "MAX_OPEN", 2)
 
     async def run():
         lone = StandaloneGateway(model, tmp_path / "rollouts.jsonl")
