@@ -169,8 +169,9 @@ class _Api:
         except HTTPException as refusal:
             if refusal.status_code != 413 or limit > MAX_BODY:
                 raise
-            text = f"the body holds more than {limit} bytes; shorten it"
-            raise ContextLengthError(text, model.context_tokens) from None
+            raise ContextLengthError(
+                f"the body holds more than {limit} bytes; shorten it", model.context_tokens
+            ) from None
         fields = parse(OBJECT.validate_json, raw, 400)
         if self._agents is not None:
             fields = self._agents.clean(fields, form, model.chat)
