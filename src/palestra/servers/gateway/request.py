@@ -132,7 +132,6 @@ def fit_template(request: ChatRequest, chat: ChatFormat) -> ChatRequest:
 
 
 def _is_extra(name: str, value: Any, form: type[RequestForm]) -> bool:
-    """Whether a field can be left out."""
     known = form.model_fields
     if name in known or name in NO_EFFECT or name in _HINTS:
         return name not in known
