@@ -10,7 +10,8 @@ from palestra.extras.atropos.protocol import MAX_VALUE
 from palestra.models.chat.encode import RENDER_S
 from palestra.runs.manager import RunManager
 from palestra.servers import body, connections
-from palestra.servers.openai import completer, inference
+from palestra.servers.gateway import app
+from palestra.servers.openai import completer
 from palestra.servers.openai.sampling_fields import MAX_PROMPTS
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def test_the_limits_that_the_pages_name_are_those_of_the_code():
         f"no whole header within {connections._HEADERS_S:g} s, or nothing of a body for {body._SILENCE_S:g} s",
         f"up to {connections._MAX_CONNECTIONS:,} connections",
         f"up to {MAX_PROMPTS:,} completions (prompts × n) and {completer._MAX_TOKENS >> 20} M prompt tokens × n",
-        f"in {inference._MAX_BODY >> 20} MiB",
+        f"in {app.MAX_BODY >> 20} MiB",
         f"Bodies above {server._LARGE >> 20} MiB",
         f"go up to {MAX_VALUE:g}".replace("e+", "e"),
         f"at most {task._MAX_LOG_BYTES >> 20} MiB",

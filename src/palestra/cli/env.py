@@ -81,11 +81,8 @@ def process(
     scores = [score for record in records for score in record["scores"]]
     passed = [flag for record in records for flag in record["passed"]]
     mean = sum(scores) / len(scores)
-    console.print(
-        f"{len(records)} groups, {len(scores)} attempts: mean score {mean:.2f}, "
-        f"{sum(passed)} passed\n{show_path(path)}\n{show_path(page)}",
-        highlight=False,
-    )
+    counts = f"{len(records)} groups, {len(scores)} attempts: mean score {mean:.2f}, {sum(passed)} passed"
+    console.print(f"{counts}\n{show_path(path)}\n{show_path(page)}", highlight=False)
     summary = {"groups": len(records), "attempts": len(scores), "passed": sum(passed), "mean_score": mean}
     return {**summary, "jsonl": str(path), "page": str(page)}
 

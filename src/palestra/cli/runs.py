@@ -75,9 +75,8 @@ def list_command(show_all: bool, console: Console) -> dict[str, Any]:
     """List runs, the newest first: in the background, and in other terminals."""
     shown, count = RunReader().page(None if show_all else _MAX_LISTED)
     if not console.quiet:  # the sizes of folders take time
-        console.print(
-            runs_table(shown, console.width) if shown else "No runs yet; `palestra train --detach` starts one."
-        )
+        none = "No runs yet; `palestra train --detach` starts one."
+        console.print(runs_table(shown, console.width) if shown else none)
     if 0 < len(shown) < count:
         console.print(f"{count - len(shown)} older ones: --all")
     return {"runs": [run.to_dict() for run in shown], "count": count}
@@ -117,7 +116,6 @@ def show(run: str, console: Console) -> dict[str, Any]:
 
 
 def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
-    """One run in detail, with its files."""
     console.print(run_panel(run))
     folder, can_resume = RunFolder(run.folder), run.state in ("stopped", "failed")
     paths = {"folder": run.folder, "report": results["report_path"], "model": results["model_path"]}
@@ -133,10 +131,8 @@ def print_run(console: Console, run: Run, results: dict[str, Any]) -> None:
 
 
 def run_panel(run: Run) -> RenderableType:
-    """One run in a few lines."""
-    head = Text.assemble(
-        (run.run_id, "bold"), f"  {run.name}  ", _state(run), (f"  {show_seconds(run.seconds)}", "dim")
-    )
+    took = (f"  {show_seconds(run.seconds)}", "dim")
+    head = Text.assemble((run.run_id, "bold"), f"  {run.name}  ", _state(run), took)
     reason = [Text(run.reason, style="red" if run.state == "failed" else "yellow")] if run.reason else []
     processes = Text(", ".join(f"{part} {state}" for part, state in run.processes.items()), style="dim")
     return Group(head, *reason, processes, *([Text(_numbers(run))] if run.progress else []))
@@ -309,7 +305,7 @@ def _for_each(words: Sequence[str], console: Console, change: Callable[[str], Ru
     yield from _changed(changed, errors, console)
 
 
-def _changed(runs: Sequence[Run], errors: list[str], console: Console) -> Iterator[dict[str, Any]]:
+def _changed(runs: Sequence[Run], errors: Sequence[str], console: Console) -> Iterator[dict[str, Any]]:
     yield {"runs": [run.to_dict() for run in runs], "errors": errors}
     for run in runs:
         console.out(f"{run.run_id} {run.name}: {run.state}", highlight=False)

@@ -31,8 +31,8 @@ def hide_token(ctx: click.Context, param: click.Parameter, token: str | None) ->
     if token and ctx.get_parameter_source("token") is ParameterSource.COMMANDLINE and sys.platform != "win32":
         words = "".join(f"\0{word}" for word in sys.orig_argv[1:])
         if re.search(f"\0--token[=\0]{re.escape(token)}(\0|$)", words):  # else a function called the command
-            kept = re.sub("\0--token[=\0][^\0]*", "", words).split("\0")[1:]
-            os.execve(sys.executable, [sys.executable, *kept], {**os.environ, "PALESTRA_TOKEN": token})
+            others = re.sub("\0--token[=\0][^\0]*", "", words).split("\0")[1:]
+            os.execve(sys.executable, [sys.executable, *others], {**os.environ, "PALESTRA_TOKEN": token})
     return token
 
 

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from palestra.train.run import Outcome
 
 _MAX_TEXT_CHARS = 600
+_TITLES = {  # by whether a case passed before and passes after
+    (False, True): "failed before, passes now",
+    (False, False): "fails still",
+    (True, True): "passed before, passes now",
+    (True, False): "passed before, fails now",
+}
 _STYLES = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
 
 
@@ -34,8 +40,16 @@ def print_outcome(console: Console, run: RunFolder, outcome: Outcome) -> dict[st
     """Print the results of a training, and return them; of one over the wire, with its first and last mean score."""
     over_wire, more = "env_url" in run.record, dict[str, Any]()
     if outcome.before is not None and outcome.after is not None:
-        if not over_wire:
-            _print_transcripts(console, outcome.before, outcome.after)
+        pairs = [] if over_wire else pick_transcripts(outcome.before.rollouts, outcome.after.rollouts)
+        for before, after in pairs:
+            console.print()
+            console.rule(Text(_TITLES[before.passed, after.passed], style="bold"), align="left", style="dim")
+            for message in opening(after.messages):
+                _print_message(console, message, 0)
+            for label, rollout in (("before", before), ("after", after)):
+                mark = Text("✓" if rollout.passed else "✗", style="green" if rollout.passed else "red")
+                console.print(Text.assemble(("  " + label, "dim"), " ", mark))
+                _print_rollout(console, rollout, 4)
         console.print("\n", change_table(outcome.before, outcome.after), sep="")
     print_findings(console, outcome.findings)
     if over_wire:
@@ -128,24 +142,6 @@ def show_score(score: Score) -> str:
     graded = [] if score.value in (0, 1) and score.passed is not None else [f"{score.value:.3g}"]
     reasons = [score.reason] if score.reason else []
     return ", ".join(graded + reasons) or ("passed" if score.passed else "failed")
-
-
-def _print_transcripts(console: Console, before_report: EvalReport, after_report: EvalReport) -> None:
-    titles = {
-        (False, True): "failed before, passes now",
-        (False, False): "fails still",
-        (True, True): "passed before, passes now",
-        (True, False): "passed before, fails now",
-    }
-    for before, after in pick_transcripts(before_report.rollouts, after_report.rollouts):
-        console.print()
-        console.rule(Text(titles[before.passed, after.passed], style="bold"), align="left", style="dim")
-        for message in opening(after.messages):
-            _print_message(console, message, 0)
-        for label, rollout in (("before", before), ("after", after)):
-            mark = Text("✓" if rollout.passed else "✗", style="green" if rollout.passed else "red")
-            console.print(Text.assemble(("  " + label, "dim"), " ", mark))
-            _print_rollout(console, rollout, 4)
 
 
 def _print_rollout(console: Console, rollout: Rollout, indent: int) -> None:

@@ -135,9 +135,17 @@ def command(
             executor.train(request, partial(training_display, console, dry_run=True), Path(scratch))
         console.print("ready; nothing was trained (--dry-run)")
         return None
-    if detach:
-        return _detach(replace(request, name=Path(env or agent_file or own.cases or "demo").stem), console)
-    return train_in_terminal(request, console, folder)
+    if not detach:
+        return train_in_terminal(request, console, folder)
+    request = replace(request, name=Path(env or agent_file or own.cases or "demo").stem)
+    executor.check(request)
+    request = replace(request, settings={"output_dir": str(Path("runs").absolute()), **request.settings})
+    started = RunManager().start(request)
+    console.print(f"run {started.run_id} started; this terminal may be closed", highlight=False)
+    for action in ("watch", "logs", "stop"):
+        console.print(f"  palestra runs {action} {started.run_id}", highlight=False)
+    console.print(f"run folder {show_path(started.folder)}", style="dim", highlight=False)
+    return started.to_dict()
 
 
 @contextlib.contextmanager
@@ -185,7 +193,6 @@ def starts_ranks(nproc: int, refused: Mapping[str, Any]) -> bool:
 
 
 def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
-    """Refuse options that exclude each other."""
     names = ("agent_file", "env", "env_url", "resume", "detach", "folder")
     agent_file, env, env_url, resume, detach, folder = (parameters[name] for name in names)
     if own.are_set and (env or env_url or resume):
@@ -200,18 +207,6 @@ def _refuse_together(own: AgentOptions, parameters: Mapping[str, Any]) -> None:
         raise SettingError("--dry-run is for a new run in this terminal; leave the other options out")
     if detach and (resume or env_url or folder):
         raise SettingError("--detach starts a new run in a folder of its own; `palestra runs resume` continues one")
-
-
-def _detach(request: RunRequest, console: Console) -> dict[str, Any]:
-    """Start the training in the background, under a supervisor, and print the commands to follow it."""
-    executor.check(request)
-    request = replace(request, settings={"output_dir": str(Path("runs").absolute()), **request.settings})
-    run = RunManager().start(request)
-    console.print(f"run {run.run_id} started; this terminal may be closed", highlight=False)
-    for action in ("watch", "logs", "stop"):
-        console.print(f"  palestra runs {action} {run.run_id}", highlight=False)
-    console.print(f"run folder {show_path(run.folder)}", style="dim", highlight=False)
-    return run.to_dict()
 
 
 @settings.command_of_run("sft")

@@ -8,17 +8,14 @@ import json
 import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.core.text import read_json
 from palestra.servers.connections import CONNECTION
-from palestra.servers.web import refusal, refuse
+from palestra.servers.web import refuse
 
 MIB = 1 << 20
 _SILENCE_S = 30  # between two pieces of a body
@@ -93,30 +90,6 @@ async def read_body(request: Request, limit: int) -> bytes:
     if len(unpacked) > limit:
         raise too_large
     return unpacked
-
-
-@dataclass(slots=True)
-class WholeBody:
-    """Reads a body of limited size before a third-party application handles the request."""
-
-    app: ASGIApp
-    limit: int
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        try:
-            body = await read_body(Request(scope, receive), self.limit)
-        except HTTPException as error:
-            await refusal(error.status_code, error.detail)(scope, receive, send)
-            return
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def replay() -> Message:
-            return next(messages, None) or await receive()
-
-        await self.app(scope, replay, send)
 
 
 async def _in_time(stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:

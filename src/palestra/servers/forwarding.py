@@ -26,7 +26,7 @@ Tap = Callable[[http.StreamedReply, AsyncIterator[bytes]], AsyncIterator[bytes]]
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those that are meant for the other server. Its answer is not compressed, so that it can be read here."""
+    """Headers for the other server. It is asked for no compression, so that its answer can be read here."""
     passed = {k.title(): v for k, v in headers.items() if k.lower() not in HOP_BY_HOP}
     return passed | {"Accept-Encoding": "identity"}
 

@@ -97,10 +97,7 @@ def make_app(
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
     error_form: ErrorForm = lambda request, status, error: error_body(status, error),
 ) -> Starlette:
-    """An application that answers every error as JSON, and requires the token if one is set.
-
-    Paths of `has_own_key` check a key of their own instead of the token.
-    """
+    """An application that answers every error as JSON, and requires the token if one is set (`Guard`)."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):

@@ -132,7 +132,7 @@ def mounted(changing, tmp_path) -> TestClient:
 def addresses(app, prefix: str = "") -> set[tuple[str, str]]:
     """Method and path of every route, below mounts and guards too."""
     while not hasattr(app, "routes"):
-        app = app.app if isinstance(app, StaticFiles) else app._app
+        app = app.app if hasattr(app, "app") else app._app
     found = set()
     for route in app.routes:
         path = prefix + re.sub(r"{[^}]+}", "x", route.path)

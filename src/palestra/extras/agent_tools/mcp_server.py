@@ -11,6 +11,7 @@ import secrets
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.core.errors import NotFoundError, PalestraError, StateError, did_you_mean
 from palestra.core.files import last_lines, parse_row
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
 from palestra.extras.agent_tools.tools import MAX_SESSIONS, TOOLS, Clients, Effect, RlTools, call_in_thread
-from palestra.servers.body import MIB, WholeBody
-from palestra.servers.web import Guard, refuse, while_connected
+from palestra.servers.body import MIB, read_body
+from palestra.servers.web import Guard, refusal, refuse, while_connected
 
 JSON, JSON_LINES, TEXT = "application/json", "application/x-ndjson", "text/plain"
 KINDS = {
@@ -248,6 +249,30 @@ def http_app(clients: Clients, token: str | None, dashboard: ASGIApp | None = No
 def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": str(error.detail)}, error.status_code)
+
+
+@dataclass(slots=True)
+class WholeBody:
+    """Reads a body of limited size before a third-party application handles the request."""
+
+    app: ASGIApp
+    limit: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await read_body(Request(scope, receive), self.limit)
+        except HTTPException as error:
+            await refusal(error.status_code, error.detail)(scope, receive, send)
+            return
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def replay() -> Message:
+            return next(messages, None) or await receive()
+
+        await self.app(scope, replay, send)
 
 
 class RequireSessions:

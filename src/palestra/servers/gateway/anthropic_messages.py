@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -78,17 +78,15 @@ class MessagesBody(CountBody):
     stream: bool | None = None
 
     def request(self, model: Completer) -> ChatRequest:
-        tools = tuple(map(_tool, self.tools or ()))
         choice = _choice(self.tool_choice)
         schema = json_schema((self.output_config or {}).get("format"), "output_config.format")
-        return ChatRequest(
-            tuple(self._messages()),
-            SamplingFields(
-                max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k
-            ),
-            tools,
+        names = ("max_tokens", "temperature", "top_p", "top_k")
+        plain = super().request(model)
+        return replace(
+            plain,
+            fields=SamplingFields(**{name: getattr(self, name) for name in names}),
             reads_calls=choice.mode != "none",
-            grammar=grammar_of(model, tools, choice, schema, {}),
+            grammar=grammar_of(model, plain.tools, choice, schema, {}),
             stop=tuple(text for text in self.stop_sequences or () if text),
         )
 
@@ -247,10 +245,8 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
             f"the tool {short(tool.get('type'))} is not supported; only custom tools with a name are"
         )
     about = {"description": tool["description"]} if "description" in tool else {}
-    return {
-        "type": "function",
-        "function": {"name": tool["name"], **about, "parameters": tool.get("input_schema") or {}},
-    }
+    function = {"name": tool["name"], **about, "parameters": tool.get("input_schema") or {}}
+    return {"type": "function", "function": function}
 
 
 def _choice(value: dict[str, Any] | None) -> ToolChoice:

@@ -30,9 +30,9 @@ from palestra.servers.gateway.responses import ResponseBody
 from palestra.servers.openai.completer import Completer
 from palestra.servers.web import error_body, make_app, message_of, refuse, while_connected
 
-_MAX_BODY = 16 * MIB
+MAX_BODY = 16 * MIB
 _JSON_BYTES = 6  # of one character at most: \u0041
-_OBJECT = TypeAdapter(dict[str, Any])
+OBJECT = TypeAdapter(dict[str, Any])
 _MAX_ENDED = 20_000
 
 FindAttempt = Callable[[str | None, str | None], Attempt | ForwardedAgent]  # by the id in the URL, and by the key
@@ -165,13 +165,14 @@ class _Api:
         model = attempt.model
         limit = MIB + _JSON_BYTES * model.max_characters
         try:
-            raw = await read_body(request, min(_MAX_BODY, limit))
+            raw = await read_body(request, min(MAX_BODY, limit))
         except HTTPException as refusal:
-            if refusal.status_code != 413 or limit > _MAX_BODY:
+            if refusal.status_code != 413 or limit > MAX_BODY:
                 raise
-            text = f"the body holds more than {limit} bytes; shorten it"
-            raise ContextLengthError(text, model.context_tokens) from None
-        fields = parse(_OBJECT.validate_json, raw, 400)
+            raise ContextLengthError(
+                f"the body holds more than {limit} bytes; shorten it", model.context_tokens
+            ) from None
+        fields = parse(OBJECT.validate_json, raw, 400)
         if self._agents is not None:
             fields = self._agents.clean(fields, form, model.chat)
         read: Callable[[Any], Any] = form.read

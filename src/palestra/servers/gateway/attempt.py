@@ -241,9 +241,11 @@ class Attempt:
         if left <= 0:
             if prompt.parent is not None:
                 prompt.parent.refused = True
-            text = f"this conversation has used up its {self.sampling.max_new_tokens} new tokens, which count over "
-            advice = "all turns; raise rollout.max_new_tokens, or let the agent say less"
-            raise ContextLengthError(text + advice, self.model.context_tokens)
+            raise ContextLengthError(
+                f"this conversation has used up its {self.sampling.max_new_tokens} new tokens, which count over all "
+                "turns; raise rollout.max_new_tokens, or let the agent say less",
+                self.model.context_tokens,
+            )
         return min(left, self.model.room_after(len(session.token_ids), "conversation"))
 
     async def _record(self, request: ChatRequest, turn: _PendingTurn, sampled: Turn) -> ChatAnswer:

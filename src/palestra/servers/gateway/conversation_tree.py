@@ -44,7 +44,6 @@ class Prompt:
 
     @property
     def path(self) -> list[TurnNode]:
-        """The sampled turns before the next one."""
         return [] if self.parent is None else self.parent.path
 
 
@@ -175,7 +174,6 @@ class ConversationTree:
         call_ids: tuple[str, ...],
         has_stop_token: bool,
     ) -> TurnNode:
-        """Record a sampled turn."""
         node = TurnNode(prompt, reply, sampled, session, len(self.nodes), call_ids, has_stop_token)
         self.nodes.append(node)
         self._mark_used(prompt)

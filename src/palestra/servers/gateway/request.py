@@ -132,14 +132,10 @@ def fit_template(request: ChatRequest, chat: ChatFormat) -> ChatRequest:
 
 
 def _is_extra(name: str, value: Any, form: type[RequestForm]) -> bool:
-    """Whether a field can be left out."""
-    if name in form.model_fields:
-        return False
-    if name in NO_EFFECT or name in _HINTS:
-        return True
-    return not changes_answer(name, value) and not difflib.get_close_matches(
-        name[:100], form.model_fields, 1, _MISSPELT
-    )
+    known = form.model_fields
+    if name in known or name in NO_EFFECT or name in _HINTS:
+        return name not in known
+    return not (changes_answer(name, value) or difflib.get_close_matches(name[:100], known, 1, _MISSPELT))
 
 
 def params_of(

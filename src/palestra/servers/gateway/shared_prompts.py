@@ -97,7 +97,7 @@ class SharedPrompts:
 
 
 def _in_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Number of tokens that both begin with."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -237,7 +237,6 @@ class GatewayWorkers:
         return [worker.process.pid for worker in self._workers]
 
     def start(self, model: Completer) -> None:
-        """Connect the processes to the policy of the running event loop."""
         if not self._workers:
             return
         settings = {

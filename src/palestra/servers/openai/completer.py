@@ -137,8 +137,10 @@ class Completer:
     def check_length(self, characters: int) -> None:
         """Refuse a text that cannot fit before it is tokenised, since tokenising is slow."""
         if characters > self.max_characters:
-            text = f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold"
-            raise ContextLengthError(f"{text}; shorten it", self.context_tokens)
+            raise ContextLengthError(
+                f"the prompt has {characters} characters, more than {self.context_tokens} tokens can hold; shorten it",
+                self.context_tokens,
+            )
 
     def check_tokens(self, texts: Iterable[str]) -> None:
         """Refuse texts that have far more tokens than the context; tokenise a bounded chunk at a time to find out."""
@@ -149,8 +151,9 @@ class Completer:
                 # without holding the GIL
                 tokens += len(backend.encode_batch_fast([chunk], add_special_tokens=False)[0])
                 if tokens > (limit := self.context_tokens) * _TOO_MANY:
-                    text = f"the prompt has more than {limit} tokens, all that the context holds; shorten it"
-                    raise ContextLengthError(text, limit)
+                    raise ContextLengthError(
+                        f"the prompt has more than {limit} tokens, all that the context holds; shorten it", limit
+                    )
 
     async def prepare(self, characters: int, work: Callable[[Completer], T]) -> T:
         """Return `work(completer)`; runs in a thread if its text has more than MAX_INLINE_CHARS characters."""

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -30,7 +30,7 @@ from palestra.policy.base import Policy
 from palestra.policy.build import build_policy
 from palestra.policy.local import token_logprobs
 from palestra.servers.body import MIB, parse, read_body
-from palestra.servers.gateway.app import dialect_routes, error_form, event_stream
+from palestra.servers.gateway.app import MAX_BODY, OBJECT, dialect_routes, error_form, event_stream
 from palestra.servers.gateway.attempt import Attempt
 from palestra.servers.gateway.chat_completions import response, token_text, usage
 from palestra.servers.gateway.request import Event
@@ -38,8 +38,6 @@ from palestra.servers.openai.completer import MAX_TOP_LOGPROBS, Completer, Compl
 from palestra.servers.openai.sampling_fields import Prompts, RequestForm, SamplingFields, TokenIds, is_batch
 from palestra.servers.web import make_app, while_connected
 
-_MAX_BODY = 16 * MIB
-_OBJECT = TypeAdapter(dict[str, Any])
 _DEFAULT_COMPLETION_TOKENS, _SGLANG_NEW_TOKENS = 16, 128
 Rows = Sequence[Sequence[Completion]]  # the completions of each request
 
@@ -234,8 +232,6 @@ def inference_app(model: Completer, *, token: str | None = None, weights_folder:
 
 @dataclass(frozen=True, slots=True)
 class _Api:
-    """One method for each endpoint."""
-
     _model: Completer
     _weights_folder: Path | None
 
@@ -263,10 +259,10 @@ class _Api:
         self, request: Request, read: Callable[[dict[str, Any]], Body]
     ) -> tuple[Body, list[SamplingRequest]]:
         """Parse the request and its sampling requests; 400 if it is invalid."""
-        raw = await read_body(request, _MAX_BODY)
+        raw = await read_body(request, MAX_BODY)
 
         def prepare(model: Completer) -> tuple[Body, list[SamplingRequest]]:
-            body = parse(read, parse(_OBJECT.validate_json, raw, 400), 400)
+            body = parse(read, parse(OBJECT.validate_json, raw, 400), 400)
             return body, body.requests(model)
 
         return await self._model.prepare(len(raw), prepare)
