@@ -33,7 +33,6 @@ from palestra.train.batch import has_signal, peak_memory_gib, rollout_metrics, t
 from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
-from palestra.train.distill import DistillRows, Teacher, choose_rows
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts
@@ -74,7 +73,7 @@ class Training:
     on_first_groups: Callable[[Sequence[Group]], None] = lambda groups: None  # sampled from the initial weights
     checkpoint_bytes: int = 0  # a checkpoint is skipped if it and the final model do not fit on the disk
     model_bytes: int = 0
-    teacher: Teacher | None = None  # of `distill.coefficient`
+    teacher: Any = None  # of `distill.coefficient`: a Teacher of the extra
     rates: CaseRates | None = None  # of the training cases, with train.sampling = learnable; the source has them, too
     objective: CustomObjective = BUILT_IN  # a user's functions; demonstrations are learned without
     save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
@@ -205,11 +204,11 @@ class Training:
         began, state, config = time.perf_counter(), self.state, self.config
         groups, advantages = rollouts.groups, rollouts.advantages
         self.source.observe(groups, advantages, state.step + 1)  # before the next step is prepared
-        teacher = self.teacher if config.distill.coefficient else None
-        distilled = None if teacher is None else choose_rows(teacher, groups, advantages, config)
+        taught = self.teacher is not None and config.distill_coefficient
+        distilled = self.teacher.rows(groups, advantages, config) if taught else None
         coefficients, scale = self._coefficients(groups, advantages, distilled)
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
-        if config.distill.only:
+        if config.distill_only:
             batch = batch.part(0, 0)
         version = state.policy_version
         record = learning.TokenRecord(batch) if config.track.records_tokens(state.step + 1) else None
@@ -262,7 +261,7 @@ class Training:
         return metrics
 
     def _coefficients(
-        self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], distilled: DistillRows | None
+        self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], distilled: Any
     ) -> tuple[learning.Coefficients, float]:
         """The coefficients of this step, and the share of a full update by which its learning rate is scaled."""
         state, train = self.state, self.config.train
