@@ -294,8 +294,7 @@ def stage_demonstrations(task: Task, parts: Parts, folder: RunFolder) -> list[Ro
         conversations += _ask_teacher(task, parts, folder)
     schemas = [tool.schema for tool in offered_tools(task)]
     context = parts.policy.context_tokens
-    made = demonstrations(conversations, parts.chat, schemas, max_tokens=context, too_long="skip")
-    return [*made.rollouts, *rollouts]
+    return [*demonstrations(conversations, parts.chat, schemas, max_tokens=context), *rollouts]
 
 
 def _ask_teacher(task: Task, parts: Parts, folder: RunFolder) -> list[Conversation]:
