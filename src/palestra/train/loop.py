@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
@@ -41,7 +41,6 @@ from palestra.train.watcher import Watcher
 
 log = logging.getLogger("palestra")
 NEVER_BEST = float("-inf")
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -61,8 +60,7 @@ class Training:
     write_beside: Callable[[Path], None] = lambda folder: None  # makes a checkpoint's weights a model: tokenizer, …
     learner_thread: Executor | None = None  # the learner works there while the event loop samples; None: nobody samples
     ranks: Ranks = ONE_PROCESS  # all of which go through this loop together
-    earlier_s: float = 0.0  # how long the run took before it was resumed
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=time.perf_counter)  # earlier by what the run took before it was resumed
     history: list[dict[str, float]] = field(default_factory=list)  # the metrics of the steps that `run` has taken
     reported_findings: set[str] = field(default_factory=set)  # the kinds that the watcher was warned of
     ended_early: str | None = None  # why it did not go on to the last step
@@ -308,13 +306,13 @@ class Training:
         with phases("records"):
             self.tracker.rollouts(step, rollouts.groups)
 
-    def _compute(self, work: Callable[[], T]) -> T:
+    def _compute(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run the learner; in a thread if groups are sampled ahead, so that the event loop continues."""
         if self.learner_thread is None:
             return work()
         loop = self.runner.get_loop()
 
-        async def wait() -> T:
+        async def wait() -> dict[str, float]:
             return await loop.run_in_executor(self.learner_thread, work)
 
         return self.runner.run(wait())
@@ -407,7 +405,7 @@ class Training:
     @property
     def elapsed_s(self) -> float:
         """How long the run has taken, with the time before it was resumed."""
-        return self.earlier_s + time.perf_counter() - self.began
+        return time.perf_counter() - self.began
 
     def resume(self, folder: Path, state: TrainState) -> None:
         """Go on from a checkpoint, with the same numbers as if nothing had happened."""

@@ -285,7 +285,7 @@ class Run:
         threads = torch.get_num_threads()
         folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **about)
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
-        training.earlier_s = 0.0 if after is None else folder.elapsed_s()
+        training.began -= 0.0 if after is None else folder.elapsed_s()
 
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
         """Score the model, or read what an earlier process of this run found."""
