@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "extras.atropos": "core evals models envs policy rollout runs servers train run cli",
     "extras.bench": "core engine evals models policy train cli",
     "extras.dashboard": "core evals models runs servers cli",
+    "extras.distill": "core algo envs evals learner models rollout train",
     "extras.environments": "core evals envs",
     "extras.gguf": "core models",
     "extras.improve": "core agents evals models envs policy rollout runs train agent_source trainer cli",
@@ -67,13 +68,13 @@ MAY_IMPORT = {
 
 # library -> the folders whose files may import it at module level. Elsewhere it is imported inside of functions.
 HEAVY = {
-    "torch": "algo engine engine/cpu engine/cuda extras/bench extras/gguf extras/ranks extras/ray "
+    "torch": "algo engine engine/cpu engine/cuda extras/bench extras/distill extras/gguf extras/ranks extras/ray "
     "extras/tinker extras/tinker/client extras/tinker/server learner models models/export policy train",
     "transformers": "learner",
     "peft": "",
     "safetensors": "learner models/export train",
-    "numpy": "algo core engine engine/cpu engine/cuda extras/dashboard extras/gguf extras/ranks extras/tinker "
-    "extras/tinker/client extras/tinker/server extras/vllm learner models/chat train",
+    "numpy": "algo core engine engine/cpu engine/cuda extras/dashboard extras/distill extras/gguf extras/ranks "
+    "extras/tinker extras/tinker/client extras/tinker/server extras/vllm learner models/chat train",
     "triton": "engine/cuda learner",
     "tinker": "extras/tinker/client",
     "ray": "extras/ray",

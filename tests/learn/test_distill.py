@@ -14,13 +14,13 @@ from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.messages import with_text
 from palestra.core.types import Array, Group, Message, Problem, Rollout, Sample, Score, Turn
+from palestra.extras.distill.teacher import SelfTeacher, choose_rows
 from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.hints import answer_hint
-from palestra.train.distill import SelfTeacher, choose_rows
 from palestra.train.update import Coefficients, update
 
 THINGS = ("lamp", "chair", "desk", "shelf")

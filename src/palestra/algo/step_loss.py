@@ -47,25 +47,6 @@ class LossTokens:
     policy_lengths: Tensor | None = None  # [rows] policy tokens of each row
     echo_lengths: Tensor | None = None  # [rows]
 
-    @classmethod
-    def whole(cls, batch: Batch, *, echo: bool) -> tuple[LossTokens, Array]:
-        """All scored tokens of a batch on the host, in float64, and [N] their places in its columns."""
-        policy = batch.predicted(batch.policy_mask)
-        observed = batch.predicted(batch.echo_mask) if echo else np.zeros_like(policy)
-        at = np.flatnonzero(policy | observed)
-        names = ("logprobs", "advantages", "old_logprobs", "ref_logprobs")
-        columns = {name: getattr(batch, name) for name in names}
-        tokens = cls(
-            rows=batch.rows,
-            row=torch.from_numpy(batch.row_of(at)),
-            inputs={n: torch.from_numpy(x[at].astype(np.float64)) for n, x in columns.items() if x is not None},
-            policy=torch.from_numpy(np.flatnonzero(policy[at])),
-            echo=torch.from_numpy(np.flatnonzero(observed[at])),
-            policy_lengths=torch.from_numpy(batch.count(policy)),
-            echo_lengths=torch.from_numpy(batch.count(observed)),
-        )
-        return tokens, at
-
     def select(self, tokens: Tensor | slice) -> LossTokens:
         inputs = {name: column[tokens] for name, column in self.inputs.items()}
         return replace(self, row=self.row[tokens], inputs=inputs, policy=None)

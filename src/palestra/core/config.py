@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from palestra.core import config_sections as sections
 from palestra.core import extras
 from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, Section
-from palestra.core.config_stages import DistillSection, StagesSection
+from palestra.core.config_stages import StagesSection
 from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError
 from palestra.core.files import write_text
 from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting
@@ -65,7 +65,6 @@ class _CoreConfig(Section):
     ranks: sections.RanksSection = Field(default_factory=sections.RanksSection)
     echo: sections.EchoSection = Field(default_factory=sections.EchoSection)
     stages: StagesSection = Field(default_factory=StagesSection)
-    distill: DistillSection = Field(default_factory=DistillSection)
     eval: sections.EvalSection = Field(default_factory=sections.EvalSection)
     checkpoint: sections.CheckpointSection = Field(default_factory=sections.CheckpointSection)
     track: sections.TrackSection = Field(default_factory=sections.TrackSection)
@@ -82,7 +81,7 @@ class _CoreConfig(Section):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        model, train, rollout, echo, distill = self.model, self.train, self.rollout, self.echo, self.distill
+        model, train, rollout, echo = self.model, self.train, self.rollout, self.echo
         if model.sleep_mode and rollout.max_staleness:
             raise ValueError(
                 "model.sleep_mode takes the sampler's memory while the learner works, and rollout.max_staleness = "
@@ -113,13 +112,13 @@ class _CoreConfig(Section):
                 "rollout.policy_url, backend"
             )
         has_grpo = self.stages.plan == "auto" or "grpo" in self.stages.plan
-        if train.expert_routing != "own" and (not has_grpo or distill.only):
+        if train.expert_routing != "own" and (not has_grpo or self.distill_only):
             raise ValueError(f"{routing} is for grpo steps with a policy loss; leave it at own")
-        if distill.only and (echo.coefficient or train.entropy_coefficient):
+        if self.distill_only and (echo.coefficient or train.entropy_coefficient):
             raise ValueError(
                 "distill.only leaves out all other losses; set echo.coefficient and train.entropy_coefficient to 0"
             )
-        if distill.teacher_url is not None and rollout.temperature != 1:
+        if getattr(getattr(self, "distill", None), "teacher_url", None) is not None and rollout.temperature != 1:
             raise ValueError("distill.teacher_url scores tokens at temperature 1; set rollout.temperature to 1")
         return self
 
@@ -128,6 +127,18 @@ class _CoreConfig(Section):
         """vllm.mode; off where that extra is missing."""
         section = getattr(self, "vllm", None)
         return "off" if section is None else str(section.mode)
+
+    @property
+    def distill_coefficient(self) -> float:
+        """distill.coefficient; 0 where that extra is missing."""
+        section = getattr(self, "distill", None)
+        return 0.0 if section is None else float(section.coefficient)
+
+    @property
+    def distill_only(self) -> bool:
+        """distill.only; false where that extra is missing."""
+        section = getattr(self, "distill", None)
+        return section is not None and bool(section.only)
 
     @property
     def has_own_engine(self) -> bool:
@@ -240,6 +251,7 @@ if TYPE_CHECKING:
     class RunConfig(_CoreConfig):
         """All settings: those of the core, and those of extras."""
 
+        distill: Any = None
         vllm: Any = None
         tinker: Any = None
         ray: Any = None

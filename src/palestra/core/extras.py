@@ -18,6 +18,7 @@ EXTRAS = {
     "atropos": "environments in other programs, over the trajectory API; Atropos environments",
     "bench": "how fast a model samples on this machine",
     "dashboard": "runs in a browser",
+    "distill": "distillation: learning from a teacher's probabilities along the model's own rollouts",
     "environments": "the library: calculator, sql, treasure, shell, reasoning-gym, …",
     "gguf": "GGUF files in and out, Ollama, palestra/smollm2",
     "improve": "better instructions and tool descriptions by reflection (GEPA)",
@@ -64,6 +65,7 @@ COMMANDS = {
 
 # sections of the config that an extra declares: name -> its class
 SETTINGS = {
+    "distill": "distill.settings:DistillSection",
     "vllm": "vllm.settings:VllmSection",
     "tinker": "tinker.settings:TinkerSection",
     "ray": "ray.settings:RaySection",
@@ -81,6 +83,7 @@ PROVIDES = {
     "rollouts of several ranks": "ranks.collector:SharedCollector",
     "models in shards": "ranks.sharding",
     "vllm.mode": "vllm.open:open_policy",
+    "distill.coefficient": "distill.teacher:teacher_of",
     "palestra/smollm2": "gguf.read:smollm2_file",
     "GGUF files": "gguf.read:cached_conversion",
     "--to gguf": "gguf.export:to_gguf",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # old path -> where the module is now
 MOVED = {
+    "palestra.algo.distill": "palestra.extras.distill.loss",
     "palestra.agent_tools": "palestra.extras.agent_tools",
     "palestra.backends.vllm": "palestra.extras.vllm",
     "palestra.dashboard": "palestra.extras.dashboard",
@@ -19,6 +20,7 @@ MOVED = {
     "palestra.envs.library": "palestra.extras.environments",
     "palestra.models.gguf": "palestra.extras.gguf",
     "palestra.prompts": "palestra.extras.improve",
+    "palestra.train.distill": "palestra.extras.distill.teacher",
     "palestra.trl": "palestra.extras.trl.names",
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -29,21 +29,10 @@ from palestra.train.group_source import GroupSource, draw
 
 log = logging.getLogger("palestra")
 Schemas = Sequence[dict[str, Any]]
-TooLong = Literal["error", "skip"]
 
 
 class TooLongError(InputError):
     """A conversation with more tokens than the context."""
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstrations:
-    """Rollouts to train on, and what could not be trained."""
-
-    rollouts: list[Rollout]
-    too_long: int = 0  # conversations that were skipped because they do not fit the context
-    without_reasoning: int = 0  # conversations whose reasoning the template does not write
-    without_text: int = 0  # conversations with calls beside whose text the template does not write
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +50,22 @@ def demonstrations(
     tools: Schemas = (),
     *,
     max_tokens: int | None = None,
-    too_long: TooLong = "error",
-) -> Demonstrations:
-    """One rollout per conversation; those of more than `max_tokens` tokens are an error, or skipped and counted."""
+) -> list[Rollout]:
+    """One rollout per conversation; those of more than `max_tokens` tokens are skipped, and counted in the log."""
     rollouts: list[Rollout] = []
     skipped, left_out = 0, Counter[str]()
     for conversation in conversations:
         try:
             rollouts.append(demonstration(conversation, chat, tools, max_tokens=max_tokens))
         except TooLongError:
-            if too_long == "error":
-                raise
             skipped += 1
-            continue
-        left_out.update(rollouts[-1].info.get("left_out", ()))
+        else:
+            left_out.update(rollouts[-1].info.get("left_out", ()))
     if skipped:
         log.warning("%d of %d conversations do not fit the context; skipped", skipped, len(conversations))
     for part, count in left_out.items():
         log.warning("the chat template writes no %s for %d of %d conversations", part, count, len(conversations))
-    return Demonstrations(rollouts, skipped, left_out["reasoning"], left_out["text beside calls"])
+    return rollouts
 
 
 def demonstration(

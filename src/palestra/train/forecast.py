@@ -169,11 +169,6 @@ class Overview:
         return self.trainable * (_MOMENTS_BYTES + (_MASTER_BYTES if has_master else 0))
 
     @property
-    def memory_bytes(self) -> int:
-        """Weights, gradients and optimizer; the sampler's cache and the activations come on top."""
-        return (self.weights + self.trainable) * self.bytes_per_weight + self.state_bytes
-
-    @property
     def model_bytes(self) -> int:
         """The saved model, or its adapter."""
         return (self.trainable if self.config.lora.r else self.weights) * self.bytes_per_weight
@@ -241,17 +236,22 @@ class Overview:
             trained = f"LoRA of rank {config.lora.r}" if config.lora.r else "all weights trained"
             return "\n".join([f"{config.model.name}: {trained}, on a Tinker server", steps, *self._choice_text()])
         trained = "all trained" if self.trainable == self.weights else f"{_millions(self.trainable)} trained"
-        free = free_bytes(folder)
-        disk = f"{_size(self.disk_bytes)} of disk" + (
-            "" if free > self.disk_bytes else f"; only {_size(free)} are free"
-        )
+        free, disk = free_bytes(folder), f"{_size(self.disk_bytes)} of disk"
+        disk += "" if free > self.disk_bytes else f"; only {_size(free)} are free"
         lines = [
             f"{config.model.name}: {_millions(self.weights)} weights, {trained}, {self.dtype} on {self.device}",
             steps,
             f"needs about {self._memory_text()}, and {disk}",
             *self._choice_text(),
         ]
-        return "\n".join(lines if self.planned is None else [*lines, self._step_text(self.planned)])
+        if self.planned is not None:
+            time, (part, share) = self.planned.time, self.planned.bottleneck
+            largest = f"mostly {part}" if share > 0.5 else f"the largest part is {part}"
+            lines.append(
+                f"a step may take {duration_text(time.total_s)} where every rollout uses all of its tokens: sampling "
+                f"{duration_text(time.sampling_s)}, learning {duration_text(time.learning_s)}; {largest} ({share:.0%})"
+            )
+        return "\n".join(lines)
 
     def _choice_text(self) -> list[str]:
         """One line about the sizes that were not given, or none."""
@@ -263,21 +263,13 @@ class Overview:
 
     def _memory_text(self) -> str:
         if self.planned is None:
-            return f"{_size(self.memory_bytes)} of memory besides cache and activations"
+            known = (self.weights + self.trainable) * self.bytes_per_weight + self.state_bytes
+            return f"{_size(known)} of memory besides cache and activations"
         need = self.planned.memory
         whole = f" of {self.planned.device.memory_gib:.0f} GiB" if self.planned.device.is_gpu else " of memory"
         return (
             f"{_size(need.total)}{whole} (weights, gradients and optimizer {_size(need.states)}, activations "
             f"{_size(need.working)}, KV cache {_size(need.kv)})"
-        )
-
-    @staticmethod
-    def _step_text(planned: RunEstimate) -> str:
-        time, (part, share) = planned.time, planned.bottleneck
-        largest = f"mostly {part}" if share > 0.5 else f"the largest part is {part}"
-        return (
-            f"a step may take {duration_text(time.total_s)} where every rollout uses all of its tokens: sampling "
-            f"{duration_text(time.sampling_s)}, learning {duration_text(time.learning_s)}; {largest} ({share:.0%})"
         )
 
 

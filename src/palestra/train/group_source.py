@@ -200,7 +200,7 @@ async def gather(
     """
     train, began = config.train, time.perf_counter()
     limit = math.inf if source.max_staleness is None else source.max_staleness
-    refills = train.filter_equal_groups and not config.distill.only  # a teacher needs no differing rewards
+    refills = train.filter_equal_groups and not config.distill_only  # a teacher needs no differing rewards
     budget = count * (1 + train.refill_limit) if refills else count
     needed = math.ceil(train.signal_share * count)
     groups: list[Group] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from palestra.core.calls import hung_calls
 from palestra.core.config import RunConfig
@@ -34,7 +34,6 @@ from palestra.train.batch import has_signal, peak_memory_gib, rollout_metrics, t
 from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint
 from palestra.train.credit import BUILT_IN, CustomObjective
 from palestra.train.demonstrations import DemonstrationSource
-from palestra.train.distill import DistillRows, Teacher, choose_rows
 from palestra.train.forecast import memory_remedy
 from palestra.train.group_source import GroupSource, StepRollouts, gather
 from palestra.train.interrupt import Interrupted, deferred_interrupts
@@ -43,7 +42,6 @@ from palestra.train.watcher import Watcher
 
 log = logging.getLogger("palestra")
 NEVER_BEST = float("-inf")
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -63,8 +61,7 @@ class Training:
     write_beside: Callable[[Path], None] = lambda folder: None  # makes a checkpoint's weights a model: tokenizer, …
     learner_thread: Executor | None = None  # the learner works there while the event loop samples; None: nobody samples
     ranks: Ranks = ONE_PROCESS  # all of which go through this loop together
-    earlier_s: float = 0.0  # how long the run took before it was resumed
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=time.perf_counter)  # earlier by what the run took before it was resumed
     history: list[dict[str, float]] = field(default_factory=list)  # the metrics of the steps that `run` has taken
     reported_findings: set[str] = field(default_factory=set)  # the kinds that the watcher was warned of
     ended_early: str | None = None  # why it did not go on to the last step
@@ -75,7 +72,7 @@ class Training:
     on_first_groups: Callable[[Sequence[Group]], None] = lambda groups: None  # sampled from the initial weights
     checkpoint_bytes: int = 0  # a checkpoint is skipped if it and the final model do not fit on the disk
     model_bytes: int = 0
-    teacher: Teacher | None = None  # of `distill.coefficient`
+    teacher: Any = None  # of `distill.coefficient`: a Teacher of the extra
     rates: CaseRates | None = None  # of the training cases, with train.sampling = learnable; the source has them, too
     objective: CustomObjective = BUILT_IN  # a user's functions; demonstrations are learned without
     save_model: Callable[[], object] = lambda: None  # called after the last step, before its checkpoint
@@ -206,11 +203,11 @@ class Training:
         began, state, config = time.perf_counter(), self.state, self.config
         groups, advantages = rollouts.groups, rollouts.advantages
         self.source.observe(groups, advantages, state.step + 1)  # before the next step is prepared
-        teacher = self.teacher if config.distill.coefficient else None
-        distilled = None if teacher is None else choose_rows(teacher, groups, advantages, config)
+        taught = self.teacher is not None and config.distill_coefficient
+        distilled = self.teacher.rows(groups, advantages, config) if taught else None
         coefficients, scale = self._coefficients(groups, advantages, distilled)
         batch = trainable_batch(groups, advantages, config.train, echo=coefficients.echo > 0)
-        if config.distill.only:
+        if config.distill_only:
             batch = batch.part(0, 0)
         version = state.policy_version
         every, tokens_every = config.track.rollouts_every, config.track.tokens_every
@@ -265,7 +262,7 @@ class Training:
         return metrics
 
     def _coefficients(
-        self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], distilled: DistillRows | None
+        self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], distilled: Any
     ) -> tuple[learning.Coefficients, float]:
         """The coefficients of this step, and the share of a full update by which its learning rate is scaled."""
         state, train = self.state, self.config.train
@@ -313,13 +310,13 @@ class Training:
         with phases("records"):
             self.tracker.rollouts(step, rollouts.groups)
 
-    def _compute(self, work: Callable[[], T]) -> T:
+    def _compute(self, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run the learner; in a thread if groups are sampled ahead, so that the event loop continues."""
         if self.learner_thread is None:
             return work()
         loop = self.runner.get_loop()
 
-        async def wait() -> T:
+        async def wait() -> dict[str, float]:
             return await loop.run_in_executor(self.learner_thread, work)
 
         return self.runner.run(wait())
@@ -412,7 +409,7 @@ class Training:
     @property
     def elapsed_s(self) -> float:
         """How long the run has taken, with the time before it was resumed."""
-        return self.earlier_s + time.perf_counter() - self.began
+        return time.perf_counter() - self.began
 
     def resume(self, folder: Path, state: TrainState) -> None:
         """Go on from a checkpoint, with the same numbers as if nothing had happened."""

@@ -234,10 +234,8 @@ class LiveDisplay(Display):
         phase = self._phase
         if phase.name in self._phases and phase.done:
             mark = "[green]✓[/]" if phase.is_over else "[yellow]…[/]"
-            self.console.print(
-                f"{mark} {phase.name}  [dim]{phase.done} {phase.unit} in {show_seconds(phase.seconds)}[/]",
-                highlight=False,
-            )
+            took = f"{phase.done} {phase.unit} in {show_seconds(phase.seconds)}"
+            self.console.print(f"{mark} {phase.name}  [dim]{took}[/]", highlight=False)
 
     def _render(self) -> RenderableType:
         phase = self._phase
@@ -253,9 +251,8 @@ class LiveDisplay(Display):
         if phase.numbers:
             lines.append(Text("   ".join(phase.numbers)))
         if phase.unit == "steps" and len(self._pass_rates) > 1:
-            lines.append(
-                Text.assemble((sparkline(self._pass_rates, _SPARKLINE_WIDTH), "green"), ("  pass rate", "dim"))
-            )
+            curve = sparkline(self._pass_rates, _SPARKLINE_WIDTH)
+            lines.append(Text.assemble((curve, "green"), ("  pass rate", "dim")))
         return Group(*lines)
 
 

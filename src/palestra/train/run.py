@@ -21,6 +21,7 @@ import torch
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, PalestraError, StateError, TrainingError, UserCodeError, text_of
+from palestra.core.extras import provided
 from palestra.core.files import is_unwritable
 from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.ranks import join
@@ -41,7 +42,6 @@ from palestra.runs.tracking.base import Tracker
 from palestra.runs.tracking.services import check_trackers, open_trackers
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.credit import CustomObjective
-from palestra.train.distill import teacher_of
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation
 from palestra.train.forecast import STEP_KEYS, Overview, parameter_count
 from palestra.train.group_queue import GroupQueue
@@ -149,7 +149,10 @@ class Run:
             queue = GroupQueue(source, **sizes, journal_file=journal, steps_left=lambda: training.steps_left)
         (queue or source).restore(state.source)
         environment = task.environment if isinstance(task, EnvironmentTask) else None
-        distills = stage_config(config, "distill") if "distill" in plan else config
+        teacher, distills = None, stage_config(config, "distill") if "distill" in plan else config
+        if distills.distill_coefficient:
+            tokenizer, context = backend.tokenizer, backend.context_tokens
+            teacher = provided("distill.coefficient")(distills, backend.learner, tokenizer, environment, context)
         training = Training(
             config,
             queue or source,
@@ -167,7 +170,7 @@ class Run:
             facts=RunFacts(config, task.kind, backend.context_tokens, ranks.size),
             objective=objective,
             rates=getattr(source, "rates", None),
-            teacher=teacher_of(distills, backend.learner, backend.tokenizer, environment, backend.context_tokens),
+            teacher=teacher,
         )
         eval_cases = None if evaluator is None else len(evaluator.problems[: config.eval.cases])
         chosen = tuple(key for key in STEP_KEYS if asked.value(key) is None)
@@ -282,7 +285,7 @@ class Run:
         threads = torch.get_num_threads()
         folder.add_to_record(steps=training.total_steps, threads=threads, reward_weights=weights, **about)
         training.tracker = open_trackers(training.config, folder, folder.record, resume_after=after)
-        training.earlier_s = 0.0 if after is None else folder.elapsed_s()
+        training.began -= 0.0 if after is None else folder.elapsed_s()
 
     def _evaluate(self, name: Literal["before", "after"], *, again: bool = False) -> EvalReport | None:
         """Score the model, or read what an earlier process of this run found."""

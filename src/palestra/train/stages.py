@@ -250,7 +250,7 @@ def stage_config(config: RunConfig, name: str) -> RunConfig:
     if name == "grpo":
         return config
     if name == "distill":
-        coefficient = config.distill.coefficient or 1.0
+        coefficient = config.distill_coefficient or 1.0
         others = dict.fromkeys(("echo.coefficient", "train.entropy_coefficient"), 0.0)
         return config.with_settings({"distill.coefficient": coefficient, "distill.only": True} | others)
     factor = LORA_RATE_FACTOR if config.lora.r else FULL_RATE_FACTOR
@@ -262,7 +262,9 @@ def stage_config(config: RunConfig, name: str) -> RunConfig:
         full_update_share=0.0,
         importance_correction="none",
     )
-    others = {"echo.coefficient": 0.0, "distill.coefficient": 0.0, "distill.only": False}
+    others = {"echo.coefficient": 0.0}
+    if config.distill_coefficient:
+        others |= {"distill.coefficient": 0.0, "distill.only": False}
     return config.model_copy(update={"train": demonstrated}).with_settings(others)
 
 
@@ -292,8 +294,7 @@ def stage_demonstrations(task: Task, parts: Parts, folder: RunFolder) -> list[Ro
         conversations += _ask_teacher(task, parts, folder)
     schemas = [tool.schema for tool in offered_tools(task)]
     context = parts.policy.context_tokens
-    made = demonstrations(conversations, parts.chat, schemas, max_tokens=context, too_long="skip")
-    return [*made.rollouts, *rollouts]
+    return [*demonstrations(conversations, parts.chat, schemas, max_tokens=context), *rollouts]
 
 
 def _ask_teacher(task: Task, parts: Parts, folder: RunFolder) -> list[Conversation]:

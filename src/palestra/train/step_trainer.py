@@ -243,10 +243,8 @@ class StepTrainer:
             raise InputError("the dataset is empty; give it at least one row with a prompt")
         self._optimizer.use(optimizer, scheduler)
         if self._run_folder is None:
-            record = {"agent": "step trainer", "tools": []}
-            self._run_folder = RunFolder.create(
-                self.folder.parent, self.folder.name, self.config, record, at=self.folder
-            )
+            about, place = {"agent": "step trainer", "tools": []}, self.folder
+            self._run_folder = RunFolder.create(place.parent, place.name, self.config, about, at=place)
         rows = outside_event_loop(partial(self._run, problems, self._run_folder))
         self.save_checkpoint("final")
         rewards = [row.get("reward_mean", math.nan) for row in rows]
@@ -291,8 +289,8 @@ class StepTrainer:
         """Save the model (its adapter, if it has one), the tokenizer and training_config.json."""
         folder = save_hf(self.model, self.tokenizer, self.folder / name)
         names = ("learning_rate", "batch_size", "num_epochs", "max_steps", "num_generations", "step")
-        settings = {name: getattr(self, name) for name in names}
-        write_json(folder / "training_config.json", settings | {"timestamp": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        about = {name: getattr(self, name) for name in names} | {"timestamp": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        write_json(folder / "training_config.json", about)
         return folder
 
     @property
@@ -303,10 +301,8 @@ class StepTrainer:
     def _sample(self, problems: Sequence[Problem], *, scored: bool = True) -> list[Group]:
         task = PromptTask(problems, self._reward if scored else None, self.tokenizer, self._stops)
         keys = [f"{self.config.seed}/{self._drawn + i}" for i in range(len(problems))]
-        collecting = task.collector(self._training.policy, self.config).collect(
-            problems, self.config.rollout.group_size, keys
-        )
-        return outside_event_loop(lambda: asyncio.run(collecting))
+        collector, size = task.collector(self._training.policy, self.config), self.config.rollout.group_size
+        return outside_event_loop(lambda: asyncio.run(collector.collect(problems, size, keys)))
 
     def _report(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a step with the learning rate of the user's scheduler."""

@@ -22,7 +22,6 @@ from palestra.core.errors import InputError, SettingError, UserCodeError
 from palestra.core.types import Array, Group
 from palestra.learner.base import Learner, Outputs, noop
 from palestra.train.batch import as_rows, conversations_of
-from palestra.train.distill import DistillRows
 
 # These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
@@ -50,14 +49,14 @@ def update(
     version: int,
     record: TokenRecord | None = None,
     host_work: Callable[[], None] = noop,
-    distill: DistillRows | None = None,
+    distill: Any = None,
     custom_loss: LossFunction | None = None,
 ) -> dict[str, float]:
     """`iterations` passes of `minibatches` optimizer steps each; `version` is that of the learner's weights.
 
     `record` collects the results for each token; `host_work` is called once, while the first step is computed.
     `custom_loss` takes the place of the formula of `train.loss`.
-    `distill` is what is also learned from a teacher; the batch may have no rows then.
+    `distill` has the rows that are also learned from a teacher (extras/distill); the batch may have no rows then.
     """
     started, train = time.perf_counter(), config.train
     distilled = [] if distill is None else distill.parts(learner)

@@ -10,7 +10,7 @@ import torch
 from small_learner import VOCABULARY, build, gradients, make_samples, settings
 
 from palestra.algo.batch import Batch, Targets
-from palestra.algo.distill import TEACHER, WEIGHT, DistillLoss, Divergence
+from palestra.extras.distill.loss import TEACHER, WEIGHT, DistillLoss, Divergence
 from palestra.learner import head
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora

@@ -194,18 +194,19 @@ def test_reasoning_is_trained_in_every_turn_where_the_template_writes_it(name):
 def test_reasoning_and_text_that_the_template_does_not_write_are_counted(caplog):
     thinks = shop_with({1: {"content": "Let me see.", "reasoning_content": "Hm."}})
     found = demonstrations([thinks, shop()], chat_named("Llama 3.1"))
-    assert (found.without_reasoning, found.without_text, len(found.rollouts)) == (1, 1, 2)
-    assert "1 of 2 conversations" in caplog.text
+    assert [rollout.info.get("left_out") for rollout in found] == [["reasoning", "text beside calls"], None]
+    for part in ("reasoning", "text beside calls"):
+        assert f"no {part} for 1 of 2 conversations" in caplog.text
 
 
-def test_a_conversation_that_is_too_long_is_refused_or_skipped_and_counted(tiny_tokenizer):
+def test_a_conversation_that_is_too_long_is_refused_or_skipped_and_counted(tiny_tokenizer, caplog):
     chat = ChatFormat(tiny_tokenizer)
     short = shop([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}], ())
     size = sum(len(turn.token_ids) for turn in demonstration(short, chat).turns)
     with pytest.raises(TooLongError, match=r"shop.jsonl, line 1: .* tokens"):
-        demonstrations([shop()], chat, max_tokens=size)
-    found = demonstrations([shop(), short], chat, max_tokens=size, too_long="skip")
-    assert (len(found.rollouts), found.too_long) == (1, 1)
+        demonstration(shop(), chat, max_tokens=size)
+    assert len(demonstrations([shop(), short], chat, max_tokens=size)) == 1
+    assert "1 of 2 conversations do not fit" in caplog.text
 
 
 WRITTEN = '<tool_call>\n{"name": "price", "arguments": {}}\n</tool_call>'

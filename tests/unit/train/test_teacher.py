@@ -75,17 +75,17 @@ def test_only_attempts_that_pass_are_kept_and_cases_without_one_are_tried_again(
     assert (cost.requests, cost.prompt_tokens, cost.completion_tokens, cost.unreported) == (16, 160, 48, 0)
 
 
-def test_requests_without_usage_are_counted_and_equal_answers_of_a_group_are_one_demonstration(teacher):
+def test_requests_without_usage_are_counted(teacher):
     teacher.reports_usage = False
-    found, cost = taught(teacher, "easy", group_size=3)
-    assert (len(found), cost.attempts, cost.passes) == (1, 3, 3)
-    assert (cost.requests, cost.prompt_tokens, cost.completion_tokens, cost.unreported) == (6, 0, 0, 6)
+    found, cost = taught(teacher, "easy")
+    assert (len(found), cost.attempts, cost.passes) == (1, 1, 1)
+    assert (cost.requests, cost.prompt_tokens, cost.completion_tokens, cost.unreported) == (2, 0, 0, 2)
 
 
 def test_what_it_said_becomes_a_demonstration_with_the_agents_instructions_and_tools(teacher, tiny_tokenizer):
     found, _ = taught(teacher, "easy")
     chat = ChatFormat(tiny_tokenizer)
-    (rollout,) = demonstrations(found, chat).rollouts
+    (rollout,) = demonstrations(found, chat)
     assert [turn.maker for turn in rollout.turns if turn.maker == "model"] == ["model"] * 2
     prompt = tiny_tokenizer.decode(rollout.turns[0].token_ids)
     assert "Use tools." in prompt
@@ -104,14 +104,7 @@ def test_saved_demonstrations_are_not_paid_for_again(teacher, tmp_path: Path):
     assert (cost.from_file, cost.attempts) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"attempts": 1}, r"every attempt .*failed.*401"),
-        ({"group_size": 4, "attempts": 3}, "group_size=4"),
-    ],
-)
-def test_an_endpoint_that_refuses_and_more_siblings_than_attempts_are_errors(teacher, options, words):
+def test_an_endpoint_that_refuses_is_an_error(teacher):
     teacher.status = 401
-    with pytest.raises(PalestraError, match=words):
-        taught(teacher, "easy", **options)
+    with pytest.raises(PalestraError, match=r"every attempt .*failed.*401"):
+        taught(teacher, "easy", attempts=1)

@@ -13,10 +13,11 @@ from small_learner import loss_of
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_tinker import VOCABULARY, FakeServer, scored
+from palestra.extras.tinker.client.losses import scored_tokens
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
-from palestra.algo.step_loss import LossTokens, StepLoss
+from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, UnreadableFileError, UnsupportedError
 from palestra.core.types import Array, Sample
@@ -56,7 +57,7 @@ def old_of(samples: list[Sample], known: float = 1.0) -> list[Array]:
 def expected_gradient(batch: Batch, loss: StepLoss) -> torch.Tensor:
     """Of the bigram table at 0, by our own loss over all tokens at once."""
     table = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64, requires_grad=True)
-    tokens, at = LossTokens.whole(batch, echo=loss.echo_tokens > 0)
+    tokens, at = scored_tokens(batch, echo=loss.echo_tokens > 0)
     first = torch.zeros(1, dtype=torch.float64)  # nothing predicts a row's first token
     own = [
         torch.cat([first, scored(table, ids[:-1].tolist(), torch.tensor(ids[1:]).long())])

@@ -190,7 +190,7 @@ class TinkerLearner:
         sent = outputs.sent
         if native := server_loss(loss.objective, batch):
             assert batch.old_logprobs is not None
-            tokens, at = LossTokens.whole(batch, echo=False)
+            tokens, at = scored_tokens(batch, echo=False)
             advantages = np.zeros(len(batch.token_ids))  # times the weight of each policy token in the loss
             advantages[at] = batch.advantages[at] * _policy_weights(loss, tokens).numpy()
             inputs = {"advantages": _require_finite(advantages, batch), "logprobs": np.nan_to_num(batch.old_logprobs)}
@@ -328,9 +328,27 @@ def server_loss(objective: Objective, batch: Batch) -> tuple[Literal["ppo", "cis
     return None
 
 
+def scored_tokens(batch: Batch, *, echo: bool) -> tuple[LossTokens, Array]:
+    """All scored tokens of a batch on the host, in float64, and [N] their places in its columns."""
+    policy = batch.predicted(batch.policy_mask)
+    observed = batch.predicted(batch.echo_mask) if echo else np.zeros_like(policy)
+    at = np.flatnonzero(policy | observed)
+    columns = {name: getattr(batch, name) for name in ("logprobs", "advantages", "old_logprobs", "ref_logprobs")}
+    tokens = LossTokens(
+        rows=batch.rows,
+        row=torch.from_numpy(batch.row_of(at)),
+        inputs={n: torch.from_numpy(x[at].astype(np.float64)) for n, x in columns.items() if x is not None},
+        policy=torch.from_numpy(np.flatnonzero(policy[at])),
+        echo=torch.from_numpy(np.flatnonzero(observed[at])),
+        policy_lengths=torch.from_numpy(batch.count(policy)),
+        echo_lengths=torch.from_numpy(batch.count(observed)),
+    )
+    return tokens, at
+
+
 def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:
     """The loss of a batch whose tokens have these logprobs [T]."""
-    tokens, at = LossTokens.whole(batch, echo=loss.echo_tokens > 0)
+    tokens, at = scored_tokens(batch, echo=loss.echo_tokens > 0)
     own = torch.from_numpy(np.nan_to_num(logprobs[at].astype(np.float64), nan=0.0)).requires_grad_()
     result = loss(tokens, own, None)
     total = (result.terms * torch.tensor(loss.weights, dtype=torch.float64)).sum()
@@ -345,7 +363,7 @@ def step_terms(batch: Batch, loss: StepLoss, logprobs: Array) -> StepTerms:
 
 def echo_gradient(loss: StepLoss, batch: Batch) -> Array:
     """[T] the gradient of the ECHO term alone."""
-    tokens, at = LossTokens.whole(batch, echo=True)
+    tokens, at = scored_tokens(batch, echo=True)
     own = torch.zeros(len(at), dtype=torch.float64, requires_grad=True)
     [by_own] = torch.autograd.grad(loss.echo_coefficient * loss.echo_term(tokens, own), [own])
     gradient = np.zeros(len(batch.token_ids))

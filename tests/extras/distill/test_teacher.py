@@ -16,22 +16,12 @@ from small_learner import KeepsGradients
 
 from palestra import demo, train_grpo
 from palestra.algo.batch import Batch
-from palestra.algo.distill import TEACHER, WEIGHT
 from palestra.core.config import RunConfig
 from palestra.core.errors import ServiceError, SettingError, UnsupportedError
 from palestra.core.messages import with_text
 from palestra.core.types import Group, Message, Problem, SamplingParams, Score
-from palestra.learner.forward import FrozenModel
-from palestra.learner.local import LocalLearner
-from palestra.learner.lora import add_lora
-from palestra.models.chat.template import ChatFormat
-from palestra.models.loading import LoadedModel
-from palestra.rollout.agent_loop import AttemptLimits, token_speakers
-from palestra.rollout.collect import Collector
-from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint
-from palestra.servers.openai.inference import inference_app, load_completer
-from palestra.train.batch import to_batch
-from palestra.train.distill import (
+from palestra.extras.distill.loss import TEACHER, WEIGHT
+from palestra.extras.distill.teacher import (
     DistillRows,
     ModelTeacher,
     SelfTeacher,
@@ -43,6 +33,16 @@ from palestra.train.distill import (
     teacher_gain,
     teacher_of,
 )
+from palestra.learner.forward import FrozenModel
+from palestra.learner.local import LocalLearner
+from palestra.learner.lora import add_lora
+from palestra.models.chat.template import ChatFormat
+from palestra.models.loading import LoadedModel
+from palestra.rollout.agent_loop import AttemptLimits, token_speakers
+from palestra.rollout.collect import Collector
+from palestra.rollout.hints import answer_hint, choose_hint, feedback_hint, opening_of, sibling_hint
+from palestra.servers.openai.inference import inference_app, load_completer
+from palestra.train.batch import to_batch
 from palestra.train.update import Coefficients, update
 
 PROBLEMS = [Problem("sum", "What is 2 + 3?", "5"), Problem("open", "What is 1 + 1?")]
@@ -321,7 +321,7 @@ def test_a_server_scores_the_sampled_tokens_against_all_others(tiny: LoadedModel
 
 def test_a_server_without_prompt_logprobs_is_rejected(mixed: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [{"data": []}, {"choices": [{"index": 0, "logprobs": None}]}]
-    monkeypatch.setattr("palestra.train.distill.ask", lambda request, retries: answers.pop(0))
+    monkeypatch.setattr("palestra.extras.distill.teacher.ask", lambda request, retries: answers.pop(0))
     with pytest.raises(ServiceError, match="models"):
         ServerTeacher.connect("http://127.0.0.1:1")
     batch = to_batch([mixed], [[0.0] * 3], mask_truncated=True)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from palestra.algo.batch import Batch, Targets
-from palestra.algo.distill import LOWEST_LOGPROB, TEACHER, WEIGHT, DistillLoss, Divergence, divergence, log_tail
 from palestra.algo.step_loss import LossTokens
+from palestra.extras.distill.loss import LOWEST_LOGPROB, TEACHER, WEIGHT, DistillLoss, Divergence, divergence, log_tail
 
 VOCABULARY, PLACES = 12, 5
 KINDS: tuple[Divergence, ...] = ("reverse_kl", "forward_kl", "jsd")

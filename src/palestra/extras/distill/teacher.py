@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from palestra.algo.batch import Batch, Targets
-from palestra.algo.distill import TEACHER, WEIGHT, DistillLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, ServiceError, SettingError, UnsupportedError
 from palestra.core.http import Request, Retries, ask
@@ -24,6 +23,7 @@ from palestra.core.messages import with_text
 from palestra.core.types import Array, Group, Message, Problem, Rollout
 from palestra.envs.base import Environment
 from palestra.evals.rollout_stats import leaks_hint
+from palestra.extras.distill.loss import TEACHER, WEIGHT, DistillLoss
 from palestra.learner.base import Learner
 from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
@@ -87,6 +87,7 @@ def choose_rows(
     trained = batch.count(batch.predicted(batch.policy_mask))
     chosen: list[tuple[int, Array, float, bool]] = []
     too_long = 0
+    completions = batch.lengths - batch.prompt_lengths
     for row, number in enumerate(batch.conversations.tolist()):
         conversation = conversations[number]
         group = groups[conversation.group]
@@ -94,24 +95,15 @@ def choose_rows(
         prompt = teacher.prompt(group, conversation) if weight > 0 and trained[row] else None
         if prompt is None:
             continue
-        length = len(prompt) + int(batch.lengths[row]) - int(batch.prompt_lengths[row])
-        if teacher.context_tokens is not None and length > teacher.context_tokens:
+        if teacher.context_tokens is not None and len(prompt) + int(completions[row]) > teacher.context_tokens:
             too_long += 1
         else:
             chosen.append((row, prompt, weight, conversation.rollout.passed))
     samples = list(batch.samples())
-    metrics = {"distill_rollouts": float(len(chosen)), "distill_too_long": float(too_long)}
     rows, prompts, weights, passed = zip(*chosen, strict=True) if chosen else ((), (), (), ())
-    return DistillRows(
-        teacher,
-        config,
-        Batch.of([samples[row] for row in rows]),
-        prompts,
-        np.array(weights, np.float32),
-        np.array(passed, np.bool_),
-        int(trained.sum()),
-        metrics | teacher.metrics(groups),
-    )
+    own, flags = Batch.of([samples[row] for row in rows]), (np.array(weights, np.float32), np.array(passed, np.bool_))
+    metrics = {"distill_rollouts": float(len(chosen)), "distill_too_long": float(too_long)} | teacher.metrics(groups)
+    return DistillRows(teacher, config, own, prompts, *flags, int(trained.sum()), metrics)
 
 
 def teacher_gain(batch: Batch, passed: Array, ids: Array, differences: Array) -> float | None:
@@ -183,6 +175,10 @@ class Teacher:
         """Metrics of the step's rollouts."""
         return {}
 
+    def rows(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], config: RunConfig) -> DistillRows:
+        """The rows of a step that the student learns from this teacher."""
+        return choose_rows(self, groups, advantages, config)
+
 
 @dataclass(slots=True)
 class SelfTeacher(Teacher):
@@ -242,16 +238,6 @@ class ModelTeacher(Teacher):
 
     model: FrozenModel
     context_tokens: int | None = None
-
-    @classmethod
-    def load(cls, config: RunConfig, tokenizer: Any, device: str, vocabulary: int) -> ModelTeacher:
-        """`distill.teacher` on the student's device; `vocabulary` is the size of the student's output layer."""
-        name = config.distill.teacher
-        assert name is not None
-        loaded = load_model(name, dtype=config.model.dtype, device=device, threads=config.model.threads)
-        require_same_tokens(name, loaded, tokenizer, vocabulary)
-        model = FrozenModel(loaded.model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0)
-        return cls(model, loaded.context_tokens)
 
     def logprobs(self, batch: Batch) -> Array:
         return self.model.forward(batch)
@@ -325,7 +311,11 @@ def teacher_of(
     if config.distill.teacher_url is not None:
         return ServerTeacher.connect(config.distill.teacher_url)
     if config.distill.teacher is not None:
-        return ModelTeacher.load(config, tokenizer, str(learner.device), learner.vocabulary)
+        options: dict[str, Any] = {"dtype": config.model.dtype, "device": str(learner.device)}
+        loaded = load_model(config.distill.teacher, **options, threads=config.model.threads)
+        require_same_tokens(config.distill.teacher, loaded, tokenizer, learner.vocabulary)
+        frozen = FrozenModel(loaded.model, config=config, pad_token_id=loaded.tokenizer.pad_token_id or 0)
+        return ModelTeacher(frozen, loaded.context_tokens)
     if environment is None:
         raise UnsupportedError(
             "self-distillation writes hints into the prompts of an agent file's or an environment's problems, and "
