@@ -13,7 +13,6 @@ from small_learner import loss_of
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_tinker import VOCABULARY, FakeServer, scored
-from palestra.extras.tinker.client.losses import scored_tokens
 
 from palestra.algo.batch import Batch
 from palestra.algo.losses import Objective
@@ -21,7 +20,7 @@ from palestra.algo.step_loss import StepLoss
 from palestra.core.config import RunConfig
 from palestra.core.errors import NotFiniteError, UnreadableFileError, UnsupportedError
 from palestra.core.types import Array, Sample
-from palestra.extras.tinker.client.learner import TinkerLearner, gradient_norm
+from palestra.extras.tinker.client.learner import TinkerLearner, gradient_norm, scored_tokens
 from palestra.extras.tinker.client.model import TinkerModel
 
 RNG = np.random.default_rng(0)
