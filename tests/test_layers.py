@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "extras.improve": "core agents evals models envs policy rollout runs train agent_source trainer cli",
     "extras.judge_check": "core evals rollout cli",
     "extras.plan": "core plan runs cli",
+    "extras.rescore": "core envs evals rollout agent_source cli train",
     "extras.ranks": "core algo learner rollout",
     "extras.ray": "core models policy rollout train",
     "extras.record": "core servers cli",

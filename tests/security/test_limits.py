@@ -16,12 +16,12 @@ from pydantic.fields import FieldInfo
 from palestra.core.config import RunConfig
 from palestra.core.errors import ResourceError, SettingError
 from palestra.core.http import Request
-from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
 from palestra.envs.env import EnvConfig
 from palestra.envs.load import env_class
 from palestra.extras.adapters.by_name import BY_NAME
 from palestra.extras.agent_tools import RlTools, mcp_server, pending_run
+from palestra.extras.agent_tools.config_fields import EnvDescription
 from palestra.extras.agent_tools.endpoints import Candidate, Relay
 from palestra.extras.agent_tools.locks import RequestLimits, Site, locked_settings
 from palestra.extras.agent_tools.tools import Clients

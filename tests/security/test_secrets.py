@@ -23,10 +23,10 @@ from palestra.core.files import open_private
 from palestra.core.http import Request
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import clean_environment, redact
-from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import in_file
 from palestra.extras.agent_tools import RlTools
 from palestra.extras.agent_tools.answers import answer
+from palestra.extras.agent_tools.config_fields import describe_env
 from palestra.extras.agent_tools.mcp_server import KINDS, read_resource
 from palestra.extras.atropos.atropos import command as atropos_command
 from palestra.extras.atropos.atropos import serve_command

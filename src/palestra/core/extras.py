@@ -27,6 +27,7 @@ EXTRAS = {
     "ranks": "one training on several GPUs or machines (FSDP2)",
     "ray": "rollout actors on a Ray cluster",
     "record": "recording what an agent says; traces of other programs as conversations",
+    "rescore": "stored rollouts scored with changed measures",
     "tinker": "the Tinker API, as a server and as a backend",
     "trl": "TRL's names and arguments",
     "vllm": "vLLM as the sampler",
@@ -39,6 +40,9 @@ COMMANDS = {
         "Train and score", "improve.command:command", "Evolve an agent's instructions and tool descriptions.",
     ),
     "judge-check": ("Train and score", "judge_check.command:command", "Compare a judge with labels of people."),
+    "rescore": (
+        "Train and score", "rescore.command:command", "Score a run's stored rollouts with changed measures.",
+    ),
     "dashboard": ("Runs", "dashboard.command:command", "Show runs, rollouts and tokens in a browser."),
     "plan": ("Runs", "plan.command:command", "Predict step time, memory and cost of a training."),
     "bench": ("Runs", "bench.command:command", "Measure how fast a model samples on this machine."),

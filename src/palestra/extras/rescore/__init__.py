@@ -1,0 +1,1 @@
+"""Changed measures over stored rollouts."""
