@@ -16,9 +16,9 @@ from palestra.core.conversations import read_conversations
 from palestra.core.errors import InputError
 from palestra.evals.judge import read_verdict
 from palestra.evals.rollout_stats import _call_pattern
-from palestra.models.chat.callformats import FORMATS, HARMONY, HERMES, CallFormat
+from palestra.models.chat.callformats import FORMATS, HARMONY, HERMES, CallFormat, parse_assistant
 from palestra.models.chat.streaming import StreamedReply
-from palestra.models.chat.toolcalls import TAGS, argument_schemas, parse_assistant, split_reasoning, strip_reasoning
+from palestra.models.chat.toolcalls import TAGS, argument_schemas, split_reasoning, strip_reasoning
 
 Parser = Callable[[str], Any]
 SIZE = 100_000

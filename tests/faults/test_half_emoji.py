@@ -14,9 +14,8 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Score
 from palestra.env_api import train_env
 from palestra.envs.running import RunningEnv
-from palestra.models.chat.callformats import FORMATS
+from palestra.models.chat.callformats import FORMATS, parse_assistant
 from palestra.models.chat.template import ChatFormat
-from palestra.models.chat.toolcalls import parse_assistant
 
 HALF = "\ud83d lamp"
 STEPS = 2

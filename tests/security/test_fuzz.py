@@ -11,8 +11,8 @@ from fuzzing import check, foreign_runs, gguf_files, http_requests, model_texts,
 
 from palestra.evals.judge import read_verdict
 from palestra.evals.rollout_stats import _call_pattern
-from palestra.models.chat.callformats import FORMATS
-from palestra.models.chat.toolcalls import parse_assistant, split_reasoning
+from palestra.models.chat.callformats import FORMATS, parse_assistant
+from palestra.models.chat.toolcalls import split_reasoning
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""The call formats of all model families, and which of them a chat template uses."""
+"""The call formats of all model families, which of them a chat template uses, and the reading of a message by them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +13,17 @@ from palestra.models.chat import calls_json as js
 from palestra.models.chat import calls_tagged as tags
 from palestra.models.chat.toolcalls import (
     HERMES,
+    MAY_HOLD_CALL,
     TOOL_CALL,
     CallFormat,
+    Reply,
     Schemas,
     UnexpectedCalls,
+    argument_schemas,
     call_of,
     find_tagged,
     name_of,
+    split_reasoning,
 )
 
 
@@ -108,7 +112,32 @@ def unexpected_opens(own: CallFormat) -> tuple[tuple[str, ...], tuple[str, ...]]
     return (*opens, *fences), ("{", "[")
 
 
-def find_unexpected(
+def parse_assistant(
+    text: str,
+    format: CallFormat = HERMES,
+    tools: Iterable[Mapping[str, Any]] = (),
+    *,
+    reasoning_is_open: bool = False,
+    unexpected: UnexpectedCalls = "execute",
+) -> Reply:
+    """Read an assistant's message. A call that cannot be read is a ToolCall with `.error`.
+
+    `tools` are the tools' schemas. Calls that name one of them are also found in another format than the model's own:
+    they have `.format` set and, with `unexpected="error"`, an error that shows the expected format.
+
+    >>> parse_assistant('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    Reply(reasoning='', text='Let me see.', calls=(ToolCall(id='call_0', name='add', arguments={'a': 1}, error=None),))
+    """
+    reasoning, spoken = split_reasoning(text, reasoning_is_open, format.opens[0])
+    schemas = argument_schemas(tools)
+    outside, values = format.find(spoken, schemas)
+    calls = tuple(call_of(value, index, format) for index, value in enumerate(values))
+    if schemas and all(call.error is not None for call in calls) and MAY_HOLD_CALL.search(spoken):
+        outside, calls = _find_unexpected(spoken, format, schemas, unexpected) or (outside, calls)
+    return Reply(reasoning, outside.strip(), calls)
+
+
+def _find_unexpected(
     text: str, own: CallFormat, schemas: Schemas, mode: UnexpectedCalls
 ) -> tuple[str, tuple[ToolCall, ...]] | None:
     """The text and the calls in the first other format in which every call names a tool."""

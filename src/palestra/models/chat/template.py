@@ -17,7 +17,7 @@ import numpy as np
 from palestra.core.errors import InputError, PalestraError, UnsupportedError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall, Turn
-from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of
+from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_of, parse_assistant
 from palestra.models.chat.calls_tagged import find_harmony
 from palestra.models.chat.encode import (
     PROBE,
@@ -39,7 +39,6 @@ from palestra.models.chat.toolcalls import (
     Reply,
     UnexpectedCalls,
     closing_tag,
-    parse_assistant,
     parse_by_template,
     split_reasoning,
     strip_reasoning,

@@ -1,7 +1,4 @@
-"""An assistant's text -> reasoning, text and tool calls, in the model's own call format or an unexpected one.
-
-Here are the parts that all call formats share, and the first of them; `callformats` lists all.
-"""
+"""The parts of an assistant's text: reasoning, text and tool calls. All call formats share what is here."""
 
 from __future__ import annotations
 
@@ -139,33 +136,6 @@ class Reply:
     reasoning: str
     text: str
     calls: tuple[ToolCall, ...] = ()
-
-
-def parse_assistant(
-    text: str,
-    format: CallFormat = HERMES,
-    tools: Iterable[Mapping[str, Any]] = (),
-    *,
-    reasoning_is_open: bool = False,
-    unexpected: UnexpectedCalls = "execute",
-) -> Reply:
-    """Read an assistant's message. A call that cannot be read is a ToolCall with `.error`.
-
-    `tools` are the tools' schemas. Calls that name one of them are also found in another format than the model's own:
-    they have `.format` set and, with `unexpected="error"`, an error that shows the expected format.
-
-    >>> parse_assistant('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    Reply(reasoning='', text='Let me see.', calls=(ToolCall(id='call_0', name='add', arguments={'a': 1}, error=None),))
-    """
-    reasoning, spoken = split_reasoning(text, reasoning_is_open, format.opens[0])
-    schemas = argument_schemas(tools)
-    outside, values = format.find(spoken, schemas)
-    calls = tuple(call_of(value, index, format) for index, value in enumerate(values))
-    if schemas and all(call.error is not None for call in calls) and MAY_HOLD_CALL.search(spoken):
-        from palestra.models.chat.callformats import find_unexpected  # its formats are made of what is here
-
-        outside, calls = find_unexpected(spoken, format, schemas, unexpected) or (outside, calls)
-    return Reply(reasoning, outside.strip(), calls)
 
 
 def parse_by_template(

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from palestra.core.errors import StorageError, UnreadableFileError, UnsupportedError
 from palestra.core.files import write_json, write_text
 from palestra.models.adapters import RECORD, base_record, is_adapter
-from palestra.models.export.hub import agent_section
 from palestra.models.loading import canonical_name, load_model, load_tokenizer
 
 
@@ -119,6 +118,17 @@ def _write_record(model: Any, folder: Path, record: Mapping[str, Any]) -> None:
     base = base_record(model)
     write_json(folder / RECORD, {**record, **base})
     write_text(folder / "README.md", adapter_card(base["base"]["name"], model.active_peft_config, record))
+
+
+def agent_section(record: Mapping[str, Any]) -> list[str]:
+    tools = [tool["function"] for tool in record.get("tools") or () if "function" in tool]
+    lines = ["## The agent", ""] if tools or record.get("instructions") else []
+    if record.get("instructions"):
+        lines += ["Its instructions:", "", *(f"> {line}" for line in str(record["instructions"]).splitlines()), ""]
+    if tools:
+        described = ((tool["name"], str(tool.get("description") or "").partition("\n")[0]) for tool in tools)
+        lines += ["Its tools:", "", *(f"- `{name}`: {text}" for name, text in described), ""]
+    return lines
 
 
 def adapter_card(base: str, lora: Any, record: Mapping[str, Any]) -> str:

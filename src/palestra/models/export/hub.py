@@ -94,6 +94,8 @@ def _first_line(error: Exception) -> str:
 
 def model_card(repo: str, record: Mapping[str, Any], report: Mapping[str, Any] | None, *, is_adapter: bool) -> str:
     """README.md by the run's `palestra.json` and `report.json` (None if these weights were not scored)."""
+    from palestra.models.export.hf import agent_section
+
     base = str((report or {}).get("model") or (record.get("base") or {}).get("name") or "")
     if Path(base).expanduser().exists() or base.startswith(("/", "~", ".")) or base.endswith(".gguf"):
         base = ""  # a path on this machine
@@ -166,17 +168,6 @@ def _training(report: Mapping[str, Any]) -> list[str]:
             rows[f"`{key}`"] = json.dumps(value, ensure_ascii=False)
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     return ["## Training", "", "| | |", "| --- | --- |", *table, ""]
-
-
-def agent_section(record: Mapping[str, Any]) -> list[str]:
-    tools = [tool["function"] for tool in record.get("tools") or () if "function" in tool]
-    lines = ["## The agent", ""] if tools or record.get("instructions") else []
-    if record.get("instructions"):
-        lines += ["Its instructions:", "", *(f"> {line}" for line in str(record["instructions"]).splitlines()), ""]
-    if tools:
-        described = ((tool["name"], str(tool.get("description") or "").partition("\n")[0]) for tool in tools)
-        lines += ["Its tools:", "", *(f"- `{name}`: {text}" for name, text in described), ""]
-    return lines
 
 
 def _cell(text: str) -> str:

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.core.types import ToolCall
-from palestra.models.chat.callformats import FORMATS, HERMES, JSON, LLAMA, MISTRAL, format_of
+from palestra.models.chat.callformats import FORMATS, HERMES, JSON, LLAMA, MISTRAL, format_of, parse_assistant
 from palestra.models.chat.calls_tagged import typed
-from palestra.models.chat.toolcalls import parse_assistant
 
 ADD = ToolCall("call_0", "add", {"a": 1, "b": "x"})
 SUB = ToolCall("call_1", "sub", {"c": [1, {"d": None}]})

@@ -2,9 +2,9 @@
 
 import pytest
 
-from palestra.models.chat.callformats import FORMATS, HARMONY, HERMES
+from palestra.models.chat.callformats import FORMATS, HARMONY, HERMES, parse_assistant
 from palestra.models.chat.streaming import StreamedReply
-from palestra.models.chat.toolcalls import closing_tag, is_inside, parse_assistant, split_reasoning, strip_reasoning
+from palestra.models.chat.toolcalls import closing_tag, is_inside, split_reasoning, strip_reasoning
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TOOLS = [

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from palestra.core.types import ToolCall
 from palestra.models.chat.callformats import FORMATS
+from palestra.models.chat.callformats import parse_assistant as parse
 from palestra.models.chat.toolcalls import MAY_HOLD_CALL, strip_reasoning
-from palestra.models.chat.toolcalls import parse_assistant as parse
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 ADD = '{"name": "add", "arguments": {"a": 1}}'
