@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from palestra.engine.session import Session
 
@@ -141,21 +140,14 @@ class PrefixIndex:
 
 
 class SharedPrefixes(NamedTuple):
-    """Device tensors: the number of leading tokens that each row shares, and the rows that share them."""
+    """Leading tokens that rows share, as int32: arrays on the host, or device tensors."""
 
-    tokens: Tensor  # [rows], whole pages; 0: it reads all its pages by itself
-    blocks: Tensor  # [blocks, BLOCK_ROWS] rows with the same prefix, padded with -1
-
-
-class SharedArrays(NamedTuple):
-    """The same on the host, as int32."""
-
-    tokens: np.ndarray
-    blocks: np.ndarray
+    tokens: Any  # [rows], whole pages; 0: it reads all its pages by itself
+    blocks: Any  # [blocks, BLOCK_ROWS] rows with the same prefix, padded with -1
 
     @classmethod
-    def of(cls, sessions: Sequence[Session], page_size: int, min_tokens: float) -> SharedArrays | None:
-        """None where fewer than `min_tokens` would be read less.
+    def of(cls, sessions: Sequence[Session], page_size: int, min_tokens: float) -> SharedPrefixes | None:
+        """The arrays; None where fewer than `min_tokens` would be read less.
 
         A page is shared together with all pages before it. So rows with the same last shared page share them all.
         """

@@ -249,26 +249,22 @@ def is_llama_like(model: Any) -> bool:
         return False
     if len({(p.dtype, p.device) for name, p in model.named_parameters() if ".lora_" not in name}) > 1:
         return False
-    if has_hooks(model):
-        return False
     norms = {type(m): m for m in model.modules() if type(m).__name__.endswith("RMSNorm")}
     if not all(is_standard_rms_norm(copy.deepcopy(norm).cpu().float()) for norm in norms.values()):
         return False
+    return can_fuse(model)
+
+
+def can_fuse(model: Any) -> bool:
+    """No hooks, an ordinary embedding and linear layers (LoRA too), those of a group all with a bias or all without."""
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()):
+        return False
     if type(model.model.embed_tokens) is not nn.Embedding:
         return False
-    return can_fuse(linear_groups(model))
-
-
-def has_hooks(model: nn.Module) -> bool:
-    """Whether a module does more than its class says."""
-    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules())
-
-
-def can_fuse(groups: Sequence[Sequence[Any]]) -> bool:
-    """Ordinary linear layers (LoRA too), those of a group all with a bias or all without."""
-    if not all(is_linear(linear) for group in groups for linear in group):
-        return False
-    return all(len({base_linear(linear).bias is None for linear in group}) == 1 for group in groups)
+    return all(
+        all(map(is_linear, group)) and len({base_linear(linear).bias is None for linear in group}) == 1
+        for group in linear_groups(model)
+    )
 
 
 def can_capture(model: Any) -> bool:

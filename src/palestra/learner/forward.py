@@ -259,7 +259,12 @@ class Scorer(nn.Module):
         """[S, V] float32: the model's own logits where the scored tokens are predicted."""
         ids, mask = self._pad(batch)
         if self.routing is not None:
-            self.routing.start(None if batch.routing is None else _padded(batch.routing, mask.flatten()))
+            routing = batch.routing
+            if routing is not None:  # [B · L, layers, k]: unknown at places of padding
+                padded = routing.new_full((mask.numel(), *routing.shape[1:]), torch.iinfo(routing.dtype).max)
+                padded[mask.flatten()] = routing
+                routing = padded
+            self.routing.start(routing)
         logits = self.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
         return logits.index_select(0, batch.source).float()
 
@@ -269,13 +274,6 @@ class Scorer(nn.Module):
         ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=self.pad_token_id)
         lengths = torch.tensor([len(row) for row in rows], device=ids.device)
         return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-
-
-def _padded(routing: Tensor, mask: Tensor) -> Tensor:
-    """[B · L, layers, k] of the tokens [T, layers, k] at the places of the mask; unknown elsewhere."""
-    rows = routing.new_full((len(mask), *routing.shape[1:]), torch.iinfo(routing.dtype).max)
-    rows[mask] = routing
-    return rows
 
 
 def of_each(micro: PackedMicroBatch, values: Tensor) -> Tensor:

@@ -69,11 +69,11 @@ class Graphs:
         """What `run` gives, with its gradient. It must be read before the next call, which overwrites it."""
         is_new = layout.bounds.shape not in self._seen
         self._seen.add(layout.bounds.shape)
-        found = None if is_new else self._found(ids, positions, layout)
-        if found is None:
+        captured = None if is_new else self._captured_pass(ids, positions, layout)
+        if captured is None:
             return self._run(ids, positions, layout)
-        found.load(ids, positions, layout)
-        result: Tensor = _Replay.apply(found.anchor, found)
+        captured.load(ids, positions, layout)
+        result: Tensor = _Replay.apply(captured.anchor, captured)
         return result
 
     def forget(self) -> None:
@@ -81,7 +81,7 @@ class Graphs:
         self._captured.clear()
         self._gradients, self._pool, self.is_off = [], None, True
 
-    def _found(self, ids: Tensor, positions: Tensor, layout: Layout) -> Captured | None:
+    def _captured_pass(self, ids: Tensor, positions: Tensor, layout: Layout) -> Captured | None:
         shape = layout.bounds.shape
         if self._captured and self._addresses != self._weights_at():  # graphs read weights where they were
             self._captured.clear()

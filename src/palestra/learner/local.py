@@ -38,7 +38,6 @@ from palestra.learner.micro_batches import (
     PackedBatch,
     PackedMicroBatch,
     captured_tokens,
-    column_to_tokens,
     explain_not_finite,
     micro_batch_tokens,
     pack_batch,
@@ -219,9 +218,33 @@ class LocalLearner:
     ) -> tuple[LossTerms, Tensor, Tensor]:
         """Compute a micro-batch and add the gradient of its loss to those of the weights; terms of the loss,
         log-probabilities [N] and entropies [N]."""
-        trains = outputs.loss.has_gradient(outputs.batch, micro.batch.at)
+        batch, loss, policy = micro.batch, outputs.loss, micro.policy
+        trains = loss.has_gradient(outputs.batch, batch.at)
+        inputs = dict(batch.inputs)
+        for name in ("old_logprobs", "ref_logprobs"):
+            if (column := getattr(outputs.batch, name)) is not None:
+                inputs[name] = torch.from_numpy(column[batch.at].astype(np.float32)).to(self.device)
+        tokens = LossTokens(
+            rows=outputs.batch.rows,
+            row=batch.row,
+            inputs=inputs,
+            policy=None if len(policy) == len(batch.row) else policy,
+            echo=micro.echo,
+            policy_lengths=packed.policy_lengths,
+            echo_lengths=packed.echo_lengths,
+        )
         with torch.set_grad_enabled(trains):
-            terms, logprobs, entropies = self._forward(micro, packed, outputs)
+            logprobs, entropies = self._scorer(
+                micro,
+                temperature=loss.temperature,
+                entropy_gradient=loss.entropy_gradient,
+                loss_gradient=loss.gradient(tokens),
+            )
+            logprobs, entropies = of_each(micro, logprobs), of_each(micro, entropies)
+            terms = loss(tokens, logprobs, entropies)
+            if (mismatch := self._scorer.routing_mismatch(micro)) is not None:
+                stats = TokenStats(sums={"routing_mismatch": mismatch[0]}, counts={"routing_mismatch": mismatch[1]})
+                terms = replace(terms, stats=terms.stats + stats)
         if trains:
             (terms.terms * weights).sum().backward()
         # A tensor that keeps a graph of autograd alive keeps the next pass from being captured.
@@ -333,32 +356,3 @@ class LocalLearner:
                 min_root=self._min_root,
                 shapes=self._shapes if graphs is not None and graphs.pads else None,
             )
-
-    def _forward(
-        self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs
-    ) -> tuple[LossTerms, Tensor, Tensor]:
-        """Score a micro-batch, and compute its share of the loss."""
-        batch, loss, policy = micro.batch, outputs.loss, micro.policy
-        columns = {"old_logprobs": outputs.batch.old_logprobs, "ref_logprobs": outputs.batch.ref_logprobs}
-        more = {n: column_to_tokens(column, micro, self.device) for n, column in columns.items() if column is not None}
-        tokens = LossTokens(
-            rows=outputs.batch.rows,
-            row=batch.row,
-            inputs=batch.inputs | more,
-            policy=None if len(policy) == len(batch.row) else policy,
-            echo=micro.echo,
-            policy_lengths=packed.policy_lengths,
-            echo_lengths=packed.echo_lengths,
-        )
-        logprobs, entropy = self._scorer(
-            micro,
-            temperature=loss.temperature,
-            entropy_gradient=loss.entropy_gradient,
-            loss_gradient=loss.gradient(tokens),
-        )
-        logprobs, entropy = of_each(micro, logprobs), of_each(micro, entropy)
-        terms = loss(tokens, logprobs, entropy)
-        if (mismatch := self._scorer.routing_mismatch(micro)) is not None:
-            stats = TokenStats(sums={"routing_mismatch": mismatch[0]}, counts={"routing_mismatch": mismatch[1]})
-            terms = replace(terms, stats=terms.stats + stats)
-        return terms, logprobs, entropy

@@ -63,17 +63,17 @@ def pack_batch(
     `options` are those of `algo.batching.pack`. Micro-batches that fit one of `shapes` are padded to it.
     """
     batches = pack(batch, echo=echo, evenly=device.type == "cuda", **options)  # evenly: the largest needs the memory
-    lengths = to_device((_row_lengths(batches, batch.rows, name) for name in ("policy_mask", "echo_mask")), device)
+    policy_lengths, echo_lengths = np.zeros((2, batch.rows), np.int64)
+    for micro in batches:
+        rows = micro.row.numpy()
+        policy_lengths += np.bincount(rows[micro.policy_mask.numpy()], minlength=batch.rows)
+        echo_lengths += np.bincount(rows[micro.echo_mask.numpy()], minlength=batch.rows)
+    lengths = to_device([torch.from_numpy(policy_lengths), torch.from_numpy(echo_lengths)], device)
     return PackedBatch([_to_device(micro, echo, device, shapes) for micro in batches], *lengths)
 
 
-def column_to_tokens(column: Array, micro: PackedMicroBatch, device: torch.device) -> Tensor:
-    """[N] float32 the values of a column at the micro-batch's tokens."""
-    return torch.from_numpy(column[micro.batch.at].astype(np.float32)).to(device)
-
-
 def tokens_to_column(parts: Sequence[tuple[PackedMicroBatch, Tensor]], batch: Batch) -> Array:
-    """The reverse: a column of the batch's tokens (or targets), NaN where none was scored."""
+    """A column of the batch's tokens (or targets) out of values at scored tokens; NaN elsewhere."""
     size = len(batch.token_ids) if batch.targets is None else len(batch.targets.ids)
     column = np.full(size, np.nan, dtype=np.float32)
     for micro, values in parts:
@@ -89,14 +89,6 @@ def _to_device(batch: MicroBatch, echo: bool, device: torch.device, shapes: Shap
     return PackedMicroBatch(batch.to(device), policy_on, observed_on, Layout(batch.trees, device, shapes, batch.root))
 
 
-def _row_lengths(batches: list[MicroBatch], rows: int, mask: str) -> Tensor:
-    """[rows] how many scored tokens of each row the mask selects."""
-    total = np.zeros(rows, np.int64)
-    for batch in batches:
-        total += np.bincount(batch.row.numpy()[getattr(batch, mask).numpy()], minlength=rows)
-    return torch.from_numpy(total)
-
-
 def data_sheet(where: torch.device) -> Device | None:
     """The device with its data sheet's figures, regardless of its current load; None for an unknown GPU."""
     if where.type != "cuda":
@@ -109,12 +101,12 @@ def data_sheet(where: torch.device) -> Device | None:
 
 def device_of(where: torch.device) -> Device | None:
     """The device with the memory that this process can have of it; None for a GPU without figures."""
-    found = data_sheet(where)
-    if found is None or not found.is_gpu:
-        return found
+    sheet = data_sheet(where)
+    if sheet is None or not sheet.is_gpu:
+        return sheet
     free, total = torch.cuda.mem_get_info(where)
     others = total - free - torch.cuda.memory_reserved(where)  # other processes, and the driver
-    return replace(found, memory_gib=min(found.memory_gib, (total - others) / GIB))
+    return replace(sheet, memory_gib=min(sheet.memory_gib, (total - others) / GIB))
 
 
 def micro_batch_tokens(config: RunConfig, model_config: Any, where: torch.device, *, whole_logits: bool) -> int:
@@ -191,7 +183,6 @@ class MicroBatchLimit:
         self._warned = False
 
     def halve(self, failed: PackedMicroBatch) -> None:
-        """Halve the limit, since this micro-batch did not fit."""
         tokens = len(failed.batch.token_ids)
         if len(rows_of([failed])) < 2:
             raise torch.OutOfMemoryError(
@@ -255,18 +246,16 @@ class LocalOutputs:
         self.token_logprobs.append((micro, logprobs))
         self.token_entropies.append((micro, entropies))
 
-    def groups_not_finite(self) -> set[int]:
-        """The groups of rows whose own loss is not finite."""
-        sums = torch.zeros(self.batch.rows, device=self.terms.device)
-        for token_loss, row in self.token_losses:
-            sums.index_add_(0, row, token_loss.float())
-        return set(self.batch.groups[(~sums.isfinite()).cpu().numpy()].tolist())
-
 
 def explain_not_finite(pending: Sequence[LocalOutputs], loss: float, grad_norm: float, ranks: Ranks) -> str:
     """Names the groups with a NaN or an infinity; all of them where their losses are finite, but not the gradient."""
-    guilty = {group for found in pending for group in found.groups_not_finite()}
-    everyone = {group for found in pending for group in found.batch.groups.tolist()}
+    guilty, everyone = set[int](), set[int]()
+    for outputs in pending:
+        sums = torch.zeros(outputs.batch.rows, device=outputs.terms.device)  # of the losses of each row
+        for token_loss, row in outputs.token_losses:
+            sums.index_add_(0, row, token_loss.float())
+        guilty.update(outputs.batch.groups[(~sums.isfinite()).cpu().numpy()].tolist())
+        everyone.update(outputs.batch.groups.tolist())
     guilty, everyone = (set[int]().union(*ranks.gather(groups)) for groups in (guilty, everyone))
     groups = guilty or everyone
     what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"

@@ -72,16 +72,18 @@ class Optimizer:
     @torch.no_grad()
     def accumulate_into_masters(self) -> None:
         """Add what the last backward pass left at low-precision weights to the sums at their masters."""
-        found = [(weight, master) for weight, master in self._pairs if weight.grad is not None]
-        first = [(weight, master) for weight, master in found if master.grad is None]
-        later = [(weight, master) for weight, master in found if master.grad is not None]
+        first: list[tuple[nn.Parameter, Tensor]] = []
+        later: list[tuple[nn.Parameter, Tensor]] = []
+        for weight, master in self._pairs:
+            if weight.grad is not None:
+                (first if master.grad is None else later).append((weight, master))
         for _, master in first:
             master.grad = torch.empty_like(master)
         for pairs, combine in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):  # few launches for all
             if pairs:
                 combine([master.grad for _, master in pairs], [weight.grad for weight, _ in pairs])  # type: ignore[misc]
-        for weight, _ in found:
-            weight.grad = None
+            for weight, _ in pairs:
+                weight.grad = None
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to `max_norm`; gives their norm before that."""
@@ -129,7 +131,14 @@ class Optimizer:
         states = [self.adamw.state[master] or self._new_state(master) for master in masters]
         one = torch.ones((), device=masters[0].device)
         counted = one if finite is None else finite.float()
-        steps = self._counters(states).add_(counted)
+        # The steps of these states in one tensor, of which they hold parts: one launch counts them all.
+        steps, parts = self._steps
+        if len(parts) != len(states) or any(s["step"] is not part for s, part in zip(states, parts, strict=True)):
+            steps = torch.stack([state["step"] for state in states])
+            self._steps = steps, steps.unbind()
+            for state, part in zip(states, self._steps[1], strict=True):
+                state["step"] = part
+        steps.add_(counted)
         group = self.adamw.param_groups[0]
         decay = {id(p): g["weight_decay"] for g in self.adamw.param_groups for p in g["params"]}
         adamw(
@@ -146,16 +155,6 @@ class Optimizer:
             eps=group["eps"],
         )
 
-    def _counters(self, states: Sequence[dict[str, Tensor]]) -> Tensor:
-        """[n] the steps of these states in one tensor, of which they hold parts: one launch counts them all."""
-        whole, parts = self._steps
-        if len(parts) != len(states) or any(s["step"] is not part for s, part in zip(states, parts, strict=True)):
-            whole = torch.stack([state["step"] for state in states])
-            self._steps = whole, whole.unbind()
-            for state, part in zip(states, self._steps[1], strict=True):
-                state["step"] = part
-        return whole
-
     @torch.no_grad()
     def round_masters(self) -> None:
         """Give the model the master weights, rounded."""
@@ -169,9 +168,11 @@ class Optimizer:
 
     def gradient_marks(self) -> list[tuple[int, int] | None]:
         """Another list after every gradient that a backward pass adds: shows whether a failed one has added some."""
-        gradients = (weight.grad for weight in self.weights)
-        own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        return [None if g is None else (g.data_ptr(), g._version) for g in own]
+        marks: list[tuple[int, int] | None] = []
+        for weight in self.weights:
+            gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+            marks.append(None if gradient is None else (gradient.data_ptr(), gradient._version))
+        return marks
 
     def discard_failed_backward(self) -> bool:
         """Discard the gradients of a failed backward pass; return False if earlier gradients are mixed with them."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -143,15 +142,11 @@ def _compiled_layer(*, with_hooks: bool) -> Callable[..., Any]:
 
 
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would fail.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    return torch.compile(call, dynamic=True, options=_compiler_options())
-
-
-def _compiler_options() -> dict[str, Any]:
     """One program for micro-batches of every size: what compiles in the middle of a run holds it up for long."""
     from torch._inductor import config
 
+    # It warns of in-place operations inside of checkpoints, which these layers do not have: the self-check would fail.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         # Before anything else the compiler tries which vector instructions C++ code may use, and takes half a minute
         # for it. Layers on a GPU have no such code.
@@ -163,7 +158,7 @@ def _compiler_options() -> dict[str, Any]:
     if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
         # Else the gradient of norms is fused from 5 Mi numbers on alone, which makes two programs.
         options["triton.mix_order_reduction_non_strict_mode"] = True
-    return options
+    return torch.compile(call, dynamic=True, options=options)
 
 
 def _checkpoint_contexts() -> Any:
@@ -211,18 +206,12 @@ def gradients(
     compute: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor]:
     """The gradients by inputs and weights of `compute(*inputs)`, whose code uses the weights; zeros where unused."""
-    with _autograd():
-        own = [x.detach().requires_grad_() for x in inputs]
-        found = torch.autograd.grad(compute(*own), [*own, *weights], grad, allow_unused=True)
-    pairs = zip(found, (*inputs, *weights), strict=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in pairs]
-
-
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Record operations inside of a custom operation, whose code runs below autograd."""
+    # Record operations inside of a custom operation, whose code runs below autograd.
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for name in AUTOGRAD:
         exclude = exclude.remove(getattr(torch._C.DispatchKey, name))
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
+        own = [x.detach().requires_grad_() for x in inputs]
+        results = torch.autograd.grad(compute(*own), [*own, *weights], grad, allow_unused=True)
+    pairs = zip(results, (*inputs, *weights), strict=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in pairs]

@@ -84,7 +84,7 @@ class Bounds:
         if self.shape is not None:
             of_shape = [self.shape.longest_run, self.shape.longest_tree, self.shape.longest_prompt]
             self.longest = [*of_shape, *self.longest[3:4], *([self.shape.root] if self.shape.root else [])]
-        self._register()
+        self.handle = _BOUNDS.add(self)
 
     def _to_root(self, root: list[int]) -> list[list[int]]:
         """The lengths of segments of the rest, and of the root's copies, if there is a root.
@@ -102,11 +102,8 @@ class Bounds:
         """The same, with numbers of its own."""
         other = copy.copy(self)
         other.numbers = [numbers.clone() for numbers in self.numbers]
-        other._register()
+        other.handle = _BOUNDS.add(other)
         return other
-
-    def _register(self) -> None:
-        self.handle = _BOUNDS.add(self)
 
     @property
     def own(self) -> Half:
@@ -126,10 +123,6 @@ class Bounds:
     def to_root(self) -> Half:
         return self.numbers[3], self.numbers[4], self.longest[3], self.longest[4], False, 0
 
-    @property
-    def has_root(self) -> bool:
-        return self.root.stop > 0
-
     def copies_of_root(self, x: Tensor) -> Tensor:
         """[T, …] -> [segments · root, …]."""
         return x[self.root].expand(self.segments, *[-1] * x.dim()).flatten(0, 1)
@@ -142,7 +135,9 @@ class Bounds:
         """How tokens attend to this many, themselves included, of their paths."""
         assert self.shape is None, "passes over windows are not captured, so they are not padded"
         if window not in self._windows:
-            tails = [_end_of(segments, window - 1) for segments in self._paths()]
+            nothing, most = np.zeros(0, np.int64), window - 1  # the last places before each run
+            paths = [np.concatenate([nothing, *(np.arange(*ends) for ends in path)]) for path in self._paths()]
+            tails = [path[-most:] if most else nothing for path in paths]
             runs = [np.arange(*ends) for ends in pairwise(_bounds(self._own).tolist())]
             keys = [np.concatenate(both) for both in zip(tails, runs, strict=True)]
             lengths = [len(part) for part in keys]
@@ -206,7 +201,7 @@ def _forward(
             completions, prompts = bounds.completions, bounds.prompts
             half, half_lse = _half(q[completions], k[prompts], v[prompts], bounds.shared, scale)
             merge(out[completions], lse[:, completions], half, half_lse)
-        if bounds.has_root:
+        if bounds.root.stop:
             rest, copies = bounds.rest, bounds.copies_of_root
             half, half_lse = _half(q[rest], copies(k), copies(v), bounds.to_root, scale)
             merge(out[rest], lse[:, rest], half, half_lse)
@@ -239,7 +234,7 @@ def _backward(
             c, p = bounds.completions, bounds.prompts
             more = _half_backward(grad[c], q[c], k[p], v[p], out[c], lse[:, c].contiguous(), bounds.shared, scale)
             torch._foreach_add_([dq[c], dk[p], dv[p]], more)
-        if bounds.has_root:
+        if bounds.root.stop:
             r, root, copies = bounds.rest, bounds.root, bounds.copies_of_root
             parts = grad[r], q[r], copies(k), copies(v), out[r], lse[:, r].contiguous()
             dq_more, *of_copies = _half_backward(*parts, bounds.to_root, scale)
@@ -345,22 +340,14 @@ def _before(trees: Sequence[Tree], root: int, place: Array) -> list[list[tuple[i
     return [*first, *prompts, *completions, *others]
 
 
-def _end_of(segments: Sequence[tuple[int, int]], most: int) -> Array:
-    """The last `most` places, or all."""
-    places = [np.arange(*segment) for segment in segments]
-    return np.concatenate([np.zeros(0, np.int64), *places])[-most:] if most else np.zeros(0, np.int64)
-
-
 def _order(sections: Sequence[Sequence[tuple[int, int]]], padding: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """(which token comes at each place, the reverse); padding repeats the first token."""
-    parts = [part for runs, more in zip(sections, padding, strict=True) for part in (_places(runs), [-1] * sum(more))]
+    parts: list[Any] = []
+    for runs, more in zip(sections, padding, strict=True):
+        starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
+        parts += [ragged_arange(starts, lengths), [-1] * sum(more)]
     order = np.concatenate(parts).astype(np.int64)
     real = (order >= 0).nonzero()[0]
     place = np.empty_like(real)
     place[order[real]] = real
     return np.maximum(order, 0), place
-
-
-def _places(runs: Sequence[tuple[int, int]]) -> Array:
-    starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
-    return ragged_arange(starts, lengths)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.pages import BLOCK_ROWS, PagePool, SharedArrays
+from palestra.engine.pages import BLOCK_ROWS, PagePool, SharedPrefixes
 from palestra.engine.session import Session
 
 
@@ -66,7 +66,7 @@ def test_siblings_read_their_whole_pages_together_and_others_read_alone() -> Non
     first, second, alone = siblings(pool, 3, 40), siblings(pool, 2, 70), siblings(pool, 1, 64)
     stranger = Session([0] * 9, table=pool.take(1), kv_len=8)
     rows = [first[0], second[0], stranger, first[1], alone[0], second[1], first[2]]
-    shared = SharedArrays.of(rows, 16, min_tokens=0)
+    shared = SharedPrefixes.of(rows, 16, min_tokens=0)
     assert shared is not None
     assert shared.tokens.tolist() == [32, 64, 0, 32, 0, 64, 32]
     assert [[row for row in block if row >= 0] for block in shared.blocks.tolist()] == [[0, 3, 6], [1, 5]]
@@ -77,7 +77,7 @@ def test_siblings_read_their_whole_pages_together_and_others_read_alone() -> Non
 
 
 def test_a_large_group_is_cut_into_blocks_and_a_single_row_left_over_reads_alone() -> None:
-    shared = SharedArrays.of(siblings(PagePool(200, 16), 2 * BLOCK_ROWS + 1, 16), 16, min_tokens=0)
+    shared = SharedPrefixes.of(siblings(PagePool(200, 16), 2 * BLOCK_ROWS + 1, 16), 16, min_tokens=0)
     assert shared is not None
     assert shared.blocks.tolist() == np.arange(2 * BLOCK_ROWS).reshape(2, BLOCK_ROWS).tolist()
     assert shared.tokens.tolist() == [16] * 2 * BLOCK_ROWS + [0]
@@ -85,6 +85,6 @@ def test_a_large_group_is_cut_into_blocks_and_a_single_row_left_over_reads_alone
 
 def test_what_saves_too_little_is_read_by_each_row() -> None:
     rows = siblings(PagePool(200, 16), 4, 32)
-    assert SharedArrays.of(rows, 16, min_tokens=97) is None  # three rows save 32 tokens each
-    assert SharedArrays.of(rows, 16, min_tokens=96) is not None
-    assert SharedArrays.of(siblings(PagePool(200, 16), 4, 15), 16, min_tokens=0) is None  # not one whole page
+    assert SharedPrefixes.of(rows, 16, min_tokens=97) is None  # three rows save 32 tokens each
+    assert SharedPrefixes.of(rows, 16, min_tokens=96) is not None
+    assert SharedPrefixes.of(siblings(PagePool(200, 16), 4, 15), 16, min_tokens=0) is None  # not one whole page

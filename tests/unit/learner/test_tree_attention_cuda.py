@@ -116,7 +116,7 @@ def test_merged_parts_equal_masked_attention(
     results = []
     shapes, trees = Shapes(10_000) if padded else None, behind(root)
     bounds, layout = Bounds(trees, q.device, shapes, root), Layout(trees, q.device, root=root)
-    assert (bounds.has_root, bounds.segments > 2) == (root > 0, True)
+    assert (bounds.root.stop > 0, bounds.segments > 2) == (root > 0, True)
     for merged in (True, False):
         if merged:
             out = flash_trees(*(x[bounds.order] for x in (q, k, v)), bounds, 0.3, sinks, window)[bounds.place]

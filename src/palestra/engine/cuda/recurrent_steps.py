@@ -23,7 +23,6 @@ from palestra.engine.supported import (
     base_linear,
     base_model,
     can_fuse,
-    has_hooks,
     has_static_rope,
     is_linear,
     linear_groups,
@@ -326,12 +325,9 @@ def _is_known(model: Any, recurrent: Mapping[nn.Module, RecurrentStep]) -> bool:
     own = type(model).__module__.startswith("transformers.models.")
     if not own or HYBRIDS.get(config.model_type) != name or config.hidden_act != "silu" or not has_static_rope(config):
         return False
-    if has_hooks(model) or type(model.model.embed_tokens) is not nn.Embedding:
-        return False
     if not all(hasattr(layer, "self_attn") or layer.linear_attn in recurrent for layer in model.model.layers):
         return False
-    groups = linear_groups(model)
-    if not can_fuse(groups):
+    if not can_fuse(model):
         return False
-    weights = [base_linear(linear).weight for group in groups for linear in group]
+    weights = [base_linear(linear).weight for group in linear_groups(model) for linear in group]
     return len({(weight.dtype, weight.device) for weight in [*weights, model.model.norm.weight]}) == 1

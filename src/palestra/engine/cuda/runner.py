@@ -34,7 +34,7 @@ from palestra.engine.cuda.paged_ops import (
 )
 from palestra.engine.cuda.recurrent_steps import MAX_RUN, HybridDecoder, RecurrentStep, StateRows
 from palestra.engine.cuda.state import DecodeState
-from palestra.engine.pages import MIN_SAVED_BYTES, SharedArrays
+from palestra.engine.pages import MIN_SAVED_BYTES, SharedPrefixes
 from palestra.engine.recurrent import (
     NO_STEPS,
     RecurrentLayers,
@@ -323,7 +323,7 @@ class CudaRunner(Runner, KVMemory):
         if self._exact is None and self.path != "per_row":
             kv_bytes = self._kv_shape.bytes_per_token / self._kv_shape.layers
             min_tokens = 0 if self.path == "shared_prefix" else MIN_SAVED_BYTES / kv_bytes
-            shared = SharedArrays.of([chunk.job.session for chunk in chunks], self.page_size, min_tokens)
+            shared = SharedPrefixes.of([chunk.job.session for chunk in chunks], self.page_size, min_tokens)
         shape = DecodeShape(bucket_for(len(chunks)), "per_row" if shared is None else "shared_prefix")
         return shape, self._state.load(chunks, shared, self.page_size, self.context, steps)
 

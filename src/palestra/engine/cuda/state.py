@@ -16,7 +16,7 @@ from torch import Tensor
 
 from palestra.core.machine import put
 from palestra.engine.cuda.paged_ops import padded_tables
-from palestra.engine.pages import BLOCK_ROWS, SharedArrays, SharedPrefixes
+from palestra.engine.pages import BLOCK_ROWS, SharedPrefixes
 from palestra.engine.sampler import uniforms
 from palestra.engine.session import Chunk, Job
 
@@ -52,7 +52,7 @@ class DecodeState:
         return SharedPrefixes(self._shared.tokens[:rows], self._shared.blocks[: rows // 2])
 
     def load(
-        self, chunks: Sequence[Chunk], shared: SharedArrays | None, page_size: int, context: int, steps: int = 1
+        self, chunks: Sequence[Chunk], shared: SharedPrefixes | None, page_size: int, context: int, steps: int = 1
     ) -> int:
         """Copy the rows to the device; return the number of steps, up to `steps`, that are worth running."""
         jobs = [chunk.job for chunk in chunks]
