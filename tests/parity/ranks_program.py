@@ -39,7 +39,7 @@ from palestra.engine.routing import ExpertRouting
 from palestra.learner.base import Learner
 from palestra.learner.fsdp import FsdpLearner, share_of_rows
 from palestra.learner.local import LocalLearner
-from palestra.rollout.shared import SharedCollector
+from palestra.rollout.evaluate import SharedCollector
 from palestra.train.ranks import TorchRanks, join
 
 STEPS = 5

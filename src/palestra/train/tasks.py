@@ -27,10 +27,9 @@ from palestra.policy.local import LocalPolicy
 from palestra.rollout.agent_loop import token_speakers
 from palestra.rollout.collect import Collector, OpenTimeout, tools_of
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
-from palestra.rollout.evaluate import GroupCollector
+from palestra.rollout.evaluate import GroupCollector, SharedCollector
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunction, RewardFunctions, TrainerState
-from palestra.rollout.shared import SharedCollector
 from palestra.rollout.workers import RolloutWorkers, WorkerCollector
 from palestra.train.evaluation import Evaluator
 from palestra.train.group_source import GroupSource, NoMoreGroups, ProblemSource

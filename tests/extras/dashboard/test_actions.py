@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from palestra.core.errors import PalestraError
 from palestra.core.files import MANIFEST, write_text
 from palestra.core.run_folder import RunFolder
-from palestra.envs.config_fields import EnvDescription
+from palestra.envs.load import EnvDescription
 from palestra.extras.agent_tools import launcher as launchers
 from palestra.extras.agent_tools.launcher import FormLauncher
 from palestra.extras.dashboard import action_routes, chats, jobs

@@ -13,7 +13,7 @@ from palestra.models.chat.template import ChatFormat
 from palestra.rollout import collect
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import Collector
-from palestra.rollout.shared import SharedCollector
+from palestra.rollout.evaluate import SharedCollector
 from palestra.train.group_source import ProblemSource
 
 PROBLEMS = [Problem(str(i), f"What is {i} + 3?") for i in range(4)]

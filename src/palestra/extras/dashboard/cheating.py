@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.run_folder import RunFolder
-from palestra.evals.reward_hacking import AttemptSummary, SuccessCluster, find_alarms, find_clusters, suspects
+from palestra.extras.dashboard.reward_hacking import (
+    AttemptSummary,
+    SuccessCluster,
+    find_alarms,
+    find_clusters,
+    suspects,
+)
 from palestra.extras.dashboard.rollout_index import RolloutIndex
 from palestra.extras.dashboard.rollout_row import shown
 from palestra.extras.dashboard.series import by_step, columns

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from palestra.evals.reward_hacking import AttemptSummary, find_alarms, find_clusters, spreading_phrases, suspects
+from palestra.extras.dashboard.reward_hacking import (
+    AttemptSummary,
+    find_alarms,
+    find_clusters,
+    spreading_phrases,
+    suspects,
+)
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
