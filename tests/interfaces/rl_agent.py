@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.run_folder import RunFolder
-from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import LIBRARY, in_file
+from palestra.envs.load import EnvDescription
 from palestra.extras.agent_tools.pending_run import PendingRunConfig
 from palestra.models.loading import load_model
 from palestra.runs.index import UnknownRun

@@ -14,8 +14,8 @@ import pytest
 from palestra import agent_tools as rl_tools
 from palestra.core.errors import SettingError
 from palestra.core.files import write_json, write_text
-from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import in_file
+from palestra.envs.load import EnvDescription
 from palestra.extras.agent_tools import RlTools, coroutines, get_missing_keys, views
 from palestra.extras.agent_tools.answers import Refusal
 from palestra.extras.agent_tools.endpoints import OPENROUTER_MODELS, Candidate

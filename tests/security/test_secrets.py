@@ -23,8 +23,8 @@ from palestra.core.files import open_private
 from palestra.core.http import Request
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import clean_environment, redact
-from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import in_file
+from palestra.envs.load import describe_env
 from palestra.extras.agent_tools import RlTools
 from palestra.extras.agent_tools.answers import answer
 from palestra.extras.agent_tools.mcp_server import KINDS, read_resource

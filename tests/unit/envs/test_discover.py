@@ -8,9 +8,8 @@ import pytest
 
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.envs import discover as discovery
-from palestra.envs.config_fields import describe_env
 from palestra.envs.discover import discover, in_file, package_of, read_source
-from palestra.envs.load import find_env, load_env
+from palestra.envs.load import describe_env, find_env, load_env
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from palestra.core import children
 from palestra.core.config import RunConfig, flatten
 from palestra.core.errors import NotFoundError, PalestraError, SettingError, UnsupportedError, UserCodeError
 from palestra.core.files import read_regular, slug
-from palestra.envs.config_fields import EnvDescription
 from palestra.envs.discover import MAX_BYTES, DiscoveredEnv, discover
+from palestra.envs.load import EnvDescription
 from palestra.extras.agent_tools import views
 from palestra.extras.agent_tools.answers import Refusal, to_json
 from palestra.extras.agent_tools.endpoints import choose_models

@@ -25,8 +25,8 @@ from palestra.core.errors import (
 )
 from palestra.core.extras import provided
 from palestra.core.files import slug
-from palestra.envs.config_fields import EnvDescription, describe_env
 from palestra.envs.discover import DiscoveredEnv
+from palestra.envs.load import EnvDescription, describe_env
 from palestra.extras.agent_tools.answers import Refusal, closest, short
 from palestra.runs.agent_settings import KEYS_OF_ADDRESSES, is_hub_name, refuse_keys_for_unknown_hosts
 from palestra.runs.locks import (
