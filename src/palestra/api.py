@@ -15,10 +15,10 @@ from palestra.core.files import refuse_in_import
 from palestra.core.grpo_config import GRPOTrainingConfig
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.envs.suite_env import SuiteEnvironment
-from palestra.evals.eval_file import EvalFile
 from palestra.evals.report import EvalReport
 from palestra.evals.suite import EvalSuite, require_suite
 from palestra.result import GRPOTrainingResult
+from palestra.rollout.evaluate import EvalFile
 from palestra.rollout.rewards import RewardFunctionList
 from palestra.train.watcher import Watcher
 from palestra.trainer import TRL_NAMES, Config, GRPOTrainer, train_task, watching

@@ -47,7 +47,7 @@ class GRPOTrainingResult:
     def _repr_html_(self) -> str:
         """For notebooks: before and after with their intervals, the curves, and what kept it from learning more."""
         from palestra.evals.report import compare
-        from palestra.evals.run_report.notebook import charts, fragment, table, text
+        from palestra.evals.run_report.charts import charts, fragment, table, text
 
         rows = []
         if self.outcome.before is not None and self.outcome.after is not None:

@@ -14,8 +14,9 @@ from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Message, Rollout, Score
 from palestra.evals.report import Change, EvalReport, Mean, Rate
-from palestra.evals.run_report.charts import Marker, bar_panels_svg, curve, smooth
+from palestra.evals.run_report.charts import Marker, curve, smooth
 from palestra.evals.run_report.write import render, write_report
+from palestra.extras.bench.command import bar_panels_svg
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

@@ -93,7 +93,15 @@ def discover(paths: Iterable[Path | str] = ()) -> Discovery:
         if source.error:
             errors[path] = source.error
         environments += [e for e in files.environments(source, "installed", set()) if e.class_name == entry.attr]
-    return Discovery(tuple(_one_for_each_task(environments)), errors)
+    listed = []
+    for env in environments:
+        if env.name != FAMILY or env.origin != "built-in":
+            listed.append(env)
+            continue
+        for task in extras.provided("reasoning-gym")():  # the one that plays any dataset, as one for each dataset
+            text = f"{task.replace('_', ' ').capitalize()}, from reasoning-gym."
+            listed.append(replace(env, name=f"{FAMILY}/{task}", description=text, preset={"task": task}))
+    return Discovery(tuple(listed), errors)
 
 
 def in_file(path: Path) -> list[DiscoveredEnv]:
@@ -239,23 +247,20 @@ class _Files:
             parents = (self._follow(source, f"{star}.{name}", reexports - 1) for star in source.stars)
             return next((parent for parent in parents if parent), None)
         module += "" if module.strip(".") else "."  # `from . import Base`
-        if (path := _imported_file(source.path, module)) is None and attr.endswith("Env"):
+        file, relative = source.path, module.lstrip(".")
+        if level := len(module) - len(relative):
+            path = _file_below(file.parents[min(level, len(file.parents)) - 1], relative)
+        else:  # from its own folders, or of Palestra
+            top = module.partition(".")[0]
+            folders = [file.parent, *(folder.parent for folder in file.parents if folder.name == top)]
+            path = next((own for folder in folders if (own := _file_below(folder, module))), None)
+            path = _module_file(module) if path is None and top == "palestra" else path
+        if path is None and attr.endswith("Env"):
             path = _module_file(module)  # other libraries are read for names of environments alone
         if path is None:
             return None
         other = self.read(path)
         return self._follow(other, other.imports.get(attr, attr), reexports - 1)
-
-
-def _imported_file(file: Path, module: str) -> Path | None:
-    """The file of a module that a file imports: from its own folders, or of Palestra."""
-    name = module.lstrip(".")
-    if level := len(module) - len(name):
-        return _file_below(file.parents[min(level, len(file.parents)) - 1], name)
-    first = name.partition(".")[0]
-    folders = [file.parent, *(folder.parent for folder in file.parents if folder.name == first)]
-    own = next((path for folder in folders if (path := _file_below(folder, name))), None)
-    return _module_file(module) if own is None and first == "palestra" else own
 
 
 def _file_below(folder: Path, module: str) -> Path | None:
@@ -286,7 +291,23 @@ def read_source(path: Path) -> FileSource:
             dot = "" if module.endswith(".") else "."
             imports |= {alias.asname or alias.name: f"{module}{dot}{alias.name}" for alias in node.names}
             stars += [module for alias in node.names if alias.name == "*"]
-    classes = {node.name: _class(node, imports) for node in statements if isinstance(node, ast.ClassDef)}
+    classes = {}
+    for node in statements:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        constants: dict[str, str] = {}
+        for statement in node.body:
+            if isinstance(statement, ast.Assign | ast.AnnAssign):
+                value = statement.value
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                text = value.value if isinstance(value, ast.Constant) else value and _dotted(value)
+                if len(targets) == 1 and isinstance(targets[0], ast.Name) and isinstance(text, str):
+                    constants[targets[0].id] = text
+        bases = []
+        for dotted in filter(None, map(_dotted, node.bases)):
+            first, dot, rest = dotted.partition(".")
+            bases.append(imports.get(first, first) + dot + rest)
+        classes[node.name] = ClassSource(node.name, tuple(bases), ast.get_docstring(node) or "", constants)
     return FileSource(path, classes, imports=imports, stars=tuple(stars))
 
 
@@ -299,25 +320,6 @@ def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _top_level(getattr(node, name, []))
             for handler in getattr(node, "handlers", []):
                 yield from _top_level(handler.body)
-
-
-def _class(node: ast.ClassDef, imports: dict[str, str]) -> ClassSource:
-    constants: dict[str, str] = {}
-    for statement in node.body:
-        value: ast.expr | None = None
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target, value = statement.targets[0], statement.value
-        elif isinstance(statement, ast.AnnAssign):
-            target, value = statement.target, statement.value
-        if value is not None and isinstance(target, ast.Name):
-            text = value.value if isinstance(value, ast.Constant) else _dotted(value)
-            if isinstance(text, str):
-                constants[target.id] = text
-    bases = []
-    for dotted in filter(None, map(_dotted, node.bases)):
-        first, dot, rest = dotted.partition(".")
-        bases.append(imports.get(first, first) + dot + rest)
-    return ClassSource(node.name, tuple(bases), ast.get_docstring(node) or "", constants)
 
 
 def _dotted(node: ast.expr) -> str | None:
@@ -343,14 +345,3 @@ def _module_file(module: str) -> Path | None:
         return Path(spec.origin) if spec and spec.origin else None
     paths = (_file_below(Path(folder), rest) for folder in spec.submodule_search_locations or ())
     return next(filter(None, paths), None)
-
-
-def _one_for_each_task(environments: Iterable[DiscoveredEnv]) -> Iterator[DiscoveredEnv]:
-    """The one environment that plays any dataset, as one for each dataset."""
-    for env in environments:
-        if env.name == FAMILY and env.origin == "built-in":
-            for task in extras.provided("reasoning-gym")():
-                text = f"{task.replace('_', ' ').capitalize()}, from reasoning-gym."
-                yield replace(env, name=f"{FAMILY}/{task}", description=text, preset={"task": task})
-        else:
-            yield env

@@ -66,19 +66,15 @@ class UserSimulator:
         count = len(users) - opening
         if count >= self._max_messages:
             return None
-        text = await self._model.ask(self._chat(messages, case), str.strip, seed=count)
-        return None if not text or DONE in text else text
-
-    def _chat(self, messages: Sequence[Message], case: Problem) -> list[dict[str, str]]:
-        """The conversation with the roles exchanged; the user sees no instructions and no tools."""
-        persona, goal = self._of_case("persona", self._persona, case), self._of_case("goal", self._goal, case)
-        about = [f"# Who you are\n{persona}"] if persona else []
-        about += [f"# Your goal\n{goal}"] if goal else []
+        about = []
+        for column, heading, own in (("persona", "Who you are", self._persona), ("goal", "Your goal", self._goal)):
+            value = own(case.row) if callable(own) else own if own is not None else case.row.get(column, "")
+            if value and str(value):
+                about.append(f"# {heading}\n{value}")
+        # the roles are exchanged; the user sees no instructions and no tools
         spoken = [m for m in messages if m.role in ("user", "assistant") and m.text.strip()]
         heard = "\n\n".join(f"{'You' if m.role == 'user' else 'Assistant'}: {m.text}" for m in spoken)
         question = "\n\n".join([*about, f"# The conversation so far\n{heard}", "What do you say next?"])
-        return [{"role": "system", "content": _TASK}, {"role": "user", "content": question}]
-
-    def _of_case(self, column: str, text: OfCase | None, case: Problem) -> str:
-        value = text(case.row) if callable(text) else text if text is not None else case.row.get(column, "")
-        return str(value or "")
+        chat = [{"role": "system", "content": _TASK}, {"role": "user", "content": question}]
+        text = await self._model.ask(chat, str.strip, seed=count)
+        return None if not text or DONE in text else text

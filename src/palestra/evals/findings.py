@@ -21,7 +21,7 @@ from palestra.evals.evidence import (
     find_examples,
     recorded_examples,
 )
-from palestra.evals.finding_rules import HELPS, ROLLOUT_RULES, TRAINING_RULES, Case, Rule
+from palestra.evals.finding_rules import HELPS, ROLLOUT_RULES, TRAINING_RULES, Rule
 from palestra.evals.rollout_stats import rollout_stats
 
 WINDOW = 5  # newest steps, by which a run in progress is judged
@@ -59,21 +59,18 @@ def evaluation_findings(rollouts: Sequence[Rollout], facts: RunFacts = NO_FACTS,
 def _findings(e: Evidence, rules: Sequence[Sequence[Rule]]) -> Iterator[Finding]:
     """The findings of the first rule that holds in each row of the table."""
     for row in rules:
-        for rule in row:
-            if cases := list(rule.cases(e)):
-                yield from (_finding(e, rule, case) for case in cases)
-                break
-
-
-def _finding(e: Evidence, rule: Rule, case: Case) -> Finding:
-    remedies = {}
-    for text in rule.remedies:
-        setting = next((name for name in re.findall(r"[a-z_]+\.[a-z_]+", text) if name in RunConfig.settings()), "")
-        if (not setting or e.facts.allows(setting)) and HELPS.get(text, lambda e: True)(e):
-            remedies[text.format(e=e, **case)] = setting
-    advice = f" To fix it: {'; or '.join(remedies)}." if remedies else ""
-    settings = tuple(dict.fromkeys(filter(None, remedies.values())))
-    return Finding(rule.kind, f"{rule.text.format(e=e, **case)}.{advice}", settings, e.examples.get(rule.example))
+        rule, cases = next(((rule, cases) for rule in row if (cases := list(rule.cases(e)))), (row[0], []))
+        for case in cases:
+            remedies = {}
+            for text in rule.remedies:
+                names = (n for n in re.findall(r"[a-z_]+\.[a-z_]+", text) if n in RunConfig.settings())
+                setting = next(names, "")
+                if (not setting or e.facts.allows(setting)) and HELPS.get(text, lambda e: True)(e):
+                    remedies[text.format(e=e, **case)] = setting
+            advice = f" To fix it: {'; or '.join(remedies)}." if remedies else ""
+            settings = tuple(dict.fromkeys(filter(None, remedies.values())))
+            example = e.examples.get(rule.example)
+            yield Finding(rule.kind, f"{rule.text.format(e=e, **case)}.{advice}", settings, example)
 
 
 def outcome_findings(

@@ -81,7 +81,13 @@ def judge(
         weighted = _read_criteria(_of_case(criteria, context))
         listed = "\n".join(f"{i}. {criterion}" for i, criterion in enumerate(weighted, start=1))
         question = _question(f"# Rubric\n{text}\n# Criteria\n{listed}" if text else f"# Criteria\n{listed}", context)
-        met, reason = await asked.ask(_chat(_CRITERIA_TASK, question), lambda t: _read_met(t, len(weighted)))
+
+        def read_met(text: str) -> tuple[list[float], str]:
+            answer = _read_object(text)
+            met = _require_map(answer, "criteria", text)
+            return [_number(met.get(str(i + 1)), text) for i in range(len(weighted))], str(answer.get("reason", ""))
+
+        met, reason = await asked.ask(_chat(_CRITERIA_TASK, question), read_met)
         possible = sum(weight for weight in weighted.values() if weight > 0)
         value = sum(m * weight for m, weight in zip(met, weighted.values(), strict=True)) / possible
         value = min(1.0, max(0.0, value))  # negative weights take away
@@ -115,11 +121,25 @@ def ruler(
     async def rank(attempts: Sequence[Any]) -> list[Score]:
         contexts = [_as_context(attempt) for attempt in attempts]
         log_judge(name)
-        shared = _shared_messages(contexts)
+        # messages with which all begin alike; of equal conversations the last one is left over
+        rows = zip(*([_line(message) for message in context.messages] for context in contexts), strict=False)
+        alike = sum(1 for _ in takewhile(lambda row: len(set(row)) == 1, rows))
+        shared = max(0, min(alike, min(len(context.messages) for context in contexts) - 1))
         texts = [conversation_text(context.messages[shared:]) for context in contexts]
-        shown = _shuffled(list(dict.fromkeys(texts)))
-        question = _comparison(_of_case(rubric, contexts[0]), contexts[0], shared, shown)
-        verdicts = await asked.ask(_chat(_RANK_TASK, question), lambda text: _read_ranks(text, len(shown)))
+        shown = sorted(set(texts))  # in an order by the texts, which reveals nothing about the attempts
+        random.Random(hashlib.blake2b("\0".join(shown).encode(), digest_size=8).digest()).shuffle(shown)
+        first, added = contexts[0], _of_case(rubric, contexts[0])
+        head = f"# Rubric\n{added}\n\n" if added else ""
+        beginning = f"# Shared beginning\n{conversation_text(first.messages[:shared])}" if shared else ""
+        listed = "\n\n".join(f"# Attempt {i}\n{text}" for i, text in enumerate(shown, start=1))
+        question = f"{head}{beginning}{_expected(first)}\n\n{listed}"
+
+        def read_ranks(text: str) -> list[tuple[float, str]]:
+            ranked = _require_map(_read_object(text), "attempts", text)
+            verdicts = [ranked.get(str(i)) for i in range(1, len(shown) + 1)]
+            return [_read_score(v if isinstance(v, Mapping) else {"score": v}, text) for v in verdicts]
+
+        verdicts = await asked.ask(_chat(_RANK_TASK, question), read_ranks)
         by_text = dict(zip(shown, verdicts, strict=True))
         return [Score(by_text[t][0], by_text[t][0] >= threshold, by_text[t][1]) for t in texts]
 
@@ -133,20 +153,6 @@ def read_verdict(text: str) -> tuple[float, str]:
 
 def _read_score(verdict: Mapping[str, Any], text: str) -> tuple[float, str]:
     return _number(verdict.get("score"), text), str(verdict.get("reason", ""))
-
-
-def _read_met(text: str, count: int) -> tuple[list[float], str]:
-    """How far each criterion is met, and the reason; ValueError where one is missing."""
-    answer = _read_object(text)
-    met = _require_map(answer, "criteria", text)
-    return [_number(met.get(str(i)), text) for i in range(1, count + 1)], str(answer.get("reason", ""))
-
-
-def _read_ranks(text: str, count: int) -> list[tuple[float, str]]:
-    """The score and the reason of each attempt; ValueError where one is missing."""
-    attempts = _require_map(_read_object(text), "attempts", text)
-    verdicts = [attempts.get(str(i)) for i in range(1, count + 1)]
-    return [_read_score(v if isinstance(v, Mapping) else {"score": v}, text) for v in verdicts]
 
 
 def _require_map(answer: Mapping[str, Any], name: str, text: str) -> Mapping[str, Any]:
@@ -168,28 +174,25 @@ def _number(value: Any, text: str) -> float:
     return float(value)
 
 
-def _read_criteria(given: Any) -> dict[str, float]:
+def _read_criteria(criteria: Any) -> dict[str, float]:
     """Texts with weights: a mapping, or a list of texts or of records with a text and a weight (or points)."""
-    if isinstance(given, str):
-        given = [given]
-    rows = given.items() if isinstance(given, Mapping) else [_criterion(row) for row in given or ()]
-    found = {str(text): float(weight) for text, weight in rows}
-    if not any(weight > 0 for weight in found.values()):
+    if isinstance(criteria, str):
+        criteria = [criteria]
+    if isinstance(criteria, Mapping):
+        weights = {str(text): float(weight) for text, weight in criteria.items()}
+    else:
+        weights = {}
+        for row in criteria or ():
+            record = row if isinstance(row, Mapping) else {"text": row} if isinstance(row, str) else {}
+            texts = [record[key] for key in ("criterion", "text", "description") if key in record]
+            if not texts:
+                raise InputError(f"a criterion is {row!r}; expected a text, or {{'criterion': …, 'weight': …}}")
+            weights[str(texts[0])] = float(next((record[key] for key in ("weight", "points") if key in record), 1.0))
+    if not any(weight > 0 for weight in weights.values()):
         raise SettingError(
-            f"criteria are {given!r}; expected texts with weights, at least one above 0: {{'names the price': 2}}"
+            f"criteria are {criteria!r}; expected texts with weights, at least one above 0: {{'names the price': 2}}"
         )
-    return found
-
-
-def _criterion(row: Any) -> tuple[str, float]:
-    if isinstance(row, str):
-        return row, 1.0
-    if isinstance(row, Mapping):
-        texts = [row[key] for key in ("criterion", "text", "description") if key in row]
-        weights = [row[key] for key in ("weight", "points") if key in row]
-        if texts:
-            return str(texts[0]), float(weights[0]) if weights else 1.0
-    raise InputError(f"a criterion is {row!r}; expected a text, or {{'criterion': …, 'weight': …}}")
+    return weights
 
 
 def _of_case(given: Any, context: MeasureContext) -> Any:
@@ -211,29 +214,8 @@ def _question(head: str, context: MeasureContext) -> str:
     return f"{head}{_expected(context)}\n\n# Conversation\n{conversation_text(context.messages)}"
 
 
-def _comparison(rubric: str, context: MeasureContext, shared: int, attempts: Sequence[str]) -> str:
-    head = f"# Rubric\n{rubric}\n\n" if rubric else ""
-    beginning = f"# Shared beginning\n{conversation_text(context.messages[:shared])}" if shared else ""
-    listed = "\n\n".join(f"# Attempt {i}\n{text}" for i, text in enumerate(attempts, start=1))
-    return f"{head}{beginning}{_expected(context)}\n\n{listed}"
-
-
 def _expected(context: MeasureContext) -> str:
     return "" if context.expect is None else f"\n\n# Expected\n{context.expect}"
-
-
-def _shared_messages(contexts: Sequence[MeasureContext]) -> int:
-    """How many messages all conversations begin with alike; of equal conversations the last one is left over."""
-    rows = zip(*([_line(message) for message in context.messages] for context in contexts), strict=False)
-    alike = sum(1 for _ in takewhile(lambda row: len(set(row)) == 1, rows))
-    return max(0, min(alike, min(len(context.messages) for context in contexts) - 1))
-
-
-def _shuffled(texts: list[str]) -> list[str]:
-    """Shuffle deterministically by the texts, so that the order reveals nothing about the attempts."""
-    texts = sorted(texts)
-    random.Random(hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest()).shuffle(texts)
-    return texts
 
 
 def conversation_text(messages: Sequence[Message]) -> str:

@@ -138,10 +138,17 @@ class EvalReport:
     ) -> EvalReport:
         judged = [r for r in rollouts if not any(s.error and s.decides for s in r.scores.values())]
         results = [result for rollout in rollouts for result in rollout.tool_results]
-        names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.scores))
+        measures = []
+        for name in dict.fromkeys(name for rollout in rollouts for name in rollout.scores):
+            every = [rollout.scores[name] for rollout in rollouts if name in rollout.scores]
+            scores = [score for score in every if not score.error]
+            verdicts = [score.passed for score in scores if score.passed is not None]
+            passed, mean = Rate.of(sum(verdicts), len(verdicts)), Mean.of([score.value for score in scores])
+            graded = any(score.value not in (0.0, 1.0) for score in scores)
+            measures.append(MeasureReport(name, passed, mean, graded, len(every) - len(scores)))
         return cls(
             pass_rate=Rate.of(sum(rollout.passed for rollout in judged), len(judged)),
-            measures=tuple(_measure_report(name, rollouts) for name in names),
+            measures=tuple(measures),
             reward=Mean.of([rollout.reward for rollout in judged]),
             truncation_rate=_mean([rollout.cut_off for rollout in rollouts]),
             failure_rate=_mean([rollout.stop == "failed" for rollout in rollouts]),
@@ -220,7 +227,11 @@ def pick_transcripts(before: Sequence[Rollout], after: Sequence[Rollout], n: int
     firsts = [group[0] for group in of_kind if group][:n]
     rest = [pair for group in of_kind for pair in group[1:]]
     while rest and len(firsts) < n:
-        firsts.append(rest.pop(_least_alike([p[1] for p in rest], [p[1] for p in firsts])))
+        seen = [_words(after) for _, after in firsts]
+        overlaps = []  # the largest share of words in common with one that is chosen
+        for words in [_words(after) for _, after in rest]:
+            overlaps.append(max((len(words & s) / max(1, len(words | s)) for s in seen), default=0.0))
+        firsts.append(rest.pop(overlaps.index(min(overlaps))))
     return firsts
 
 
@@ -230,30 +241,8 @@ def opening(messages: Sequence[Message], *, with_system: bool = False) -> list[M
     return [message for message in messages[:first_answer] if with_system or message.role != "system"]
 
 
-def _least_alike(rollouts: Sequence[Rollout], chosen: Sequence[Rollout]) -> int:
-    """Which rollout's question shares the fewest words with those of the chosen: other cases show more."""
-    seen = [_words(rollout) for rollout in chosen]
-    return min(
-        range(len(rollouts)),
-        key=lambda i: max((len(w & s) / max(1, len(w | s)) for w in [_words(rollouts[i])] for s in seen), default=0),
-    )
-
-
 def _words(rollout: Rollout) -> set[str]:
     return {word for message in opening(rollout.messages) for word in message.text.lower().split()}
-
-
-def _measure_report(name: str, rollouts: Sequence[Rollout]) -> MeasureReport:
-    every = [rollout.scores[name] for rollout in rollouts if name in rollout.scores]
-    scores = [score for score in every if not score.error]
-    verdicts = [score.passed for score in scores if score.passed is not None]
-    return MeasureReport(
-        name=name,
-        pass_rate=Rate.of(sum(verdicts), len(verdicts)),
-        mean=Mean.of([score.value for score in scores]),
-        graded=any(score.value not in (0.0, 1.0) for score in scores),
-        errors=len(every) - len(scores),
-    )
 
 
 def _mean(values: Sequence[float]) -> float:

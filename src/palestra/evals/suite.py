@@ -119,7 +119,22 @@ class EvalSuite:
     @classmethod
     def from_csv(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
         """A CSV file with a header; every value is text."""
-        return cls.from_records(_csv_records(path), input_fn, **{"name": Path(path).stem, **options})
+        reader = csv.DictReader(_lines(path))
+        limit = csv.field_size_limit(MAX_FIELD_CHARS)  # its own is 131,072, less than a long document
+        try:
+            rows = [(reader.line_num, row) for row in reader]
+        finally:
+            csv.field_size_limit(limit)
+        columns = list(reader.fieldnames or ())
+        if twice := next((name for name in columns if columns.count(name) > 1), None):
+            raise InputError(f"{path} has two columns {twice!r}; rename one")
+        for line, row in rows:  # a longer row is most often a comma in a text: values would be in the wrong columns
+            if None in row:
+                raise UnreadableFileError(
+                    f"{path}, line {line} has more values than the header has columns ({len(columns)}); put "
+                    'texts with commas in quotes: "…, …"'
+                )
+        return cls.from_records([row for _, row in rows], input_fn, **{"name": Path(path).stem, **options})
 
     @classmethod
     def from_parquet(cls, path: str | Path, input_fn: InputFn | None = None, **options: Any) -> Self:
@@ -230,24 +245,3 @@ def _lines(path: str | Path) -> Iterable[str]:
         raise UnreadableFileError(
             f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at {error.start}); save it as UTF-8"
         ) from None
-
-
-def _csv_records(path: str | Path) -> list[dict[str, str]]:
-    """The rows by the names of their columns. A row longer than the header has most often a comma in a text without
-    quotes: all of its values would be in the wrong columns."""
-    reader = csv.DictReader(_lines(path))
-    limit = csv.field_size_limit(MAX_FIELD_CHARS)  # its own is 131,072, less than a long document
-    try:
-        rows = [(reader.line_num, row) for row in reader]
-    finally:
-        csv.field_size_limit(limit)
-    columns = list(reader.fieldnames or ())
-    if twice := next((name for name in columns if columns.count(name) > 1), None):
-        raise InputError(f"{path} has two columns {twice!r}; rename one")
-    for line, row in rows:
-        if None in row:
-            raise UnreadableFileError(
-                f"{path}, line {line} has more values than the header has columns ({len(columns)}); put "
-                'texts with commas in quotes: "…, …"'
-            )
-    return [row for _, row in rows]

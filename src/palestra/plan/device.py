@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 from palestra.core.errors import NotFoundError, did_you_mean
 
@@ -77,47 +76,30 @@ def find_device(name: str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a device's peak figures that are reached, and host times; fitted to measured steps."""
+    """Shares of a device's peak figures that are reached, and host times; fitted to measured steps on an H200."""
 
-    bandwidth_share: float  # of the memory's bandwidth, in decode steps, element-wise kernels and the optimizer
-    decode_layer_s: float  # starting the kernels of one layer of a decode step
-    lora_layer_s: float  # what adapters add to that
-    prefill_flop_share: float  # of the FLOP/s, in the products of a prefill
-    learner_flop_share: float  # the same in the learner
-    attention_flop_share: float  # of the FLOP/s, in attention over many tokens
-    elementwise_passes: float  # reads and writes of each activation by the learner outside of products
-    learner_layer_s: float  # the host's share of one layer of a micro-batch, forward and backward
-    host_token_s: float  # the scheduler, for each sampled token
-    host_turn_s: float  # agent loop, template and tokenizer, for each turn of an attempt
-    host_sample_s: float  # scores, records and packing, for each attempt
-    host_text_s: float  # the same and the template, for each token of an attempt
-    host_step_s: float  # the rest of a step
-    origin: str
-
-
-_MEASURED = {  # on a GPU, on a CPU
-    "bandwidth_share": (0.85, 0.7),
-    "decode_layer_s": (39e-6, 1e-3),
-    "lora_layer_s": (40e-6, 0.5e-3),
-    "prefill_flop_share": (0.5, 0.7),
-    "learner_flop_share": (0.69, 0.5),
-    "attention_flop_share": (0.35, 0.2),
-    "elementwise_passes": (24.0, 9.0),
-    "learner_layer_s": (5.5e-3, 15e-3),
-    "host_token_s": (0.4e-6, 10e-6),
-    "host_turn_s": (0.55e-3, 0.6e-3),
-    "host_sample_s": (1.6e-3, 1e-3),
-    "host_text_s": (0.077e-6, 1e-6),
-    "host_step_s": (0.01, 0.02),
-}
+    bandwidth_share: float = 0.85  # of the memory's bandwidth, in decode steps, element-wise kernels and the optimizer
+    decode_layer_s: float = 39e-6  # starting the kernels of one layer of a decode step
+    lora_layer_s: float = 40e-6  # what adapters add to that
+    prefill_flop_share: float = 0.5  # of the FLOP/s, in the products of a prefill
+    learner_flop_share: float = 0.69  # the same in the learner
+    attention_flop_share: float = 0.35  # of the FLOP/s, in attention over many tokens
+    elementwise_passes: float = 24.0  # reads and writes of each activation by the learner outside of products
+    learner_layer_s: float = 5.5e-3  # the host's share of one layer of a micro-batch, forward and backward
+    host_token_s: float = 0.4e-6  # the scheduler, for each sampled token
+    host_turn_s: float = 0.55e-3  # agent loop, template and tokenizer, for each turn of an attempt
+    host_sample_s: float = 1.6e-3  # scores, records and packing, for each attempt
+    host_text_s: float = 0.077e-6  # the same and the template, for each token of an attempt
+    host_step_s: float = 0.01  # the rest of a step
+    origin: str = "measured on an H200 (benchmarks/RESULTS.md)"
 
 
-@cache
-def _efficiency(is_gpu: bool) -> Efficiency:
-    where = "an H200" if is_gpu else "two cores with AVX-512"
-    values = {name: of_gpu if is_gpu else of_cpu for name, (of_gpu, of_cpu) in _MEASURED.items()}
-    return Efficiency(**values, origin=f"measured on {where} (benchmarks/RESULTS.md)")
+_ON_GPU = Efficiency()
+_ON_CPU = Efficiency(
+    0.7, 1e-3, 0.5e-3, 0.7, 0.5, 0.2, 9.0, 15e-3, 10e-6, 0.6e-3, 1e-3, 1e-6, 0.02,
+    origin="measured on two cores with AVX-512 (benchmarks/RESULTS.md)",
+)  # fmt: skip
 
 
 def efficiency_of(device: Device) -> Efficiency:
-    return _efficiency(device.is_gpu)
+    return _ON_GPU if device.is_gpu else _ON_CPU

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from palestra.plan.device import GIB, GPUS_OF_A_NODE, Device, Efficiency, efficiency_of
 from palestra.plan.memory import (
@@ -49,9 +50,8 @@ _METHOD_SETTINGS = {"lora": "--lora.r {rank}", "qlora": "--lora.load_in_4bit tru
 MAX_GPUS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """Other settings for the run, as command-line options, and the estimate with them."""
+class Suggestion(NamedTuple):
+    """Other settings for the run, as command-line options, and its work with them."""
 
     settings: str
     work: StepWork
@@ -104,8 +104,8 @@ class RunEstimate:
 
     def changes_that_fit(self) -> Suggestion | None:
         """The least change by which it would fit on as many GPUs; None where none of those that are tried is enough."""
-        tried = (Suggestion(text, work) for text, work in _smaller(self.work) if text)
-        return next((change for change in tried if self.with_work(change.work).fits), None)
+        tried = _smaller(self.work)
+        return next((change for change in tried if change.settings and self.with_work(change.work).fits), None)
 
     def gpus_that_fit(self) -> int | None:
         """The fewest GPUs, doubled from those there are, on which it would fit as it is."""
@@ -136,7 +136,7 @@ def least(planned: RunEstimate) -> RunEstimate:
     return planned.with_work(replace(work, tokens_per_micro_batch=work.context, group_size=1, kv_memory_gib=None))
 
 
-def _smaller(work: StepWork) -> Iterator[tuple[str, StepWork]]:
+def _smaller(work: StepWork) -> Iterator[Suggestion]:
     """Smaller runs, the least intrusive change first; of each the larger micro-batches first."""
     methods = [m for m in METHODS[METHODS.index(work.method) :] if m != "qlora" or work.gpus == 1]
     checkpointing = (False, True) if not work.gradient_checkpointing else (False,)
@@ -156,11 +156,11 @@ def _smaller(work: StepWork) -> Iterator[tuple[str, StepWork]]:
             kv_memory_gib=None,
         )
         tokens = work.tokens_per_micro_batch
-        yield " ".join(settings), changed
+        yield Suggestion(" ".join(settings), changed)
         while tokens > work.context:
             tokens = max(tokens // 2, work.context)
             text = " ".join([*settings, f"--train.tokens_per_micro_batch {tokens}"])
-            yield text, replace(changed, tokens_per_micro_batch=tokens)
+            yield Suggestion(text, replace(changed, tokens_per_micro_batch=tokens))
 
 
 # The time of a step
@@ -218,6 +218,9 @@ class StepTime:
 def step_time(shape: ModelShape, device: Device, work: StepWork, needed: Memory) -> StepTime:
     """One step of one GPU, all of them working alike."""
     reached = efficiency_of(device)
+    has_master = work.method == "full" and work.master_weights and work.weight_bytes < 4
+    traffic = MASTER_BYTES if has_master else PLAIN_BYTES * work.weight_bytes / 2
+    optimizer = trained_weights(shape, work) / work.gpus * traffic / (device.bandwidth * reached.bandwidth_share)
     decode = _decode(shape, device, work, needed, reached)
     learner, communication = _learner(shape, device, work, reached)
     sampling = {
@@ -227,7 +230,7 @@ def step_time(shape: ModelShape, device: Device, work: StepWork, needed: Memory)
     }
     learning = {
         "learner": learner,
-        "optimizer": work.iterations * work.minibatches * _optimizer(shape, device, work, reached),
+        "optimizer": work.iterations * work.minibatches * optimizer,
         "communication": communication,  # what the learner waits for beyond its own work
         "rest": work.sampled * (reached.host_sample_s + work.context * reached.host_text_s) + reached.host_step_s,
     }
@@ -306,34 +309,15 @@ def _learner(shape: ModelShape, device: Device, work: StepWork, reached: Efficie
     working = max(computing, launching)
     if packed.largest * CAPTURED_PADDING <= captured_micro_batch(shape, device, work):
         working = min(working, computing * CAPTURED_PADDING + packed.micro_batches * REPLAY_S * work.iterations)
-    return working, max(0.0, _communication(shape, device, work) - working) + _publishing(shape, device, work)
-
-
-def _communication(shape: ModelShape, device: Device, work: StepWork) -> float:
-    """FSDP2: weights gathered for the forward and for the backward pass, gradients reduced, in each micro-batch."""
     if work.gpus == 1:
-        return 0.0
-    moved = (2 * work.weight_bytes + 4) * trained_weights(shape, work) * (work.gpus - 1) / work.gpus
-    return work.packed.micro_batches * moved / _link(device, work)
-
-
-def _publishing(shape: ModelShape, device: Device, work: StepWork) -> float:
-    """Every GPU gathers the new weights for its sampler."""
-    if work.gpus == 1:
-        return 0.0
-    return trained_weights(shape, work) * work.weight_bytes / _link(device, work)
-
-
-def _link(device: Device, work: StepWork) -> float:
+        return working, 0.0
+    # FSDP2 gathers weights for the forward and the backward pass and reduces gradients, in each micro-batch; then
+    # every GPU gathers the new weights for its sampler
     within = device.link if work.gpus <= GPUS_OF_A_NODE else min(device.link, device.node_link)
-    return (within or device.node_link) * LINK_SHARE
-
-
-def _optimizer(shape: ModelShape, device: Device, work: StepWork, reached: Efficiency) -> float:
-    has_master = work.method == "full" and work.master_weights and work.weight_bytes < 4
-    weight_traffic = MASTER_BYTES if has_master else PLAIN_BYTES * work.weight_bytes / 2
-    moved = trained_weights(shape, work) / work.gpus * weight_traffic
-    return moved / (device.bandwidth * reached.bandwidth_share)
+    link = (within or device.node_link) * LINK_SHARE
+    weights = trained_weights(shape, work)
+    moved = (2 * work.weight_bytes + 4) * weights * (work.gpus - 1) / work.gpus
+    return working, max(0.0, packed.micro_batches * moved / link - working) + weights * work.weight_bytes / link
 
 
 def duration_text(seconds: float) -> str:

@@ -72,7 +72,7 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer's matrices that a token goes through: q, k, v, o, gate, up, down."""
+        """Weights of one layer that a token goes through: q, k, v, o, gate, up, down."""
         return self._layer_weights(self.feed_forward)
 
     @property
@@ -146,23 +146,19 @@ def shape_from_config(config: Mapping[str, Any], name: str = "the config") -> Mo
         tied=bool(config.get("tie_word_embeddings", "gemma" in model_type)),
         context=config.get("max_position_embeddings"),
     )
-    found = layers_of(config, shape.layers, shape.hidden)
-    if (
-        found.attention == shape.layers
-        and found.active_width == shape.layers * shape.feed_forward == found.stored_width
-    ):
-        return shape if not found.mixer_weights else replace(shape, **_mixers(found))
-    widths = (found.active_width, found.stored_width, found.linear_width)
-    active, stored, linear = (round(width / shape.layers) for width in widths)
-    shape = replace(shape, feed_forward=active, attention_layers=found.attention, **_mixers(found))
-    if found.stored_width == found.active_width:
+    kinds = _kinds(config, shape.layers)
+    attending = sum(kind in _ATTENTION for kind in kinds)
+    shape = _with_mixers(shape, config, attending, sum(kind in _RECURRENT for kind in kinds))
+    # sums over all layers: the widths that a token goes through, of all experts, and of what is no stacked expert
+    active, stored, linear = (sum(widths) for widths in zip(*_widths(config, kinds), strict=True))
+    if attending == shape.layers and active == shape.layers * shape.feed_forward == stored:
         return shape
-    share = (found.active_width - found.linear_width) / (found.stored_width - found.linear_width)
-    return replace(shape, stored_feed_forward=stored, linear_feed_forward=linear, experts_share=share)
-
-
-def _mixers(found: Layers) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in ("mixer_weights", "mixer_sides", "state_bytes", "mixer_bytes")}
+    shape = replace(shape, feed_forward=round(active / shape.layers), attention_layers=attending)
+    if stored == active:
+        return shape
+    stored_width, linear_width = round(stored / shape.layers), round(linear / shape.layers)
+    share = (active - linear) / (stored - linear)
+    return replace(shape, stored_feed_forward=stored_width, linear_feed_forward=linear_width, experts_share=share)
 
 
 def shape_of(config: Any) -> ModelShape | None:
@@ -210,39 +206,6 @@ def find_shape(name: str) -> ModelShape:
     )
 
 
-# The layers by a config: which attend, which are recurrent, and how wide their MLPs are
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """Sums over all layers."""
-
-    attention: int  # layers that attend
-    mixer_weights: int  # matrices of recurrent layers, and of gates of attention
-    mixer_sides: int  # inputs and outputs of their linear layers, for adapters
-    state_bytes: int  # recurrent state of a session
-    mixer_bytes: int  # of a token in one of these layers
-    active_width: float  # of the MLPs that a token goes through, as if gated
-    stored_width: float  # of all MLPs
-    linear_width: float  # of those that are linear layers, not stacked experts
-
-
-def layers_of(config: Mapping[str, Any], count: int, hidden: int) -> Layers:
-    kinds = _kinds(config, count)
-    recurrent = sum(kind in _RECURRENT for kind in kinds)
-    weights, sides, state, inside = _mixer(config, hidden) if recurrent else (0, 0, 0, 0)
-    active, stored, linear = (sum(widths) for widths in zip(*_widths(config, kinds), strict=True))
-    attention = sum(kind in _ATTENTION for kind in kinds)
-    gates = attention * config["num_attention_heads"] * config["head_dim"] if _has_gated_attention(config) else 0
-    weights, sides = recurrent * weights + gates * hidden, recurrent * sides + gates
-    return Layers(attention, weights, sides, recurrent * state, inside, active, stored, linear)
-
-
-def _has_gated_attention(config: Mapping[str, Any]) -> bool:
-    """Whether q_proj gives a gate for each number of the heads' outputs, too."""
-    return str(config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
-
-
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
@@ -263,11 +226,17 @@ def _kinds(config: Mapping[str, Any], count: int) -> list[str]:
     return ["attention" if layer in attending else "linear_attention" for layer in range(count)]
 
 
-def _mixer(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int, int]:
-    """(weights, sides of its linear layers, bytes of its state, bytes that it computes in for each token) of one layer.
+def _with_mixers(shape: ModelShape, config: Mapping[str, Any], attending: int, recurrent: int) -> ModelShape:
+    """The shape with the weights of recurrent layers and of gates of attention.
 
-    The last are those of our own code, by measurement; kernels of packages need less.
+    What a recurrent layer computes in is that of our own code, by measurement; kernels of packages need less.
     """
+    # in some families q_proj gives a gate for each number of the heads' outputs, too
+    is_gated = str(config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
+    gates = attending * config["num_attention_heads"] * config["head_dim"] if is_gated else 0
+    hidden = shape.hidden
+    if not recurrent:
+        return replace(shape, mixer_weights=gates * hidden, mixer_sides=gates) if gates else shape
     if heads := _first(config, _MAMBA_HEADS):
         inner = heads * _first(config, ("mamba_head_dim", "mamba_d_head"))
         size = _first(config, ("ssm_state_size", "mamba_d_state"))
@@ -286,19 +255,31 @@ def _mixer(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int, int]:
         inner = channels = hidden
         kernel = config.get("conv_L_cache", 3)
         outputs, state, inside = 3 * hidden, 0, 0
-    weights = hidden * outputs + inner * hidden + channels * kernel
-    inside += 6 * channels * _HALF  # around the convolution
-    return weights, 2 * hidden + outputs + inner, state + channels * kernel * _HALF, inside
+    return replace(
+        shape,
+        mixer_weights=recurrent * (hidden * outputs + inner * hidden + channels * kernel) + gates * hidden,
+        mixer_sides=recurrent * (2 * hidden + outputs + inner) + gates,
+        state_bytes=recurrent * (state + channels * kernel * _HALF),
+        mixer_bytes=inside + 6 * channels * _HALF,  # around the convolution
+    )
 
 
 def _widths(config: Mapping[str, Any], kinds: list[str]) -> list[tuple[float, float, float]]:
     """(active, stored, linear) width of each layer's MLP; two matrices instead of three count two thirds."""
     gated = 2 / 3 if config.get("mlp_hidden_act") == "relu2" else 1.0
-    dense = _adjusted(config) if config.get("block_auto_adjust_ff_dim") else config["intermediate_size"]
+    dense: Any = config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds of what its config says, in whole blocks
+        dense = 2 * int(config.get("block_ff_dim") or dense) // 3
+        dense = int(dense * (config.get("block_ffn_dim_multiplier") or 1.0))
+        block = int(config.get("block_multiple_of", 256))
+        dense = -(-dense // block) * block
     each = dense if isinstance(dense, list) else [dense] * len(kinds)
     experts = _first(config, _EXPERTS)
     width = config.get("moe_intermediate_size") or each[-1]
-    shared = _shared(config, width)
+    # of experts that every token goes through
+    shared = _first(config, ("shared_expert_intermediate_size", "shared_intermediate_size")) or _first(
+        config, ("n_shared_experts",)
+    ) * (config.get("moe_shared_expert_intermediate_size") or width)
     first_dense = _first(config, ("first_k_dense_replace", "num_dense_layers"))
     alone = any(kind in ("mlp", "moe") for kind in kinds)  # an MLP is a layer of its own
     widths = []
@@ -312,18 +293,3 @@ def _widths(config: Mapping[str, Any], kinds: list[str]) -> list[tuple[float, fl
             chosen = _first(config, _PER_TOKEN) or 1
             widths.append(((chosen * width + shared) * gated, (experts * width + shared) * gated, shared * gated))
     return widths
-
-
-def _adjusted(config: Mapping[str, Any]) -> int:
-    """LFM2's width: two thirds of what its config says, in whole blocks."""
-    width = 2 * int(config.get("block_ff_dim") or config["intermediate_size"]) // 3
-    width = int(width * (config.get("block_ffn_dim_multiplier") or 1.0))
-    block = int(config.get("block_multiple_of", 256))
-    return -(-width // block) * block
-
-
-def _shared(config: Mapping[str, Any], width: int) -> int:
-    """The width of experts that every token goes through."""
-    own = _first(config, ("shared_expert_intermediate_size", "shared_intermediate_size"))
-    number = _first(config, ("n_shared_experts",))
-    return own or number * (config.get("moe_shared_expert_intermediate_size") or width)

@@ -289,52 +289,40 @@ class Opener:
 
     async def open(self, problem: Problem, count: int, limit_s: float = OPEN_LIMIT_S) -> list[Episode] | NotOpened:
         """Open all episodes, or close any that opened and return the reason."""
-        opening = _Opening(self._environment, problem)
+        episodes: list[Episode] = []
+        seconds: list[float] = []  # that each took
+        lock, abandoned = threading.Lock(), threading.Event()
+
+        def open_one() -> None:
+            began = time.perf_counter()
+            episode = self._environment.open(problem)
+            seconds.append(time.perf_counter() - began)
+            with lock:
+                if not abandoned.is_set():
+                    episodes.append(episode)
+                    return
+            episode.close()
+
+        def open_while_quick() -> None:
+            """Open episodes; return early if one is slow."""
+            while len(episodes) < count and not abandoned.is_set():
+                open_one()
+                if seconds[-1] >= QUICK_S:
+                    return
+
         try:
             if self.is_quick:
-                await call_with_limit(opening.open_while_quick, count, timeout_s=limit_s)
-            await calls_with_limit([opening.open] * (count - len(opening.episodes)), timeout_s=limit_s)
+                await call_with_limit(open_while_quick, timeout_s=limit_s)
+            await calls_with_limit([open_one] * (count - len(episodes)), timeout_s=limit_s)
         except BaseException as error:  # also Ctrl-C: threads cannot be ended; what they open from now on is closed
-            opening.abandon()
+            with lock:
+                abandoned.set()
+            close_now(episodes)
             if not isinstance(error, Exception):
                 raise
             return NotOpened(text_of(error, "opening an episode"))
-        self.is_quick = median(opening.seconds) < QUICK_S and max(opening.seconds) < SLOW_S
-        return opening.episodes
-
-
-class _Opening:
-    """Episodes that threads are opening. Once it is abandoned all are closed, also those that open later."""
-
-    def __init__(self, environment: Environment, problem: Problem) -> None:
-        self.episodes: list[Episode] = []
-        self.seconds: list[float] = []  # that each took
-        self._environment = environment
-        self._problem = problem
-        self._lock = threading.Lock()
-        self._is_abandoned = False
-
-    def open(self) -> None:
-        began = time.perf_counter()
-        episode = self._environment.open(self._problem)
-        self.seconds.append(time.perf_counter() - began)
-        with self._lock:
-            if not self._is_abandoned:
-                self.episodes.append(episode)
-                return
-        episode.close()
-
-    def open_while_quick(self, count: int) -> None:
-        """Open up to `count` episodes; return early if one is slow."""
-        while len(self.episodes) < count and not self._is_abandoned:
-            self.open()
-            if self.seconds[-1] >= QUICK_S:
-                return
-
-    def abandon(self) -> None:
-        with self._lock:
-            self._is_abandoned = True
-        close_now(self.episodes)
+        self.is_quick = median(seconds) < QUICK_S and max(seconds) < SLOW_S
+        return episodes
 
 
 def abandon(opening: Iterable[asyncio.Task[list[Episode] | NotOpened]]) -> None:

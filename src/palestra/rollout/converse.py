@@ -70,7 +70,15 @@ class ChatSession:
         """
         messages = [*self.messages, Message("user", text)]
         try:
-            self._prefill(messages)
+            if self._session is not None:
+                try:
+                    turns = self._chat.continuation(messages[-1:], last_token=self._session.token_ids[-1])
+                    self._policy.append(self._session, [i for turn in turns for i in turn.token_ids.tolist()])
+                except PalestraError:  # a template that cannot be extended by a user's message is rendered again
+                    self._close()
+            if self._session is None:
+                prompt = self._chat.prompt(messages, [tool.schema for tool in self._tools])
+                self._session = self._policy.open(prompt.token_ids.tolist())
             so_far = Turn("template", self._session.token_ids)
             schemas, unexpected = [tool.schema for tool in self._tools], self._limits.unexpected_call_format
             self._speaker = TokenSpeaker(self._policy, self._session, self._chat, so_far, schemas, unexpected)
@@ -100,17 +108,6 @@ class ChatSession:
     @property
     def token_count(self) -> int:
         return 0 if self._session is None else len(self._session.token_ids)
-
-    def _prefill(self, messages: Sequence[Message]) -> None:
-        if self._session is not None:
-            try:
-                turns = self._chat.continuation(messages[-1:], last_token=self._session.token_ids[-1])
-                self._policy.append(self._session, [i for turn in turns for i in turn.token_ids.tolist()])
-                return
-            except PalestraError:  # a template that cannot be extended by a user's message is rendered anew
-                self._close()
-        prompt = self._chat.prompt(messages, [tool.schema for tool in self._tools])
-        self._session = self._policy.open(prompt.token_ids.tolist())
 
     def _close(self) -> None:
         if self._session is not None:

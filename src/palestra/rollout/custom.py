@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 from palestra.core.calls import OutOfThreads
 from palestra.core.chat_model import hosting, logging_calls
@@ -104,7 +104,14 @@ class FunctionCollector:
         if not prompts:
             return []
         call = asyncio.to_thread(self.function, prompts, self.trainer)
-        columns = _checked(await wrap_user_error("rollout_func", call), len(prompts))
+        columns: Mapping[str, Sequence[Any]] = await wrap_user_error("rollout_func", call)
+        if missing := [key for key in _NEEDED if not isinstance(columns, Mapping) or key not in columns]:
+            raise UserCodeError(f"rollout_func gave no {', '.join(missing)}; expected a dict with {', '.join(_NEEDED)}")
+        if wrong := {key: len(values) for key, values in columns.items() if len(values) != len(prompts)}:
+            raise UserCodeError(
+                f"rollout_func got {len(prompts)} prompts, and its columns have {wrong} entries; return one for each "
+                "prompt"
+            )
         groups = (self._group(g, problem, row, columns) for g, (problem, row) in enumerate(opened))
         with hosting(LocalModels(self.policy, self.chat)):
             return list(await asyncio.gather(*groups))
@@ -155,15 +162,3 @@ def _turns(ids: Sequence[int], logprobs: Sequence[Any], mask: Sequence[int], ver
         else:
             turns.append(Turn("environment", ids[part]))  # type: ignore[arg-type]
     return turns
-
-
-def _checked(output: Any, count: int) -> Mapping[str, Sequence[Any]]:
-    missing = [key for key in _NEEDED if not isinstance(output, Mapping) or key not in output]
-    if missing:
-        raise UserCodeError(f"rollout_func gave no {', '.join(missing)}; expected a dict with {', '.join(_NEEDED)}")
-    wrong = {key: len(values) for key, values in output.items() if len(values) != count}
-    if wrong:
-        raise UserCodeError(
-            f"rollout_func got {count} prompts, and its columns have {wrong} entries; return one for each prompt"
-        )
-    return cast(Mapping[str, Sequence[Any]], output)

@@ -124,6 +124,7 @@ def with_hints(environment: Environment, hints: Mapping[str, Hint]) -> HintedEnv
 
 def rules_for(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
     """Sentences against the mistakes that these attempts have in common, each derived from what they did."""
+    wrong = {"unknown_tool", "invalid_arguments", "malformed"}
     shares = {
         sentence: share_of(has_mistake, rollouts)
         for sentence, has_mistake in (
@@ -131,7 +132,10 @@ def rules_for(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
                 "Call a tool before you answer; its result is what you need.",
                 lambda rollout: bool(rollout.tool_names) and not called_successfully(rollout),
             ),
-            ("Call only the tools that are listed, with all of their arguments.", _called_wrongly),
+            (
+                "Call only the tools that are listed, with all of their arguments.",
+                lambda r: not wrong.isdisjoint(call_problem(result, r.tool_names) for result in r.tool_results),
+            ),
             (
                 "Do not make up numbers or names: take every argument of a call from the question or from the result "
                 "of an earlier call, and look up first what you do not know.",
@@ -152,11 +156,6 @@ def share_of(trait: Callable[[Rollout], bool], rollouts: Sequence[Rollout]) -> f
     """The share of the rollouts without error that have a trait."""
     good = [r for r in rollouts if r.error is None]
     return sum(map(trait, good)) / len(good) if good else 0.0
-
-
-def _called_wrongly(rollout: Rollout) -> bool:
-    problems = {call_problem(result, rollout.tool_names) for result in rollout.tool_results}
-    return bool(problems & {"unknown_tool", "invalid_arguments", "malformed"})
 
 
 def is_grounded(rollout: Rollout, *, answer: bool = False) -> bool:

@@ -25,7 +25,18 @@ class LocalModels:
     async def chat(
         self, name: str, messages: Chat, max_new_tokens: int, temperature: float, seed: int
     ) -> dict[str, Any]:
-        policy, chat = self._find(name)
+        policy, chat = self.policy, self.format
+        if name != POLICY:
+            if isinstance(policy, ChannelPolicy):
+                raise UnsupportedError(
+                    f"the helper model {name!r} cannot be loaded in a worker process; set rollout.workers to 0, or use "
+                    "an endpoint"
+                )
+            policy, chat = load_chat(name)
+        if policy is None or chat is None:
+            raise UnsupportedError(
+                f"the model {POLICY!r} is the one in training, and here there is none; name a model or an endpoint"
+            )
         opening = [Message(m["role"], m["content"]) for m in messages]  # type: ignore[arg-type]
         session = policy.open((prompt := chat.prompt(opening)).token_ids.tolist())
         try:
@@ -38,20 +49,6 @@ class LocalModels:
         text = chat.read_text(turn.token_ids.tolist(), prompt.token_ids.tolist())
         usage = {"prompt_tokens": len(prompt.token_ids), "completion_tokens": len(turn.token_ids)}
         return {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
-
-    def _find(self, name: str) -> tuple[Policy[Any], ChatFormat]:
-        if name != POLICY:
-            if isinstance(self.policy, ChannelPolicy):
-                raise UnsupportedError(
-                    f"the helper model {name!r} cannot be loaded in a worker process; set rollout.workers to 0, or use "
-                    "an endpoint"
-                )
-            return load_chat(name)
-        if self.policy is None or self.format is None:
-            raise UnsupportedError(
-                f"the model {POLICY!r} is the one in training, and here there is none; name a model or an endpoint"
-            )
-        return self.policy, self.format
 
 
 @lru_cache(maxsize=8)

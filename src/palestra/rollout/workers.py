@@ -99,7 +99,10 @@ class RolloutWorkers:
                 on_rollout(rollout)
             self._policy.tool_barrier.begun(group_size)  # also where its episodes did not open
 
-        is_prepared, job = self._are_prepared(problems, group_size), self._new_job()
+        (known, size), self._prepared = self._prepared, ((), 0)
+        is_prepared = size == group_size and len(known) == len(problems)
+        is_prepared = is_prepared and all(a is b for a, b in zip(known, problems, strict=True))
+        job = self._new_job()
         calls: list[Call] = []
         try:
             for worker, numbers in self._shares(problems, seed_keys):
@@ -130,11 +133,6 @@ class RolloutWorkers:
         for worker in self._workers:
             if worker.channel is not None:
                 worker.channel.send("abandon")
-
-    def _are_prepared(self, problems: Sequence[Problem], group_size: int) -> bool:
-        (known, size), self._prepared = self._prepared, ((), 0)
-        same_size = size == group_size and len(known) == len(problems)
-        return same_size and all(a is b for a, b in zip(known, problems, strict=True))
 
     def _shares(self, problems: Sequence[Problem], seed_keys: Sequence[str]) -> Iterator[tuple[Worker, list[int]]]:
         """The numbers of each worker's problems."""
@@ -175,7 +173,11 @@ class RolloutWorkers:
     def _channel(self, worker: Worker) -> Channel:
         """The channel of a worker, in the event loop that samples."""
         if worker.channel is None:
-            handlers: Handlers = {**worker.server.handlers, "group": partial(self._add_group, worker), "log": _log}
+            handlers: Handlers = {
+                **worker.server.handlers,
+                "group": partial(self._add_group, worker),
+                "log": lambda name, level, text: logging.getLogger(name).log(level, "%s", text),
+            }
             worker.channel = Channel(worker.socket, handlers, partial(self._lost, worker))
             worker.server.channel = worker.channel
         return worker.channel
@@ -267,6 +269,10 @@ class _Serving:
     def _collect(self, call: int, *job: Any) -> None:
         self._tasks[call] = asyncio.create_task(self._collected(call, *job))
 
+    def _cancel(self, call: int) -> None:
+        if (task := self._tasks.get(call)) is not None:
+            task.cancel()
+
     async def _collected(
         self, call: int, job: tuple[int, int], training: bool, group_size: int, numbers: list[int],
         problems: list[Problem] | None, keys: list[str],
@@ -292,10 +298,6 @@ class _Serving:
         finally:
             del self._tasks[call]
 
-    def _cancel(self, call: int) -> None:
-        if (task := self._tasks.get(call)) is not None:
-            task.cancel()
-
 
 def _serve(make: MakeCollectors, place: int, count: int, seed: int, sock: socket.socket) -> None:
     """Run a worker, in its own process."""
@@ -317,10 +319,6 @@ async def _cancel(calls: Sequence[Call]) -> None:
             worker.channel.send("cancel", call)
     if pending:
         await asyncio.wait(pending, timeout=END_S)
-
-
-def _log(name: str, level: int, text: str) -> None:
-    logging.getLogger(name).log(level, "%s", text)
 
 
 def _wait(pid: int, seconds: float) -> int | None:

@@ -13,9 +13,8 @@ from palestra.core.files import read_jsonl, write_jsonl
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import HELD_OUT_PREFIX, Problem
 from palestra.envs.base import Split
-from palestra.evals.eval_file import EvalFile
 from palestra.evals.report import EvalReport
-from palestra.rollout.evaluate import GroupCollector, evaluate
+from palestra.rollout.evaluate import EvalFile, GroupCollector, evaluate
 from palestra.train.watcher import Watcher
 
 

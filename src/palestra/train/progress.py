@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.core.show import show_path, show_seconds, show_size, sparkline, visible
-from palestra.evals.run_report.notebook import charts, fragment, table, text
+from palestra.evals.run_report.charts import charts, fragment, table, text
 from palestra.train.watcher import Watcher
 
 LINE_EVERY_S = 30.0  # a log says something at least this often

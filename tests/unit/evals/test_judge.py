@@ -17,8 +17,9 @@ from palestra.core.endpoints import CallLimits, Pace
 from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.types import Message, Problem, Rollout, Score, ToolCall
 from palestra.evals.judge import judge, read_verdict, ruler
-from palestra.evals.judge_stats import agreement, length_metrics
+from palestra.evals.judge_stats import length_metrics
 from palestra.evals.measures import Measure, MeasureContext, measure, run_group_measure, run_measure
+from palestra.extras.judge_check.command import agreement
 from palestra.rollout.local_models import LocalModels
 
 FAST = {"retry_pause_s": 0.0}

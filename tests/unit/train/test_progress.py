@@ -7,7 +7,7 @@ import pytest
 from builders import wait_until
 from rich.console import Console
 
-from palestra.evals.run_report.notebook import fragment
+from palestra.evals.run_report.charts import fragment
 from palestra.train.progress import LineDisplay, LiveDisplay, NotebookDisplay, Phase, make_display, task
 
 ROW = {"reward_mean": 0.5, "pass_rate": 0.25, "sample_tokens_per_second": 1234.0}

@@ -156,26 +156,23 @@ class _FirstProcess:
                     command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.PIPE,
                     env=ENVIRONMENT | {"HOME": place, "TMPDIR": place}, cwd="/", start_new_session=True,
                 )  # fmt: skip
-            self._start(limits, place, uid)
+            source, refused = _INSIDE.read_bytes(), seccomp_filter(os.uname().machine)
+            if refused is None and self._folder is None:
+                raise ValueError(f"there is no list of system calls for {os.uname().machine}")
+            setup = {
+                "limits": asdict(limits),
+                "folder": place,
+                "tmpfs": self._folder is None,
+                "uid": uid,
+                "seccomp": (refused or b"").hex(),
+            }
+            self._socket.settimeout(_START_S)
+            self._socket.sendall(b"%d\n%s" % (len(source), source))
+            if self.ask(setup, _START_S) != {"ready": True}:
+                raise ValueError("it gave no answer")
         except (OSError, ValueError) as error:
             reason = self.close() or str(error)
             raise ServiceError(f"a sandbox ({isolation}) could not be started: {reason}") from None
-
-    def _start(self, limits: SandboxLimits, place: str, uid: int | None) -> None:
-        source, refused = _INSIDE.read_bytes(), seccomp_filter(os.uname().machine)
-        if refused is None and self._folder is None:
-            raise ValueError(f"there is no list of system calls for {os.uname().machine}")
-        setup = {
-            "limits": asdict(limits),
-            "folder": place,
-            "tmpfs": self._folder is None,
-            "uid": uid,
-            "seccomp": (refused or b"").hex(),
-        }
-        self._socket.settimeout(_START_S)
-        self._socket.sendall(b"%d\n%s" % (len(source), source))
-        if self.ask(setup, _START_S) != {"ready": True}:
-            raise ValueError("it gave no answer")
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         self._socket.settimeout(seconds)

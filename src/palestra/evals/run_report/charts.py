@@ -1,15 +1,18 @@
 """Charts as SVG text.
 
-`curve` and `bars` are parts of a page, whose style sheet sets colours and fonts by class. `curves_svg` and
-`bar_panels_svg` are files of their own, with a style for light and dark.
+`curve` and `bars` are parts of a page, whose style sheet sets colours and fonts by class. `curves_svg`
+is a file of its own, with a style for light and dark. `fragment` holds parts of a page for
+notebooks: they keep to the notebook's colours, and their style ends at their own element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+from palestra.core.show import visible
 
 Point = tuple[float, float]
 
@@ -19,12 +22,17 @@ svg{background:#fff}text{font:13px system-ui,sans-serif;fill:#222}.tick{fill:#77
 .grid{stroke:#e5e7eb;fill:none}polyline{fill:none;stroke-width:2.5;stroke-linejoin:round}.raw{stroke-width:1;opacity:.35}
 @media(prefers-color-scheme:dark){svg{background:#111}text{fill:#eee}.tick{fill:#999}.grid{stroke:#333}}
 """
-_PANELS_STYLE = """
-svg{background:#fff}
-text{font:14px system-ui,sans-serif;fill:#222}.title,.name{font-weight:600}.head{fill:#777}
-.bar{fill:#b4bac4}.highlight{fill:#2563eb}
-@media(prefers-color-scheme:dark){svg{background:#111}
-text{fill:#eee}.head{fill:#999}.bar{fill:#5b6472}.highlight{fill:#60a5fa}}
+_NOTEBOOK_STYLE = """
+.palestra{font:13px/1.5 system-ui,sans-serif;max-width:60rem}
+.palestra table{border-collapse:collapse;margin:.4rem 0}
+.palestra td,.palestra th{padding:.15rem 1rem .15rem 0;text-align:left;background:none}
+.palestra .soft{opacity:.65}.palestra .warn{color:#b45309}
+.palestra .charts{display:flex;flex-wrap:wrap;gap:1rem}.palestra figure{margin:0;flex:1 1 18rem;max-width:26rem}
+.palestra svg{display:block;width:100%;height:auto}
+.palestra .grid{stroke:currentColor;opacity:.15;fill:none}.palestra .tick{fill:currentColor;opacity:.65;font-size:12px}
+.palestra .line{fill:none;stroke:#2563eb;stroke-linejoin:round}.palestra .raw{stroke-width:1.2;opacity:.35}
+.palestra .smooth{stroke-width:2.8}.palestra .area{fill:#2563eb;opacity:.08}
+.palestra progress{width:16rem;vertical-align:middle;accent-color:#2563eb}
 """
 
 
@@ -92,7 +100,11 @@ def curve(points: Sequence[Point], *, percent: bool, markers: Sequence[Marker] =
     parts = [_grid(frame, percent)]
     if points:
         smoothed = list(zip([x for x, _ in points], smooth([y for _, y in points]), strict=True))
-        parts += [_area(frame, smoothed), _line(frame, points, "raw"), _line(frame, smoothed, "smooth")]
+        line, floor = _path(frame, smoothed), f"{frame.height - frame.bottom:.1f}"
+        first, last = frame.x(points[0][0]), frame.x(points[-1][0])
+        parts.append(f'<polygon class="area" points="{first:.1f},{floor} {line} {last:.1f},{floor}"/>')
+        parts.append(f'<polyline class="line raw" points="{_path(frame, points)}"/>')
+        parts.append(f'<polyline class="line smooth" points="{line}"/>')
     parts += [_marker(frame, marker) for marker in markers]
     return _svg(frame.width, frame.height, title, parts)
 
@@ -112,7 +124,9 @@ def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, title: str) -> str:
                 f'<rect class="bar {bar.kind}" x="{left}" y="{top}" width="{max(plot * bar.rate, 2):.1f}" '
                 f'height="{thick}" rx="4"/>'
             )
-            parts.append(_whisker(left + plot * bar.low, left + plot * bar.high, middle))
+            x1, x2 = left + plot * bar.low, left + plot * bar.high
+            path = f"M{x1:.1f} {middle - 5}v10M{x1:.1f} {middle}H{x2:.1f}M{x2:.1f} {middle - 5}v10"
+            parts.append(f'<path class="whisker-halo" d="{path}"/><path class="whisker" d="{path}"/>')
             parts.append(
                 f'<text class="value {bar.kind}" x="{width - right + 14}" y="{middle + 5}">'
                 f'{100 * bar.rate:.1f} %<tspan class="kind" dx="8">{bar.kind}</tspan></text>'
@@ -136,48 +150,7 @@ def curves_svg(curves: Mapping[str, Sequence[Point]], title: str, *, percent: bo
             parts.append(f'<polyline class="{kind}" stroke="{colour}" points="{_path(frame, line)}"/>')
         parts.append(f'<rect x="{frame.left}" y="{y - 9}" width="18" height="4" rx="2" fill="{colour}"/>')
         parts.append(f'<text x="{frame.left + 26}" y="{y}">{escape(name)}</text>')
-    return _svg_file(frame.width, frame.height + 12 + row * len(curves), title, _CURVES_STYLE, parts)
-
-
-def bar_panels_svg(groups: Mapping[str, Mapping[str, Mapping[Any, float]]], title: str, *, highlight: str) -> str:
-    """Groups of bars, group -> heading of a panel -> label of a bar -> value; panels of a group stand side by side.
-
-    Bars of the label `highlight` stand out.
-    """
-    left, panel_width, gap, row, head = 100, 300, 40, 28, 56
-    parts, top, columns = [f'<text class="title" x="0" y="18">{escape(title)}</text>'], 34, 1
-    for name, panels in groups.items():
-        labels = list(next(iter(panels.values())))
-        parts.append(f'<text class="name" x="0" y="{top + 18}">{escape(name)}</text>')
-        parts += [
-            f'<text x="0" y="{top + head + i * row + 16}">{escape(label)}</text>' for i, label in enumerate(labels)
-        ]
-        for column, (heading, values) in enumerate(panels.items()):
-            x = left + column * (panel_width + gap)
-            parts.append(f'<text class="head" x="{x}" y="{top + 42}">{escape(heading)}</text>')
-            parts += _panel_bars(x, top + head, row, panel_width, values, highlight)
-        columns = max(columns, len(panels))
-        top += head + row * len(labels) + 14
-    width = left + columns * panel_width + (columns - 1) * gap + 20
-    return _svg_file(width, top, title, _PANELS_STYLE, parts)
-
-
-def _panel_bars(left: int, top: int, row: int, width: int, values: Mapping[Any, float], highlight: str) -> list[str]:
-    """Bars with their values as text; the longest leaves room for its text."""
-    parts, longest = [], max(values.values())
-    for i, (label, value) in enumerate(values.items()):
-        y, length = top + i * row, max(2.0, (width - 90) * value / longest)
-        kind = "bar highlight" if label == highlight else "bar"
-        parts.append(
-            f'<rect class="{kind}" x="{left}" y="{y}" width="{length:.1f}" height="22" rx="4"/>'
-            f'<text x="{left + length + 8:.1f}" y="{y + 16}">{value:,.0f}</text>'
-        )
-    return parts
-
-
-def _whisker(x1: float, x2: float, y: float) -> str:
-    path = f"M{x1:.1f} {y - 5}v10M{x1:.1f} {y}H{x2:.1f}M{x2:.1f} {y - 5}v10"
-    return f'<path class="whisker-halo" d="{path}"/><path class="whisker" d="{path}"/>'
+    return svg_file(frame.width, frame.height + 12 + row * len(curves), title, _CURVES_STYLE, parts)
 
 
 def _grid(frame: Frame, percent: bool) -> str:
@@ -188,20 +161,11 @@ def _grid(frame: Frame, percent: bool) -> str:
         label = f"{value:.0%}" if percent else f"{value:.2f}"
         parts.append(f'<path class="grid" d="M{frame.left} {y:.1f}H{frame.width - frame.right}"/>')
         parts.append(f'<text class="tick" x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for step in _ticks(frame.x_max):
+    every = next(s * 10**e for e in range(12) for s in (1, 2, 5) if frame.x_max / (s * 10**e) <= 6.5)
+    for step in range(0, int(frame.x_max) + 1, every):  # at most seven round step numbers
         x, y = frame.x(step), frame.height - frame.bottom + 20
         parts.append(f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{step}</text>')
     return "".join(parts)
-
-
-def _line(frame: Frame, points: Sequence[Point], kind: str) -> str:
-    return f'<polyline class="line {kind}" points="{_path(frame, points)}"/>'
-
-
-def _area(frame: Frame, points: Sequence[Point]) -> str:
-    floor = f"{frame.height - frame.bottom:.1f}"
-    first, last = frame.x(points[0][0]), frame.x(points[-1][0])
-    return f'<polygon class="area" points="{first:.1f},{floor} {_path(frame, points)} {last:.1f},{floor}"/>'
 
 
 def _path(frame: Frame, points: Sequence[Point]) -> str:
@@ -227,12 +191,6 @@ def _value_range(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _ticks(x_max: float) -> list[int]:
-    """At most seven round step numbers."""
-    step = next(s * 10**e for e in range(12) for s in (1, 2, 5) if x_max / (s * 10**e) <= 6.5)
-    return list(range(0, int(x_max) + 1, step))
-
-
 def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
@@ -240,8 +198,35 @@ def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     )
 
 
-def _svg_file(width: int, height: int, title: str, style: str, parts: Sequence[str]) -> str:
+def svg_file(width: int, height: int, title: str, style: str, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img"><title>{escape(title)}</title><style>{style}</style>{"".join(parts)}</svg>\n'
     )
+
+
+def fragment(*parts: str) -> str:
+    """Parts with the style that they share."""
+    return f'<div class="palestra"><style>{_NOTEBOOK_STYLE}</style>{"".join(parts)}</div>'
+
+
+def text(value: Any) -> str:
+    """Text of a model, a user or a file, safe in HTML."""
+    return escape(visible(str(value)))
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are text."""
+    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{''.join(f'<th>{text(head)}</th>' for head in heads)}</tr>{body}</table>" if body else ""
+
+
+def charts(steps: Sequence[Mapping[str, float]]) -> str:
+    """Curves of reward and pass rate over the steps of a run, from two steps on."""
+    figures = []
+    for key, name in (("reward_mean", "reward"), ("pass_rate", "pass rate (training)")):
+        points: list[Point] = [(row["step"], row[key]) for row in steps if key in row and "step" in row]
+        if len(points) > 1:
+            drawn = curve(points, percent=key == "pass_rate", title=name)
+            figures.append(f"<figure>{drawn}<figcaption class=soft>{name}</figcaption></figure>")
+    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""

@@ -33,7 +33,17 @@ def render(report: Mapping[str, Any]) -> str:
 
     # with a single measure, the row for all measures is the same again
     changes = report["changes"] if len(report["changes"]) > 2 else report["changes"][:1]
-    means = [_with_range(change) for change in report.get("mean_changes", ())]  # reports of 0.1 have none
+    means = []
+    for change in report.get("mean_changes", ()):  # reports of 0.1 have none
+        sides = (change["before"], change["after"])  # with the lowest and the highest value seen: its scale
+        lowest, highest = min(s["lowest"] for s in sides), max(s["highest"] for s in sides)
+        means.append({**change, "lowest": lowest, "highest": highest})
+    overall = report["changes"][-1] if report["changes"] else None
+    rates_are_equal = overall is not None and overall["before"]["rate"] == overall["after"]["rate"]
+    pairs = [
+        (c["name"], [Bar(when, *(c[when][key] for key in ("rate", "low", "high"))) for when in ("before", "after")])
+        for c in changes
+    ]
     steps = [row for row in report["metrics"] if "reward_mean" in row]
     evaluations = {when: report[when] for when in ("before", "after") if report[when] is not None}
     # reports of Palestra 0.1 do not say which cases were scored
@@ -42,17 +52,17 @@ def render(report: Mapping[str, Any]) -> str:
     markers = _evaluations(report, steps, scored)
     values = dict(
         report=report,
-        overall=report["changes"][-1] if report["changes"] else None,
+        overall=overall,
         evaluations=evaluations,
         scored=scored,
         changes=changes,
         mean_changes=means,
-        graded=means[0] if means and _rates_are_equal(report["changes"][-1]) else None,
+        graded=means[0] if means and rates_are_equal else None,
         capability=(report.get("capability") or {}).get("text"),
         stages=report.get("stages", ()),
         findings=report.get("findings", ()),
         steps=len(steps),
-        bars=Markup(bars([(c["name"], _bars(c)) for c in changes], title="Pass rates before and after training")),
+        bars=Markup(bars(pairs, title="Pass rates before and after training")),
         pass_curve=Markup(curve(_points(steps, "pass_rate"), percent=True, markers=markers, title="Pass rate by step")),
         reward_curve=Markup(curve(_points(steps, "reward_mean"), percent=False, title="Reward by step")),
         settings=[(key, as_text(value)) for key, value in flatten(report["config"]).items()],
@@ -72,20 +82,6 @@ def _compiled(template: Path, filters: tuple[tuple[str, Callable[..., Any]], ...
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters |= {"as_text": as_text, **dict(filters)}
     return page.from_string(template.read_text(encoding="utf-8"))
-
-
-def _with_range(change: Mapping[str, Any]) -> dict[str, Any]:
-    """The change of a mean with the lowest and the highest value seen, so that its scale is known."""
-    sides = (change["before"], change["after"])
-    return {**change, "lowest": min(s["lowest"] for s in sides), "highest": max(s["highest"] for s in sides)}
-
-
-def _rates_are_equal(change: Mapping[str, Any]) -> bool:
-    return bool(change["before"]["rate"] == change["after"]["rate"])
-
-
-def _bars(change: Mapping[str, Any]) -> list[Bar]:
-    return [Bar(kind, *(change[kind][key] for key in ("rate", "low", "high"))) for kind in ("before", "after")]
 
 
 def _points(steps: Sequence[Mapping[str, float]], key: str) -> list[Point]:
@@ -121,20 +117,13 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
-def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many messages came before the model's first word."""
-    return next((i for i, m in enumerate(messages) if m["role"] not in ("system", "user")), len(messages))
-
-
-def _call(call: Mapping[str, Any]) -> str:
-    return show_call(ToolCall("", call["name"], call["arguments"], call.get("error")))
-
-
-_FILTERS: dict[str, Callable[..., Any]] = {"percent": _percent, "call": _call, "minutes": _minutes, "opening": _opening}
+_FILTERS: dict[str, Callable[..., Any]] = {
+    "percent": _percent,
+    "call": lambda call: show_call(ToolCall("", call["name"], call["arguments"], call.get("error"))),
+    "minutes": lambda seconds: f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min",
+    # how many messages came before the model's first word
+    "opening": lambda rows: next((i for i, m in enumerate(rows) if m["role"] not in ("system", "user")), len(rows)),
+}
 
 
 def write_report(

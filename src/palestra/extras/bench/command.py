@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.cli.common import load_libraries, plot_option, returns_data_at_end
-from palestra.evals.run_report.charts import bar_panels_svg
+from palestra.evals.run_report.charts import svg_file
 from palestra.extras.bench.workload import SIDES, Results, Workload, check_least
 from palestra.train.progress import task
 
@@ -24,6 +26,13 @@ _COLUMNS = {  # of Measurement -> heading and format of the table, digits in JSO
     "computed_tokens": ("computed", ",", 0),
 }
 _RATIO_NAMES = {"tokens_per_s": "tokens/s", "cpu_s": "fewer CPU seconds", "computed_tokens": "fewer tokens computed"}
+_PANELS_STYLE = """
+svg{background:#fff}
+text{font:14px system-ui,sans-serif;fill:#222}.title,.name{font-weight:600}.head{fill:#777}
+.bar{fill:#b4bac4}.highlight{fill:#2563eb}
+@media(prefers-color-scheme:dark){svg{background:#111}
+text{fill:#eee}.head{fill:#999}.bar{fill:#5b6472}.highlight{fill:#60a5fa}}
+"""
 
 
 @click.command("bench", context_settings={"max_content_width": 100})
@@ -124,3 +133,33 @@ def _scenarios(results: Results) -> dict[str, dict[str, Any]]:
             ratios = sides["engine"].ratios_to(sides[other])
             scenarios[name][f"engine_to_{other}"] = {key: round(ratio, 3) for key, ratio in ratios.items()}
     return scenarios
+
+
+def bar_panels_svg(groups: Mapping[str, Mapping[str, Mapping[Any, float]]], title: str, *, highlight: str) -> str:
+    """Groups of bars, group -> heading of a panel -> label of a bar -> value; panels of a group stand side by side.
+
+    Bars of the label `highlight` stand out.
+    """
+    left, panel_width, gap, row, head = 100, 300, 40, 28, 56
+    parts, top, columns = [f'<text class="title" x="0" y="18">{escape(title)}</text>'], 34, 1
+    for name, panels in groups.items():
+        labels = list(next(iter(panels.values())))
+        parts.append(f'<text class="name" x="0" y="{top + 18}">{escape(name)}</text>')
+        parts += [
+            f'<text x="0" y="{top + head + i * row + 16}">{escape(label)}</text>' for i, label in enumerate(labels)
+        ]
+        for column, (heading, values) in enumerate(panels.items()):
+            x = left + column * (panel_width + gap)
+            parts.append(f'<text class="head" x="{x}" y="{top + 42}">{escape(heading)}</text>')
+            longest = max(values.values())
+            for i, (label, value) in enumerate(values.items()):  # the longest leaves room for its value
+                y, length = top + head + i * row, max(2.0, (panel_width - 90) * value / longest)
+                kind = "bar highlight" if label == highlight else "bar"
+                parts.append(
+                    f'<rect class="{kind}" x="{x}" y="{y}" width="{length:.1f}" height="22" rx="4"/>'
+                    f'<text x="{x + length + 8:.1f}" y="{y + 16}">{value:,.0f}</text>'
+                )
+        columns = max(columns, len(panels))
+        top += head + row * len(labels) + 14
+    width = left + columns * panel_width + (columns - 1) * gap + 20
+    return svg_file(width, top, title, _PANELS_STYLE, parts)

@@ -162,7 +162,11 @@ def find_clusters(attempts: Sequence[AttemptSummary]) -> tuple[list[int], list[S
     usual = median(first)
     members: dict[Shape, list[AttemptSummary]] = {}
     for attempt in successes:
-        members.setdefault(_shape(attempt, phrases, usual), []).append(attempt)
+        text = f" {' '.join(_words(attempt.text))} "
+        length = "short" if attempt.tokens < usual / 2 else "long" if attempt.tokens > 2 * usual else "usual"
+        phrase = next((phrase for phrase in phrases if f" {phrase} " in text), None)
+        tools = attempt.tools[:_MAX_TOOLS] + (("…",) if len(attempt.tools) > _MAX_TOOLS else ())
+        members.setdefault(Shape(tools, length, phrase), []).append(attempt)
     totals = Counter(attempt.step for attempt in successes)
     clusters = [_cluster(shape, own, steps, totals, early, late) for shape, own in members.items()]
     clusters.sort(key=lambda cluster: (cluster.growth, len(cluster.members)), reverse=True)
@@ -231,14 +235,6 @@ def _phrase_shares(attempts: Sequence[AttemptSummary]) -> dict[str, float]:
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(_DIGITS.sub("0", text.lower()))[:100]
-
-
-def _shape(attempt: AttemptSummary, phrases: Sequence[str], usual: float) -> Shape:
-    text = f" {' '.join(_words(attempt.text))} "
-    length = "short" if attempt.tokens < usual / 2 else "long" if attempt.tokens > 2 * usual else "usual"
-    phrase = next((phrase for phrase in phrases if f" {phrase} " in text), None)
-    tools = attempt.tools[:_MAX_TOOLS] + (("…",) if len(attempt.tools) > _MAX_TOOLS else ())
-    return Shape(tools, length, phrase)
 
 
 def _cluster(

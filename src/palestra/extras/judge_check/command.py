@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,14 @@ from palestra.core.messages import as_messages, prompt_length
 from palestra.core.show import visible
 from palestra.core.types import Message, Problem, Score
 from palestra.evals.judge import judge, ruler
-from palestra.evals.judge_stats import agreement, answer_length, correlation
+from palestra.evals.judge_stats import answer_length, correlation
 from palestra.evals.measures import Measure, MeasureContext, as_measure, run_group_measure
 from palestra.rollout.local_models import LocalModels
 
 _TIMEOUT_S = 600.0
 _FORM = '{"input": "…", "answer": "…", "label": 0.8}'
+_RESAMPLES = 2000
+_LEVEL = 0.95
 _FLAGGED = 0.5  # correlation with the length that is beyond that of the labels by as much
 
 
@@ -165,3 +170,73 @@ def _print(console: Console, name: str, summary: Mapping[str, Any]) -> None:
         console.print("The judge prefers long answers, the labels do not: say in the rubric that length is no merit.")
     if summary["first_error"]:
         console.print(f"first error: {visible(summary['first_error'])}", highlight=False, markup=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Kendall's τ-b of a judge's scores and labels, over the pairs within each group."""
+
+    tau: float
+    low: float
+    high: float
+    pairs: int  # whose labels differ
+    agreed: float  # the share of these that the judge orders as the labels do; a tie counts half
+
+
+Scored = Sequence[tuple[float, float]]  # (judge's score, label) of the attempts of one group
+
+
+def agreement(groups: Sequence[Scored], seed: int = 0) -> Agreement | None:
+    """With a 95 % interval by resampling groups (single attempts where there is one group); None without pairs."""
+    counts = [_count_pairs(group) for group in groups]
+    total = _add(counts)
+    tau = _tau_b(total)
+    if tau is None:
+        return None
+    rng = random.Random(seed)
+    taus = []
+    for _ in range(_RESAMPLES):
+        if len(groups) > 1:
+            drawn = _tau_b(_add(rng.choices(counts, k=len(counts))))
+        else:
+            drawn = _tau_b(_count_pairs(rng.choices(groups[0], k=len(groups[0]))))
+        taus += [] if drawn is None else [drawn]
+    taus.sort()
+    cut = round((1 - _LEVEL) / 2 * len(taus))
+    low, high = (taus[cut], taus[-1 - cut]) if taus else (tau, tau)
+    concordant, discordant, tied_scores, _ = total
+    pairs = concordant + discordant + tied_scores
+    return Agreement(tau, min(low, tau), max(high, tau), pairs, (concordant + tied_scores / 2) / pairs)
+
+
+Pairs = tuple[int, int, int, int]  # concordant, discordant, tied in scores only, tied in labels only
+
+
+def _count_pairs(group: Scored) -> Pairs:
+    counts = [0, 0, 0, 0]
+    for (score, label), (other_score, other_label) in combinations(group, 2):
+        by_score, by_label = score - other_score, label - other_label
+        if abs(by_score) > 1e-9 and abs(by_label) > 1e-9:
+            counts[0 if (by_score > 0) == (by_label > 0) else 1] += 1
+        elif abs(by_label) > 1e-9:
+            counts[2] += 1
+        elif abs(by_score) > 1e-9:
+            counts[3] += 1
+    return counts[0], counts[1], counts[2], counts[3]
+
+
+def _add(rows: Sequence[Pairs]) -> Pairs:
+    a, b, c, d = (sum(column) for column in zip((0, 0, 0, 0), *rows, strict=True))
+    return a, b, c, d
+
+
+def _tau_b(counts: Pairs) -> float | None:
+    """
+    >>> _tau_b((3, 0, 0, 0)), _tau_b((1, 1, 0, 0)), _tau_b((0, 0, 0, 4))
+    (1.0, 0.0, None)
+    """
+    concordant, discordant, tied_scores, tied_labels = counts
+    by_label, by_score = concordant + discordant + tied_scores, concordant + discordant + tied_labels
+    if not by_label:
+        return None
+    return (concordant - discordant) / math.sqrt(by_label * by_score) if by_score else 0.0

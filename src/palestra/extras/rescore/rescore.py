@@ -79,12 +79,16 @@ def rescore(
             done += len(chunk)
             on_progress(done)
     steps = sorted({step for tally in tallies.values() for step in tally.by_step})
+    series = {}
+    for name, tally in tallies.items():
+        rows = [tally.by_step.get(step, ([], [])) for step in steps]
+        series[name] = {"old": [_mean(old) for old, _ in rows], "new": [_mean(new) for _, new in rows]}
     return {
         "count": done,
         "without_problem": missing,
         "measures": [tally.to_dict(name) for name, tally in tallies.items()],
         "step": steps,
-        "series": {name: _series(tally, steps) for name, tally in tallies.items()},
+        "series": series,
         "changed": changed,
     }
 
@@ -130,11 +134,6 @@ def _rates(scores: Sequence[Score]) -> dict[str, float | None]:
     valid = [score for score in scores if not score.error]
     verdicts = [bool(score.passed) for score in valid if score.passed is not None]
     return {"mean": _mean([score.value for score in valid]), "pass_rate": _mean(verdicts)}
-
-
-def _series(tally: _Tally, steps: Sequence[int]) -> dict[str, list[float | None]]:
-    rows = [tally.by_step.get(step, ([], [])) for step in steps]
-    return {"old": [_mean(old) for old, _ in rows], "new": [_mean(new) for _, new in rows]}
 
 
 def _mean(values: Sequence[float]) -> float | None:
