@@ -119,6 +119,11 @@ def run(arguments: Sequence[str]) -> int:
         if is_first_rank():
             click.secho("Stopped.", fg="yellow", err=True)
         return 130
+    except MemoryError:
+        if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0"):
+            raise
+        click.secho("Error: no more memory can be had; free some, or raise `ulimit -v`", fg="red", err=True)
+        return 2
     except (PalestraError, OSError) as error:
         from palestra.core.files import is_unwritable
         from palestra.core.show import visible
