@@ -6,6 +6,7 @@
 import asyncio
 import ctypes
 import faulthandler
+import logging
 import os
 import select
 import signal
@@ -440,6 +441,9 @@ def child_that(hook: str, kind: str, workers: int, ends_with: str = "") -> tuple
         os.dup2(write, 1)
         os.dup2(write, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)  # whatever earlier tests have set
+        logging.getLogger("palestra").setLevel(logging.NOTSET)
+        logging.getLogger("palestra").propagate, logging.getLogger("palestra").handlers = True, []
         cli_main.cli.main = lambda **_: print(misbehave(hook, kind, workers))
         code = 99
         try:

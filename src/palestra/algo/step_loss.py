@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -212,15 +213,14 @@ class StepLoss(Loss):
     def gradient(self, tokens: LossTokens) -> LossGradient | None:
         if tokens.policy is not None or not self.objective.is_sum_over_tokens:
             return None
+        return partial(self._gradient, tokens)
 
-        def gradient(logprobs: Tensor, entropy: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-            with torch.enable_grad():
-                own, spread = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
-                total = self.policy_terms(tokens.select(part), own, spread)[0].sum()
-                by_own, by_spread = torch.autograd.grad(total, (own, spread), allow_unused=True, materialize_grads=True)
-            return by_own, by_spread
-
-        return gradient
+    def _gradient(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            own, spread = (x.detach().requires_grad_() for x in (logprobs, entropy))
+            total = self.policy_terms(tokens.select(part), own, spread)[0].sum()
+            by_own, by_spread = torch.autograd.grad(total, (own, spread), allow_unused=True, materialize_grads=True)
+        return by_own, by_spread
 
     def metrics(self, terms: Tensor, stats: TokenStats) -> dict[str, float]:
         policy, echo, bonus = terms.tolist()
