@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from palestra.core.config import RunConfig
+from palestra.core.extras import has_settings
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Message, Rollout, Score, StopReason, ToolCall, ToolResult, Turn
@@ -257,7 +258,7 @@ NO_CONSTRAINTS = [
     with_settings("wire"),
     with_settings("program"),
     with_settings(backend="tinker"),
-    with_settings(vllm__mode="server"),
+    *([with_settings(vllm__mode="server")] if has_settings("vllm") else []),
     RunFacts(),
 ]
 NOT_AHEAD = [
@@ -319,6 +320,14 @@ WEAK = {"teacher_gain": -0.2, "distill_divergence": 0.5}
 LEAKS = {"hint_leak_rate": 0.3}
 UNFIT = FAILING | {"malformed_call_rate": 0.6, "invalid_argument_rate": 0.4}
 DISTILL = ("distill.context", "distill.coefficient")
+OF_DISTILL = (
+    []
+    if not has_settings("distill")
+    else [
+        (WEAK, True, with_settings(distill__teacher="big"), "big", ("distill.teacher", "distill.coefficient")),
+        (LEAKS, False, with_settings(distill__context=["sibling"]), "hint", ("distill.coefficient",)),
+    ]
+)
 # metrics of the last five of ten steps, or of all; facts; words of the finding; its settings
 SAID: list[tuple[Changes, bool, RunFacts, str, tuple[str, ...]]] = [
     (UNFIT, True, AGENT, "of the tool calls in the last 5 steps failed: 60% could not be parsed, 40% had arguments",
@@ -338,9 +347,8 @@ SAID: list[tuple[Changes, bool, RunFacts, str, tuple[str, ...]]] = [
     (LOOPS, False, AGENT, "up from 0% in the first steps", ("train.learning_rate", "rollout.max_new_tokens")),
     (LOOPS, True, AGENT, "repeated themselves;", ("rollout.max_new_tokens",)),
     (WEAK, True, AGENT, "the model with a hint", ("distill.teacher", *DISTILL)),
-    (WEAK, True, with_settings(distill__teacher="big"), "big", ("distill.teacher", "distill.coefficient")),
     (LEAKS, False, AGENT, "distill.context=sibling,feedback", DISTILL),
-    (LEAKS, False, with_settings(distill__context=["sibling"]), "hint", ("distill.coefficient",)),
+    *OF_DISTILL,
 ]  # fmt: skip
 
 
