@@ -61,33 +61,22 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
-    """Leave out a file that imports an extra by what it imports, too."""
-    report = yield
-    if not EXTRAS.is_dir() and report.failed and "No module named 'palestra.extras" in str(report.longrepr):
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, "it imports an extra that was deleted")
+    return _skipped_without_extras((yield), collector)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _skipped_without_extras((yield), item)
+
+
+def _skipped_without_extras(report, node):
+    """What fails for want of an extra whose folder was deleted is skipped, also if a command that it ran says so."""
+    if EXTRAS.is_dir() or not report.failed:
+        return report
+    said = "\n".join([str(report.longrepr), *(text for _, text in report.sections)])
+    if "whose folder palestra/extras/" in said or "No module named 'palestra.extras" in said:
+        report.outcome, report.longrepr = "skipped", (str(node.path), 0, "it needs an extra that was deleted")
     return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item):
-    return (yield from _skipping_what_needs_an_extra())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    return (yield from _skipping_what_needs_an_extra())
-
-
-def _skipping_what_needs_an_extra():
-    """Skip a test that needs an extra whose folder was deleted, by the name of the extra."""
-    try:
-        return (yield)
-    except Exception as error:
-        is_missing = getattr(error, "code", "") == "missing_package" and "extras/" in str(error)
-        is_module = str(getattr(error, "name", "")).startswith("palestra.extras")
-        if not EXTRAS.is_dir() and (is_missing or is_module):
-            pytest.skip(str(error))
-        raise
 
 
 def pytest_addoption(parser):
