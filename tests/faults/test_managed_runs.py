@@ -21,6 +21,7 @@ import pytest
 from builders import wait_until
 
 from palestra.core.errors import NotAllowedError, NotFoundError, PalestraError, SettingError, StateError
+from palestra.core.extras import provided
 from palestra.runs.index import Index
 from palestra.runs.manager import Run, RunManager, RunRequest
 from palestra.runs.processes import Process, descendants, end_all, processes_of_run
@@ -153,6 +154,7 @@ def test_a_stopped_trainer_may_save_what_it_has_and_goes_on_when_resumed(runs):
 
 
 def test_stop_during_start_up_starts_nothing_afterwards(runs):
+    provided("runs over the wire")  # its three processes
     request = runs.slow_environment()
     run_id = runs.manager.start(request).run_id
     wait_until(lambda: len(runs.index.row(run_id).parts) == 2, within_s=30)  # API and trainer; no environment yet
