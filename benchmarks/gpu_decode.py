@@ -233,7 +233,7 @@ def decode(model: Any) -> None:
         report(
             what="engine decode", batch=batch, ms_per_step=1000 * batch / max(rates), tokens_per_s=round(max(rates)),
             runs=[round(r) for r in rates], share_of_floor=max(rates) / floor,
-            warm_up_s=getattr(engine.runner, "warm_up_s", 0.0), target=target,
+            target=target,
         )  # fmt: skip
 
 
