@@ -290,7 +290,13 @@ SLOW = pytest.mark.slow("make test-slow runs every family")
             "smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2}, True, 1, marks=SLOW
         ),
         pytest.param("mistral", {"sliding_window": 6}, True, 16, marks=SLOW),
-        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET}, False, 16),
+        pytest.param(
+            "qwen3_5_text",
+            {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET},
+            False,
+            16,
+            marks=SLOW,  # tests/parity/test_recurrent_steps.py has its steps, and a decoder of both kinds of layers
+        ),
         ("gpt_oss", {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}, False, 16),
         pytest.param("deepseek_v3", LATENT, False, 1, marks=SLOW),
         pytest.param("lfm2", {"layer_types": ["conv", "full_attention"]}, False, 1, marks=SLOW),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_families import COMMON, FAMILIES, tiny_model
+from family_cases import quick_case
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.core.errors import UnsupportedModel
@@ -46,7 +47,7 @@ def rounds(engine: Engine, model: Any) -> None:
     assert engine.pool.free == engine.pool.pages
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*map(quick_case, FAMILIES)])
 def test_greedy_turns_equal_the_models_own_forward(family: str) -> None:
     model = tiny_model(family)
     rounds(Engine(model, page_size=4, kv_memory_gib=0.01), model)

@@ -91,7 +91,8 @@ print("SAME")
 
 SLOW = pytest.mark.slow("make test-slow takes every model")
 MODELS = {
-    "qwen2 with biases": {"family": "qwen2", "more": {}, "lora": False, "layers": 2},
+    "qwen2 with biases": {"family": "qwen2", "more": {}, "lora": False, "layers": 1},
+    "qwen2 with two layers": {"family": "qwen2", "more": {}, "lora": False, "layers": 2},
     "qwen3 with norms and LoRA": {"family": "qwen3", "more": {}, "lora": True, "layers": 1},
     "mistral with a window": {"family": "mistral", "more": {"sliding_window": 8}, "lora": False, "layers": 1},
 }

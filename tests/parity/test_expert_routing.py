@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_families import tiny_model
+from family_cases import quick_case
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -193,7 +194,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*map(quick_case, FAMILIES)])
 @pytest.mark.parametrize("variant", ["full", "lora", "checkpointing", "padded"])
 def test_replay_computes_the_sampled_experts_forward_and_backward(family: str, variant: str) -> None:
     model, (samples, routings) = tiny_model(family), sampled_groups()
@@ -245,11 +246,11 @@ def sampled_batch(model: Any) -> Batch:
         samples.append(Sample(session.token_ids, logprobs < 0, logprobs > 0, logprobs, 1.0, 0, 10))  # type: ignore[arg-type]
         rows.append((Turn("template", prompt(10)), turns[0], Turn("environment", prompt(4, seed=9)), turns[1]))  # type: ignore[arg-type]
     batch = Batch.of(samples)
-    batch.routing = routing_column(rows)
+    batch.sampled["routing"] = routing_column(rows)
     return batch
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "lfm2_moe"])
+@pytest.mark.parametrize("family", [*map(quick_case, [*FAMILIES, "lfm2_moe"])])
 def test_mismatch_is_0_with_the_samplers_weights_and_above_after_a_change_of_the_routers(family: str) -> None:
     model = tiny_model(family)
     batch = sampled_batch(model)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_families import FAMILIES, RECURRENT, tiny_model
+from family_cases import quick_case
 from torch import Tensor
 
 from palestra.algo.batch import Batch
@@ -125,7 +126,7 @@ def in_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(("family", "max_tokens", "checkpointing"), CASES)
+@pytest.mark.parametrize(("family", "max_tokens", "checkpointing"), [quick_case(*case) for case in CASES])
 def test_packed_trees_give_the_plain_logprobs_and_gradients(
     family: str, max_tokens: int, checkpointing: bool, in_double: Callable[..., Any]
 ) -> None:
@@ -202,14 +203,14 @@ def test_compiled_layers_give_the_plain_logprobs_and_gradients(
     assert programs() == (kinds, 0)
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [*map(quick_case, RECURRENT)])
 def test_the_check_does_not_take_rounding_for_a_defect(family: str) -> None:
     """The gradient of a decay's bias is nothing but rounding in some of these models."""
     model = tiny_model(family).to(torch.bfloat16)
     assert Scorer(model, compile_layers=False).mode == "trees"
 
 
-@pytest.mark.parametrize("family", {**FAMILIES, **CHANGES})
+@pytest.mark.parametrize("family", [*map(quick_case, {**FAMILIES, **CHANGES})])
 def test_a_root_gives_the_plain_logprobs_and_gradients(family: str, in_double: Callable[..., Any]) -> None:
     build = in_double if family in DELTA_NETS else tiny_model
     model, samples = build(family, **CHANGES.get(family, {})), begin_alike(groups())
@@ -241,12 +242,12 @@ def worst_gradient(
     return max(float((mine - own).norm() / (own.norm() + 1e-9)) for mine, own in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("family", [*DELTA_NETS, "nemotron_h"])
+@pytest.mark.parametrize("family", [*map(quick_case, [*DELTA_NETS, "nemotron_h"])])
 def test_long_prompts_give_the_plain_gradients(family: str, in_double: Callable[[str], Any]) -> None:
     assert worst_gradient(in_double(family), groups(LONG_ROWS)) < 1e-9
 
 
-@pytest.mark.parametrize("family", ["lfm2", "nemotron_h", *DELTA_NETS])
+@pytest.mark.parametrize("family", [*map(quick_case, ["lfm2", "nemotron_h", *DELTA_NETS])])
 @pytest.mark.parametrize("min_root", [0, pytest.param(5, marks=pytest.mark.slow("make test-slow takes both"))])
 def test_prompts_of_many_lengths_give_the_plain_gradients_in_few_calls(
     family: str, min_root: int, in_double: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ from palestra.learner.micro_batches import (
     unless_out_of_memory,
 )
 from palestra.learner.optimizer import Optimizer
+from palestra.learner.replicas import Replicas, can_be_replicated
 from palestra.learner.shapes import Shapes
 
 
@@ -86,7 +87,7 @@ class LocalLearner:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         in_shards = ranks is not ONE_PROCESS
         rollout = config.rollout
-        options: dict[str, Any] = {  # of the scorers of the policy and of the reference
+        options: dict[str, Any] = {  # of the scorers of the policy, its replicas and the reference
             "temperature": rollout.temperature,
             "truncation": {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p},
             "pad_token_id": pad_token_id,
@@ -110,6 +111,9 @@ class LocalLearner:
         if in_shards:
             for scorer in {self._scorer, self._reference} - {None}:
                 provided("models in shards").shard(scorer, master_weights=config.model.master_weights)
+        self._replicas: Replicas | None = None
+        if not shares_device and can_be_replicated(model, self._scorer):
+            self._replicas = Replicas(model, self._scorer, config.model.threads, **options)
         self.optimizer = optimizer or Optimizer(model, config.train, master_weights=config.model.master_weights)
         self._pending: list[LocalOutputs] = []  # whose gradients wait for an optim_step
         self._packings: WeakKeyDictionary[Batch, tuple[bool, PackedBatch]] = WeakKeyDictionary()
@@ -194,12 +198,21 @@ class LocalLearner:
         packed = self._pack(batch, echo=echo)
         outputs = LocalOutputs.empty(batch, loss, self.device)
         weights = torch.tensor(loss.weights, device=self.device)
+        if self._replicas is not None and (parts := min(self._parts_of(batch), len(packed.micro_batches))) > 1:
+
+            def work(scorer: Scorer, part: int) -> list[Any]:
+                return [self._gradient(scorer, m, packed, outputs, weights) for m in packed.micro_batches[part::parts]]
+
+            results_of_parts = self._replicas.run(work, parts)
+            for i, micro in enumerate(packed.micro_batches):
+                outputs.add(micro, *results_of_parts[i % parts][i // parts])
+            return outputs
         waiting = deque(packed.micro_batches)
         while waiting:
             micro = waiting.popleft()
             self.optimizer.accumulate_into_masters()
             before = self.optimizer.gradient_marks()
-            results = unless_out_of_memory(partial(self._gradient, micro, packed, outputs, weights))
+            results = unless_out_of_memory(partial(self._gradient, self._scorer, micro, packed, outputs, weights))
             if results is not None:
                 outputs.add(micro, *results)
                 continue
@@ -214,7 +227,7 @@ class LocalLearner:
         return outputs
 
     def _gradient(
-        self, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
+        self, scorer: Scorer, micro: PackedMicroBatch, packed: PackedBatch, outputs: LocalOutputs, weights: Tensor
     ) -> tuple[LossTerms, Tensor, Tensor]:
         """Compute a micro-batch and add the gradient of its loss to those of the weights; terms of the loss,
         log-probabilities [N] and entropies [N]."""
@@ -234,7 +247,7 @@ class LocalLearner:
             echo_lengths=packed.echo_lengths,
         )
         with torch.set_grad_enabled(trains):
-            logprobs, entropies = self._scorer(
+            logprobs, entropies = scorer(
                 micro,
                 temperature=loss.temperature,
                 entropy_gradient=loss.entropy_gradient,
@@ -242,7 +255,7 @@ class LocalLearner:
             )
             logprobs, entropies = of_each(micro, logprobs), of_each(micro, entropies)
             terms = loss(tokens, logprobs, entropies)
-            if (mismatch := self._scorer.routing_mismatch(micro)) is not None:
+            if (mismatch := scorer.routing_mismatch(micro)) is not None:
                 stats = TokenStats(sums={"routing_mismatch": mismatch[0]}, counts={"routing_mismatch": mismatch[1]})
                 terms = replace(terms, stats=terms.stats + stats)
         if trains:
@@ -342,6 +355,10 @@ class LocalLearner:
         self._packings[batch] = echo, packed
         return packed
 
+    def _parts_of(self, batch: Batch) -> int:
+        """Number of parts of a batch that are computed side by side."""
+        return 1 if self._replicas is None else self._replicas.parts_of(batch)
+
     def _packed(self, batch: Batch, *, echo: bool, rows: Collection[int] | None = None) -> PackedBatch:
         graphs = self._scorer.graphs
         with phases("packing"):
@@ -353,6 +370,7 @@ class LocalLearner:
                 echo=echo,
                 device=self.device,
                 rows=rows,
+                at_least=self._parts_of(batch),
                 min_root=self._min_root,
                 shapes=self._shapes if graphs is not None and graphs.pads else None,
             )

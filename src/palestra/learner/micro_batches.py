@@ -56,13 +56,14 @@ class PackedBatch:
 
 
 def pack_batch(
-    batch: Batch, *, echo: bool, device: torch.device, shapes: Shapes | None = None, **options: Any
+    batch: Batch, *, echo: bool, device: torch.device, shapes: Shapes | None = None, at_least: int = 1, **options: Any
 ) -> PackedBatch:
     """Pack on the host, then copy to the device, so that no pass waits for it later.
 
     `options` are those of `algo.batching.pack`. Micro-batches that fit one of `shapes` are padded to it.
     """
-    batches = pack(batch, echo=echo, evenly=device.type == "cuda", **options)  # evenly: the largest needs the memory
+    evenly = device.type == "cuda" or at_least > 1  # the largest one determines memory or time
+    batches = pack(batch, echo=echo, evenly=evenly, at_least=at_least, **options)
     policy_lengths, echo_lengths = np.zeros((2, batch.rows), np.int64)
     for micro in batches:
         rows = micro.row.numpy()

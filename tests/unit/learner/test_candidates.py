@@ -11,7 +11,7 @@ from small_learner import VOCABULARY, build, gradients, make_samples, settings
 
 from palestra.algo.batch import Batch, Targets
 from palestra.extras.distill.loss import TEACHER, WEIGHT, DistillLoss, Divergence
-from palestra.learner import head
+from palestra.learner import head, replicas
 from palestra.learner.local import LocalLearner
 from palestra.learner.lora import add_lora
 
@@ -21,7 +21,8 @@ K = 5
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks of logits."""
+    """Several parts of a batch, and several chunks of logits."""
+    monkeypatch.setattr(replicas, "WORTH_A_PART", 40)
     monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 128)
 
 
@@ -75,6 +76,7 @@ def test_the_top_tokens_are_those_of_the_models_own_logits_in_the_order_of_the_b
 def test_models_that_are_scored_from_whole_logits_give_the_same() -> None:
     learner, other = (LocalLearner(build(), config=settings(rollout={"temperature": 0.7})) for _ in range(2))
     other._scorer.mode, other._share_prefix = "reference", False
+    other._replicas = None
     ours, theirs = (one.top_logprobs(Batch.of(SAMPLES), K) for one in (learner, other))
     assert ours[0].tolist() == theirs[0].tolist()
     np.testing.assert_allclose(ours[1], theirs[1], atol=1e-5)
