@@ -2,6 +2,7 @@
 
     python benchmarks/agent_step.py [--groups 8] [--only palestra trl-vllm trl] [--vllm-path FOLDER] [--logs FOLDER]
     python benchmarks/agent_step.py --tiny --only palestra trl --groups 2     # on a CPU, two minutes
+    python benchmarks/agent_step.py --small --only palestra --groups 32 --tool-ms 20     # steps that wait for tools
 
 About 5 minutes on an H200, half of it vLLM's start. Each side trains the same model (Qwen3-0.6B's shape, random
 weights, bfloat16) in a process of its own, through its own front door: groups of 8 rollouts of a prompt of 350
@@ -12,7 +13,8 @@ samples its end token, after 25 tokens on average. Lengths differ by luck, hence
 Palestra is at its defaults, so it keeps float32 master weights and writes its rollouts to disk. TRL's weights are
 bfloat16, which is quicker; with `--trl-dtype float32`, as its default has it, they are their own master weights. The
 rest is TRL's default: gradient checkpointing, bfloat16 autocast, fused AdamW, and with vLLM the importance
-correction. A step is the time from the end of one to the end of the next; the first two do not count.
+correction. A step is the time from the end of one to the end of the next; the first two do not count. `--small` is
+SmolLM2-135M's shape instead. Palestra alone can be measured without TRL.
 """
 
 from __future__ import annotations
@@ -50,8 +52,11 @@ RATE = 1e-9  # of learning: rewards are luck, and turns must keep their lengths 
 TRL_ROWS = 64  # of one forward and backward
 QWEN3_06B = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+SMALL = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}  # fmt: skip
 TINY = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+TOOL_S = float(os.environ.get("AGENT_STEP_TOOL_S", "0"))  # that a call of the tool takes
 OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "WANDB_MODE": "disabled"}
 VLLM = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1", "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
@@ -66,6 +71,7 @@ def lookup(q: str) -> str:
     Returns:
         The answer.
     """
+    time.sleep(TOOL_S)
     return ANSWER
 
 
@@ -74,9 +80,10 @@ def write_model(args: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    trl = Path(find_spec("trl").origin)  # type: ignore[union-attr,arg-type]  # not imported: it may be what fails
-    template = (trl.parent / "chat_templates" / "qwen3.jinja").read_text()
-    shape = TINY if args.tiny else QWEN3_06B
+    trl = find_spec("trl")  # not imported: it may be what fails
+    folder, file = ("trl", "chat_templates/qwen3.jinja") if trl else ("palestra", "models/tiny/chat_template.jinja")
+    template = (Path(find_spec(folder).origin).parent / file).read_text()  # type: ignore[union-attr,arg-type]
+    shape = TINY if args.tiny else SMALL if args.small else QWEN3_06B
     tokenizer = make_tokenizer(template, shape["vocab_size"])
     config = Qwen3Config(
         **shape, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
@@ -151,7 +158,7 @@ def run_palestra(args: argparse.Namespace) -> None:
     from palestra.train.watcher import Watcher
 
     tell("NAME", "Palestra")
-    say = TokenSpeaker.say
+    say = TokenSpeaker.generate
 
     async def calls(speaker: TokenSpeaker, sampling: SamplingParams) -> tuple[Message, Finish]:
         message, finish = await say(speaker, sampling)
@@ -159,7 +166,7 @@ def run_palestra(args: argparse.Namespace) -> None:
         asked = (ToolCall(f"call_{turns}", "lookup", {"q": "x"}),) if turns <= ROUNDS else ()
         return replace(message, tool_calls=asked), finish
 
-    TokenSpeaker.say = calls  # type: ignore[method-assign]
+    TokenSpeaker.generate = calls  # type: ignore[method-assign]
 
     class Clock(Watcher):
         def advance(self, done: int, metrics: dict[str, float]) -> None:
@@ -265,8 +272,9 @@ def measure_side(side: str, args: argparse.Namespace, folder: Path) -> Measureme
     steps = (args.steps or SIDES[side]) if side in SIDES else 0
     command = [sys.executable, __file__, "--side", side, "--model", str(folder / "model"), "--out", str(folder / side),
                "--groups", str(args.groups), "--steps", str(steps), "--trl-dtype", args.trl_dtype]  # fmt: skip
-    command += ["--tiny"] if args.tiny else []
-    env = os.environ | OFFLINE | {"PALESTRA_HOME": str(folder / "home")} | (VLLM if side == "trl-vllm" else {})
+    command += ["--tiny"] * args.tiny + ["--small"] * args.small
+    env = os.environ | OFFLINE | {"AGENT_STEP_TOOL_S": str(args.tool_ms / 1000)}
+    env |= {"PALESTRA_HOME": str(folder / "home")} | (VLLM if side == "trl-vllm" else {})
     if side == "trl-vllm" and args.vllm_path:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), args.vllm_path]))
     log = Path(args.logs) / f"{side}.log"
@@ -305,6 +313,8 @@ def main() -> None:
     parser.add_argument("--vllm-path", help="where vLLM is installed, if TRL's side alone shall find it")
     parser.add_argument("--trl-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--small", action="store_true", help="a model of 135 M weights")
+    parser.add_argument("--tool-ms", type=float, default=0.0, help="that a call of the tool takes")
     parser.add_argument("--side", choices=["model", *SIDES], help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)

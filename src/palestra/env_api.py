@@ -6,8 +6,6 @@ torch is loaded only where a model is: scoring an endpoint does without.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from palestra.agents.agent import Agent
 from palestra.core.config import RunConfig
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.run_folder import Resume
-from palestra.envs.base import Split
+from palestra.envs.base import Environment, Split
+from palestra.envs.opening import tools_of
 from palestra.envs.running import RunningEnv
 from palestra.evals.report import EvalReport
 from palestra.models.chat.template import ChatFormat
@@ -24,12 +23,12 @@ from palestra.policy.build import policy_of
 from palestra.policy.openai import OpenAIChat, OpenAISettings
 from palestra.result import GRPOTrainingResult
 from palestra.rollout.agent_loop import endpoint_speakers
-from palestra.rollout.collect import Collector, tools_of
-from palestra.rollout.evaluate import process
+from palestra.rollout.collect import Collector
+from palestra.rollout.local_models import LocalModels
 from palestra.train.evaluation import Evaluator
 from palestra.train.limits import attempt_limits
 from palestra.train.watcher import Watcher
-from palestra.trainer import train_task, watching
+from palestra.trainer import load_quietly, train_task, watching
 
 
 def train_env(
@@ -76,59 +75,30 @@ def evaluate_env(
 
     def score() -> EvalReport:
         with asyncio.Runner() as runner:
-            evaluator = Evaluator(_collector(env, config, openai, training=False), env.problems(split), config, split)
+            make_collector, _ = collectors(config, openai, training=False)
+            evaluator = Evaluator(make_collector(env), env.problems(split), config, split)
             return evaluator.run(runner, watcher or Watcher(), "scoring")
 
     report = outside_event_loop(score)
     return report, {name: float(value) for name, value in env.env.evaluate(report.rollouts).items()}
 
 
-def process_env(
-    env: RunningEnv,
-    config: RunConfig,
-    path: Path,
-    *,
-    groups: int,
-    openai: OpenAISettings | None = None,
-    watcher: Watcher | None = None,
-    on_group: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> None:
-    """Attempt the first training problems and write one scored group a line, each as soon as it is there."""
-    config = config.with_step_size()
-    problems = env.problems("train")[:groups]
-    watch, done = watcher or Watcher(), itertools.count(1)
-    watch.phase("attempting", len(problems) * config.rollout.group_size)
-
-    async def write() -> None:
-        records = process(
-            _collector(env, config, openai, training=True),
-            problems,
-            group_size=config.rollout.group_size,
-            seed=config.seed,
-            at_once=config.train.problems_per_step,
-            on_rollout=lambda rollout: watch.advance(next(done), {}),
-        )
-        with path.open("w", encoding="utf-8") as file:
-            async for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-                file.flush()
-                on_group(record)
-
-    outside_event_loop(lambda: asyncio.run(write()))
-
-
-def _collector(env: RunningEnv, config: RunConfig, openai: OpenAISettings | None, *, training: bool) -> Collector:
-    """What attempts the problems: the model of the config, or an endpoint."""
+def collectors(
+    config: RunConfig, openai: OpenAISettings | None, *, training: bool
+) -> tuple[Callable[[Environment], Collector], LocalModels]:
+    """A function that makes the collector of an environment, by the model of the config or by an endpoint; and the
+    models of this process that measures may ask."""
     if openai is None:
-        from palestra.train.setup import load_for_run, suited_to
+        from palestra.train.setup import suited_to
         from palestra.train.tasks import agent_collector
 
         config.refuse(["backend", "tinker", "ray"], "a model is scored on this machine, unless it is in training")
-        loaded = load_for_run(config, training=False)
-        policy = policy_of(loaded.model, loaded.tokenizer, config.model)
-        config = suited_to(config, loaded.model)
-        return agent_collector(env, policy, ChatFormat(loaded.tokenizer), config, training=training)
+        loaded = load_quietly(config, training=False)
+        policy, chat = policy_of(loaded.model, loaded.tokenizer, config.model), ChatFormat(loaded.tokenizer)
+        suited = suited_to(config, loaded.model)
+        return lambda env: agent_collector(env, policy, chat, suited, training=training), LocalModels(policy, chat)
     config.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
     config.refuse(["rollout.unexpected_call_format"], "the endpoint reads tool calls by itself")
     limits, speakers = attempt_limits(config, training=training), endpoint_speakers(OpenAIChat(openai))
-    return Collector(env, limits, speakers, max_open_episodes=config.rollout.max_open_episodes)
+    at_once = config.rollout.max_open_episodes
+    return lambda env: Collector(env, limits, speakers, max_open_episodes=at_once), LocalModels()

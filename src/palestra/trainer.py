@@ -82,7 +82,7 @@ class GRPOTrainer:
             self._trl = _read_trl(trl, own, has_environment=environment_factory is not None)
             agent, config, extra_reward_funcs = self._trl.agent, self._trl.config, self._trl.reward_functions
         elif trl:
-            refuse_arguments("GRPOTrainer", trl, _OWN_ARGUMENTS, TRL_NAMES)
+            refuse_arguments("GRPOTrainer", trl, TRAINER_ARGUMENTS, TRL_NAMES)
         self.agent = as_agent(agent)
         self.model_name = self.agent.required_model
         self.reward_measures = reward_measures
@@ -260,7 +260,7 @@ class GRPOTrainer:
         return watching(self._watcher, self._progress)
 
 
-_OWN_ARGUMENTS = [name for name in signature(GRPOTrainer.__init__).parameters if name not in ("self", "trl")]
+TRAINER_ARGUMENTS = [name for name in signature(GRPOTrainer.__init__).parameters if name not in ("self", "trl")]
 
 
 def _read_trl(trl: Mapping[str, Any], own: Mapping[str, Any], *, has_environment: bool) -> Any:
@@ -269,7 +269,7 @@ def _read_trl(trl: Mapping[str, Any], own: Mapping[str, Any], *, has_environment
         raise SettingError("GRPOTrainer needs an agent, or a model, reward_funcs and train_dataset as in TRL")
     if mixed := [name for name, value in own.items() if value is not None]:
         raise SettingError(f"{', '.join(mixed)}: leave it out; TRL's args and reward_funcs stand for it")
-    return provided("arguments of TRL")(trl, _OWN_ARGUMENTS, has_environment=has_environment)
+    return provided("arguments of TRL")(trl, TRAINER_ARGUMENTS, has_environment=has_environment)
 
 
 def watching(watcher: Watcher | None, progress: bool = True) -> AbstractContextManager[Watcher]:

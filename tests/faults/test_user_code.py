@@ -25,11 +25,12 @@ from palestra.agents.agent import Agent
 from palestra.agents.tools.tool import function_tool
 from palestra.cli import main as cli_main
 from palestra.core import calls, time_limit
+from palestra.core.codec import CodecError
 from palestra.core.errors import UserCodeError
 from palestra.core.types import Message, SamplingParams, ToolCall
-from palestra.envs import problems, running, suite_env
+from palestra.envs import opening, problems, running, suite_env
 from palestra.envs.running import RunningEnv
-from palestra.rollout import agent_loop, collect, rewards
+from palestra.rollout import agent_loop, rewards
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.rollout.collect import Collector
 from palestra.rollout.rewards import RewardFunctions
@@ -300,10 +301,7 @@ class Run:
         self._hook, self._workers = hook, None
         self.collector: Any = self._collector()
         if workers:
-            barrier = SimpleNamespace(
-                allow_for_workers=lambda: None, expect=lambda count: None, begun=lambda count: None
-            )
-            policy: Any = SimpleNamespace(version=0, tool_barrier=barrier)
+            policy: Any = SimpleNamespace(version=0, expect=lambda turns: None)
             self._workers = RolloutWorkers(policy, lambda policy: dict.fromkeys((True, False), self._collector()), 1, 0)
             self.collector = WorkerCollector(self._workers, True, lambda size: 8)
         self.collect(WELL)
@@ -352,11 +350,11 @@ def outcome(rollout: Any) -> str:
 def shorten_limits(patch: Any) -> None:
     for module, name in (
         (running, "STEP_TIMEOUT_S"), (agent_loop, "STEP_TIMEOUT_S"), (suite_env, "MEASURE_TIMEOUT_S"),
-        (rewards, "REWARD_TIMEOUT_S"), (collect, "CLOSE_LIMIT_S"), (problems, "MAKE_LIMIT_S"),
+        (rewards, "REWARD_TIMEOUT_S"), (opening, "CLOSE_LIMIT_S"), (problems, "MAKE_LIMIT_S"),
         (time_limit, "BLOCKED_S"), (running, "NAMED_AFTER_S"),
     ):  # fmt: skip
         patch(module, name, LIMIT_S)
-    patch(collect.Opener.open, "__defaults__", (LIMIT_S,))
+    patch(opening.Opener.open, "__defaults__", (LIMIT_S,))
 
 
 def ends_the_process(hook: str, kind: str, workers: int) -> bool:
@@ -410,7 +408,7 @@ def test_a_problem_that_cannot_be_sent_to_a_worker_fails_that_call_alone(short_l
     run = Run("tool", 1)
     try:
         run.problems = [replace(run.problems[0], row={"function": lambda: 1}), *run.problems[1:]]
-        with pytest.raises(RuntimeError, match="cannot be sent"):
+        with pytest.raises(CodecError, match=r"row\['function'\] is a function, which cannot be sent"):
             run.collect(next(iter(KINDS)))
         assert run.collect(WELL) == "no effect"
     finally:

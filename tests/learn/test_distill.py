@@ -87,7 +87,13 @@ class Student:
             update(learner, rows.batch.part(0, 0), config, Coefficients(5e-4, 0.0, 0.0), 0, distill=rows)
 
 
-@pytest.mark.parametrize("distill", [{"teacher_weights": "initial"}, {"divergence": "jsd"}], ids=["initial", "jsd"])
+@pytest.mark.parametrize(
+    "distill",
+    [
+        pytest.param({"teacher_weights": "initial"}, id="initial"),
+        pytest.param({"divergence": "jsd"}, id="jsd", marks=pytest.mark.slow("make test-slow learns by both")),
+    ],
+)
 def test_a_model_that_can_use_a_hint_learns_to_do_without(student: Student, distill: dict[str, Any]) -> None:
     expected = [problem.expect for problem in PROBLEMS.values()]
     student.model.load_state_dict(student.practised)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("datasets")
 from datasets import Dataset
 from palestra.trl import (
     GRPOConfig,

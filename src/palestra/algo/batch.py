@@ -13,17 +13,24 @@ read these columns; results of the learner are flat columns, too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from palestra.core.types import Array, Sample
+from palestra.core.types import COLUMNS, Array, Sample
 
-TOKEN_COLUMNS = ("token_ids", "policy_mask", "echo_mask", "logprobs", "advantages", "versions")
-ROW_COLUMNS = ("groups", "prompt_lengths", "conversations")
-MORE_TOKEN_COLUMNS = ("old_logprobs", "ref_logprobs", "turns", "turn_rewards", "routing")
+# The attributes that have an entry for each token, besides `sampled`, and for each row. Optional ones may be None.
+OF_TOKENS = (
+    "token_ids", "policy_mask", "echo_mask", "advantages", "old_logprobs", "ref_logprobs", "turns", "turn_rewards",
+)  # fmt: skip
+OF_ROWS = ("groups", "prompt_lengths", "conversations", "rewards")
+
+
+def not_sampled(count: int) -> dict[str, Array]:
+    """The `COLUMNS` of `count` tokens that the model did not sample."""
+    return {column.name: np.full(count, column.fill, column.dtype) for column in COLUMNS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +66,9 @@ class Batch:
     token_ids: Array  # [T] int32
     policy_mask: Array  # [T] bool
     echo_mask: Array  # [T] bool
-    logprobs: Array  # [T] float32
     advantages: Array  # [T] float32
-    versions: Array  # [T] int32, of the policy that sampled the token
+    # [T] by name: `COLUMNS`, and [T, layers, k] `routing` if recorded, with the dtype's largest number for unknown ones
+    sampled: dict[str, Array]
     offsets: Array  # [R + 1] int64: row r is offsets[r] to offsets[r + 1]
     groups: Array  # [R] int64
     prompt_lengths: Array  # [R] int64
@@ -72,21 +79,29 @@ class Batch:
     rewards: Array | None = None  # [R] float64, of the row's rollout
     turns: Array | None = None  # [T] int32: which of the rollout's turns the model sampled the token in, -1: none
     turn_rewards: Array | None = None  # [T] float32: what that turn earned; the last turn has the outcome's reward
-    routing: Array | None = None  # [T, layers, k] the sampler's experts; the dtype's largest number: unknown
 
     @classmethod
     def of(cls, samples: Sequence[Sample], **columns: Sequence[Array] | None) -> Batch:
-        """From single rows; more columns (`old_logprobs`, `ref_logprobs`) as an array for each row."""
-        kinds = (np.int32, np.bool_, np.bool_, np.float32, np.float32, np.int32)
-        tokens: dict[str, Any] = {
-            name: np.concatenate([np.zeros(0, kind), *(getattr(sample, name) for sample in samples)])
-            for name, kind in zip(TOKEN_COLUMNS, kinds, strict=True)
-        }
+        """From single rows; more columns (`old_logprobs`, `routing`) as an array for each row."""
+
+        def flat(name: str, kind: Any, missing: float = 0) -> Array:
+            rows = (np.full(len(s.token_ids), getattr(s, name, missing), kind) for s in samples)
+            return np.concatenate([np.zeros(0, kind), *rows])
+
+        more = {name: np.concatenate(list(rows)) for name, rows in columns.items() if rows is not None}
+        of_batch: dict[str, Any] = {name: more.pop(name) for name in OF_TOKENS if name in more}
         groups, prompts = (np.array([getattr(s, name) for s in samples], int) for name in ("group", "prompt_length"))
-        offsets = np.cumsum([0, *(len(sample.token_ids) for sample in samples)])
-        tokens |= {name: np.concatenate(list(rows)) for name, rows in columns.items() if rows is not None}
         return cls(
-            offsets=offsets, groups=groups, prompt_lengths=prompts, conversations=np.arange(len(samples)), **tokens
+            token_ids=flat("token_ids", np.int32),
+            policy_mask=flat("policy_mask", np.bool_),
+            echo_mask=flat("echo_mask", np.bool_),
+            advantages=flat("advantages", np.float32),
+            sampled={c.name: flat(c.name, c.dtype, c.fill) for c in COLUMNS} | more,
+            offsets=np.cumsum([0, *(len(sample.token_ids) for sample in samples)]),
+            groups=groups,
+            prompt_lengths=prompts,
+            conversations=np.arange(len(samples)),
+            **of_batch,
         )
 
     @classmethod
@@ -94,9 +109,19 @@ class Batch:
         """Rows of token ids of which the targets alone are scored."""
         token_ids = np.concatenate([np.zeros(0, np.int32), *rows], dtype=np.int32)
         masks, floats = np.zeros(len(token_ids), np.bool_), np.zeros(len(token_ids), np.float32)
-        offsets, versions = np.cumsum([0, *map(len, rows)]), np.zeros(len(token_ids), np.int32)
-        columns = (token_ids, masks, masks, floats, floats, versions)
-        return cls(*columns, offsets, groups, prompt_lengths, np.arange(len(rows)), targets=targets)
+        sampled, offsets = not_sampled(len(token_ids)), np.cumsum([0, *map(len, rows)])
+        columns = (token_ids, masks, masks, floats, sampled, offsets)
+        return cls(*columns, groups, prompt_lengths, np.arange(len(rows)), targets=targets)
+
+    @property
+    def logprobs(self) -> Array:
+        """[T] float32, the sampler's."""
+        return self.sampled["logprobs"]
+
+    @property
+    def versions(self) -> Array:
+        """[T] int32, of the policy that sampled the token."""
+        return self.sampled["versions"]
 
     @property
     def rows(self) -> int:
@@ -115,15 +140,20 @@ class Batch:
     def part(self, first: int, last: int) -> Batch:
         """The rows from `first` to before `last`, as views."""
         tokens = slice(self.offsets[first], self.offsets[last])
-        of_tokens = {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
-        of_rows = {name: getattr(self, name)[first:last] for name in ROW_COLUMNS}
-        of_rows["offsets"] = self.offsets[first : last + 1] - self.offsets[first]
-        more: dict[str, Any] = {
-            name: None if (x := getattr(self, name)) is None else x[tokens] for name in MORE_TOKEN_COLUMNS
-        }
+        offsets = self.offsets[first : last + 1] - self.offsets[first]
         targets = None if self.targets is None else self.targets.part(first, last)
-        rewards = None if self.rewards is None else self.rewards[first:last]
-        return Batch(**of_tokens, **of_rows, **more, targets=targets, rewards=rewards)
+        return self._taken(tokens, slice(first, last), offsets=offsets, targets=targets)
+
+    def select(self, rows: Array) -> Batch:
+        """A copy of the rows that a [R] mask selects, without targets."""
+        offsets = np.cumsum([0, *self.lengths[rows]])
+        return self._taken(np.repeat(rows, self.lengths), rows, offsets=offsets, targets=None)
+
+    def _taken(self, tokens: Any, rows: Any, **changes: Any) -> Batch:
+        """The batch with these parts of its columns, by places of tokens and of rows."""
+        columns = [(name, tokens) for name in OF_TOKENS] + [(name, rows) for name in OF_ROWS]
+        taken: dict[str, Any] = {name: x[at] for name, at in columns if (x := getattr(self, name)) is not None}
+        return replace(self, sampled={name: x[tokens] for name, x in self.sampled.items()}, **taken, **changes)
 
     def minibatches(self, parts: int) -> list[Batch]:
         """`parts` runs of rows of nearly equal size, in order; fewer where there are fewer rows."""
@@ -149,8 +179,7 @@ class Batch:
     def samples(self) -> Iterator[Sample]:
         """The rows one by one, as views."""
         for row, (first, last) in enumerate(pairwise(self.offsets.tolist())):
-            ids, policy, echo, logprobs, advantages, versions = (
-                getattr(self, name)[first:last] for name in TOKEN_COLUMNS
-            )
+            columns = self.token_ids, self.policy_mask, self.echo_mask, self.logprobs, self.advantages, self.versions
+            ids, policy, echo, logprobs, advantages, versions = (column[first:last] for column in columns)
             group, prompt = int(self.groups[row]), int(self.prompt_lengths[row])
             yield Sample(ids, policy, echo, logprobs, advantages, group, prompt, versions)

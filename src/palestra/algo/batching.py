@@ -29,6 +29,9 @@ from torch import Tensor
 
 from palestra.algo.batch import Batch
 from palestra.core.machine import in_one_order, to_device
+from palestra.core.types import COLUMNS
+
+LOSS_COLUMNS = tuple(column.name for column in COLUMNS if column.in_loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +127,15 @@ def pack(
     echo: bool = False,
     rows: Collection[int] | None = None,
     evenly: bool = False,
+    at_least: int = 1,
     min_root: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens (a longer row gets its own) and `max_rows` rows.
 
     Rows without a scored token are left out; `rows` selects from the others. A group too large for one micro-batch is
     split, and its prompt computed again in each part. `evenly` keeps the number of micro-batches and makes their sizes
-    nearly equal, since the largest one determines the memory. A common beginning of all rows becomes the root of each
-    micro-batch with several trees if it has at least `min_root` tokens (0: no root).
+    nearly equal, since the largest one determines the memory; `at_least` asks for more of them. A common beginning of
+    all rows becomes the root of each micro-batch with several trees if it has at least `min_root` tokens (0: no root).
     """
     if not batch.rows:
         return []
@@ -142,7 +146,7 @@ def pack(
         root = 0
     limit = max_tokens - root
     if evenly:
-        limit = _even_limit([_tokens(scored, root, *family) for family in families], limit)
+        limit = _even_limit([_tokens(scored, root, *family) for family in families], limit, at_least)
     batches: list[_Trees] = [[]]
     used = count = 0
 
@@ -195,13 +199,13 @@ def _tokens(scored: _Scored, root: int, prompt_length: int, family: list[int]) -
     return shared - root + sum(scored.fed[row] - shared for row in family)
 
 
-def _even_limit(sizes: Sequence[int], limit: int) -> int:
-    """A lower limit that divides runs of these sizes, in their order, into the same number of micro-batches.
+def _even_limit(sizes: Sequence[int], limit: int, at_least: int = 1) -> int:
+    """A lower limit that divides runs of these sizes, in their order, into as many micro-batches, or into `at_least`.
 
     >>> _even_limit([3] * 7, 12), _even_limit([3] * 7, 100), _even_limit([13, 2, 2], 12)
     (12, 21, 12)
-    >>> _even_limit([3] * 10, 27)
-    15
+    >>> _even_limit([3] * 10, 27), _even_limit([3] * 10, 27, at_least=4)
+    (15, 9)
     """
 
     def batches(limit: int) -> int:
@@ -215,7 +219,7 @@ def _even_limit(sizes: Sequence[int], limit: int) -> int:
     largest = max(sizes, default=0)
     if largest > limit:  # one that is split fills them anyway
         return limit
-    count = batches(limit)
+    count = max(batches(limit), at_least)
     share = -(-sum(sizes) // count)
     tried = (max(largest, share + largest * eighth // 8) for eighth in range(9))
     return next((lower for lower in tried if lower <= limit and batches(lower) <= count), limit)
@@ -234,7 +238,7 @@ def nothing_scored() -> MicroBatch:
         row=none,
         policy_mask=none.bool(),
         echo_mask=none.bool(),
-        inputs={"logprobs": none.float(), "advantages": none.float()},
+        inputs={name: none.float() for name in (*LOSS_COLUMNS, "advantages")},
         at=none.numpy(),
     )
 
@@ -275,7 +279,7 @@ def _micro_batch(scored: _Scored, root: int, groups: _Trees) -> MicroBatch:
     row_of_run, first, last = np.array(runs).T
     positions = ragged_arange(first, last - first)
     flat = positions + np.repeat(scored.starts[row_of_run], last - first)
-    routing = None if scored.batch.routing is None else torch.from_numpy(scored.batch.routing[flat])
+    recorded = scored.batch.sampled.get("routing")
     index = np.array([row for _, rows in groups for row in rows])
     counts = scored.counts[index]
     chosen = ragged_arange(scored.first[index], counts)
@@ -286,7 +290,7 @@ def _micro_batch(scored: _Scored, root: int, groups: _Trees) -> MicroBatch:
     return MicroBatch(
         token_ids=torch.from_numpy(scored.batch.token_ids[flat].astype(np.int64)),
         position_ids=torch.from_numpy(positions),
-        routing=routing,
+        routing=None if recorded is None else torch.from_numpy(recorded[flat]),
         root=root,
         trees=tuple(trees),
         row=torch.from_numpy(np.repeat(index, counts)),
@@ -301,7 +305,7 @@ def _scored_tokens(
     """The columns of a micro-batch's scored tokens. A target inside of a shared prompt is scored for one row alone."""
     each = None
     if batch.targets is None:
-        inputs = {"logprobs": batch.logprobs, "advantages": batch.advantages}
+        inputs = {name: batch.sampled[name] for name in LOSS_COLUMNS} | {"advantages": batch.advantages}
         policy, echo = batch.policy_mask[at], batch.echo_mask[at]
     else:
         inputs = dict(batch.targets.inputs)

@@ -4,48 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copyreg
-import io
+import inspect
 import itertools
 import logging
-import pickle
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping
+from struct import Struct
 from typing import Any
 
-import numpy as np
-
+from palestra.core.codec import CodecError, decode, encode
 from palestra.core.errors import PalestraError, StateError, text_of
-from palestra.core.types import (
-    EMPTY_LOGPROBS,
-    EMPTY_VERSIONS,
-    Array,
-    Finish,
-    Group,
-    Lineage,
-    Maker,
-    Message,
-    Rollout,
-    SamplingParams,
-    Score,
-    ToolCall,
-    ToolResult,
-    Turn,
-)
+from palestra.core.text import encodable
 
 _READ_BYTES = 1 << 18
-_SIZE_BYTES = 8  # of the length before each batch
+_HEAD = Struct("<QqB")  # before each message: bytes of what follows, number of the call, bytes of the kind
+_ONE_WAY = -1  # the number of a message without a reply
+_ANSWERS = ("reply", "error")
 
 log = logging.getLogger("palestra")
 
-Handlers = Mapping[str, Callable[..., object]]  # by the first item of a message; they get the others
+Handlers = Mapping[str, Callable[..., object]]  # by the kind of a message; they get its values
 
 
 class Channel:
-    """One end. Messages of one round of the event loop are pickled and sent together, in order.
+    """One end. Each message is encoded by itself when it is sent; those of one round of the event loop are written
+    together, in order.
 
+    Values are decoded by the annotations of the handler that gets them. A value that cannot be encoded is a
+    CodecError: of `send`, or of the call, to whose end it is reported; other messages are unaffected.
     `on_closed` is called once, when the other process has closed its end or has ended.
     """
 
@@ -53,45 +39,51 @@ class Channel:
         sock.setblocking(False)
         self._socket = sock
         self._loop = asyncio.get_running_loop()
-        self._handlers: Handlers = {**handlers, "reply": self._replied, "error": self._failed}
+        self._handlers = {kind: (function, _types(function)) for kind, function in handlers.items()}
         self._on_closed = on_closed
         self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._batch: list[tuple[Any, ...]] = []
+        self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}  # with the type of the reply
+        self._is_flushing = self._is_waiting = False  # for the end of this round; for the socket
         self._unsent = bytearray()
         self._received = bytearray()
         self._end: Exception | None = None  # why it is closed
         self._loop.add_reader(sock, self._read)
 
     def send(self, kind: str, *values: Any) -> None:
-        if not self._batch:
-            self._loop.call_soon(self._flush)
-        self._batch.append((kind, *values))
+        self._send(kind, _ONE_WAY, values)
 
     def send_from_any_thread(self, kind: str, *values: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(self.send, kind, *values)
 
-    def call(self, kind: str, *values: Any) -> tuple[int, asyncio.Future[Any]]:
-        """Send a message whose handler gets the number of the call first; the reply is the future's result."""
+    def call(self, kind: str, *values: Any, returns: Any = Any) -> tuple[int, asyncio.Future[Any]]:
+        """Send a message whose handler gets the number of the call first; the reply, of type `returns`, is the future's
+        result."""
         number, future = next(self._numbers), self._loop.create_future()
-        if self._end is not None:
-            future.set_exception(self._end)
-        else:
-            self._calls[number] = future
-            self.send(kind, number, *values)
+        self._calls[number] = future, returns
+        try:
+            if self._end is not None:
+                raise self._end
+            self._send(kind, number, values)
+        except Exception as error:
+            self._settle(number, error)
         return number, future
 
     def reply(self, number: int, *values: Any) -> None:
         """Reply to a call with one value, or with several as a tuple."""
-        self.send("reply", number, values[0] if len(values) == 1 else values)
+        try:
+            self._send("reply", number, values[0] if len(values) == 1 else values)
+        except CodecError as error:
+            self.fail(number, error)
 
     def fail(self, number: int, error: BaseException) -> None:
         """Reply with an error. The other process gets other errors than ours as a RuntimeError with the same text."""
+        names = [_name(kind) for kind in type(error).__mro__]
         if isinstance(error, PalestraError) or type(error) is RuntimeError:
-            self.send("error", number, type(error), error.args, vars(error))
-        else:
-            self.send("error", number, RuntimeError, (text_of(error),), {})
+            with contextlib.suppress(CodecError):  # of its arguments or fields
+                self._send("error", number, (names, list(error.args), vars(error)))
+                return
+        self._send("error", number, (names, [text_of(error)], {}))
 
     def close(self, reason: Exception | None = None) -> None:
         """Close this end; calls without a reply fail with the reason, or are cancelled."""
@@ -102,40 +94,37 @@ class Channel:
         self._loop.remove_writer(self._socket)
         self._socket.close()
         calls, self._calls = self._calls, {}
-        for future in calls.values():
+        for future, _ in calls.values():
             if reason is None or future.done():
                 future.cancel()
             else:
                 future.set_exception(reason)
 
-    def _flush(self) -> None:
-        batch, self._batch = self._batch, []
-        if self._socket.fileno() < 0:
-            return
+    def _send(self, kind: str, number: int, values: Any) -> None:
         try:
-            pickled = _pickled(batch)
-        except Exception:
-            pickled = _pickled([message for message in batch if self._is_sendable(message)])
-        is_waiting = bool(self._unsent)
-        self._unsent += len(pickled).to_bytes(_SIZE_BYTES, "little") + pickled
-        if not is_waiting:
+            body = encode(values if number == _ONE_WAY or kind in _ANSWERS else (number, *values))
+        except CodecError:
+            for value in values if isinstance(values, tuple) else [values]:
+                try:
+                    encode(value)
+                except CodecError as error:  # it says where in this value the part is
+                    raise CodecError(f"{kind}: {error}") from None
+            raise
+        if self._end is not None:
+            return
+        name = kind.encode()
+        self._unsent += _HEAD.pack(len(name) + len(body), number, len(name)) + name + body
+        if not self._is_flushing and not self._is_waiting:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        if self._socket.fileno() >= 0:
             self._write()
             if self._unsent:
+                self._is_waiting = True
                 self._loop.add_writer(self._socket, self._write_rest)
-
-    def _is_sendable(self, message: tuple[Any, ...]) -> bool:
-        """Whether a message can be pickled; otherwise the call that it belongs to fails."""
-        try:
-            return bool(_pickled([message]))
-        except Exception as error:
-            kind, number, *_ = message
-            text = f"{kind} cannot be sent to another process, {text_of(error)}; set rollout.workers to 0"
-        log.error("%s", text)
-        if kind in ("reply", "error", "group"):
-            self.fail(number, RuntimeError(text))  # the other process waits
-        elif kind == "collect":
-            self._failed(number, RuntimeError, (text,), {})
-        return False
 
     def _write(self) -> None:
         try:
@@ -149,6 +138,7 @@ class Channel:
     def _write_rest(self) -> None:
         self._write()
         if not self._unsent:
+            self._is_waiting = False
             self._loop.remove_writer(self._socket)
 
     def _read(self) -> None:
@@ -165,32 +155,64 @@ class Channel:
             if len(received) < _READ_BYTES:
                 is_closed = not received
                 break
-        while len(self._received) >= _SIZE_BYTES:
-            end = _SIZE_BYTES + int.from_bytes(self._received[:_SIZE_BYTES], "little")
-            if len(self._received) < end:
-                break
-            batch = pickle.loads(memoryview(self._received)[_SIZE_BYTES:end])
-            del self._received[:end]
-            for kind, *values in batch:
-                try:
-                    self._handlers[kind](*values)
-                except Exception:
-                    log.exception("a message between processes (%s) failed", kind)
+        for kind, number, body in self._messages():
+            self._handle(kind, number, body)
         if is_closed:
             self._loop.remove_reader(self._socket)
             self._on_closed()
 
-    def _replied(self, number: int, value: Any) -> None:
-        future = self._calls.pop(number, None)
-        if future is not None and not future.done():
-            future.set_result(value)
+    def _messages(self) -> Iterator[tuple[str, int, memoryview]]:
+        while len(self._received) >= _HEAD.size:
+            size, number, name = _HEAD.unpack_from(self._received)
+            end = _HEAD.size + size
+            if len(self._received) < end:
+                break
+            with memoryview(self._received) as view:
+                message = memoryview(bytes(view[_HEAD.size : end]))
+            del self._received[:end]
+            yield str(message[:name], "utf-8", "replace"), number, message[name:]
 
-    def _failed(self, number: int, kind: type[Exception], arguments: tuple[Any, ...], more: dict[str, Any]) -> None:
-        future = self._calls.pop(number, None)
-        if future is not None and not future.done():
-            error = kind.__new__(kind, *arguments)  # without __init__, whose arguments may be others
-            vars(error).update(more)
-            future.set_exception(error)
+    def _handle(self, kind: str, number: int, body: memoryview) -> None:
+        try:
+            if kind == "reply":
+                if number in self._calls:
+                    self._settle(number, decode(body, self._calls[number][1]))
+            elif kind == "error":
+                self._settle(number, _error(*decode(body, tuple[list[str], list[Any], dict[str, Any]])))
+            elif kind in self._handlers:
+                function, types = self._handlers[kind]
+                function(*decode(body, types))
+            else:
+                raise StateError(f"nothing here handles messages of the kind {kind}")
+        except Exception as error:
+            if kind in _ANSWERS:
+                self._settle(number, error)
+            elif number != _ONE_WAY:
+                self.fail(number, error)
+            else:
+                log.exception("a message between processes (%s) failed", kind)
+
+    def _settle(self, number: int, outcome: Any) -> None:
+        """End a call with its value or its error."""
+        future, _ = self._calls.pop(number, (None, None))
+        if future is None or future.done():
+            return
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+def _types(function: Callable[..., object]) -> Any:
+    """The types of what a handler takes, as those of a tuple."""
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+    except ValueError:  # a function written in C
+        return tuple[Any, ...]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return tuple[Any, ...]
+    types = (Any if p.annotation is p.empty else p.annotation for p in parameters if p.kind is not p.KEYWORD_ONLY)
+    return tuple[tuple(types)]  # type: ignore[misc]
 
 
 class LogToChannel(logging.Handler):
@@ -201,46 +223,21 @@ class LogToChannel(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send_from_any_thread("log", record.name, record.levelno, self.format(record))
+        self._channel.send_from_any_thread("log", record.name, record.levelno, encodable(self.format(record)))
 
 
-def _pickled(batch: list[tuple[Any, ...]]) -> bytes:
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = _REDUCERS
-    pickler.dump(batch)
-    return buffer.getvalue()
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _turn_from_bytes(
-    maker: Maker, token_ids: bytes, logprobs: bytes, versions: bytes, finish: Finish | None, routing: Array | None
-) -> Turn:
-    """The turn, whose arrays are not checked again."""
-    turn: Turn = object.__new__(Turn)
-    object.__setattr__(turn, "maker", maker)
-    object.__setattr__(turn, "token_ids", np.frombuffer(token_ids, np.int32))
-    object.__setattr__(turn, "logprobs", np.frombuffer(logprobs, np.float32) if logprobs else EMPTY_LOGPROBS)
-    object.__setattr__(turn, "versions", np.frombuffer(versions, np.int32) if versions else EMPTY_VERSIONS)
-    object.__setattr__(turn, "finish", finish)
-    object.__setattr__(turn, "routing", routing)
-    return turn
-
-
-def _turn_to_bytes(turn: Turn) -> tuple[Any, ...]:
-    """A turn as a call with the bytes of its arrays, which is pickled in a third of the time."""
-    arrays = turn.token_ids.tobytes(), turn.logprobs.tobytes(), turn.versions.tobytes()
-    return _turn_from_bytes, (turn.maker, *arrays, turn.finish, turn.routing)
-
-
-def _by_fields(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A dataclass as a call with its fields, which is read in a fifth of the time of its own state."""
-    values_of = attrgetter(*(field.name for field in fields(kind)))
-    return lambda value: (kind, values_of(value))
-
-
-_DATACLASSES = (Message, ToolCall, ToolResult, SamplingParams, Score, Lineage, Rollout, Group)
-_REDUCERS: dict[type[Any], Callable[[Any], Any]] = {
-    **copyreg.dispatch_table,
-    Turn: _turn_to_bytes,
-    **{kind: _by_fields(kind) for kind in _DATACLASSES},
-}
+def _error(names: list[str], arguments: list[Any], more: dict[str, Any]) -> Exception:
+    """The error of the first class that this process knows: one of ours, or RuntimeError."""
+    known, unseen = dict[str, type[Exception]](), [PalestraError]
+    while unseen:
+        kind = unseen.pop()
+        known[_name(kind)] = kind
+        unseen += kind.__subclasses__()
+    cls = next((known[name] for name in names if name in known), RuntimeError)
+    error = cls.__new__(cls, *arguments)  # without __init__, whose arguments may be others
+    vars(error).update(more)
+    return error

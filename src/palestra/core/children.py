@@ -30,12 +30,11 @@ def start(
     stdin: int = subprocess.DEVNULL,
     stdout: int | IO[Any] = subprocess.PIPE,
     stderr: int | IO[Any] = subprocess.PIPE,
+    **more: Any,
 ) -> subprocess.Popen[str]:
     """Start a program with `env`, by default `clean_environment()`. It gets no Ctrl-C of our terminal."""
-    visible = dict(clean_environment() if env is None else env)
-    return subprocess.Popen(
-        command, env=visible, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True
-    )
+    visible, pipes = dict(clean_environment() if env is None else env), (stdin, stdout, stderr)
+    return subprocess.Popen(command, -1, None, *pipes, env=visible, cwd=cwd, text=True, start_new_session=True, **more)
 
 
 def split_command(command: str | Sequence[str]) -> list[str]:

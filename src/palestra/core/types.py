@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,9 +29,9 @@ StopReason = Literal["answered", "truncated", "context_full", "tool_limit", "fai
 HELD_OUT_PREFIX = "held_out/"  # of the ids of held-out cases, where training cases have the same ids
 CUT_OFF = ("truncated", "context_full")
 MAX_REASON_CHARS = 20_000  # of a score
-EMPTY_LOGPROBS, EMPTY_VERSIONS = np.zeros(0, np.float32), np.zeros(0, np.int32)
-for _empty in (EMPTY_LOGPROBS, EMPTY_VERSIONS):
-    _empty.setflags(write=False)
+
+
+_set = object.__setattr__  # the dataclasses are frozen
 
 
 def _make_encodable(self: Any, *names: str) -> None:
@@ -44,6 +44,8 @@ def _make_encodable(self: Any, *names: str) -> None:
 def _set_array(self: Any, name: str, kind: Any, count: int) -> None:
     """Make a field a read-only array; one number stands for `count` equal ones. The caller's array stays writable."""
     values = getattr(self, name)
+    if type(values) is np.ndarray and values.dtype == kind and values.ndim == 1 and not values.flags.writeable:
+        return
     if isinstance(values, int | float):
         values = np.full(count, values, kind)
     array = values.astype(kind, copy=False) if isinstance(values, np.ndarray) else np.array(values, kind)
@@ -118,23 +120,45 @@ class Message:
         _make_encodable(self, "text", "tool_call_id", "name", "reasoning")
 
 
+class Column(NamedTuple):
+    """What a policy says of each token that it samples. A field of `Turn` that `column` declares.
+
+    `COLUMNS` is the table of them: records, the batch and micro-batches go over it, and name no column themselves.
+    """
+
+    name: str
+    dtype: Any
+    default: Any  # one number for all tokens, where a policy gives none; (): the policy must give it
+    fill: float  # in a batch, of tokens that the model did not sample
+    decimals: int | None  # in a line of rollouts.jsonl; None: only exact records have it
+    in_loss: bool  # whether micro-batches have it, as float32, for the loss
+    empty: Array  # of a turn that the model did not make
+
+
+def column(dtype: Any, default: Any, *, fill: float = 0, decimals: int | None = None, in_loss: bool = True) -> Any:
+    """A field of `Turn` that is a `Column`."""
+    empty = np.zeros(0, dtype)
+    empty.setflags(write=False)
+    return field(default=default, metadata={"column": (dtype, default, fill, decimals, in_loss, empty)})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn(_EqualByArrays):
-    """A run of token ids with one maker, as arrays of one length.
+    """A run of token ids with one maker, and the columns of the tokens that the model sampled.
 
     `model` tokens were sampled: they carry the sampler's logprobs (under the distribution sampled from), the
     policy version that made each, and why the turn ended. `environment` tokens are the body of a tool result or
-    of an environment's reply, `template` tokens are prompt and chat scaffold; both have no logprobs.
+    of an environment's reply, `template` tokens are prompt and chat scaffold; the columns of both are empty.
     `routing` are the experts, in a mixture of experts, of the tokens before the last one of the turn that were computed
     since the turn before: n tokens, the last of them the last but one of the turn. The largest number of its dtype
     stands for unknown ones.
-    Any sequence is accepted for an array, and one number for `versions`.
+    Any sequence is accepted for an array, and one number for all tokens of a column.
     """
 
     maker: Maker
     token_ids: Array  # [n] int32
-    logprobs: Array = ()  # type: ignore[assignment]  # [n] float32, [0] unless the model made the turn
-    versions: Array = 0  # type: ignore[assignment]  # [n] int32, [0] unless the model made the turn
+    logprobs: Array = column(np.float32, (), decimals=6)  # NaN: unknown
+    versions: Array = column(np.int32, 0, in_loss=False)
     finish: Finish | None = None
     routing: Array | None = None  # [n, layers, k] uint8 or int16; None: not recorded
 
@@ -142,18 +166,20 @@ class Turn(_EqualByArrays):
         count = len(self.token_ids)
         expected = count if self.maker == "model" else 0
         _set_array(self, "token_ids", np.int32, count)
-        if not expected and isinstance(self.logprobs, tuple) and not self.logprobs and isinstance(self.versions, int):
-            object.__setattr__(self, "logprobs", EMPTY_LOGPROBS)
-            object.__setattr__(self, "versions", EMPTY_VERSIONS)
-            return
-        _set_array(self, "logprobs", np.float32, expected)
-        _set_array(self, "versions", np.int32, expected)
-        for name, array in (("logprobs", self.logprobs), ("versions", self.versions)):
-            if len(array) != expected:
-                raise ValueError(f"a {self.maker} turn of {count} tokens has {len(array)} {name}; expected {expected}")
+        for name, dtype, default, empty in _KINDS:
+            if not expected and getattr(self, name) is default:
+                _set(self, name, empty)
+                continue
+            _set_array(self, name, dtype, expected)
+            if (given := len(getattr(self, name))) != expected:
+                raise ValueError(f"a {self.maker} turn of {count} tokens has {given} {name}; expected {expected}")
 
     def __repr__(self) -> str:
         return f"Turn({self.maker!r}, {len(self.token_ids)} tokens, finish={self.finish!r})"
+
+
+COLUMNS = tuple(Column(f.name, *f.metadata["column"]) for f in fields(Turn) if "column" in f.metadata)
+_KINDS = tuple((c.name, c.dtype, c.default, c.empty) for c in COLUMNS)  # turns are made by the thousand
 
 
 class Matching:
@@ -246,9 +272,10 @@ class Problem:
     input: str | tuple[Message, ...]
     expect: Any = None
     row: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None  # why it could not be made, so that its attempts fail
 
     def __post_init__(self) -> None:
-        _make_encodable(self, "id", "input", "expect", "row")
+        _make_encodable(self, "id", "input", "expect", "row", "error")
 
     @property
     def own_id(self) -> str:
@@ -294,6 +321,8 @@ class Rollout:
 
     def __post_init__(self) -> None:
         _make_encodable(self, "problem_id", "error", "tool_names", "info", "states")
+        if not all(map(str.isascii, self.scores)):
+            object.__setattr__(self, "scores", {encodable(name): score for name, score in self.scores.items()})
 
     def __repr__(self) -> str:  # short: asyncio.Runner makes one of whatever its task returns
         size = f"{len(self.turns)} turns, {self.sampled_tokens} sampled tokens"

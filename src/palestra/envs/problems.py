@@ -103,16 +103,9 @@ class Stream:
         return self.dealt[split][:size]
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenProblem(Problem):
-    """One that could not be made: it fails its own attempts, not the run, in whatever process they are."""
-
-    reason: str = ""
-
-
 @dataclass
 class ProblemList(Sequence[Problem]):
-    """Problems by index, made when they are asked for. One that cannot be made is a BrokenProblem."""
+    """Problems by index, made when they are asked for. One that cannot be made has the reason as its error."""
 
     items: Any
     split: Split
@@ -136,7 +129,7 @@ class ProblemList(Sequence[Problem]):
                     self._made[at] = as_problem(self.items[at], problem_id)
             except Exception as error:
                 reason = text_of(error, f"making problem {problem_id}")
-                self._made[at] = BrokenProblem(problem_id, "(this problem could not be made)", reason=reason)
+                self._made[at] = Problem(problem_id, "(this problem could not be made)", error=reason)
         return self._made[at]
 
 

@@ -20,7 +20,7 @@ from palestra.core.time_limit import time_limit
 from palestra.core.types import Message, Problem, Score, ToolResult
 from palestra.envs.base import Split
 from palestra.envs.env import Env, env_name, tool_methods
-from palestra.envs.problems import BrokenProblem, ProblemList, problem_list
+from palestra.envs.problems import ProblemList, problem_list
 from palestra.evals.measures import Measure, as_score
 from palestra.models.chat.toolcalls import strip_reasoning
 
@@ -140,7 +140,7 @@ class RunningEnv:
     def open(self, problem: Problem) -> EnvEpisode:
         env, prompt = self.env, list(as_messages(problem.input))
         tools: Sequence[Tool] = ()
-        error = problem.reason if isinstance(problem, BrokenProblem) else None
+        error = problem.error
         try:
             with user_code():
                 env = copy.copy(self.env)

@@ -77,7 +77,7 @@ class ChannelPolicy(Policy[RemoteSession]):
     async def sample(self, session: RemoteSession, params: SamplingParams) -> Turn:
         start, unsent = len(session.token_ids), session.unsent.tobytes()
         session.unsent = array("i")
-        call, reply = self.channel.call("sample", session.number, unsent, params)
+        call, reply = self.channel.call("sample", session.number, unsent, params, returns=tuple[Turn, int])
         turn: Turn
         try:
             turn, length = await reply

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -25,56 +24,26 @@ from palestra.engine.session import Job, Session
 from palestra.models.chat.grammars import grammar_compiler
 from palestra.policy.base import Policy, TokenLogprobs
 
-_BEGIN_S = 60.0  # for which a first step waits for attempts of other processes
-_QUICK_WORKERS_S = 0.25  # processes of a busy machine wait for each other
-_WINDOW = 8  # rounds of tool calls after which the median follows a change
+_QUICK_S = 0.05  # tools that take less are waited for
+_PATIENCE_S = 1.0
+_RESTORED_S = 0.001  # of the patience, by each quick call
+_BEGIN_S = 60.0  # for which a first step waits for turns of other processes, and how often it looks
+_POLL_S = 0.0005
 
 
 class ToolBarrier:
-    """Knows the sessions between two turns: their caller runs a tool, or is about to close them.
+    """Lets a step wait for sessions between two turns: their caller runs a tool, or is about to close them.
 
-    A step waits a moment for them while they usually come back at once. So a quick tool's answer joins the very next
-    step whatever the threads' timing: the same seed gives the same batches, hence the same numbers to the last bit.
-    Slow tools delay no step, unless it `waits_for_all`. With `enabled=False` no step ever waits.
+    So a quick tool's answer joins the very next step whatever the threads' timing: the same seed gives the same
+    batches, hence the same numbers to the last bit. Waits that take long use up a second of patience, and quick calls
+    restore it bit by bit: a busy moment changes nothing, and slow tools soon delay no step. `waits_for_all` never ends.
     """
 
-    def __init__(
-        self, enabled: bool = True, quick_s: float = 0.05, patience_s: float = 1.0, waits_for_all: bool = False
-    ) -> None:
-        self._enabled = enabled
-        self._quick_s = math.inf if waits_for_all else quick_s
-        self._patience_s = None if waits_for_all else patience_s
-        # Judged by the median: a busy machine makes a quick tool slow now and then, a slow tool is slow each time. One
-        # value for all that were away together: a pause of the garbage collector makes all of them slow at once.
-        self._recent_s: deque[float] = deque([0.0] * _WINDOW, maxlen=2 * _WINDOW - 1)
-        self._this_round_s: list[float] = []
+    def __init__(self, waits_for_all: bool = False) -> None:
+        self._patience_s = math.inf if waits_for_all else _PATIENCE_S
         self._left_at: dict[Session, float] = {}
         self._awaited: set[Session] = set()
         self._all_back = asyncio.Event()
-        self._expected = 0  # attempts that other processes are about to begin
-        self._all_begun = asyncio.Event()
-
-    def allow_for_workers(self) -> None:
-        """Quick tools are called in other processes, which take longer on a busy machine."""
-        self._quick_s = max(self._quick_s, _QUICK_WORKERS_S)
-
-    def expect(self, attempts: int) -> None:
-        """Announce attempts of other processes; the first step waits for them."""
-        self._expected += attempts
-
-    def begun(self, attempts: int = 1) -> None:
-        """Count announced attempts that have begun or failed to begin."""
-        self._expected = max(0, self._expected - attempts)
-        if not self._expected:
-            self._all_begun.set()
-
-    async def wait_for_expected(self) -> None:
-        """Wait until the attempts that were announced have begun, or the timeout ends."""
-        if self._enabled and self._expected:
-            self._all_begun = asyncio.Event()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_begun.wait(), _BEGIN_S)
-        self._expected = 0
 
     def turn_ended(self, session: Session) -> None:
         self._left_at[session] = time.perf_counter()
@@ -82,11 +51,9 @@ class ToolBarrier:
 
     def came_back(self, session: Session) -> None:
         """Its next turn begins, or it is closed."""
-        left_at = self._left_at.get(session)
-        if left_at is not None:
-            self._this_round_s.append(time.perf_counter() - left_at)
-        elif self._expected:
-            self.begun()
+        away_s = time.perf_counter() - self._left_at.get(session, -math.inf)
+        if away_s < _QUICK_S and self._patience_s < _PATIENCE_S:
+            self._patience_s += _RESTORED_S
         self.forget(session)
 
     def forget(self, session: Session) -> None:
@@ -97,17 +64,16 @@ class ToolBarrier:
             self._all_back.set()
 
     async def wait(self) -> None:
-        """Wait until all sessions are back or the timeout ends; do not wait again for those still missing."""
-        if self._enabled and self._awaited and median(self._recent_s) < self._quick_s:
+        """Wait until all sessions are back or the patience ends; do not wait again for those still missing."""
+        if self._awaited and self._patience_s >= _QUICK_S:
             self._all_back = asyncio.Event()  # belongs to the loop that waits
-            try:
+            began = time.perf_counter()
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_back.wait(), self._patience_s)
-            except TimeoutError:  # enough of them that no step waits until as many calls have been quick again
-                self._recent_s.extend([self._patience_s or 0.0] * _WINDOW)
+            waited_s = time.perf_counter() - began
+            if waited_s > _QUICK_S:
+                self._patience_s = max(0.0, self._patience_s - waited_s)
         self._awaited.clear()
-        if self._this_round_s:
-            self._recent_s.append(median(self._this_round_s))
-            self._this_round_s.clear()
 
 
 # Rounds of the event loop between two steps. A new request needs a few of them until its first turn is submitted, and a
@@ -123,7 +89,7 @@ class LocalPolicy(Policy[Session]):
     """The engine behind the Policy seam. Concurrent `sample` calls share its steps.
 
     The engine runs on the event loop's own thread, one step at a time, and yields in between: tools and other
-    coroutines go on while a batch is sampled, and no lock is needed. For `tool_barrier` see `ToolBarrier`.
+    coroutines go on while a batch is sampled, and no lock is needed. `ToolBarrier` decides when steps wait for tools.
 
     On a GPU the next step begins before the turns that ended with the last one are delivered: their callers read them
     and run their tools while it computes, and join the step after it.
@@ -139,7 +105,6 @@ class LocalPolicy(Policy[Session]):
         model: nn.Module,
         tokenizer: Any = None,
         *,
-        tool_barrier: bool = True,
         waits_for_all_tools: bool = False,
         **engine_options: Any,
     ) -> None:
@@ -158,9 +123,10 @@ class LocalPolicy(Policy[Session]):
         self._waiters: dict[Job, asyncio.Future[Turn]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._calls = 0  # of `sample`
+        self._expected = 0  # turns that other processes are about to begin
         self._step: Step | None = None  # in progress on the device
         self._ended: deque[Job] = deque()  # turns that have not been handed to their callers yet
-        self.tool_barrier = ToolBarrier(tool_barrier, waits_for_all=waits_for_all_tools)
+        self.tool_barrier = ToolBarrier(waits_for_all_tools)
 
     @property
     def version(self) -> int:
@@ -190,6 +156,10 @@ class LocalPolicy(Policy[Session]):
     def skip_tool_barrier(self, session: Session) -> None:
         self.tool_barrier.forget(session)
 
+    def expect(self, turns: int) -> None:
+        """Announce turns of other processes, for which the first step waits; a negative number takes some back."""
+        self._expected = max(0, self._expected + turns)
+
     def update(self, weights: Weights) -> None:
         """Copy the tensors, unless the engine runs the module that holds them; cached KV is stale in both cases."""
         self._collect()
@@ -209,6 +179,7 @@ class LocalPolicy(Policy[Session]):
     def begin(self, session: Session, params: SamplingParams) -> asyncio.Future[Turn]:
         self.tool_barrier.came_back(session)
         self._calls += 1
+        self._expected = max(0, self._expected - 1)
         job = self.engine.submit(session, params)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Turn] = loop.create_future()
@@ -232,7 +203,10 @@ class LocalPolicy(Policy[Session]):
         """Step while callers wait. A failed step fails every turn in progress, not the loop."""
         self._collect()  # a driver before this one may have been cancelled
         await self._drain_submissions(_ROUNDS)  # callers that start together are batched from the first step
-        await self.tool_barrier.wait_for_expected()
+        until = time.perf_counter() + _BEGIN_S
+        while self._expected and time.perf_counter() < until:
+            await asyncio.sleep(_POLL_S)
+        self._expected = 0
         while self._waiters:
             try:
                 self._step = self.engine.launch()

@@ -14,18 +14,11 @@ from palestra.core.errors import PalestraError, RolloutError, UserCodeError
 from palestra.core.messages import to_dict
 from palestra.core.types import Group, Problem, Rollout, StopReason, Turn
 from palestra.envs.base import Environment, Episode
+from palestra.envs.opening import NotOpened, Opener, close_episodes
 from palestra.models.chat.template import ChatFormat
 from palestra.policy.base import Policy
 from palestra.rollout.agent_loop import wrap_user_error
-from palestra.rollout.collect import (
-    NotOpened,
-    OnRollout,
-    Opener,
-    close_episodes,
-    failed_group,
-    scored_together,
-    with_call_metrics,
-)
+from palestra.rollout.collect import OnRollout, failed_group, scored_together, with_call_metrics
 from palestra.rollout.local_models import LocalModels
 from palestra.rollout.rewards import RewardFunctions
 

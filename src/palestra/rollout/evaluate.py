@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from palestra.core.errors import NotFoundError, SettingError, StateError, UnreadableFileError
 from palestra.core.files import append_jsonl, read_jsonl, write_jsonl
-from palestra.core.group_codec import group_to_dict, rollout_from_dict, rollout_to_dict
-from palestra.core.messages import to_dict
+from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Problem, Rollout, without_routing
 from palestra.evals.report import EvalReport
 from palestra.rollout.collect import OnRollout, require_one_good
@@ -120,26 +119,3 @@ async def evaluate(
         require_one_good(groups)
     rollouts = [rollout for problem in problems for rollout in done[problem.id]]
     return EvalReport.of(rollouts, seconds=time.perf_counter() - began)
-
-
-async def process(
-    collector: GroupCollector,
-    problems: Sequence[Problem],
-    *,
-    group_size: int,
-    seed: int,
-    at_once: int,
-    on_rollout: OnRollout = lambda r: None,
-) -> AsyncIterator[dict[str, Any]]:
-    """The columns of one group after the other, with its problem; `at_once` problems are attempted together.
-
-    Tokens, masks and logprobs are empty for a chat endpoint.
-    """
-    for start in range(0, len(problems), at_once):
-        some = problems[start : start + at_once]
-        keys = [f"process/{seed}/{problem.id}" for problem in some]
-        groups = await collector.collect(some, group_size, keys, on_rollout)
-        require_one_good(groups)
-        for problem, group in zip(some, groups, strict=True):
-            text = problem.input if isinstance(problem.input, str) else [to_dict(m) for m in problem.input]
-            yield {"input": text, "expect": problem.expect} | group_to_dict(group)

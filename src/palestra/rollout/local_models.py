@@ -43,7 +43,6 @@ class LocalModels:
             stops = chat.stop_token_ids
             sampling = SamplingParams(max_new_tokens, temperature, stop_token_ids=stops, seed=seed)
             turn = await policy.sample(session, sampling)
-            policy.skip_tool_barrier(session)
         finally:
             policy.close(session)
         text = chat.read_text(turn.token_ids.tolist(), prompt.token_ids.tolist())

@@ -8,6 +8,7 @@ channel. Workers are forks of this process: what an environment loaded is there,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -27,6 +28,7 @@ from typing import Any
 from palestra.core.calls import hung_calls, note_hung_calls
 from palestra.core.channel import Channel, Handlers, LogToChannel
 from palestra.core.children import end_group, ends_with_parent
+from palestra.core.codec import CodecError, exact_problem
 from palestra.core.errors import ResourceError, SettingError
 from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.types import Group, Problem
@@ -74,7 +76,6 @@ class RolloutWorkers:
         for place in range(count):
             self._workers.append(self._start(partial(_serve, make, place, count, seed)))
         self._end = weakref.finalize(self, _end_all, list(self._workers))
-        policy.tool_barrier.allow_for_workers()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -97,7 +98,7 @@ class RolloutWorkers:
             found[i] = group
             for rollout in group.rollouts:
                 on_rollout(rollout)
-            self._policy.tool_barrier.begun(group_size)  # also where its episodes did not open
+            self._policy.expect(-group_size)  # also where its episodes did not open
 
         (known, size), self._prepared = self._prepared, ((), 0)
         is_prepared = size == group_size and len(known) == len(problems)
@@ -106,17 +107,19 @@ class RolloutWorkers:
         calls: list[Call] = []
         try:
             for worker, numbers in self._shares(problems, seed_keys):
-                own = None if is_prepared else [problems[i] for i in numbers]
+                own = None if is_prepared else [exact_problem(problems[i]) for i in numbers]
                 keys = [seed_keys[i] for i in numbers]
-                self._policy.tool_barrier.expect(min(len(numbers), at_once) * group_size)
+                self._policy.expect(min(len(numbers), at_once) * group_size)
                 call, future = self._channel(worker).call("collect", job, training, group_size, numbers, own, keys)
                 worker.on_group[call] = on_group
                 calls.append((worker, call, future))
             done, _ = await asyncio.wait([future for *_, future in calls], return_when=asyncio.FIRST_EXCEPTION)
             for future in done:
                 future.result()
+        except CodecError as error:
+            raise CodecError(f"{error}; set rollout.workers to 0") from None
         finally:
-            self._policy.tool_barrier.begun(len(problems) * group_size)  # those that did not begin will not
+            self._policy.expect(-len(problems) * group_size)  # those that did not begin will not
             await _cancel(calls)
         return [found[i] for i in range(len(problems))]
 
@@ -124,9 +127,11 @@ class RolloutWorkers:
         """Let the workers open the episodes and render the prompts of these groups now."""
         if len(problems) < len(self._workers):  # their keys, which are not known yet, decide who collects them
             return
-        job, self._prepared = self._new_job(), (list(problems), group_size)
-        for worker, numbers in self._shares(problems, ()):
-            self._channel(worker).send("prepare", job, group_size, [problems[i] for i in numbers])
+        job = self._new_job()
+        with contextlib.suppress(CodecError):  # `collect` says what cannot be sent
+            for worker, numbers in self._shares(problems, ()):
+                self._channel(worker).send("prepare", job, group_size, [exact_problem(problems[i]) for i in numbers])
+            self._prepared = (list(problems), group_size)
 
     def abandon(self) -> None:
         self._prepared = (), 0
@@ -266,8 +271,12 @@ class _Serving:
         self._prepared = problems
         self._preparing = asyncio.create_task(self._collectors[True].prepare(problems, group_size))
 
-    def _collect(self, call: int, *job: Any) -> None:
-        self._tasks[call] = asyncio.create_task(self._collected(call, *job))
+    def _collect(
+        self, call: int, job: tuple[int, int], training: bool, group_size: int, numbers: list[int],
+        problems: list[Problem] | None, keys: list[str],
+    ) -> None:  # fmt: skip
+        collected = self._collected(call, job, training, group_size, numbers, problems, keys)
+        self._tasks[call] = asyncio.create_task(collected)
 
     def _cancel(self, call: int) -> None:
         if (task := self._tasks.get(call)) is not None:

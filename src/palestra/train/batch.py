@@ -7,17 +7,17 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from palestra.algo.advantage import advantages as normalise
 from palestra.algo.advantage import combine_measures
-from palestra.algo.batch import Batch
+from palestra.algo.batch import Batch, not_sampled
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import InputError, UserCodeError
-from palestra.core.types import CUT_OFF, Array, Group, Lineage, Rollout, Score, Turn, oldest_version
+from palestra.core.types import CUT_OFF, Array, Group, Rollout, Score, Turn, oldest_version
 from palestra.evals.judge_stats import is_total
 from palestra.evals.rollout_stats import called_successfully, is_judged, rollout_stats
 
@@ -66,107 +66,93 @@ def group_advantages(groups: Sequence[Group], train: TrainSection, weights: Mapp
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """One conversation of a step's rollouts: a row of the batch if it is trained."""
-
-    group: int
-    rollout: Rollout
-    turns: Rollout | Lineage
-    advantage: float
-
-
-def conversations_of(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Conversation]:
-    """All conversations of a step, also of rollouts that failed."""
-    conversations: list[Conversation] = []
-    for g, (group, row) in enumerate(zip(groups, advantages, strict=True)):
-        for rollout, advantage in zip(group.rollouts, row, strict=True):
-            for turns in rollout.conversations:
-                conversations.append(Conversation(g, rollout, turns, advantage))
-    return conversations
-
-
-def as_rows(conversations: Sequence[Conversation]) -> Batch:
-    """A row for each conversation, with masks of all tokens of the model and of all tool results.
-
-    Most turns are so short that a call of numpy for each would take longer than its work: all are concatenated at once.
-    """
-    makers: list[str] = []
-    sizes: list[int] = []  # of the turns
-    offsets, prompt_lengths = [0], []
-    token_ids, versions = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
-    logprobs, advantages = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
-    for conversation in conversations:
-        turns, own = conversation.turns.turns, conversation.turns.advantages
-        length = 0
-        for turn in turns:
-            makers.append(turn.maker)
-            sizes.append(len(turn.token_ids))
-            token_ids.append(turn.token_ids)
-            logprobs.append(turn.logprobs)  # empty where the model did not sample, as are versions
-            versions.append(turn.versions)
-            length += len(turn.token_ids)
-        offsets.append(offsets[-1] + length)
-        prompt_lengths.append(len(turns[0].token_ids) if turns else 0)
-        advantages.append(np.full(length, conversation.advantage, np.float32) if own is None else own)
-    maker = np.array(makers, np.str_)
-    by_model = np.repeat(maker == "model", sizes)
-    batch = Batch(
-        token_ids=np.concatenate(token_ids),
-        policy_mask=by_model,
-        echo_mask=np.repeat(maker == "environment", sizes),
-        logprobs=np.zeros(len(by_model), np.float32),
-        advantages=np.concatenate(advantages, dtype=np.float32),
-        versions=np.zeros(len(by_model), np.int32),
-        offsets=np.array(offsets),
-        groups=np.array([c.group for c in conversations], int),
-        prompt_lengths=np.array(prompt_lengths, int),
-        conversations=np.arange(len(conversations)),
-    )
-    batch.logprobs[by_model] = np.concatenate(logprobs)
-    batch.versions[by_model] = np.concatenate(versions)
-    return batch
-
-
 def to_batch(
     groups: Sequence[Group],
     advantages: Sequence[Sequence[float]],
     *,
-    mask_truncated: bool,
+    mask_truncated: bool = False,
     trained: Sequence[bool] | None = None,
     echo: bool = False,
     with_routing: bool = False,
+    everything: bool = False,
 ) -> Batch:
     """A row for each conversation of the rollouts that did not fail, of all groups or the `trained` ones.
 
     With `echo`, tool results of the other groups are rows, too: no reward is needed to learn to predict them.
     A truncated rollout stays as a row without trained tokens, so that it still counts where a loss averages over rows.
     Advantages of a rollout's tokens take precedence. `with_routing` adds the experts that the sampler recorded.
+    `everything`: all conversations are rows, also those of rollouts that failed, and nothing is masked.
     """
-    rows: list[Conversation] = []
-    numbers, unmasked, in_policy = [], [], []
-    for number, conversation in enumerate(conversations_of(groups, advantages)):
-        turns = conversation.turns
-        # in another conversation there may be no sampled turn: rejected choices, side calls
-        is_sampled = turns is conversation.rollout or any(turn.maker == "model" for turn in turns.turns)
-        if conversation.rollout.error is not None or not is_sampled:
-            continue
-        is_masked = mask_truncated and turns.stop in CUT_OFF
-        is_trained = trained is None or trained[conversation.group]
-        has_results = any(turn.maker == "environment" and len(turn.token_ids) for turn in turns.turns)
-        if is_trained or (echo and has_results and not is_masked):
-            rows.append(conversation)
-            numbers.append(number)
-            unmasked.append(not is_masked)
-            in_policy.append(is_trained)
-    batch = as_rows(rows)
+    rows: list[tuple[Turn, ...]] = []
+    values: list[tuple[float, Array | None]] = []  # the advantage of each row, and those of its tokens
+    numbers: list[int] = []
+    row_groups: list[int] = []
+    unmasked: list[bool] = []
+    in_policy: list[bool] = []
+    number = -1
+    for g, (group, row) in enumerate(zip(groups, advantages, strict=True)):
+        is_trained = trained is None or trained[g]
+        for rollout, advantage in zip(group.rollouts, row, strict=True):
+            for conversation in rollout.conversations:
+                number += 1
+                turns = conversation.turns
+                is_masked = False
+                if not everything:
+                    # in another conversation there may be no sampled turn: rejected choices, side calls
+                    is_sampled = conversation is rollout or any(turn.maker == "model" for turn in turns)
+                    if rollout.error is not None or not is_sampled:
+                        continue
+                    is_masked = mask_truncated and conversation.stop in CUT_OFF
+                    if not is_trained and (is_masked or not (echo and _has_results(turns))):
+                        continue
+                rows.append(turns)
+                values.append((advantage, conversation.advantages))
+                numbers.append(number)
+                row_groups.append(g)
+                unmasked.append(not is_masked)
+                in_policy.append(is_trained)
+    batch = _concatenated(rows, values)
     is_unmasked = np.repeat(np.array(unmasked, np.bool_), batch.lengths)
     batch.policy_mask &= is_unmasked & np.repeat(np.array(in_policy, np.bool_), batch.lengths)
     batch.echo_mask &= is_unmasked
-    batch.conversations = np.array(numbers, int)
-    if with_routing:
-        batch.routing = routing_column([c.turns.turns for c in rows])
+    batch.groups, batch.conversations = np.array(row_groups, int), np.array(numbers, int)
+    if with_routing and (routing := routing_column(rows)) is not None:
+        batch.sampled["routing"] = routing
     return batch
+
+
+def _has_results(turns: Sequence[Turn]) -> bool:
+    return any(turn.maker == "environment" and len(turn.token_ids) for turn in turns)
+
+
+def _concatenated(rows: Sequence[tuple[Turn, ...]], advantages: Sequence[tuple[float, Array | None]]) -> Batch:
+    """The rows end to end, with masks of all tokens of the model and of all tool results.
+
+    Most turns are so short that a call of numpy for each would take longer than its work: all are concatenated at once.
+    """
+    turns = [turn for row in rows for turn in row]
+    ids = [turn.token_ids for turn in turns]
+    sizes = np.array(list(map(len, ids)), int)
+    maker = np.array([turn.maker for turn in turns], np.str_)
+    by_model = np.repeat(maker == "model", sizes)
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = ends[np.cumsum([0, *map(len, rows)])]
+    sampled = not_sampled(len(by_model))
+    for name, column in sampled.items():
+        column[by_model] = np.concatenate([column[:0], *map(attrgetter(name), turns)])
+    pairs = zip(np.diff(offsets).tolist(), advantages, strict=True)
+    of_rows = [np.full(length, value, np.float32) if own is None else own for length, (value, own) in pairs]
+    return Batch(
+        token_ids=np.concatenate([np.zeros(0, np.int32), *ids]),
+        policy_mask=by_model,
+        echo_mask=np.repeat(maker == "environment", sizes),
+        advantages=np.concatenate([np.zeros(0, np.float32), *of_rows], dtype=np.float32),
+        sampled=sampled,
+        offsets=offsets,
+        groups=np.zeros(len(rows), int),
+        prompt_lengths=np.array([len(row[0].token_ids) if row else 0 for row in rows], int),
+        conversations=np.arange(len(rows)),
+    )
 
 
 def routing_column(rows: Sequence[Sequence[Turn]]) -> Array | None:

@@ -16,7 +16,7 @@ from palestra.core.errors import SettingError, UserCodeError, text_of
 from palestra.core.files import import_function
 from palestra.core.types import Array, Group, Lineage, Rollout
 from palestra.rollout.rewards import role_score
-from palestra.train.batch import conversations_of, group_advantages, to_batch
+from palestra.train.batch import group_advantages, to_batch
 
 # a step's batch -> [R] or [T] advantages; `batch.advantages` are those of the settings
 AdvantageFunction = Callable[[Batch], Any]
@@ -202,22 +202,22 @@ def _by_function(
 ) -> list[Group]:
     """Call the function on the batch of all groups, and give each rollout its part of the result."""
     batch = to_batch(groups, advantages, mask_truncated=train.mask_truncated)
-    conversations = conversations_of(groups, advantages)
-    own = [conversations[number] for number in batch.conversations.tolist()]
+    step = [(rollout, own) for group in groups for rollout in group.rollouts for own in rollout.conversations]
+    rows = [step[number] for number in batch.conversations.tolist()]
     # [T] the number of each token's turn in its rollout, and the reward of that turn
     numbers: list[Array] = [np.zeros(0, np.int32)]
     rewards: list[Array] = [np.zeros(0, np.float32)]
-    for conversation in own:
-        places = {id(turn): k for k, turn in enumerate(conversation.rollout.model_turns)}
-        earned = turn_rewards(conversation.rollout, weights)
-        for turn in conversation.turns.turns:
+    for rollout, conversation in rows:
+        places = {id(turn): k for k, turn in enumerate(rollout.model_turns)}
+        earned = turn_rewards(rollout, weights)
+        for turn in conversation.turns:
             k = places.get(id(turn), -1)
             numbers.append(np.full(len(turn.token_ids), k, np.int32))
             rewards.append(np.full(len(turn.token_ids), earned[k] if k >= 0 else 0.0, np.float32))
-    batch.rewards = np.array([c.rollout.reward for c in own], np.float64)
+    batch.rewards = np.array([rollout.reward for rollout, _ in rows], np.float64)
     batch.turns, batch.turn_rewards = np.concatenate(numbers), np.concatenate(rewards)
     column = custom_advantages(function, batch)
-    parts = {id(c.turns): part for c, part in zip(own, batch.split(column), strict=True)}
+    parts = {id(own): part for (_, own), part in zip(rows, batch.split(column), strict=True)}
 
     def changed(g: int, i: int, rollout: Rollout) -> Rollout:
         if not any(id(conversation) in parts for conversation in rollout.conversations):

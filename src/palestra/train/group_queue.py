@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from palestra.core.group_codec import group_from_record, group_to_record
+from palestra.core.codec import decode, encode
+from palestra.core.group_codec import group_from_record
 from palestra.core.journal import Journal
 from palestra.core.types import Group
 from palestra.train.group_source import GroupSource
@@ -103,7 +104,7 @@ class GroupQueue(GroupSource):
         if self._journal is not None:
 
             def add(db: sqlite3.Connection) -> None:
-                row = (number, json.dumps(dict(after)), json.dumps([group_to_record(group) for group in groups]))
+                row = (number, json.dumps(dict(after)), encode(groups))
                 db.execute("INSERT OR REPLACE INTO draws VALUES (?, ?, ?)", row)
 
             await self._journal.do(add)
@@ -145,7 +146,7 @@ class GroupQueue(GroupSource):
 
         def draws(db: sqlite3.Connection) -> dict[int, tuple[dict[str, Any], list[Group]]]:
             rows = db.execute("SELECT * FROM draws")
-            return {n: (json.loads(after), list(map(group_from_record, json.loads(text)))) for n, after, text in rows}
+            return {number: (json.loads(after), _groups(stored)) for number, after, stored in rows}
 
         self._journal.do_now(partial(_commit, self._number))
         self._finished = self._journal.read(draws)
@@ -155,6 +156,14 @@ class GroupQueue(GroupSource):
             if not draw.groups.cancel() and not draw.groups.cancelled():
                 draw.groups.exception()  # marks it as read
         self._line = []
+
+
+def _groups(stored: bytes | str) -> list[Group]:
+    """Groups of the journal; earlier versions wrote them as JSON."""
+    if isinstance(stored, str):
+        return list(map(group_from_record, json.loads(stored)))
+    groups: list[Group] = decode(stored, list[Group])
+    return groups
 
 
 def _commit(number: int, db: sqlite3.Connection) -> None:

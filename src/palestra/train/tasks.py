@@ -18,6 +18,7 @@ from palestra.core.machine import processors
 from palestra.core.ranks import ONE_PROCESS, Ranks
 from palestra.core.run_folder import RunKind
 from palestra.envs.base import Environment
+from palestra.envs.opening import OpenTimeout, tools_of
 from palestra.evals.case_rates import CaseRates
 from palestra.learner.base import Learner
 from palestra.models.chat.grammars import grammar_compiler
@@ -26,7 +27,7 @@ from palestra.models.chat.written import check_tool_calls, tool_call_problem
 from palestra.policy.base import Policy
 from palestra.policy.local import LocalPolicy
 from palestra.rollout.agent_loop import token_speakers
-from palestra.rollout.collect import Collector, OpenTimeout, tools_of
+from palestra.rollout.collect import Collector
 from palestra.rollout.custom import FunctionCollector, RolloutFunction
 from palestra.rollout.evaluate import GroupCollector
 from palestra.rollout.local_models import LocalModels

@@ -21,7 +21,7 @@ from palestra.core.config_sections import FULL_LEARNING_RATE, TrainSection
 from palestra.core.errors import InputError, SettingError, UserCodeError
 from palestra.core.types import Array, Group
 from palestra.learner.base import Learner, Outputs, noop
-from palestra.train.batch import as_rows, conversations_of
+from palestra.train.batch import to_batch
 
 # These reductions divide by the tokens of the whole batch of rollouts, however many steps it is split into.
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
@@ -197,7 +197,7 @@ class TokenRecord:
 
     def table(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Array:
         """[T] `TOKEN_COLUMNS` of all tokens of the step, trained or not."""
-        step = as_rows(conversations_of(groups, advantages))
+        step = to_batch(groups, advantages, everything=True)
         table = np.zeros(len(step.token_ids), TOKEN_COLUMNS)
         table["logprob"] = np.where(step.policy_mask, step.logprobs, np.nan)
         table["advantage"] = np.where(step.policy_mask, step.advantages, np.nan)

@@ -172,11 +172,11 @@ def one_step(family: str, ranks: TorchRanks, settings: dict[str, Any], routed: b
     if routed:
         shape = (len(batch.token_ids), len(ExpertRouting(model).modules), 1)
         order = np.random.default_rng(0).permuted(np.tile(np.arange(4, dtype=np.uint8), shape), axis=-1)
-        batch.routing = order[..., :2].copy()
-        batch.routing[::7] = 255  # unknown
+        batch.sampled["routing"] = order[..., :2].copy()
+        batch.sampled["routing"][::7] = 255  # unknown
         prompts = {}
         for group, start, length in zip(batch.groups, batch.offsets, batch.prompt_lengths, strict=False):
-            prompt = batch.routing[start : start + length]
+            prompt = batch.sampled["routing"][start : start + length]
             prompt[:] = prompts.setdefault(group, prompt.copy())  # siblings share theirs
     loss = loss_of(samples)
     found: dict[str, Any] = {"rows": batch.part(*share_of_rows(batch, ranks)).rows}

@@ -299,6 +299,7 @@ def keys_read(paths: Iterator[Path]) -> set[str]:
     return found
 
 
+@pytest.mark.extras
 def test_every_setting_of_a_run_is_read_by_some_code() -> None:
     # train.update.objective_of copies the fields of Objective by their names; the next test follows them.
     # train.limits.attempt_limits does the same for the limits of attempts, which rollout/agent_loop.py reads.

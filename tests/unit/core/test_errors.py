@@ -24,6 +24,7 @@ def is_plain_error(node):
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "PalestraError"
 
 
+@pytest.mark.extras
 def test_the_page_lists_every_message():
     assert error_messages.PAGE.read_text() == error_messages.page(), "python scripts/error_messages.py writes it"
 

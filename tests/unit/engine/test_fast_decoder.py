@@ -12,11 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from palestra.core.config import RunConfig
 from palestra.core.types import SamplingParams
-from palestra.engine.cuda.fast_decoder import fuse
 from palestra.engine.engine import Engine
 from palestra.learner.local import LocalLearner
 from palestra.models.export.hf import save_hf
 from palestra.models.loading import load_model
+
+pytest.importorskip("triton")
+from palestra.engine.cuda.fast_decoder import fuse
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 PROMPT = [5, 17, 99, 23, 64, 3, 42]

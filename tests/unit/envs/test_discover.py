@@ -71,7 +71,10 @@ def test_a_subclass_is_found_with_its_name_config_and_first_line(write):
         "from . import _common\nclass A(_common.Base[int]): ...",
         "from _common import *\nclass A(Base): ...",
         "from _again import Base\nclass A(Base): ...",
-        "from palestra.extras.environments.calculator import Calculator\nclass A(Calculator): ...",
+        pytest.param(
+            "from palestra.extras.environments.calculator import Calculator\nclass A(Calculator): ...",
+            marks=pytest.mark.extras,
+        ),
     ],
 )
 def test_bases_are_followed_through_imports_and_files(write, text):

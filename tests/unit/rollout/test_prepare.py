@@ -10,8 +10,8 @@ from scripted import ANSWER, CALL, ScriptedEnvironment, ScriptedPolicy
 from palestra.core.errors import PalestraError
 from palestra.core.extras import provided
 from palestra.core.types import Problem, SamplingParams
+from palestra.envs import opening
 from palestra.models.chat.template import ChatFormat
-from palestra.rollout import collect
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers
 from palestra.rollout.collect import Collector
 from palestra.train.group_source import ProblemSource
@@ -48,8 +48,8 @@ class Prepared:
 
 @pytest.fixture
 def world(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    monkeypatch.setattr(collect, "QUICK_S", 5.0)
-    monkeypatch.setattr(collect, "SLOW_S", 5.0)
+    monkeypatch.setattr(opening, "QUICK_S", 5.0)
+    monkeypatch.setattr(opening, "SLOW_S", 5.0)
     return Prepared(tiny_tokenizer)
 
 

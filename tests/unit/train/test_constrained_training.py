@@ -9,8 +9,7 @@ import pytest
 from palestra import demo, train_grpo
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
-from palestra.env_api import _collector
-from palestra.envs.load import load_env
+from palestra.env_api import collectors
 from palestra.policy.openai import OpenAISettings
 from palestra.train import StepTrainer
 
@@ -50,4 +49,4 @@ def test_where_others_sample_the_setting_is_refused(tmp_path: Path, tiny: Any) -
     with pytest.raises(SettingError, match="constrain_tool_calls = True has no effect here: StepTrainer"):
         StepTrainer(tiny.model, tiny.tokenizer, lambda *_: 0.0, config)
     with pytest.raises(SettingError, match="constrain_tool_calls = True has no effect here: the endpoint"):
-        _collector(load_env("calculator", {}), config, OpenAISettings.read({"model_name": "m"}), training=True)
+        collectors(config, OpenAISettings.read({"model_name": "m"}), training=True)

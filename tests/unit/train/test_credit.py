@@ -1,15 +1,14 @@
 """Advantages of turns and of a user's function: from scores to the batch."""
 
 import asyncio
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from palestra.core.codec import decode, encode
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError, UserCodeError
-from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.core.types import Group, Lineage, Problem, Rollout, Score, Turn
 from palestra.rollout.rewards import RewardFunctions
 from palestra.train.batch import has_signal, to_batch, trainable_batch
@@ -80,7 +79,7 @@ def test_a_measure_with_too_few_turns_is_no_verdict():
 
 def test_turn_values_and_states_survive_the_record():
     group = Group("p", (rollout((0.25, 0.5), states=("a", "b")),))
-    again = group_from_record(json.loads(json.dumps(group_to_record(group)))).rollouts[0]
+    again = decode(encode(group), Group).rollouts[0]
     assert again.scores["steps"].turns == (0.25, 0.5)
     assert again.states == ("a", "b")
 

@@ -1,6 +1,7 @@
 """Groups that are sampled ahead of their step: none too old, none lost, none twice, also after a kill."""
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, SettingError, TrainingError
 from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.types import Group, Message, Rollout, Score, ToolCall, ToolResult, Turn
+from palestra.train import group_queue
 from palestra.train.checkpoint import read_checkpoint
 from palestra.train.group_queue import GroupQueue
 from palestra.train.group_source import ProblemSource
@@ -249,3 +251,10 @@ def test_importance_correction_is_on_by_default_where_groups_may_be_stale(layer,
 def test_sleeping_while_others_sample_is_refused() -> None:
     with pytest.raises(SettingError, match=r"model\.sleep_mode takes the sampler's memory.*choose one"):
         RunConfig.build({"model.sleep_mode": True, "rollout.max_staleness": 1})
+
+
+def test_groups_in_a_journal_of_an_earlier_version_are_read() -> None:
+    rollout = Rollout("p", (Turn("template", (1,)), Turn("model", (7, 8), (-0.5, -0.25), 3, "stop")), (), "answered")
+    record = {"problem_id": "p", "metrics": {"x": 1.0}, "rollouts": [rollout_to_dict(rollout, exact=True)]}
+    [group] = group_queue._groups(json.dumps([record]))
+    assert (group.problem_id, group.metrics, group.rollouts[0].turns) == ("p", {"x": 1.0}, rollout.turns)

@@ -59,13 +59,18 @@ RUNS: dict[str, tuple[RunKind, dict[str, Any], Callable[[RunConfig], Any]]] = {
 }
 
 
+def run_of(name: str, *more: str) -> Any:
+    marks = [pytest.mark.extras] if name in ("wire", "tinker", "vllm") else []
+    return pytest.param(name, *more, marks=marks)
+
+
 @pytest.fixture(autouse=True)
 def no_wait_for_a_vllm_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none; only the checks before it is asked are of interest."""
     monkeypatch.setattr("palestra.extras.vllm.server._START_S", 0.0)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*map(run_of, RUNS)])
 @pytest.mark.parametrize("setting", VALUES)
 def test_no_setting_is_recommended_that_the_run_refuses(run: str, setting: str) -> None:
     kind, base, check = RUNS[run]
@@ -78,14 +83,14 @@ def test_no_setting_is_recommended_that_the_run_refuses(run: str, setting: str) 
 @pytest.mark.parametrize(
     ("run", "setting"),
     [
-        ("prompts", "rollout.max_staleness"),
-        ("program", "rollout.max_tool_rounds"),
-        ("wire", "rollout.constrain_tool_calls"),
-        ("function", "rollout.constrain_tool_calls"),
-        ("tinker", "train.entropy_coefficient"),
-        ("tinker", "rollout.temperature"),
-        ("vllm", "model.kv_memory_gib"),
-        ("ranks", "rollout.max_staleness"),
+        run_of("prompts", "rollout.max_staleness"),
+        run_of("program", "rollout.max_tool_rounds"),
+        run_of("wire", "rollout.constrain_tool_calls"),
+        run_of("function", "rollout.constrain_tool_calls"),
+        run_of("tinker", "train.entropy_coefficient"),
+        run_of("tinker", "rollout.temperature"),
+        run_of("vllm", "model.kv_memory_gib"),
+        run_of("ranks", "rollout.max_staleness"),
     ],
 )
 def test_the_checks_of_this_file_do_refuse(run: str, setting: str) -> None:

@@ -192,7 +192,9 @@ def trained(folder: Path, **settings: Any) -> Any:
     return train_grpo(demo.agent, demo.suite, config=config, held_out=demo.held_out, folder=folder, progress=False)
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora__r": 4}])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"lora__r": 4}, marks=pytest.mark.slow("make test-slow takes both"))]
+)
 def test_a_run_with_a_learning_rate_a_hundred_times_too_high_returns_a_model_that_is_not_worse(settings, tmp_path):
     result = trained(tmp_path, train__learning_rate=0.1, **settings)
     assert result.before.pass_rate.rate > 0.2

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from palestra.core.config import RunConfig
 from palestra.core.errors import InputError, ServiceError
-from palestra.core.group_codec import group_from_dict, group_to_dict
 from palestra.core.http import HttpError, Request, Retries, ask_async
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Maker, StopReason
+from palestra.extras.atropos.columns import group_from_dict, group_to_dict
 
 MAX_BATCH_SIZE = 65_536
 MAX_VALUE = 1e18  # of scores, advantages and logprobs: their squares still fit float32

@@ -20,8 +20,9 @@ from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError, ServiceError, SettingError, UnsupportedError
 from palestra.core.http import Request, Retries, ask
 from palestra.core.messages import with_text
-from palestra.core.types import Array, Group, Message, Problem, Rollout
+from palestra.core.types import Array, Group, Lineage, Message, Problem, Rollout
 from palestra.envs.base import Environment
+from palestra.envs.opening import tools_of
 from palestra.evals.rollout_stats import leaks_hint
 from palestra.extras.distill.loss import TEACHER, WEIGHT, DistillLoss
 from palestra.learner.base import Learner
@@ -29,9 +30,8 @@ from palestra.learner.forward import FrozenModel
 from palestra.learner.local import LocalLearner
 from palestra.models.chat.template import ChatFormat
 from palestra.models.loading import LoadedModel, load_model
-from palestra.rollout.collect import tools_of
 from palestra.rollout.hints import choose_hint, opening_of, pass_rate
-from palestra.train.batch import Conversation, conversations_of, to_batch
+from palestra.train.batch import to_batch
 
 DistillPart = tuple[Batch, DistillLoss]  # of one optimizer step
 
@@ -82,26 +82,25 @@ def choose_rows(
     teacher: Teacher, groups: Sequence[Group], advantages: Sequence[Sequence[float]], config: RunConfig
 ) -> DistillRows:
     """The rollouts of a step with the teacher's prompts. Groups whose rewards are all equal are among them."""
-    conversations = conversations_of(groups, advantages)
+    step = [(group, rollout, own) for group in groups for rollout in group.rollouts for own in rollout.conversations]
     batch = to_batch(groups, advantages, mask_truncated=config.train.mask_truncated)
     trained = batch.count(batch.predicted(batch.policy_mask))
     chosen: list[tuple[int, Array, float, bool]] = []
     too_long = 0
     completions = batch.lengths - batch.prompt_lengths
     for row, number in enumerate(batch.conversations.tolist()):
-        conversation = conversations[number]
-        group = groups[conversation.group]
+        group, rollout, conversation = step[number]
         weight = teacher.weight(group)
-        prompt = teacher.prompt(group, conversation) if weight > 0 and trained[row] else None
+        prompt = teacher.prompt(group, rollout, conversation) if weight > 0 and trained[row] else None
         if prompt is None:
             continue
         if teacher.context_tokens is not None and len(prompt) + int(completions[row]) > teacher.context_tokens:
             too_long += 1
         else:
-            chosen.append((row, prompt, weight, conversation.rollout.passed))
-    samples = list(batch.samples())
+            chosen.append((row, prompt, weight, rollout.passed))
     rows, prompts, weights, passed = zip(*chosen, strict=True) if chosen else ((), (), (), ())
-    own, flags = Batch.of([samples[row] for row in rows]), (np.array(weights, np.float32), np.array(passed, np.bool_))
+    own = batch.select(np.isin(np.arange(batch.rows), rows))
+    flags = np.array(weights, np.float32), np.array(passed, np.bool_)
     metrics = {"distill_rollouts": float(len(chosen)), "distill_too_long": float(too_long)} | teacher.metrics(groups)
     return DistillRows(teacher, config, own, prompts, *flags, int(trained.sum()), metrics)
 
@@ -159,9 +158,9 @@ class Teacher:
 
     context_tokens: int | None = None  # a longer row is not distilled; None: any
 
-    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
+    def prompt(self, group: Group, rollout: Rollout, conversation: Rollout | Lineage) -> Array | None:
         """The tokens that the teacher reads in place of the student's prompt; None where it has nothing to teach."""
-        return conversation.turns.turns[0].token_ids
+        return conversation.turns[0].token_ids
 
     def logprobs(self, batch: Batch) -> Array:
         """[M] of the batch's targets."""
@@ -193,9 +192,9 @@ class SelfTeacher(Teacher):
     _known: dict[tuple[str, ...], Schemas] = field(default_factory=lambda: {(): ()})  # by the tools' names
     _rendered: tuple[Array, Schemas] | None = None  # the prompt that was rendered again last
 
-    def prompt(self, group: Group, conversation: Conversation) -> Array | None:
-        rollout, problem = conversation.rollout, self.problems.get(group.problem_id)
-        if problem is None or conversation.turns is not rollout:  # another conversation has another prompt
+    def prompt(self, group: Group, rollout: Rollout, conversation: Rollout | Lineage) -> Array | None:
+        problem = self.problems.get(group.problem_id)
+        if problem is None or conversation is not rollout:  # another conversation has another prompt
             return None
         hint = choose_hint(self.config.distill.context, group, rollout, problem)
         if hint is None:

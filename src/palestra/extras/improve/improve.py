@@ -25,17 +25,16 @@ from palestra.core.errors import RolloutError, SettingError, UnsupportedError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import
 from palestra.core.types import Problem, Rollout
+from palestra.env_api import collectors
 from palestra.envs.base import Split
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.evals.judge import conversation_text
 from palestra.evals.report import EvalReport, pair
 from palestra.evals.suite import EvalSuite, hold_out
 from palestra.extras.improve.search import Candidate, ReflectorSpent, Search, Trial
-from palestra.models.chat.template import ChatFormat
-from palestra.rollout.agent_loop import endpoint_speakers
+from palestra.policy.openai import OpenAISettings
 from palestra.rollout.collect import Collector, require_one_good
 from palestra.rollout.evaluate import evaluate
-from palestra.rollout.local_models import LocalModels
 
 log = logging.getLogger("palestra")
 _MAX_TRANSCRIPT = 4000  # characters of one attempt that the reflector reads
@@ -152,7 +151,10 @@ def improve(
     )
 
     def run() -> Improvement:
-        make, host = _local(settings) if agent_url is None else _elsewhere(settings, agent_url, agent_key_env)
+        openai = None
+        if agent_url is not None:
+            openai = OpenAISettings(model_name=settings.model.name, base_url=agent_url, api_key_env=agent_key_env)
+        make, host = collectors(settings, openai, training=False)
         trying = _Trying(own, train, held, measures, reward_weights, settings, make)
         cases = [case.id for case in train.cases]
         search = Search(
@@ -198,34 +200,6 @@ async def _search(trying: _Trying, search: Search, reflector: ChatModel, texts: 
     )
 
 
-MakeCollector = Callable[[SuiteEnvironment], Collector]
-
-
-def _local(settings: RunConfig) -> tuple[MakeCollector, LocalModels]:
-    """Attempts by the agent's model in this process."""
-    from palestra.policy.build import policy_of
-    from palestra.train.setup import suited_to
-    from palestra.train.tasks import agent_collector
-    from palestra.trainer import load_quietly
-
-    loaded = load_quietly(settings, training=False)
-    suited = suited_to(settings, loaded.model)
-    policy = policy_of(loaded.model, loaded.tokenizer, suited.model)
-    chat = ChatFormat(loaded.tokenizer)
-    return lambda env: agent_collector(env, policy, chat, suited, training=False), LocalModels(policy, chat)
-
-
-def _elsewhere(settings: RunConfig, url: str, key_env: str) -> tuple[MakeCollector, LocalModels]:
-    """Attempts by a model at an endpoint."""
-    from palestra.policy.openai import OpenAIChat, OpenAISettings
-    from palestra.train.limits import attempt_limits
-
-    settings.refuse(["rollout.constrain_tool_calls"], "the endpoint samples, and it takes no grammar")
-    endpoint = OpenAIChat(OpenAISettings(model_name=settings.model.name, base_url=url, api_key_env=key_env))
-    limits, start = attempt_limits(settings, training=False), endpoint_speakers(endpoint)
-    return lambda env: Collector(env, limits, start), LocalModels()
-
-
 @dataclass
 class _Trying:
     """Attempts of the agent with other texts, by one policy."""
@@ -236,7 +210,7 @@ class _Trying:
     measures: Sequence[Any] | None
     reward_weights: Sequence[float] | Mapping[str, float] | None
     config: RunConfig
-    collector: MakeCollector
+    collector: Callable[[SuiteEnvironment], Collector]
 
     def _environment(self, texts: Texts) -> SuiteEnvironment:
         agent = with_texts(self.agent, texts)

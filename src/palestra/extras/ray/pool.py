@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from palestra.core.codec import decode, encode
 from palestra.core.errors import ResourceError, ServiceError, UnsupportedError, text_of
-from palestra.core.group_codec import group_from_record, group_to_record
 from palestra.core.types import Group, Problem
 from palestra.core.weights import Weights
 from palestra.policy.base import Policy, TokenSessions
@@ -87,23 +87,24 @@ class GroupSampler:
         else:
             self.policy.update(unpack(packed))
 
-    async def sample(self, job: GroupJob) -> dict[str, Any]:
-        """The group as JSON data; what fails the whole run, rather than an attempt, is an `error` in it."""
+    async def sample(self, job: GroupJob) -> bytes | str:
+        """The group, encoded; the text of an error that fails the whole run, rather than an attempt."""
         collector = self.training if job.training else self.evaluation
         try:
             [group] = await collector.collect([job.problem], job.group_size, [job.seed_key])
         except Exception as error:
-            return {"error": text_of(error)}
-        return group_to_record(group)
+            return text_of(error)
+        return encode(group)
 
 
 Recipe = Callable[[], GroupSampler]  # builds it in the actor's own process
 
 
-def read_group(answer: Mapping[str, Any]) -> Group:
-    if "error" in answer:
-        raise ServiceError(answer["error"])
-    return group_from_record(answer)
+def read_group(answer: bytes | str) -> Group:
+    if isinstance(answer, str):
+        raise ServiceError(answer)
+    group: Group = decode(answer, Group)
+    return group
 
 
 log = logging.getLogger("palestra")

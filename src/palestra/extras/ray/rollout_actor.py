@@ -27,8 +27,8 @@ class RolloutActor:
     async def update(self, weights: Any) -> None:
         self._sampler.update(weights)
 
-    async def sample(self, job: bytes) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._sampler.sample(cloudpickle.loads(job))
+    async def sample(self, job: bytes) -> bytes | str:
+        answer: bytes | str = await self._sampler.sample(cloudpickle.loads(job))
         return answer
 
 

@@ -19,7 +19,6 @@ import sys
 import traceback
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from palestra.core.channel import Channel, Handlers, LogToChannel
 from palestra.core.errors import PalestraError, RolloutError, StateError, text_of
 from palestra.core.machine import interpreter_for_many_rollouts, processors
 from palestra.core.secrets import clean_environment, hide_memory
-from palestra.core.types import Problem, Rollout
+from palestra.core.types import Problem, Rollout, SamplingParams
 from palestra.policy.base import TokenLogprobs
 from palestra.policy.channel import ChannelPolicy, PolicyServer
 from palestra.servers.forwarding import ForwardedAgent
@@ -90,10 +89,11 @@ class WorkerAttempt(ForwardedAgent):
 
     async def _finish(self) -> tuple[Rollout, AttemptCounts]:
         try:
-            rollout, counts = await self._worker.call("finish", self.id)
+            finished: tuple[Rollout, AttemptCounts]
+            finished = await self._worker.call("finish", self.id, returns=tuple[Rollout, AttemptCounts])
         except WorkerLost as lost:
             return Rollout(self.problem.id, (), (), "failed", error=str(lost)), AttemptCounts(0, 0, 0, 0, 0, 0, 0)
-        return rollout, AttemptCounts(*counts)
+        return finished
 
 
 class WorkerPrompts:
@@ -110,7 +110,7 @@ class WorkerPrompts:
         attempt = WorkerAttempt(problem, self.worker, options.pop("on_end"))
         attempt.api_key = options.get("api_key", attempt.api_key)
         options |= {"id": attempt.id, "api_key": attempt.api_key}
-        self.worker.send("open_attempt", problem.id, self.number, options)
+        self.worker.send("open_attempt", problem.id, self.number, options.pop("sampling"), options)
         return attempt
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class CompleterServer(PolicyServer):
 
     @property
     def handlers(self) -> Handlers:
-        own: Handlers = {"score": self._score, "request": self._model.on_request}
+        own: Handlers = {"score": self._score, "request": self._request}
         return {**super().handlers, **own, "ping": lambda call: self.channel.reply(call, None)}
 
     def close(self) -> None:
@@ -142,6 +142,9 @@ class CompleterServer(PolicyServer):
             text = text_of(error)
             self.broken[text], error = error, RuntimeError(text)
         super().fail(call, error)
+
+    def _request(self, choices: int, params: SamplingParams) -> None:
+        self._model.on_request(choices, params)
 
     def _score(self, call: int, token_ids: bytes, start: int, top: int, temperature: float) -> None:
         ids = memoryview(token_ids).cast("i").tolist()
@@ -187,13 +190,13 @@ class GatewayWorker:
             assert self._channel is not None, "the gateway was not started"
             self._channel.send(kind, *values)
 
-    async def call(self, kind: str, *values: Any) -> Any:
+    async def call(self, kind: str, *values: Any, returns: Any) -> Any:
         if self.lost is not None:
             raise self.lost
         assert self._channel is not None, "the gateway was not started"
         assert self._server is not None
         try:
-            return await self._channel.call(kind, *values)[1]
+            return await self._channel.call(kind, *values, returns=returns)[1]
         except PalestraError:
             raise
         except Exception as error:  # the policy's own, where its text came back from the worker
@@ -240,7 +243,7 @@ class GatewayWorkers:
         if not self._workers:
             return
         settings = {
-            "tokenizer": pickle.dumps(model.tokenizer),
+            "tokenizer": pickle.dumps(model.tokenizer),  # as bytes: only the trainer writes to the worker
             "name": model.name,
             "context_tokens": model.context_tokens,
             "vocabulary": model.vocabulary,
@@ -279,7 +282,8 @@ class WorkerPolicy(ChannelPolicy):
     async def score(
         self, token_ids: Sequence[int], start: int, *, top: int = 0, temperature: float = 1.0
     ) -> AsyncIterator[TokenLogprobs]:
-        yield await self.channel.call("score", array("i", token_ids).tobytes(), start, top, temperature)[1]
+        ids = array("i", token_ids).tobytes()
+        yield await self.channel.call("score", ids, start, top, temperature, returns=TokenLogprobs)[1]
 
 
 class Worker:
@@ -328,9 +332,9 @@ class Worker:
             traceback.print_exc()
             os._exit(1)
 
-    def _open_attempt(self, problem_id: str, group: int, options: dict[str, Any]) -> None:
+    def _open_attempt(self, problem_id: str, group: int, sampling: SamplingParams, options: dict[str, Any]) -> None:
         options |= {"shared_prompts": self._groups[group], "on_end": self._attempts.forget}
-        self._attempts.add(Attempt(Problem(problem_id, ""), self._model, "", **options))
+        self._attempts.add(Attempt(Problem(problem_id, ""), self._model, "", sampling=sampling, **options))
 
     def _finish(self, call: int, attempt_id: str) -> None:
         async def reply() -> None:
@@ -340,7 +344,7 @@ class Worker:
             except Exception as error:
                 self.channel.fail(call, error)
             else:
-                self.channel.reply(call, rollout, astuple(attempt.counts))
+                self.channel.reply(call, rollout, attempt.counts)
 
         task = asyncio.ensure_future(reply())
         self._tasks.add(task)

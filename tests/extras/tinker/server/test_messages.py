@@ -7,7 +7,7 @@ import pytest
 
 from palestra.core.errors import PalestraError
 from palestra.core.types import Turn
-from palestra.extras.tinker.server import messages
+from palestra.extras.tinker.server import messages, requests
 
 tinker = pytest.importorskip("tinker")
 from tinker.proto import request_conv, response_conv  # noqa: E402
@@ -89,3 +89,16 @@ def test_samples_reach_the_sdk_with_everything_that_was_asked_for() -> None:
 def test_a_malformed_request_is_rejected(body: bytes, words: str) -> None:
     with pytest.raises(PalestraError, match=words):
         messages.read_forward_backward(body)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"shape": [2, 2], "sparse_crow_indices": [0, 2, 3], "sparse_col_indices": [0, 1, 1]}, "2 values and 3 sparse"),
+        ({"shape": [3]}, "2 values and the shape"),
+        ({"shape": [2, 1, 1]}, r"expected \[N\] or \[N, K\]"),
+    ],
+)
+def test_targets_of_a_prompt_are_checked_as_those_of_training_data(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(PalestraError, match=words):
+        _ = requests.TargetTokens(data=[7, 8], **more).tensor

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from fuzzing.tinker_requests import forward_backward_body
 
-from palestra.extras.tinker.server.base_model import AdapterSpec
 from palestra.extras.tinker.server.checkpoints import TinkerPath
 from palestra.extras.tinker.server.futures import Gone, TooBusy
 from palestra.extras.tinker.server.messages import Datum, Tensor
-from palestra.extras.tinker.server.requests import Sample
+from palestra.extras.tinker.server.requests import CreateModel, Sample
 from palestra.extras.tinker.server.service import ServiceLimits
 
 LORA = {"rank": 2, "seed": 1}
@@ -285,7 +284,8 @@ def test_a_disconnected_client_makes_room_unless_it_has_work_and_ends_with_its_m
 
     def client(silent_s: float) -> str:
         session = service.create_session("client", {})
-        service.create_model(session, 0, "palestra/tiny", AdapterSpec(2), 0, {}).future.result(30)
+        body = CreateModel(session_id=session, model_seq_id=0, base_model="palestra/tiny", lora_config=LORA)
+        service.create_model(body).future.result(30)
         service.sessions[session].last_seen -= silent_s
         return session
 

@@ -47,8 +47,8 @@ def test_a_template_that_was_prepared_and_saved_is_not_prepared_again(family):
     assert tokenizer.chat_template == template
 
 
-def test_a_turn_that_ended_with_another_stop_token_gets_the_one_that_begins_the_result():
-    family = next(family for family in model_families.FAMILIES if family.name == "GLM 4.5")
+@pytest.mark.parametrize("family", [of_each(f) for f in model_families.FAMILIES if f.name == "GLM 4.5"])
+def test_a_turn_that_ended_with_another_stop_token_gets_the_one_that_begins_the_result(family):
     chat = model_families.chat_of(family)
     result = [model_families.Message("tool", "4", tool_call_id="call_0", name="look_up")]
 

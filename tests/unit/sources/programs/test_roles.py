@@ -1,6 +1,5 @@
 """Several agents in one program: what is trained, whose reward it is, and where frozen agents are."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,10 +12,11 @@ from tests.support.judge_server import stub_model
 
 from palestra import EvalSuite, command_agent, measure, train_grpo
 from palestra.agents.programs import Endpoint, function_agent
+from palestra.core.codec import decode, encode
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
 from palestra.core.files import read_jsonl
-from palestra.core.group_codec import group_from_record, group_to_record
+from palestra.core.types import Group
 from palestra.envs.suite_env import SuiteEnvironment
 from palestra.servers.openai.inference import load_completer
 from palestra.sources.programs.collector import Roles
@@ -108,7 +108,7 @@ def test_two_trained_agents_have_the_advantages_of_their_own_rewards(model):
         assert group.metrics["reward/critic"] == pytest.approx(means["critic"])
         assert group.metrics["reward/main"] == pytest.approx(means["main"])
     assert batch.policy_mask.sum() == sum(r.sampled_tokens for g in groups for r in g.rollouts)
-    again = group_from_record(json.loads(json.dumps(group_to_record(groups[0]))))
+    again = decode(encode(groups[0]), Group)
     assert [x.role for x in again.rollouts[0].lineages] == [x.role for x in groups[0].rollouts[0].lineages]
     assert again.rollouts[0].scores["by_role"].roles == groups[0].rollouts[0].scores["by_role"].roles
 

@@ -10,9 +10,9 @@ from builders import wait_until
 
 from palestra.core import calls as calls_module
 from palestra.core.types import Problem
+from palestra.envs import opening
 from palestra.envs.base import Episode
-from palestra.rollout import collect
-from palestra.rollout.collect import NotOpened, Opener, abandon, close_episodes
+from palestra.envs.opening import NotOpened, Opener, abandon, close_episodes
 
 PROBLEM = Problem("1", "Go.")
 
@@ -90,8 +90,8 @@ def test_episodes_are_closed_also_where_nobody_has_taken_them_and_in_a_thread() 
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what is quick may take a while."""
-    monkeypatch.setattr(collect, "QUICK_S", 5.0)
-    monkeypatch.setattr(collect, "SLOW_S", 5.0)
+    monkeypatch.setattr(opening, "QUICK_S", 5.0)
+    monkeypatch.setattr(opening, "SLOW_S", 5.0)
 
 
 @pytest.mark.usefixtures("slow_machine")
@@ -120,7 +120,7 @@ def test_where_an_episode_takes_long_the_others_of_its_group_do_not_wait_for_one
         await opener.open(PROBLEM, 8)
         task = asyncio.create_task(opener.open(PROBLEM, 8))
         await doors.wait_until_opened(12)
-        await asyncio.sleep(2 * collect.SLOW_S)
+        await asyncio.sleep(2 * opening.SLOW_S)
         doors.go.set()
         await task
         doors.go.clear()
@@ -159,27 +159,27 @@ class FirstEpisode(Doors):
 
 def test_a_first_episode_that_hangs_ends_the_start_with_an_error(monkeypatch) -> None:
     doors = FirstEpisode()
-    monkeypatch.setattr(collect, "OPEN_LIMIT_S", 0.05)
-    with pytest.raises(collect.OpenTimeout):
-        collect.tools_of(doors, PROBLEM)
+    monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.05)
+    with pytest.raises(opening.OpenTimeout):
+        opening.tools_of(doors, PROBLEM)
     doors.go.set()
     doors.wait_until_closed(1)
 
 
 def test_the_tools_of_a_first_episode_are_known_when_it_is_closed_again() -> None:
     doors = FirstEpisode(quick=1)
-    assert collect.tools_of(doors, PROBLEM) == ["a tool"]
+    assert opening.tools_of(doors, PROBLEM) == ["a tool"]
     assert doors.closed == 1
     broken = SimpleNamespace(open=lambda problem: {}["no such key"])
     with pytest.raises(KeyError):
-        collect.tools_of(broken, PROBLEM)
+        opening.tools_of(broken, PROBLEM)
 
 
 @pytest.mark.usefixtures("slow_machine")
 def test_one_episode_that_a_busy_machine_delays_does_not_make_the_environment_a_slow_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collect, "QUICK_S", 0.2)
+    monkeypatch.setattr(opening, "QUICK_S", 0.2)
     doors = Doors(quick=16)
     opener = Opener(doors)
     opened, delays = doors.open, iter([0.3] + [0.0] * 7)
@@ -194,7 +194,7 @@ def test_one_episode_that_a_busy_machine_delays_does_not_make_the_environment_a_
 
 
 def test_episodes_that_close_slowly_cost_no_attempt(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(collect, "CLOSE_LIMIT_S", 0.02)
+    monkeypatch.setattr(opening, "CLOSE_LIMIT_S", 0.02)
     release = threading.Event()
     asyncio.run(close_episodes([SimpleNamespace(close=release.wait)]))
     release.set()
