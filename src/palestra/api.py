@@ -21,7 +21,7 @@ from palestra.result import GRPOTrainingResult
 from palestra.rollout.evaluate import EvalFile
 from palestra.rollout.rewards import RewardFunctionList
 from palestra.train.watcher import Watcher
-from palestra.trainer import TRL_NAMES, Config, GRPOTrainer, train_task, watching
+from palestra.trainer import TRAINER_ARGUMENTS, TRL_NAMES, Config, GRPOTrainer, train_task, watching
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome
@@ -66,24 +66,8 @@ def train_grpo(
     `resume` is a run folder to go on with; its config is used. `Resume(folder, checkpoint="best", max_steps=100)`
     chooses the checkpoint and the steps in total. `record` is more to be written down in the run folder's run.json.
     """
-    trainer = GRPOTrainer(
-        agent,
-        reward_measures,
-        config=config,
-        reward_weights=reward_weights,
-        torch_dtype=torch_dtype,
-        device_map=device_map,
-        environment_factory=environment_factory,
-        extra_reward_funcs=extra_reward_funcs,
-        rollout_func=rollout_func,
-        advantages=advantages,
-        loss=loss,
-        progress=progress,
-        watcher=watcher,
-        name=name,
-        source=source,
-        folder=folder,
-    )
+    given = locals()
+    trainer = GRPOTrainer(**{name: given[name] for name in TRAINER_ARGUMENTS})
     return trainer.train(suite, held_out=held_out, resume=resume, record=record)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,36 +16,14 @@ if TYPE_CHECKING:
     from trl import GRPOConfig
 
 log = logging.getLogger("palestra")
-
-# Fields that carry over as they are: name here -> dotted name in RunConfig.
-_SAME = {
-    "num_train_epochs": "train.epochs",
-    "max_steps": "train.max_steps",
-    "learning_rate": "train.learning_rate",
-    "max_grad_norm": "train.max_grad_norm",
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_new_tokens",
-    "temperature": "rollout.temperature",
-    "mask_truncated_completions": "train.mask_truncated",
-    "gradient_checkpointing": "model.gradient_checkpointing",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_target_modules": "lora.target_modules",
-    "load_in_4bit": "lora.load_in_4bit",
-    "max_tool_calling_iterations": "rollout.max_tool_rounds",
-    "world_model_coeff": "echo.coefficient",
-    "world_loss_normalization": "echo.normalization",
-    "seed": "seed",
-    "output_dir": "output_dir",
-    "logging_steps": "track.log_every",
-}
+EchoNormalization = Literal["selected_tokens", "sequence_mean", "seq_mean_token_sum_norm"]
 
 
 class GRPOTrainingConfig(BaseModel):
     """Settings of `train_grpo`, by the names that GRPO users know; all by keyword.
 
     It is a pydantic model: `config.model_copy(update={"seed": 1})` where a dataclass has `replace`, and
-    `config.model_dump()` where it has `asdict`.
+    `config.model_dump()` where it has `asdict`. The text in an annotation is the setting that the field is.
 
     >>> GRPOTrainingConfig(num_generations=8, learning_rate=2e-5).to_run_config().rollout.group_size
     8
@@ -53,40 +31,40 @@ class GRPOTrainingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
-    num_train_epochs: int | None = None  # one, but at least 40 steps
-    max_steps: int | None = None
+    num_train_epochs: Annotated[int | None, "train.epochs"] = None  # one, but at least 40 steps
+    max_steps: Annotated[int | None, "train.max_steps"] = None
     # Problems per optimizer step: the product of these two. If one is not set, it is 2; if neither is, model and GPU
     # decide. Memory use is limited by train.tokens_per_micro_batch (RunConfig), not by them.
     per_device_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
-    learning_rate: float | None = None  # suited to the model
-    max_grad_norm: float = 1.0
-    num_generations: int | None = None  # by model and GPU
-    max_completion_length: int | None = None  # all turns of a rollout together; by the model's context
-    temperature: float = 0.8
-    mask_truncated_completions: bool = True
-    gradient_checkpointing: bool = False
+    learning_rate: Annotated[float | None, "train.learning_rate"] = None  # suited to the model
+    max_grad_norm: Annotated[float, "train.max_grad_norm"] = 1.0
+    num_generations: Annotated[int | None, "rollout.group_size"] = None  # by model and GPU
+    max_completion_length: Annotated[int | None, "rollout.max_new_tokens"] = None  # of all turns; by the context
+    temperature: Annotated[float, "rollout.temperature"] = 0.8
+    mask_truncated_completions: Annotated[bool, "train.mask_truncated"] = True
+    gradient_checkpointing: Annotated[bool, "model.gradient_checkpointing"] = False
     torch_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"  # on a CPU float32, unless given
     use_lora: bool = False
     lora_r: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.0
-    lora_target_modules: list[str] | None = None
-    load_in_4bit: bool = False
-    max_tool_calling_iterations: int = 5
-    world_model_coeff: float = 0.0
-    world_loss_normalization: Literal["selected_tokens", "sequence_mean", "seq_mean_token_sum_norm"] = "selected_tokens"
+    lora_alpha: Annotated[int, "lora.alpha"] = 32
+    lora_dropout: Annotated[float, "lora.dropout"] = 0.0
+    lora_target_modules: Annotated[list[str] | None, "lora.target_modules"] = None
+    load_in_4bit: Annotated[bool, "lora.load_in_4bit"] = False
+    max_tool_calling_iterations: Annotated[int, "rollout.max_tool_rounds"] = 5
+    world_model_coeff: Annotated[float, "echo.coefficient"] = 0.0
+    world_loss_normalization: Annotated[EchoNormalization, "echo.normalization"] = "selected_tokens"
     use_vllm: bool = False
     vllm_mode: Literal["colocate", "server"] = "colocate"
     vllm_server_base_url: str | None = None
     vllm_gpu_memory_utilization: float = 0.3
     vllm_max_model_len: int | None = None
     vllm_tensor_parallel_size: int = 1
-    seed: int = 0
-    output_dir: str = "runs"
+    seed: Annotated[int, "seed"] = 0
+    output_dir: Annotated[str, "output_dir"] = "runs"
     save_strategy: Literal["no", "epoch", "steps"] = "no"  # no checkpoint, unless by Ctrl-C
     save_steps: int = 50
-    logging_steps: int = 5
+    logging_steps: Annotated[int, "track.log_every"] = 5
     report_to: str | list[str] = "none"
 
     def __init__(self, **values: Any) -> None:
@@ -99,7 +77,8 @@ class GRPOTrainingConfig(BaseModel):
         """The whole config that this one stands for; `problems` is needed for save_strategy='epoch'."""
         sizes = (self.per_device_batch_size, self.gradient_accumulation_steps)
         batch = None if sizes == (None, None) else (sizes[0] or 2) * (sizes[1] or 2)
-        settings = {key: getattr(self, name) for name, key in _SAME.items()}
+        fields = type(self).model_fields.items()
+        settings = {m: getattr(self, n) for n, info in fields for m in info.metadata if isinstance(m, str)}
         settings |= {
             "train.problems_per_step": batch,
             "lora.r": self._lora_rank(),

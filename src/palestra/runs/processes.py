@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from palestra.core.children import ends_with_parent
+from palestra.core import children
 from palestra.core.files import open_private
 from palestra.core.secrets import redact
 
@@ -74,7 +75,7 @@ class Part:
     """A process that the supervisor has started, and the thread that writes its log."""
 
     process: Process
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[str]
     log_writer: threading.Thread
 
 
@@ -84,17 +85,8 @@ def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path, 
     Its output goes to `log`, which only its owner may read, without the secrets in our environment and in `env`.
     """
     reads, output = os.pipe()
-    popen = subprocess.Popen(
-        command,
-        env=dict(env),
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        pass_fds=locks,
-        preexec_fn=ends_with_parent(),
-    )
+    options: dict[str, Any] = {"pass_fds": locks, "preexec_fn": children.ends_with_parent()}
+    popen = children.start(command, env=env, cwd=cwd, stdout=output, stderr=output, **options)
     os.close(output)
     arguments = (reads, log, {**os.environ, **env})
     writer = threading.Thread(target=write_log, args=arguments, name=f"log of {popen.pid}", daemon=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from palestra.engine.cuda import exact, kernels
 from palestra.engine.cuda.exact import ExactPlan
-from palestra.engine.cuda.paged_ops import DecodePlan, PrefillPlan, RopeAndNorm, rope_and_store
+from palestra.engine.cuda.paged_ops import APPLIED_ALREADY, DecodePlan, PrefillPlan, RopeAndNorm, rope_and_store
 from palestra.engine.supported import (
     FusedAdapter,
     adapted_product,
@@ -117,31 +117,6 @@ class Layer:
     window: int | None
 
 
-def layer_of(index: int, module: Any, cos: Tensor, sin: Tensor, exact: bool = False, one_plus: bool = False) -> Layer:
-    attention, mlp = module.self_attn, module.mlp
-    has_rope = getattr(attention, "use_rope", True)
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    return Layer(
-        index=index,
-        attention_norm=module.input_layernorm,
-        qkv=Product.of(attention.q_proj, attention.k_proj, attention.v_proj, exact=exact),
-        out=Product.of(attention.o_proj, exact=exact),
-        mlp_norm=module.post_attention_layernorm,
-        gate_up=Product.of(mlp.gate_proj, mlp.up_proj, exact=exact),
-        down=Product.of(mlp.down_proj, exact=exact),
-        rope=RopeAndNorm(
-            cos=cos if has_rope else None,
-            sin=sin if has_rope else None,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            epsilon=0.0 if q_norm is None else norm_epsilon(q_norm) or 0.0,
-            one_plus=one_plus,
-        ),
-        scale=attention.scaling,
-        window=sliding_window(attention),
-    )
-
-
 class CudaFastDecoder:
     """Logits of a decoder whose layers are norm, attention, norm, gated MLP. Its KV is the plan's."""
 
@@ -167,7 +142,23 @@ class CudaFastDecoder:
         self._head = Product.of(self.model.lm_head, exact=self.exact)
 
     def _layer(self, index: int, module: Any) -> Layer:
-        return layer_of(index, module, self._cos, self._sin, self.exact, self.one_plus)
+        attention, exact = module.self_attn, self.exact
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        epsilon = 0.0 if q_norm is None else norm_epsilon(q_norm) or 0.0
+        cos, sin = (self._cos, self._sin) if getattr(attention, "use_rope", True) else (None, None)
+        rope = RopeAndNorm(cos, sin, q_norm=q_norm, k_norm=k_norm, epsilon=epsilon, one_plus=self.one_plus)
+        qkv = Product.of(attention.q_proj, attention.k_proj, attention.v_proj, exact=exact)
+        out = Product.of(attention.o_proj, exact=exact)
+        return self._with_mlp(index, module, qkv, out, rope, attention.scaling, sliding_window(attention))
+
+    def _with_mlp(
+        self, index: int, module: Any, qkv: Product, out: Product, rope: RopeAndNorm = APPLIED_ALREADY,
+        scale: float = 1.0, window: int | None = None,
+    ) -> Layer:  # fmt: skip
+        gate_up = Product.of(module.mlp.gate_proj, module.mlp.up_proj, exact=self.exact)
+        down = Product.of(module.mlp.down_proj, exact=self.exact)
+        first, second = module.input_layernorm, module.post_attention_layernorm
+        return Layer(index, first, qkv, out, second, gate_up, down, rope, scale, window)
 
     def refresh_adapters(self) -> None:
         for layer in self.layers:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from palestra.engine.cuda import recurrent_kernels as kernels
 from palestra.engine.cuda.fast_decoder import CudaFastDecoder, Layer, Product
-from palestra.engine.cuda.paged_ops import APPLIED_ALREADY, DecodePlan, pad
+from palestra.engine.cuda.paged_ops import DecodePlan, pad
 from palestra.engine.recurrent import Part, StateStore
 from palestra.engine.supported import (
     base_linear,
@@ -281,19 +281,8 @@ class HybridDecoder(CudaFastDecoder):
         """The weights of a layer; those of recurrent layers must be looked up before."""
         if hasattr(module, "self_attn"):
             return super()._layer(index, module)
-        step, mlp = self._recurrent[module.linear_attn], module.mlp
-        return Layer(
-            index=index,
-            attention_norm=module.input_layernorm,
-            qkv=step.inputs,
-            out=step.out,
-            mlp_norm=module.post_attention_layernorm,
-            gate_up=Product.of(mlp.gate_proj, mlp.up_proj),
-            down=Product.of(mlp.down_proj),
-            rope=APPLIED_ALREADY,
-            scale=1.0,
-            window=None,
-        )
+        step = self._recurrent[module.linear_attn]
+        return self._with_mlp(index, module, step.inputs, step.out)
 
     def decode_with_states(self, ids: Tensor, plan: DecodePlan, states: StateStore, rows: StateRows) -> Tensor:
         """Logits [rows, vocabulary] of one token a row."""

@@ -23,44 +23,67 @@ THE_MODEL = "the model's"  # follows model.name
 LockSection = Literal["env", "server", "trainer", "run"]
 
 
+_MODEL = "Qwen/Qwen3-8B"
+_WORKERS = 16 * (os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """The setting of RunConfig that a lock sets, and its value by profile; None: the profile leaves it to the agent."""
+
+    setting: str | None = None
+    local: Any = None
+    tinker: Any = None
+
+
+def _field(description: str, setting: str | None = None, local: Any = None, tinker: Any = None, **bounds: Any) -> Any:
+    info = Field(None, description=description, **bounds)
+    info.metadata.append(Profiled(setting, local, tinker))
+    return info
+
+
 class EnvLocks(Section):
     """Infrastructure settings of an environment."""
 
-    tokenizer_name: str | None = Field(None, description="the tokenizer that counts tokens")
-    rollout_server_url: str | None = Field(None, description="the URL of the trajectory API")
-    use_wandb: bool | None = Field(None, description="metrics go to Weights & Biases too")
-    max_token_length: int | None = Field(None, ge=1, description="tokens of one rollout")
-    max_num_workers: int | None = Field(None, ge=1, description="concurrent rollouts")
-    worker_timeout: int | None = Field(None, ge=1, description="seconds that one rollout may take")
-    total_steps: int | None = Field(None, ge=1, description="optimizer steps of a run")
-    steps_per_eval: int | None = Field(None, ge=0, description="steps between evaluations; 0 only before and after")
-    max_batches_offpolicy: int | None = Field(
-        None, ge=0, description="batches that an Atropos environment may be ahead of the trainer"
+    allow_unsandboxed: bool | None = _field("run the model's code even without isolation", None, False, False)
+    tokenizer_name: str | None = _field("the tokenizer that counts tokens", None, THE_MODEL, _MODEL)
+    rollout_server_url: str | None = _field("the URL of the trajectory API", None, CHOSEN_AT_START, CHOSEN_AT_START)
+    use_wandb: bool | None = _field("metrics go to Weights & Biases too", "track.report_to", tinker=True)
+    max_token_length: int | None = _field("tokens of one rollout", "rollout.max_new_tokens", tinker=8192, ge=1)
+    max_num_workers: int | None = _field("concurrent rollouts", None, _WORKERS, 2048, ge=1)
+    worker_timeout: int | None = _field("seconds that one rollout may take", None, 3600, 3600, ge=1)
+    total_steps: int | None = _field("optimizer steps of a run", "train.max_steps", tinker=2500, ge=1)
+    steps_per_eval: int | None = _field(
+        "steps between evaluations; 0 only before and after", "eval.every", tinker=25, ge=0
     )
-    inference_weight: float | None = Field(None, gt=0, description="this environment's share among several")
-    eval_limit_ratio: float | None = Field(None, gt=0, description="share of the workers that evaluation may use")
-    allow_unsandboxed: bool | None = Field(None, description="run the model's code even without isolation")
+    max_batches_offpolicy: int | None = _field(
+        "batches that an Atropos environment may be ahead of the trainer", tinker=3, ge=0
+    )
+    inference_weight: float | None = _field("this environment's share among several", tinker=1.0, gt=0)
+    eval_limit_ratio: float | None = _field("share of the workers that evaluation may use", tinker=0.1, gt=0)
 
 
 class ServerLocks(Section):
     """The inference server that an environment samples from."""
 
-    model_name: str | None = Field(None, description="the model that is trained and served")
-    base_url: str | None = Field(None, description="the URL at which it is served")
-    weight: float | None = Field(None, gt=0, description="its share among several servers")
-    num_requests_for_eval: int | None = Field(None, ge=1, description="concurrent evaluation requests")
-    timeout: int | None = Field(None, ge=1, description="seconds that one answer may take")
-    server_type: Literal["sglang", "vllm", "openai"] | None = Field(None, description="the API that it speaks")
+    model_name: str | None = _field("the model that is trained and served", "model.name", THE_MODEL, _MODEL)
+    base_url: str | None = _field("the URL at which it is served", None, CHOSEN_AT_START, CHOSEN_AT_START)
+    weight: float | None = _field("its share among several servers", None, 1.0, 1.0, gt=0)
+    num_requests_for_eval: int | None = _field("concurrent evaluation requests", None, min(256, _WORKERS), 256, ge=1)
+    timeout: int | None = _field("seconds that one answer may take", None, 3600, 3600, ge=1)
+    server_type: Literal["sglang", "vllm", "openai"] | None = _field("the API that it speaks", None, "sglang", "sglang")
 
 
 class TrainerLocks(Section):
     """The trainer."""
 
-    lora_rank: int | None = Field(None, ge=0, description="rank of the adapter; 0 trains all weights")
-    learning_rate: float | None = Field(None, gt=0, description="learning rate of the optimizer")
-    max_token_trainer_length: int | None = Field(None, ge=1, description="tokens of one forward and backward")
-    checkpoint_dir: str | None = Field(None, description="folder of the checkpoints")
-    save_checkpoint_interval: int | None = Field(None, ge=0, description="steps between checkpoints")
+    lora_rank: int | None = _field("rank of the adapter; 0 trains all weights", "lora.r", tinker=32, ge=0)
+    learning_rate: float | None = _field("learning rate of the optimizer", "train.learning_rate", tinker=4e-5, gt=0)
+    max_token_trainer_length: int | None = _field(
+        "tokens of one forward and backward", "train.tokens_per_micro_batch", tinker=9000, ge=1
+    )
+    checkpoint_dir: str | None = _field("folder of the checkpoints", "output_dir", CHOSEN_AT_START, CHOSEN_AT_START)
+    save_checkpoint_interval: int | None = _field("steps between checkpoints", "checkpoint.every", tinker=25, ge=0)
 
 
 class RequestLimits(Section):
@@ -133,7 +156,7 @@ class Site(Section):
     @field_validator("unlock")
     @classmethod
     def _known_locks(cls, unlock: list[str]) -> list[str]:
-        known = [*(f"{section}.{name}" for section, name in _FIELDS), *SITE_SETTINGS, *SETTING_CLASSES["model"]]
+        known = [*_LOCKS, *SITE_SETTINGS, *SETTING_CLASSES["model"]]
         for name in unlock:
             if name not in known:
                 raise ValueError(f"there is no lock {name!r}.{did_you_mean(name, known)}")
@@ -170,50 +193,10 @@ class Lock:
 
 
 _SECTIONS: dict[str, type[Section]] = {"env": EnvLocks, "server": ServerLocks, "trainer": TrainerLocks}
-_FIELDS = [(section, name) for section, model in _SECTIONS.items() for name in model.model_fields]
-
-# A lock -> the setting of RunConfig that it sets.
-_SETTINGS = {
-    "env.use_wandb": "track.report_to",
-    "env.max_token_length": "rollout.max_new_tokens",
-    "env.total_steps": "train.max_steps",
-    "env.steps_per_eval": "eval.every",
-    "server.model_name": "model.name",
-    "trainer.lora_rank": "lora.r",
-    "trainer.learning_rate": "train.learning_rate",
-    "trainer.max_token_trainer_length": "train.tokens_per_micro_batch",
-    "trainer.save_checkpoint_interval": "checkpoint.every",
-    "trainer.checkpoint_dir": "output_dir",
-}
-
-
-# A lock -> its value by profile: (local, tinker). None: the profile leaves it to the agent.
-_MODEL = "Qwen/Qwen3-8B"
-_WORKERS = 16 * (os.cpu_count() or 1)
-_PROFILES: dict[str, tuple[Any, Any]] = {
-    "env.allow_unsandboxed": (False, False),
-    "env.tokenizer_name": (THE_MODEL, _MODEL),
-    "env.rollout_server_url": (CHOSEN_AT_START, CHOSEN_AT_START),
-    "env.use_wandb": (None, True),
-    "env.max_token_length": (None, 8192),
-    "env.max_num_workers": (_WORKERS, 2048),
-    "env.worker_timeout": (3600, 3600),
-    "env.total_steps": (None, 2500),
-    "env.steps_per_eval": (None, 25),
-    "env.max_batches_offpolicy": (None, 3),
-    "env.inference_weight": (None, 1.0),
-    "env.eval_limit_ratio": (None, 0.1),
-    "server.model_name": (THE_MODEL, _MODEL),
-    "server.base_url": (CHOSEN_AT_START, CHOSEN_AT_START),
-    "server.weight": (1.0, 1.0),
-    "server.num_requests_for_eval": (min(256, _WORKERS), 256),
-    "server.timeout": (3600, 3600),
-    "server.server_type": ("sglang", "sglang"),
-    "trainer.lora_rank": (None, 32),
-    "trainer.learning_rate": (None, 4e-5),
-    "trainer.max_token_trainer_length": (None, 9000),
-    "trainer.checkpoint_dir": (CHOSEN_AT_START, CHOSEN_AT_START),
-    "trainer.save_checkpoint_interval": (None, 25),
+_LOCKS: dict[str, Profiled] = {
+    f"{section}.{name}": next(each for each in info.metadata if isinstance(each, Profiled))
+    for section, model in _SECTIONS.items()
+    for name, info in model.model_fields.items()
 }
 
 
@@ -224,7 +207,7 @@ def short_names() -> dict[str, str]:
         "batch_size": "train.problems_per_step",
         "wandb_project": "track.project",
     }
-    return {key.partition(".")[2]: setting for key, setting in _SETTINGS.items()} | other
+    return {key.partition(".")[2]: lock.setting for key, lock in _LOCKS.items() if lock.setting} | other
 
 
 def lifted_locks(site: Site) -> list[Lock]:
@@ -233,7 +216,7 @@ def lifted_locks(site: Site) -> list[Lock]:
 
 
 def _profile(site: Site) -> dict[str, Any]:
-    values = {key: tinker if site.profile == "tinker" else local for key, (local, tinker) in _PROFILES.items()}
+    values = {key: getattr(lock, site.profile) for key, lock in _LOCKS.items()}
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -247,7 +230,7 @@ def locks_of(site: Site) -> list[Lock]:
     taken = {lock.setting for lock in locks if not lock.is_open}
     imposed = {"backend": "tinker"} if site.profile == "tinker" else {}
     locks += [_run_lock(key, value) for key, value in (imposed | site.run).items() if key not in taken]
-    decided = {lock.setting for lock in locks} | {_SETTINGS.get(key, key) for key in site.unlock}
+    decided = {lock.setting for lock in locks} | {(key in _LOCKS and _LOCKS[key].setting) or key for key in site.unlock}
     defaults = RunConfig()
     return locks + [_run_lock(key, defaults.value(key), False) for key in SITE_SETTINGS if key not in decided]
 
@@ -261,7 +244,7 @@ def _lock(key: str, value: Any) -> Lock:
     section, _, name = key.partition(".")
     info = _SECTIONS[section].model_fields[name]
     kind = type_name(info.annotation).removesuffix(" | None")
-    return Lock(section, name, value, kind, info.description or "", _SETTINGS.get(key))  # type: ignore[arg-type]
+    return Lock(section, name, value, kind, info.description or "", _LOCKS[key].setting)  # type: ignore[arg-type]
 
 
 def locked_settings(locks: list[Lock]) -> dict[str, Any]:

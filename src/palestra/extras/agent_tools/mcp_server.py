@@ -20,6 +20,7 @@ from mcp import types
 from mcp.server.lowlevel import Server
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp.shared.exceptions import MCPError
+from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS as WITH_SESSIONS
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -232,7 +233,7 @@ def http_app(clients: Clients, token: str | None, dashboard: ASGIApp | None = No
         custom_starlette_routes=[Route("/tools/{name}", tool, methods=["POST"])],
     )
     mcp_app.add_exception_handler(HTTPException, _refused)
-    guarded = Guard(WholeBody(RequireSessions(mcp_app), 4 * MIB), token)
+    guarded = Guard(RequireSessions(mcp_app, 4 * MIB), token)
     if dashboard is None:
         return guarded
     to_page = Route("/dashboard", lambda request: RedirectResponse("dashboard/"))
@@ -252,8 +253,12 @@ def _refused(request: Request, error: Exception) -> JSONResponse:
 
 
 @dataclass(slots=True)
-class WholeBody:
-    """Reads a body of limited size before a third-party application handles the request."""
+class RequireSessions:
+    """Reads a body of limited size before the SDK's application, and keeps clients to protocol versions with sessions.
+
+    The newest version has no sessions over HTTP, and what a client has selected and edited is its own. A client that
+    asks for it gets an error that lists the supported versions, and falls back to one of them.
+    """
 
     app: ASGIApp
     limit: int
@@ -262,10 +267,15 @@ class WholeBody:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        request = Request(scope, receive)
         try:
-            body = await read_body(Request(scope, receive), self.limit)
+            body = await read_body(request, self.limit)
         except HTTPException as error:
             await refusal(error.status_code, error.detail)(scope, receive, send)
+            return
+        requested = request.headers.get("mcp-protocol-version")
+        if requested is not None and requested not in WITH_SESSIONS:
+            await _unsupported(requested, body)(scope, receive, send)
             return
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -275,30 +285,13 @@ class WholeBody:
         await self.app(scope, replay, send)
 
 
-class RequireSessions:
-    """Keeps clients to the protocol versions that have sessions.
-
-    The newest has none over HTTP, and what a client has selected and edited is its own. A client that asks for
-    it gets an error that lists the supported versions, and falls back to one of them.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS as WITH_SESSIONS
-
-        requested = Request(scope).headers.get("mcp-protocol-version") if scope["type"] == "http" else None
-        if requested is None or requested in WITH_SESSIONS:
-            await self._app(scope, receive, send)
-            return
-        request_id = None
-        with contextlib.suppress(ValueError, AttributeError):
-            request_id = (await Request(scope, receive).json()).get("id")
-        error = {
-            "code": types.UNSUPPORTED_PROTOCOL_VERSION,
-            "message": "this server keeps what each client has selected, so it needs a protocol version with sessions",
-            "data": {"supported": list(WITH_SESSIONS), "requested": requested},
-        }
-        answer = JSONResponse({"jsonrpc": "2.0", "id": request_id, "error": error}, 400)
-        await answer(scope, receive, send)
+def _unsupported(requested: str, body: bytes) -> JSONResponse:
+    request_id = None
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        request_id = json.loads(body).get("id")
+    error = {
+        "code": types.UNSUPPORTED_PROTOCOL_VERSION,
+        "message": "this server keeps what each client has selected, so it needs a protocol version with sessions",
+        "data": {"supported": list(WITH_SESSIONS), "requested": requested},
+    }
+    return JSONResponse({"jsonrpc": "2.0", "id": request_id, "error": error}, 400)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -66,17 +67,8 @@ def measure_series(folder: RunFolder) -> dict[str, Any]:
         "rewarded": rewarded,
         "witnesses": checks,
         "alarms": [
-            {
-                "witness": alarm.metric,
-                "against": "reward",
-                "since": alarm.since,
-                "step": alarm.step,
-                "reward_from": alarm.reward_from,
-                "reward_to": alarm.reward_to,
-                "witness_from": alarm.metric_from,
-                "witness_to": alarm.metric_to,
-                "sentence": alarm.sentence,
-            }
+            {name.replace("metric", "witness"): value for name, value in asdict(alarm).items()}
+            | {"against": "reward", "sentence": alarm.sentence}
             for alarm in alarms
         ],
     }

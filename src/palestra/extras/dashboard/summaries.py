@@ -18,6 +18,7 @@ from palestra.evals.findings import recorded_findings
 from palestra.evals.rollout_stats import CALL_PROBLEM_RATES
 from palestra.extras.dashboard.catalog import CatalogRun
 from palestra.extras.dashboard.rollout_index import RolloutIndex
+from palestra.runs.index import subject_of
 from palestra.runs.reader import merge_last_step, sample
 
 _MAX_CACHED = 512
@@ -44,7 +45,7 @@ def summary(entry: CatalogRun) -> dict[str, Any]:
     return {
         "id": run.run_id,
         "name": run.name,
-        "environment": run.environment or _subject(entry.folder),
+        "environment": run.environment or subject_of(record_of(entry.folder)),
         "model": _model_name(entry.folder),
         "state": run.state,
         "active": run.is_active,
@@ -146,13 +147,6 @@ def record_of(folder: RunFolder) -> dict[str, Any]:
         return folder.record
     except (OSError, PalestraError):
         return {}
-
-
-def _subject(folder: RunFolder) -> str:
-    record = record_of(folder)
-    environment = record.get("environment")
-    name = environment.get("name") if isinstance(environment, Mapping) else environment
-    return str(name or record.get("agent") or record.get("name") or "")
 
 
 def _model_name(folder: RunFolder) -> str:

@@ -49,8 +49,12 @@ def _from_anthropic(record: Json) -> Json:
         for block in content if isinstance(content, list) else ():
             if block.get("type") not in ("text", *ANTHROPIC_BLOCKS):
                 raise ValueError(f"a content block of the type {block.get('type')!r} cannot be trained; take it out")
-    tools = [chat_tool(t.get("name"), t.get("description"), t.get("input_schema")) for t in record.get("tools") or ()]
-    return {"messages": list(anthropic_messages(record)), "tools": tools}
+    return {"messages": list(anthropic_messages(record)), "tools": _anthropic_tools(record)}
+
+
+def _anthropic_tools(request: Json) -> list[Json]:
+    tools = request.get("tools") or ()
+    return [chat_tool(t.get("name"), t.get("description"), t.get("input_schema")) for t in tools]
 
 
 def anthropic_messages(request: Json) -> Iterator[Json]:
@@ -240,10 +244,7 @@ class Traces:
             case "messages":
                 messages = list(anthropic_messages(request))
                 replies = [anthropic_reply(answer.get("content") or ())]
-                tools = [
-                    chat_tool(t.get("name"), t.get("description"), t.get("input_schema"))
-                    for t in request.get("tools") or ()
-                ]
+                tools = _anthropic_tools(request)
         about = {"model": answer.get("model") or request.get("model"), "dialect": dialect, "usage": answer.get("usage")}
         # the messages before the model's first one, so that a trace is a case as well
         first = next((i for i, m in enumerate(messages) if m.get("role") in ("assistant", "tool")), len(messages))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,16 +156,26 @@ def write_sample(response: SampleResponse) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def csr_cells(crow: Array, col: Array, shape: tuple[int, ...]) -> Array:
-    """The flat places of the cells that a CSR matrix lists; PalestraError where the indices are no matrix's."""
+def make_tensor(name: str, values: Array, shape: Sequence[int], csr: Sequence[Array] = ()) -> Tensor:
+    """A tensor that a client sent; `csr` has the row and column indices of a sparse one. InputError if they differ."""
+    size = tuple(shape) or (len(values),)
+    if min(size, default=0) < 0 or len(size) > 2:
+        raise InputError(f"{name} has the shape {list(shape)}; expected [N] or [N, K]")
+    if not csr:
+        if math.prod(size) != len(values):
+            raise InputError(f"{name} has {len(values)} values and the shape {list(size)}")
+        return Tensor(values, size)
+    crow, col = csr
     counts = np.diff(crow)
-    whole = len(shape) == 2 and len(crow) == shape[0] + 1 and len(counts) and crow[0] == 0 and crow[-1] == len(col)
-    if not whole or (counts < 0).any() or (len(col) and (col.min() < 0 or col.max() >= shape[1])):
-        raise InputError(f"the sparse indices do not describe a matrix of shape {list(shape)}")
-    cells: Array = np.repeat(np.arange(shape[0]), counts) * shape[1] + col
+    whole = len(size) == 2 and len(crow) == size[0] + 1 and len(counts) and crow[0] == 0 and crow[-1] == len(col)
+    if not whole or (counts < 0).any() or (len(col) and (col.min() < 0 or col.max() >= size[1])):
+        raise InputError(f"the sparse indices do not describe a matrix of shape {list(size)}")
+    cells: Array = np.repeat(np.arange(size[0]), counts) * size[1] + col
     if (np.diff(cells) <= 0).any():
         raise InputError("the cells of a sparse matrix are not in ascending order, each once")
-    return cells
+    if len(cells) != len(values):
+        raise InputError(f"{name} has {len(values)} values and {len(cells)} sparse indices")
+    return Tensor(values, size, cells)
 
 
 def _read_tensor(name: str, tensor: Any) -> Tensor:
@@ -175,18 +186,8 @@ def _read_tensor(name: str, tensor: Any) -> Tensor:
     values = _array(sparse.values if is_sparse else tensor.dense, _DTYPES[tensor.dtype])
     if tensor.dtype == pb.DTYPE_BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
-    size = tuple(shape) or (len(values),)
-    if min(size, default=0) < 0 or len(size) > 2:
-        raise InputError(f"loss_fn_inputs[{name!r}] has the shape {shape}; expected [N] or [N, K]")
-    if not is_sparse:
-        if int(np.prod(size, dtype=object)) != len(values):
-            raise InputError(f"loss_fn_inputs[{name!r}] has {len(values)} values and the shape {shape}")
-        return Tensor(values, size)
-    crow, col = (_array(part, np.dtype("<i8")) for part in (sparse.crow_indices, sparse.col_indices))
-    cells = csr_cells(crow, col, size)
-    if len(cells) != len(values):
-        raise InputError(f"loss_fn_inputs[{name!r}] has {len(values)} values and {len(cells)} sparse indices")
-    return Tensor(values, size, cells)
+    csr = [_array(part, np.dtype("<i8")) for part in (sparse.crow_indices, sparse.col_indices)] if is_sparse else []
+    return make_tensor(f"loss_fn_inputs[{name!r}]", values, shape, csr)
 
 
 def _malformed(reason: str) -> PalestraError:

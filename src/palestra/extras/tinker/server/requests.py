@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,10 +10,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from palestra.core.errors import InputError
 from palestra.core.types import SamplingParams
 from palestra.extras.tinker.server.base_model import AdapterSpec
-from palestra.extras.tinker.server.messages import Tensor, csr_cells
+from palestra.extras.tinker.server.messages import Tensor, make_tensor
 
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024
@@ -79,12 +77,19 @@ class OptimizerConfig(BaseModel):
     type: AdamW = "adamw"
 
 
-class CreateModel(SessionRequest):
+class NewModel(SessionRequest):
     model_seq_id: int = Field(ge=0)
+    optimizer_config: OptimizerConfig | None = None
+    user_metadata: dict[str, Any] | None = None
+
+    @property
+    def model_id(self) -> str:
+        return f"{self.session_id}:train:{self.model_seq_id}"
+
+
+class CreateModel(NewModel):
     base_model: str
     lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
-    user_metadata: dict[str, Any] | None = None
 
 
 class Adam(Body):
@@ -134,15 +139,12 @@ class LoadWeights(ModelRequest):
     optimizer: bool = False
 
 
-class CreateFromWeights(SessionRequest):
+class CreateFromWeights(NewModel):
     """The form of load_weights that makes a model; it is the model's first request."""
 
-    model_seq_id: int = Field(ge=0)
     path: str
     optimizer: bool = False
     base_model: str | None = None
-    optimizer_config: OptimizerConfig | None = None
-    user_metadata: dict[str, Any] | None = None
 
 
 def _loaded_into(raw: Any) -> str:
@@ -204,13 +206,9 @@ class TargetTokens(Body):
 
     @property
     def tensor(self) -> Tensor:
-        values, shape = np.array(self.data, np.int64), tuple(self.shape or [len(self.data)])
-        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
-            if math.prod(shape) != len(values):
-                raise InputError(f"target_prompt_logprobs has {len(values)} values and the shape {list(shape)}")
-            return Tensor(values, shape)
-        crow, col = np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64)
-        return Tensor(values, shape, csr_cells(crow, col, shape))
+        csr = [np.array(x, np.int64) for x in (self.sparse_crow_indices, self.sparse_col_indices) if x is not None]
+        csr = csr if len(csr) == 2 else []
+        return make_tensor("target_prompt_logprobs", np.array(self.data, np.int64), self.shape or (), csr)
 
 
 class Sample(Body):

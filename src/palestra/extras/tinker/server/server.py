@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from palestra.core.errors import PalestraError
 from palestra.extras.tinker.server import requests as bodies
-from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
+from palestra.extras.tinker.server.base_model import BaseModel
 from palestra.extras.tinker.server.checkpoints import CheckpointApi
 from palestra.extras.tinker.server.futures import Gone, NotFound, Request, TooBusy
 from palestra.extras.tinker.server.messages import parse_request, read_forward_backward
@@ -61,7 +61,7 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         post("/sessions/{session_id}/finish", api.finish),
         get("/sessions/{session_id}", api.get_session),
         get("/sessions", api.list_sessions),
-        post("/create_model", api.create_model, bodies.CreateModel),
+        post("/create_model", _promised(service.create_model), bodies.CreateModel),
         post("/unload_model", api.unload_model, bodies.ModelRequest),
         post("/get_info", api.get_info, bodies.ModelRequest),
         numbered("/forward_backward", api.forward_backward),
@@ -72,7 +72,7 @@ def tinker_app(service: Service, *, token: str | None = None, long_poll_s: float
         numbered(
             "/save_weights_external", _promised(partial(service.save, "external_weights")), bodies.SaveWeightsExternal
         ),
-        numbered("/load_weights", api.load_weights, bodies.LoadBody),
+        numbered("/load_weights", _promised(service.load), bodies.LoadBody),
         post("/weights_info", saved.weights_info, bodies.WeightsInfo),
         post("/create_sampling_session", api.create_sampling_session, bodies.CreateSamplingSession),
         get("/samplers/{sampling_id}", api.get_sampler),
@@ -206,14 +206,6 @@ class _Api:
 
     # training
 
-    async def create_model(self, request: HttpRequest, body: bodies.CreateModel) -> Json:
-        lora = body.lora_config
-        spec, seed = (AdapterSpec(), 0) if lora is None else (lora.spec, lora.seed or 0)
-        started = self._service.create_model(
-            body.session_id, body.model_seq_id, body.base_model, spec, seed, body.user_metadata or {}
-        )
-        return _promise(started, model_id=f"{body.session_id}:train:{body.model_seq_id}")
-
     async def unload_model(self, request: HttpRequest, body: bodies.ModelRequest) -> Json:
         return _promise(self._service.unload(self._service.model(body.model_id).id))
 
@@ -230,12 +222,6 @@ class _Api:
         request.state.body = await read_body(request, MAX_BODY_MIB * MIB)
         body = read_forward_backward(request.state.body)
         return _promise(self._service.forward_backward(body), model_id=body.model_id)
-
-    async def load_weights(self, request: HttpRequest, body: bodies.CreateFromWeights | bodies.LoadWeights) -> Json:
-        if isinstance(body, bodies.LoadWeights):
-            return _promise(self._service.load(body), model_id=body.model_id)
-        started = self._service.create_from_checkpoint(body)
-        return _promise(started, model_id=f"{body.session_id}:train:{body.model_seq_id}")
 
     def count_refused(self, request: HttpRequest, reason: str) -> None:
         """The number of a request that is refused counts: the model's later ones must not wait for it."""

@@ -23,6 +23,7 @@ from palestra.extras.tinker.server.futures import Gone, NotFound, OrderedWorker,
 from palestra.extras.tinker.server.messages import ForwardBackwardRequest, SampleResponse, write_outputs, write_sample
 from palestra.extras.tinker.server.requests import (
     CreateFromWeights,
+    CreateModel,
     CreateSamplingSession,
     LoadWeights,
     OptimStep,
@@ -180,36 +181,26 @@ class Service:
             raise NotFound(f"the base model {name!r} is not served here; this server has {', '.join(self.bases)}")
         return base
 
-    def create_model(
-        self, session_id: str, seq: int, base_model: str, spec: AdapterSpec, seed: int, metadata: dict[str, Any]
-    ) -> Request:
-        """Make a model to train; the same number again gives the same one."""
-        session = self.session(session_id)
-        if seq in session.models:
-            return session.models[seq]
-        return self._create(session, seq, self.base(base_model), spec, seed, metadata)
-
-    def create_from_checkpoint(self, body: CreateFromWeights) -> Request:
-        """Make a model to train from a checkpoint; the same number again gives the same one."""
+    def create_model(self, body: CreateModel | CreateFromWeights) -> Request:
+        """Make a model to train, a new one or from a checkpoint; the same number again gives the same one."""
         session = self.session(body.session_id)
         if body.model_seq_id in session.models:
             return session.models[body.model_seq_id]
-        path = TinkerPath.parse(body.path)
-        base = self.base(body.base_model or self.checkpoints.find(path).base_model)
-        saved = self._checkpoint(path, base)
-        load = partial(_load, checkpoint=saved, optimizer=body.optimizer)
-        return self._create(session, body.model_seq_id, base, saved.spec, 0, body.user_metadata or {}, load, body.path)
-
-    def _create(
-        self, session: Session, seq: int, base: BaseModel, spec: AdapterSpec, seed: int, metadata: dict[str, Any],
-        load: Callable[[TrainingModel], None] | None = None, path: str = "",
-    ) -> Request:  # fmt: skip
-        """Make a model, and `load` what was saved under `path` into it."""
+        load: Callable[[TrainingModel], None] | None = None
+        if isinstance(body, CreateFromWeights):
+            path = TinkerPath.parse(body.path)
+            base = self.base(body.base_model or self.checkpoints.find(path).base_model)
+            saved = self._checkpoint(path, base)
+            load = partial(_load, checkpoint=saved, optimizer=body.optimizer)
+            spec, seed, kind, more = saved.spec, 0, "load_weights", {"path": body.path}
+        else:
+            base, lora, kind, more = self.base(body.base_model), body.lora_config, "create_model", {}
+            spec, seed = (AdapterSpec(), 0) if lora is None else (lora.spec, lora.seed or 0)
         size = base.trained_bytes(spec)
         self._make_room(lambda: bool(self._refusal(spec, size)))
         if refusal := self._refusal(spec, size):
             raise TooBusy(refusal)
-        model_id = f"{session.id}:train:{seq}"
+        model_id = body.model_id
 
         def use_own_stream() -> None:
             """On a GPU each thread has its own stream, so that one client's kernels do not wait for another's."""
@@ -219,7 +210,8 @@ class Service:
         worker = OrderedWorker(model_id, self.requests, use_own_stream)
         model = Model(model_id, session.id, base, spec, size, worker)
         self.models[model_id] = model
-        about = {"model_id": model_id, "session": session.id, "user_metadata": {**session.metadata, **metadata}}
+        metadata = {**session.metadata, **(body.user_metadata or {})}
+        about = {"model_id": model_id, "session": session.id, "user_metadata": metadata}
 
         def make() -> Result:
             try:
@@ -233,12 +225,10 @@ class Service:
                 self.models.pop(model_id, None)
                 raise
             self.checkpoints.add_run(model_id, model.run.folder)
-            answer = {"type": kind, "model_id": model_id}
-            return answer if load is None else {**answer, "path": path}
+            return {"type": kind, "model_id": model_id, **more}
 
-        kind = "create_model" if load is None else "load_weights"
-        session.models[seq] = model.worker.run(kind, make)
-        return session.models[seq]
+        session.models[body.model_seq_id] = model.worker.run(kind, make)
+        return session.models[body.model_seq_id]
 
     def _refusal(self, spec: AdapterSpec, size: int) -> str:
         """Reason that a model of `size` bytes cannot be made now; empty if it can."""
@@ -324,7 +314,9 @@ class Service:
 
         return model.worker.submit(body.seq_id, what, work)
 
-    def load(self, body: LoadWeights) -> Request:
+    def load(self, body: LoadWeights | CreateFromWeights) -> Request:
+        if isinstance(body, CreateFromWeights):
+            return self.create_model(body)
         model, path = self.model(body.model_id), body.path
         parsed = TinkerPath.parse(path)
 
