@@ -71,7 +71,9 @@ def test_an_answer_that_is_cut_off_says_so(cli, agent_file):
     ("record", "words"),
     [
         ({"source": "/no/such/agent.py"}, ("without tools", "no agent file")),
-        ({"environment": {"name": "calculator", "settings": {}}}, ("with the tools",)),
+        pytest.param(
+            {"environment": {"name": "calculator", "settings": {}}}, ("with the tools",), marks=pytest.mark.extras
+        ),
     ],
 )
 def test_tools_are_those_of_the_environment_and_missing_ones_are_told(cli, run_folder, says, record, words):

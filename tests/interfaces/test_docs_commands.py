@@ -36,6 +36,8 @@ from served import free_port, wait_for_port
 from palestra.cli.main import run
 from palestra.core.errors import PalestraError
 
+pytestmark = pytest.mark.extras  # the docs are about all of it
+
 # What is parsed but not run, and why.
 NOT_RUN = {
     r"(train|eval) .*--(agent-cmd|agent-port|mcp|cases)": "files of the user's; test_agent_programs_command.py",

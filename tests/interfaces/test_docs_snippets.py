@@ -15,6 +15,8 @@ from doc_pages import PAGES, ROOT, blocks, name_of, wrong_names
 from palestra.core.config import RunConfig, read_yaml_config
 from palestra.extras.agent_tools.locks import Site
 
+pytestmark = pytest.mark.extras  # the docs are about all of it
+
 SHORT = {
     "train": {"max_steps": 1, "problems_per_step": 1},
     "rollout": {"group_size": 2, "max_new_tokens": 8},

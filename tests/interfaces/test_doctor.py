@@ -3,6 +3,8 @@
 import json
 from importlib.metadata import version
 
+import pytest
+
 from palestra.cli import doctor
 from palestra.cli.main import run
 
@@ -43,6 +45,7 @@ def test_locks_are_shown_as_they_hold_here(cli, tmp_path):
     assert "Did you mean 'profile'" in cli("config", "--locked").err
 
 
+@pytest.mark.extras
 def test_schemas_are_printed_for_function_calling(cli):
     schemas = json.loads(cli("tools", "schema").out)
     assert len(schemas) == 10

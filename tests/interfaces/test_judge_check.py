@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tests.support.judge_server import attempts_of, ranks, stub_model
 
+pytestmark = pytest.mark.extras
+
 
 def write(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

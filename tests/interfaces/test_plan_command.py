@@ -7,6 +7,8 @@ import pytest
 
 from palestra.plan.device import find_device
 
+pytestmark = pytest.mark.extras
+
 H200_GIB = find_device("h200").memory_gib
 TINY = Path(__file__).parents[2] / "src" / "palestra" / "models" / "tiny"
 

@@ -3,6 +3,10 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.extras
+
 ROOT = Path(__file__).parents[2]
 RELEASED = ROOT / "tests" / "support" / "public_names_0.2.0.txt"
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from palestra.extras.agent_tools import RlTools, mcp_server
 from palestra.extras.agent_tools.tools import MAX_SESSIONS
 from palestra.extras.atropos import server, task
@@ -17,6 +19,7 @@ from palestra.servers.openai.sampling_fields import MAX_PROMPTS
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.extras
 def test_every_test_that_the_page_names_exists():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8")))
     written = {
@@ -28,6 +31,7 @@ def test_every_test_that_the_page_names_exists():
     assert named <= written, sorted(named - written)
 
 
+@pytest.mark.extras
 def test_the_limits_that_the_pages_name_are_those_of_the_code():
     def says(page: str, *sentences: str) -> None:
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())

@@ -129,7 +129,9 @@ def test_a_copy_of_a_listed_run_is_foreign(foreign, here, tmp_path) -> None:
         ({}, False),
         ({"source": "demo"}, False),
         ({"source": "palestra.demo", "tools": ["x"]}, False),
-        ({"environment": {"name": "calculator", "settings": {"operations": 1}}}, False),
+        pytest.param(
+            {"environment": {"name": "calculator", "settings": {"operations": 1}}}, False, marks=pytest.mark.extras
+        ),
         ({"environment": {"name": "shell", "settings": {"allow_unsandboxed": True}}}, True),
         ({"environment": {"name": "gymnasium:os:X", "settings": {}}}, True),
         ({"environment": {"name": "verifiers:evil", "settings": {}}}, True),
@@ -268,6 +270,7 @@ def test_a_file_is_not_written_through_a_link_at_its_temporary_name(tmp_path) ->
     assert (tmp_path / "step-000001.npy").read_text() == "theirs"
 
 
+@pytest.mark.extras
 def test_a_manifest_of_other_values_is_a_damaged_checkpoint(foreign, here, capsys) -> None:
     folder = foreign(environment={"name": "calculator", "settings": {}})
     step = folder.step_folder(1)
