@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     origin: str = "a conversation"
     untrained: frozenset[int] = frozenset()  # places of assistant messages with weight 0
-    reasoning: Mapping[int, str] = field(default_factory=dict)  # by the place of the assistant message
 
     @property
     def tool_names(self) -> tuple[str, ...]:
@@ -51,19 +51,15 @@ class Conversation:
         """With these instructions in front, unless it has a system message."""
         if not instructions or any(message.role == "system" for message in self.messages):
             return self
-        return replace(
-            self,
-            messages=(Message("system", instructions), *self.messages),
-            untrained=frozenset(i + 1 for i in self.untrained),
-            reasoning={i + 1: text for i, text in self.reasoning.items()},
-        )
+        messages = (Message("system", instructions), *self.messages)
+        return replace(self, messages=messages, untrained=frozenset(i + 1 for i in self.untrained))
 
     def to_dict(self) -> dict[str, Any]:
         """A line of OpenAI chat JSONL, which `read_conversations` reads back."""
         rows = [to_dict(message, arguments_as_text=True) for message in self.messages]
-        for i, row in enumerate(rows):
+        for i, (row, message) in enumerate(zip(rows, self.messages, strict=True)):
             row |= {"weight": 0} if i in self.untrained else {}
-            row |= {"reasoning_content": self.reasoning[i]} if self.reasoning.get(i) else {}
+            row |= {"reasoning_content": message.reasoning} if message.role == "assistant" and message.reasoning else {}
         return {"messages": rows, "tools": list(self.tools)}
 
 
@@ -144,7 +140,7 @@ def conversation_of(
 ) -> Conversation:
     """The conversation of messages in OpenAI's form, checked: roles, weights, calls and their results."""
     found: list[Message] = []
-    untrained, reasoning = set[int](), dict[int, str]()
+    untrained: set[int] = set()
     for i, given in enumerate(messages):
         if not isinstance(given, Mapping | Message):
             raise ValueError(f"message {i} is {given!r:.100}; expected an object with `role` and `content`")
@@ -155,8 +151,6 @@ def conversation_of(
                 raise ValueError(f"message {i} has the weight {weight!r}; expected 0 (not trained) or 1")
             if weight == 0:
                 untrained.add(i)
-            if message.reasoning:
-                reasoning[i] = message.reasoning
         elif row.get("weight") is not None or message.tool_calls:
             key = "weight" if row.get("weight") is not None else "tool_calls"
             raise ValueError(f"message {i} of the role {message.role} has {key!r}, which only an assistant's may have")
@@ -169,7 +163,7 @@ def conversation_of(
         raise ValueError('every assistant message has "weight": 0, so there is nothing to learn from; take one out')
     if answers[0] == 0:
         raise ValueError("it begins with an assistant message; put a user or system message in front")
-    return Conversation(named, tuple(tools), origin, frozenset(untrained), reasoning)
+    return Conversation(named, tuple(tools), origin, frozenset(untrained))
 
 
 def _with_results_named(messages: Sequence[Message]) -> Iterator[Message]:
@@ -249,6 +243,8 @@ def _without_beginnings(conversations: Sequence[Conversation]) -> list[Conversat
     merged = list(conversations)
     for place in sorted(range(len(wholes)), key=lambda place: len(conversations[place].messages)):
         if (longer := beginnings.get(wholes[place])) is not None:
-            reasoning = {**merged[place].reasoning, **merged[longer].reasoning}
-            merged[longer] = replace(merged[longer], reasoning=reasoning)
+            known = [message.reasoning for message in merged[place].messages]
+            whole = zip_longest(merged[longer].messages, known, fillvalue="")
+            messages = tuple(replace(message, reasoning=message.reasoning or own) for message, own in whole)
+            merged[longer] = replace(merged[longer], messages=messages)
     return [each for each, chain in zip(merged, wholes, strict=True) if chain not in beginnings]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from palestra.core.messages import show_call
-from palestra.core.types import Message, Rollout, ToolResult
+from palestra.core.types import Message, Rollout, Score, ToolResult
 
 CallProblem = Literal["rejected_format", "malformed", "unknown_tool", "invalid_arguments", "raised"]
 # metric of each problem: the share of all tool calls that have it
@@ -38,97 +38,47 @@ _HINT_PHRASE = re.compile(
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Rewards, pass rates, lengths, tools and failures. Rollouts that failed are counted, and in no mean."""
-    good: list[Rollout] = []
-    errors: Counter[str] = Counter()  # of measures
-    for rollout in rollouts:
-        if rollout.error is None:
-            good.append(rollout)
-        for name, score in rollout.scores.items():
-            if score.error:
-                errors[name] += 1
+    good = [rollout for rollout in rollouts if rollout.error is None]
+    errors = Counter(name for rollout in rollouts for name, score in rollout.scores.items() if score.error)
     out = {
         "rollouts": float(len(rollouts)),
         "rollout_failures": float(len(rollouts) - len(good)),
         "measure_errors": float(errors.total()),
+        **{f"measure_errors/{name}": float(count) for name, count in errors.items()},
     }
-    for name, count in errors.items():
-        out[f"measure_errors/{name}"] = float(count)
     if not good:
         return out
-    rewards: list[float] = []
-    lengths: list[int] = []
-    longest = 0
-    has: Counter[str] = Counter()  # sums over rollouts, of which the mean is a metric
-    passed: list[bool] = []  # of rollouts that a measure judges
-    values: dict[str, list[float]] = {}
-    verdicts: dict[str, list[bool]] = {}
+    rewards, lengths = [rollout.reward for rollout in good], [rollout.sampled_tokens for rollout in good]
+    results = [(result, rollout.tool_names) for rollout in good for result in rollout.tool_results]
+    problems, executed = Counter(call_problem(*each) for each in results), max(1, len(results))
+    written = [calls_of(rollout) for rollout in good]
+    repeated = sum(len(calls) - len(set(calls)) for calls in written)  # the name and arguments of an earlier one
+    scores: dict[str, list[Score]] = {}
     for rollout in good:
-        rewards.append(rollout.reward)
-        lengths.append(rollout.sampled_tokens)
-        tokens = 0
-        for turn in rollout.turns:
-            tokens += len(turn.token_ids)
-            has["turns_mean"] += turn.maker == "model"
-        longest = max(longest, tokens)
-        has["truncation_rate"] += rollout.cut_off
-        has["context_full_rate"] += rollout.stop == "context_full"
-        has["looping_rate"] += rollout.cut_off and loops(rollout)
-        if is_judged(rollout):
-            passed.append(rollout.passed)
         for name, score in rollout.scores.items():
             if not score.error:
-                values.setdefault(name, []).append(score.value)
-            if not score.error and score.passed is not None:
-                verdicts.setdefault(name, []).append(score.passed)
+                scores.setdefault(name, []).append(score)
     out |= {
-        "reward_mean": statistics.fmean(rewards),
+        "reward_mean": fmean(rewards),
         "reward_max": max(rewards),
         "reward_min": min(rewards),
-        "reward_std": statistics.pstdev(rewards),
-        "completion_length_mean": statistics.fmean(lengths),
+        "reward_std": pstdev(rewards),
+        "completion_length_mean": fmean(lengths),
         "completion_length_max": float(max(lengths)),
-        "conversation_length_max": float(longest),
+        "conversation_length_max": float(max(sum(len(turn.token_ids) for turn in r.turns) for r in good)),
         "sampled_tokens": float(sum(lengths)),
+        **{metric: fmean(map(number_of, good)) for metric, number_of in MEANS.items()},
+        "tool_error_rate": sum(not result.ok for result, _ in results) / executed,
+        "other_format_rate": sum(bool(result.call.format) for result, _ in results) / executed,
+        "repeated_call_rate": repeated / max(1, sum(map(len, written))),
+        **{metric: problems[problem] / executed for problem, metric in CALL_PROBLEM_RATES.items()},
     }
-    for name, count in has.items():
-        out[name] = count / len(good)
-    out |= _tool_stats(good)
-    if passed:
-        out["pass_rate"] = statistics.fmean(passed)
-    for name in values:
-        out[f"score/{name}"] = statistics.fmean(values[name])
-        if name in verdicts:
-            out[f"pass_rate/{name}"] = statistics.fmean(verdicts[name])
-    return out
-
-
-def _tool_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    has: Counter[str] = Counter()
-    calls: Counter[str] = Counter()  # by problem, and others
-    for rollout in rollouts:
-        has["tools_offered"] += len(rollout.tool_names)
-        has["tool_limit_rate"] += rollout.stop == "tool_limit"
-        has["unread_call_rate"] += has_unread_call(rollout)
-        has["unrun_call_rate"] += has_unrun_call(rollout)
-        for result in rollout.tool_results:
-            calls["executed"] += 1
-            calls["failed"] += not result.ok
-            calls["other_format"] += bool(result.call.format)
-            calls[call_problem(result, rollout.tool_names) or "none"] += 1
-        written = calls_of(rollout)
-        calls["written"] += len(written)
-        calls["repeated"] += len(written) - len(set(written))  # the name and arguments of an earlier one
-    executed = max(1, calls["executed"])
-    out = {
-        "tool_calls_mean": calls["executed"] / len(rollouts),
-        "tool_error_rate": calls["failed"] / executed,
-        "other_format_rate": calls["other_format"] / executed,
-        "repeated_call_rate": calls["repeated"] / max(1, calls["written"]),
-    }
-    for problem, name in CALL_PROBLEM_RATES.items():
-        out[name] = calls[problem] / executed
-    for name, count in has.items():
-        out[name] = count / len(rollouts)
+    if passed := [rollout.passed for rollout in good if is_judged(rollout)]:
+        out["pass_rate"] = fmean(passed)
+    for name, of_measure in scores.items():
+        out[f"score/{name}"] = fmean(score.value for score in of_measure)
+        if verdicts := [score.passed for score in of_measure if score.passed is not None]:
+            out[f"pass_rate/{name}"] = fmean(verdicts)
     return out
 
 
@@ -232,6 +182,31 @@ def _contains(text: str, answer: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", plain, re.IGNORECASE) is not None
 
 
+# metric -> the number of one rollout of which it is the mean
+MEANS: dict[str, Callable[[Rollout], float]] = {
+    "turns_mean": lambda r: sum(turn.maker == "model" for turn in r.turns),
+    "truncation_rate": lambda r: r.cut_off,
+    "context_full_rate": lambda r: r.stop == "context_full",
+    "looping_rate": lambda r: r.cut_off and loops(r),
+    "tools_offered": lambda r: len(r.tool_names),
+    "tool_calls_mean": lambda r: len(r.tool_results),
+    "tool_limit_rate": lambda r: r.stop == "tool_limit",
+    "unread_call_rate": has_unread_call,
+    "unrun_call_rate": has_unrun_call,
+}
+# trait that findings show -> whether a rollout that did not fail has it
+TRAITS: dict[str, Callable[[Rollout], object]] = {
+    **{name: MEANS[f"{name}_rate"] for name in ("unread_call", "unrun_call", "context_full", "looping", "tool_limit")},
+    "no_call": lambda r: r.tool_names and not r.tool_results,
+    "truncated": lambda r: r.stop == "truncated" and not loops(r),
+    "guess": lambda r: r.tool_names and r.reward > 0 and not called_successfully(r),
+    "reward_for_failed_calls": lambda r: r.tool_results and r.reward > 0 and not called_successfully(r),
+    "hint": mentions_hint,
+    "passed": lambda r: r.passed,
+    "not_passed": lambda r: not r.passed,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """A rollout that shows a finding.
@@ -287,35 +262,14 @@ def traits_of(rollout: Rollout) -> dict[str, str | None]:
     for name, score in rollout.scores.items():
         if score.error:
             traits.setdefault("measure_error", f"{name}: {score.reason}")
-    succeeded = False
     for result in rollout.tool_results:
         problem = call_problem(result, rollout.tool_names)
-        succeeded |= problem is None
         if problem is not None and problem not in traits:
             said = result.content or result.call.error
             traits[problem] = f"{show_call(result.call)} → {said}" if said else show_call(result.call)
     if rollout.error is not None:
         return traits | {"failure": rollout.error}
-    offered, called, earned = bool(rollout.tool_names), bool(rollout.tool_results), rollout.reward > 0
-    is_looping = rollout.cut_off and loops(rollout)
-    holds = {
-        "unread_call": has_unread_call(rollout),
-        "unrun_call": has_unrun_call(rollout),
-        "no_call": offered and not called,
-        "context_full": rollout.stop == "context_full",
-        "truncated": rollout.stop == "truncated" and not is_looping,
-        "tool_limit": rollout.stop == "tool_limit",
-        "looping": is_looping,
-        "guess": offered and earned and not succeeded,
-        "reward_for_failed_calls": called and earned and not succeeded,
-        "hint": mentions_hint(rollout),
-        "passed": rollout.passed,
-        "not_passed": not rollout.passed,
-    }
-    for trait, is_shown in holds.items():
-        if is_shown:
-            traits[trait] = None
-    return traits
+    return traits | {trait: None for trait, holds in TRAITS.items() if holds(rollout)}
 
 
 def last_words(rollout: Rollout) -> str:

@@ -41,7 +41,6 @@ class _Step:
 
     message: Message
     is_trained: bool = True
-    reasoning: str = ""
 
 
 def demonstrations(
@@ -157,10 +156,7 @@ def _passed(folder: RunFolder) -> Iterator[Rollout]:
 
 def _steps(conversation: Conversation, chat: ChatFormat) -> list[_Step]:
     """The messages; parallel calls one after the other for a template that writes one call per message."""
-    steps = [
-        _Step(message, i not in conversation.untrained, conversation.reasoning.get(i, ""))
-        for i, message in enumerate(conversation.messages)
-    ]
+    steps = [_Step(message, i not in conversation.untrained) for i, message in enumerate(conversation.messages)]
     if all(len(step.message.tool_calls) < 2 for step in steps) or takes_parallel_calls(chat):
         return steps
     single: list[_Step] = []
@@ -175,7 +171,7 @@ def _steps(conversation: Conversation, chat: ChatFormat) -> list[_Step]:
         for call in calls:
             single.append(replace(step, message=replace(step.message, tool_calls=(call,))))
             single += [result for result in results if result.message.tool_call_id == call.id]
-            step = replace(step, message=replace(step.message, text=""), reasoning="")  # before the first call
+            step = replace(step, message=replace(step.message, text="", reasoning=""))  # before the first call
     return single
 
 
@@ -208,7 +204,7 @@ def _demonstration(conversation: Conversation, steps: Sequence[_Step], chat: Cha
         if chat.call_format.name == "kimi":  # its models write the name of the tool into the id of a call
             numbered = enumerate(own.tool_calls, start=len(results))
             own = replace(own, tool_calls=tuple(replace(c, id=f"functions.{c.name}:{i}") for i, c in numbered))
-        written = write_reply(chat, own, schemas, after=after, reasoning=step.reasoning, prompt_end=prompt_end)
+        written = write_reply(chat, own, schemas, after=after, prompt_end=prompt_end)
         ids = np.array(written.token_ids, np.int32)
         turns.append(_model_turn(ids) if step.is_trained else Turn("template", ids))
         messages += [*replies, written.message]

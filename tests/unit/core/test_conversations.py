@@ -95,7 +95,8 @@ def test_parallel_calls_results_reasoning_and_tools_are_the_same_in_each_format(
     conversation = read_one(tmp_path, record)
     assert conversation.messages == EXPECTED
     assert conversation.tools == (TOOL,)
-    assert conversation.reasoning == {2: "Two calls."}
+    assert conversation.messages[2].reasoning == "Two calls."
+    assert sum(bool(message.reasoning) for message in conversation.messages) == 1
     assert conversation.origin == f"{tmp_path / 'traces.jsonl'}, line 1"
 
 
@@ -225,7 +226,7 @@ def test_instructions_go_in_front_only_where_there_is_no_system_message(tmp_path
     bare = conversation_of([to for to in OPENAI["messages"][1:]])
     moved = bare.with_system("Be brief.")
     assert moved.messages == EXPECTED
-    assert moved.reasoning == {2: "Two calls."}
+    assert [message.reasoning for message in moved.messages[:3]] == ["", "", "Two calls."]
 
 
 def test_requests_of_one_agent_are_one_conversation_with_all_reasoning(tmp_path, caplog):
@@ -235,7 +236,8 @@ def test_requests_of_one_agent_are_one_conversation_with_all_reasoning(tmp_path,
     lines = [{"messages": m, "tools": [TOOL]} for m in (messages[:3], longer, without)]
     (conversation,) = read_conversations(written(tmp_path, *lines))
     assert len(conversation.messages) == len(longer)
-    assert conversation.reasoning == {2: "Two calls."}
+    assert conversation.messages[2].reasoning == "Two calls."
+    assert sum(bool(message.reasoning) for message in conversation.messages) == 1
 
 
 def changed(place: int, **fields: Any) -> dict[str, Any]:

@@ -36,7 +36,6 @@ def write_reply(
     tools: Schemas = (),
     *,
     after: str = "user",
-    reasoning: str = "",
     prompt_end: Sequence[int] = (),
 ) -> WrittenReply:
     """The turn of an assistant's message behind a message of the role `after`. `prompt_end` are the tokens before it.
@@ -44,6 +43,7 @@ def write_reply(
     Some templates leave out reasoning, or the text of a message with calls. PalestraError if the tokens cannot be read
     back as the same text and calls.
     """
+    reasoning = message.reasoning
     refusal: PalestraError | None = None
     for attempt, thought in _attempts(message, reasoning):
         try:
