@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+import msgspec
+
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.files import last_lines, parse_row
@@ -84,11 +86,10 @@ class Finding:
     @classmethod
     def from_dict(cls, record: Any) -> Finding | None:
         """Read a finding of report.json; None if it is malformed. Those of older versions have fewer fields."""
-        if not isinstance(record, dict) or not isinstance(record.get("sentence"), str):
+        try:
+            return msgspec.convert({"kind": "", **record}, cls)
+        except (msgspec.ValidationError, TypeError):
             return None
-        settings = record.get("settings")
-        names = tuple(str(name) for name in settings) if isinstance(settings, list) else ()
-        return cls(str(record.get("kind", "")), record["sentence"], names, Example.from_dict(record.get("example")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +171,6 @@ class Evidence:
     def equal_rewards(self) -> str:
         lowest, highest = min(row["reward_min"] for row in self.equal), max(row["reward_max"] for row in self.equal)
         return f"{lowest:.3g}" if lowest == highest else f"{lowest:.3g} to {highest:.3g}"
-
-    @property
-    def equal_errors(self) -> float:
-        return mean(self.equal, "tool_error_rate")
-
-    def rewards_failed_calls(self, rate: float) -> bool:
-        """Whether rewards are equal and above 0 although this share of the tool calls failed."""
-        is_rewarded = self.equal and min(row["reward_min"] for row in self.equal) > 0
-        return bool(is_rewarded and mean(self.equal, "tool_calls_mean") and self.equal_errors >= rate)
 
     def is_cut_off_by(self, cause: str, rate: float) -> bool:
         """Whether more than this share of the rollouts is cut off, most of them by this cause."""

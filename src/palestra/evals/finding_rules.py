@@ -107,6 +107,12 @@ def mostly_equal(e: Evidence, kind: str, *, easy: bool) -> Iterable[Case]:
         yield {"share": share, "outcomes": outcomes, "scale": scale}
 
 
+def rewarded_failures(e: Evidence) -> Iterable[Case]:
+    """Rewards are equal and above 0 although nearly all tool calls failed."""
+    failed = mean(e.equal, "tool_error_rate") if mean(e.equal, "tool_calls_mean") else 0.0
+    return [{"failed": failed}] if failed >= FAILED_CALLS and min(row["reward_min"] for row in e.equal) > 0 else []
+
+
 def measure_errors(e: Evidence) -> Iterable[Case]:
     for name in dict.fromkeys(key for row in e.recent for key in row if key.startswith("measure_errors/")):
         yield {"name": name.partition("/")[2], "errors": e.total(name), "rollouts": e.total("rollouts")}
@@ -302,8 +308,8 @@ ROLLOUT_RULES: tuple[tuple[Rule, ...], ...] = (
 )
 TRAINING_RULES: tuple[tuple[Rule, ...], ...] = (
     (
-        Rule("reward_for_failed_calls", when(lambda e: e.rewards_failed_calls(FAILED_CALLS)),
-            EQUAL + " although {e.equal_errors:.0%} of the tool calls failed, so nothing was learned: the reward does "
+        Rule("reward_for_failed_calls", rewarded_failures,
+            EQUAL + " although {failed:.0%} of the tool calls failed, so nothing was learned: the reward does "
             "not depend on the tools", ("use a measure that gives no reward unless the tools' results are used",),
             "reward_for_failed_calls"),
         Rule("solved", when(lambda e: e.equal and all(row.get("pass_rate") == 1.0 for row in e.equal)),

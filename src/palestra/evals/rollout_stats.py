@@ -26,7 +26,6 @@ CALL_PROBLEM_RATES: dict[CallProblem, str] = {
 _TAIL = 96  # tokens at the end of a rollout that are looked at for repetition
 _NGRAM = 4
 _MAX_CHARS = 200  # of the text of an example
-_FIELD_TYPES = {"source": str, "step": int, "index": int, "problem_id": str, "text": str}  # of an example
 # what a model says that has learned to expect a hint, of `rollout.hints`
 _HINTS = r"hint|worked example|successful attempt|earlier attempt|expected answer"
 _HINT_PHRASE = re.compile(
@@ -234,13 +233,6 @@ class Example:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"location": self.location}
-
-    @classmethod
-    def from_dict(cls, record: Any) -> Example | None:
-        """Read an example of report.json; None if there is none or it is malformed."""
-        if not isinstance(record, dict) or not all(isinstance(record.get(n), t) for n, t in _FIELD_TYPES.items()):
-            return None
-        return cls(*(record[name] for name in _FIELD_TYPES))
 
 
 def find_examples(rollouts: Sequence[Rollout], source: str = "", step: int = 0) -> dict[str, Example]:
