@@ -21,6 +21,7 @@ from palestra.models.chat.callformats import HARMONY, JSON, CallFormat, format_o
 from palestra.models.chat.calls_tagged import find_harmony
 from palestra.models.chat.encode import (
     PROBE,
+    ForgedTexts,
     Piece,
     PieceTokenizer,
     ReplyTemplate,
@@ -32,8 +33,8 @@ from palestra.models.chat.encode import (
     not_append_only,
     render,
     split_at_marks,
+    with_texts,
 )
-from palestra.models.chat.prompts import PLAIN, Prompts
 from palestra.models.chat.streaming import StreamedReply
 from palestra.models.chat.toolcalls import (
     Reply,
@@ -54,6 +55,7 @@ _ENDS = (
 )
 _END_OF_TURN = (*_ENDS.split(), *_BEGINS_RESULT)
 MAX_CACHED_CHARS = 4096
+PLAIN = re.compile(r"(?!\s)[\w .,:;+*/=()%!?#@~^'-]+(?<!\s)", re.ASCII)  # the same in every form of a body
 _NOT_SHORT = re.compile(r"[^A-Za-z0-9]")  # Mistral's templates take ids of nine letters and digits alone
 PROMPT_END_TOKENS = 8  # tokens that show whether the prompt opened the reasoning
 _CALLS, _SHAPE = attrgetter("tool_calls"), attrgetter("role", "name", "tool_call_id")  # of a reply
@@ -90,7 +92,7 @@ class ChatFormat:
         self._prompt_ends: dict[tuple[int, ...], str] = {}
         self._segments = SegmentTokenizer(tokenizer)
         self.pieces = PieceTokenizer(self._segments, self._special)
-        self._prompts = Prompts(self.render, self.pieces.has_special)
+        self._shows_tools = False  # not known yet
         self.call_format: CallFormat = format_of(tokenizer.chat_template, [str(t.content) for t in added.values()])
         # transformers' own parser, for a format that is not known here
         ships = getattr(tokenizer, "response_template", None) is not None
@@ -115,8 +117,23 @@ class ChatFormat:
         `variables` are the template's own (Qwen's enable_thinking); one that it does not have is refused.
         """
         self._check_variables(variables or {})
-        runs = self.pieces.encode(self._prompts.pieces(messages, tools, variables or {})).runs
-        return Turn("template", np.array([token_id for _, ids in runs for token_id in ids], np.int32))
+        write = partial(self.render, add_generation_prompt=True, **(variables or {}))
+        text = write(messages, tools)
+        if tools and not self._shows_tools:
+            try:
+                self._shows_tools = text != write(messages)
+            except TemplateRefusal:  # it needs tools
+                self._shows_tools = True
+            if not self._shows_tools:
+                raise UnsupportedError(
+                    "the chat template does not show tools to the model. Use a model whose template does "
+                    "(Qwen2.5, Qwen3, Llama 3.1, …), or set tokenizer.chat_template."
+                )
+        forged = ForgedTexts(self.pieces.has_special)
+        blank = [with_texts(message, forged.marked) for message in messages]
+        pieces = forged.cut(text, write(blank, tools)) if forged.texts else [Piece(text, False)]
+        ids = [token_id for _, run in self.pieces.encode(pieces).runs for token_id in run]
+        return Turn("template", np.array(ids, np.int32))
 
     def render(
         self,

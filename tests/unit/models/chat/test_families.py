@@ -18,8 +18,8 @@ from palestra.core.errors import InputError
 from palestra.core.messages import to_dict
 from palestra.core.types import Message, ToolCall
 from palestra.models.chat.encode import ReplyTemplate, SegmentTokenizer
-from palestra.models.chat.prompts import PLAIN, family_of, prepare
-from palestra.models.chat.template import ChatFormat
+from palestra.models.chat.prompts import family_of, prepare
+from palestra.models.chat.template import PLAIN, ChatFormat
 
 SPECIALS = {
     "chatml": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
