@@ -18,8 +18,7 @@ from pydantic.fields import FieldInfo
 
 from palestra.core import config_sections as sections
 from palestra.core import extras
-from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, Section
-from palestra.core.config_stages import StagesSection
+from palestra.core.config_sections import FULL_LEARNING_RATE, LORA_LEARNING_RATE, NEW_TOKENS, Section, StagesSection
 from palestra.core.errors import NotFoundError, SettingError, UnreadableFileError
 from palestra.core.files import write_text
 from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -234,17 +234,17 @@ def _without_beginnings(conversations: Sequence[Conversation]) -> list[Conversat
     beginnings: dict[int, int] = {}  # hash of a beginning -> place of the conversation that continues it
     wholes = []
     for place, conversation in enumerate(conversations):
-        chain = hash(json.dumps(conversation.tools, sort_keys=True))
+        key = hash(json.dumps(conversation.tools, sort_keys=True))
         for i, message in enumerate(conversation.messages):
             if i and message.role != "assistant":
-                beginnings[chain] = place
-            chain = hash((chain, i in conversation.untrained, json.dumps(to_dict(message), sort_keys=True)))
-        wholes.append(chain)
+                beginnings[key] = place
+            key = hash((key, i in conversation.untrained, json.dumps(to_dict(message), sort_keys=True)))
+        wholes.append(key)
     merged = list(conversations)
     for place in sorted(range(len(wholes)), key=lambda place: len(conversations[place].messages)):
         if (longer := beginnings.get(wholes[place])) is not None:
-            known = [message.reasoning for message in merged[place].messages]
-            whole = zip_longest(merged[longer].messages, known, fillvalue="")
-            messages = tuple(replace(message, reasoning=message.reasoning or own) for message, own in whole)
+            known = chain((message.reasoning for message in merged[place].messages), repeat(""))
+            both = zip(merged[longer].messages, known, strict=False)
+            messages = tuple(replace(message, reasoning=message.reasoning or own) for message, own in both)
             merged[longer] = replace(merged[longer], messages=messages)
-    return [each for each, chain in zip(merged, wholes, strict=True) if chain not in beginnings]
+    return [each for each, key in zip(merged, wholes, strict=True) if key not in beginnings]

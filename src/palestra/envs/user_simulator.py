@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from palestra.core.chat_model import ChatModel
-from palestra.core.endpoints import CallLimits
+from palestra.core.chat_model import CallLimits, ChatModel
 from palestra.core.errors import SettingError
 from palestra.core.types import Message, Problem
 

@@ -10,8 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from palestra.core.chat_model import ChatModel, log_judge
-from palestra.core.endpoints import CallLimits
+from palestra.core.chat_model import CallLimits, ChatModel, log_judge
 from palestra.core.errors import InputError, SettingError
 from palestra.core.messages import read_json
 from palestra.core.types import Message, Score

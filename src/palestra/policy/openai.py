@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from palestra.core.chat_model import CallLimits, Endpoint, EndpointUsage
 from palestra.core.config import explain
 from palestra.core.config_sections import Section
-from palestra.core.endpoints import CallLimits, Endpoint, EndpointUsage
 from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.http import HttpError
 from palestra.core.messages import from_dict, to_dict

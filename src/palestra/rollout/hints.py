@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.core.config_stages import HintName
+from palestra.core.config_sections import HintName
 from palestra.core.messages import show_call
 from palestra.core.types import Group, Message, Problem, Rollout, Score, ToolResult
 from palestra.envs.base import Environment, Episode, ScoresGroups, Split

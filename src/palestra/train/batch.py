@@ -18,8 +18,7 @@ from palestra.algo.batch import Batch, not_sampled
 from palestra.core.config_sections import TrainSection
 from palestra.core.errors import InputError, UserCodeError
 from palestra.core.types import CUT_OFF, Array, Group, Rollout, Score, Turn, oldest_version
-from palestra.evals.judge_stats import is_total
-from palestra.evals.rollout_stats import called_successfully, is_judged, rollout_stats
+from palestra.evals.rollout_stats import called_successfully, is_judged, is_total, rollout_stats
 
 
 def has_signal(group: Group, advantages: Sequence[float], tolerance: float = 1e-6) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.core.config_stages import StagesSection
+from palestra.core.config_sections import StagesSection
 from palestra.core.types import Group, Problem, Rollout
 from palestra.envs.base import Environment
 from palestra.models.chat.template import ChatFormat

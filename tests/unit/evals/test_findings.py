@@ -16,8 +16,15 @@ from palestra.core.group_codec import rollout_from_dict, rollout_to_dict
 from palestra.core.run_folder import RunFolder, RunKind
 from palestra.core.types import Message, Rollout, Score, StopReason, ToolCall, ToolResult, Turn
 from palestra.evals.evidence import Finding, RunFacts, recorded_examples
-from palestra.evals.finding_rules import HELPS, TRAINING_RULES
-from palestra.evals.findings import broken_tool, evaluation_findings, outcome_findings, recorded_findings, run_findings
+from palestra.evals.findings import (
+    HELPS,
+    TRAINING_RULES,
+    broken_tool,
+    evaluation_findings,
+    outcome_findings,
+    recorded_findings,
+    run_findings,
+)
 from palestra.evals.rollout_stats import Example, find_examples, leaks_hint, loops, rollout_stats
 
 GOOD = {

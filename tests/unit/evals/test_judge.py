@@ -12,13 +12,12 @@ import pytest
 from starlette.responses import Response
 from tests.support.judge_server import attempts_of, ranks, stub_model
 
-from palestra.core.chat_model import ChatModel, hosting, logging_calls
-from palestra.core.endpoints import CallLimits, Pace
+from palestra.core.chat_model import CallLimits, ChatModel, Pace, hosting, logging_calls
 from palestra.core.errors import PalestraError, RolloutError, SettingError
 from palestra.core.types import Message, Problem, Rollout, Score, ToolCall
 from palestra.evals.judge import judge, read_verdict, ruler
-from palestra.evals.judge_stats import length_metrics
 from palestra.evals.measures import Measure, MeasureContext, measure, run_group_measure, run_measure
+from palestra.evals.rollout_stats import length_metrics
 from palestra.extras.judge_check.command import agreement
 from palestra.rollout.local_models import LocalModels
 

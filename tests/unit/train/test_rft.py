@@ -11,7 +11,7 @@ import pytest
 from builders import END, ScriptedPolicy, add, call_text
 from scripted import ScriptedEnvironment, ScriptedEpisode
 
-from palestra.core.config_stages import StagesSection
+from palestra.core.config_sections import StagesSection
 from palestra.core.types import Group, Message, Problem, Rollout, SamplingParams, Score, ToolResult, Turn
 from palestra.models.chat.template import ChatFormat
 from palestra.rollout.agent_loop import AttemptLimits, token_speakers

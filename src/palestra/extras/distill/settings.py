@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from palestra.core.config_sections import Section
-from palestra.core.config_stages import HintName
+from palestra.core.config_sections import HintName, Section
 
 TOP_K = 20
 HINTS: tuple[HintName, ...] = ("sibling", "feedback", "answer")

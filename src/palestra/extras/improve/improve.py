@@ -18,9 +18,8 @@ from palestra.agents.agent import Agent
 from palestra.agents.openai_agents import as_agent
 from palestra.agents.programs import ProgramAgent
 from palestra.agents.texts import INSTRUCTIONS, TOOL, Texts, read_tool_text, texts_of, with_texts
-from palestra.core.chat_model import POLICY, ChatModel, hosting
+from palestra.core.chat_model import POLICY, BudgetSpent, CallLimits, ChatModel, hosting
 from palestra.core.config import RunConfig
-from palestra.core.endpoints import BudgetSpent, CallLimits
 from palestra.core.errors import RolloutError, SettingError, UnsupportedError
 from palestra.core.event_loop import outside_event_loop
 from palestra.core.files import refuse_in_import

@@ -24,8 +24,8 @@ from palestra.core.messages import as_messages, prompt_length
 from palestra.core.show import visible
 from palestra.core.types import Message, Problem, Score
 from palestra.evals.judge import judge, ruler
-from palestra.evals.judge_stats import answer_length, correlation
 from palestra.evals.measures import Measure, MeasureContext, as_measure, run_group_measure
+from palestra.evals.rollout_stats import answer_length, correlation
 from palestra.rollout.local_models import LocalModels
 
 _TIMEOUT_S = 600.0

@@ -117,11 +117,11 @@ class ChatFormat:
         `variables` are the template's own (Qwen's enable_thinking); one that it does not have is refused.
         """
         self._check_variables(variables or {})
-        write = partial(self.render, add_generation_prompt=True, **(variables or {}))
-        text = write(messages, tools)
+        options: dict[str, Any] = {"add_generation_prompt": True, **(variables or {})}
+        text = self.render(messages, tools, **options)
         if tools and not self._shows_tools:
             try:
-                self._shows_tools = text != write(messages)
+                self._shows_tools = text != self.render(messages, **options)
             except TemplateRefusal:  # it needs tools
                 self._shows_tools = True
             if not self._shows_tools:
@@ -131,7 +131,7 @@ class ChatFormat:
                 )
         forged = ForgedTexts(self.pieces.has_special)
         blank = [with_texts(message, forged.marked) for message in messages]
-        pieces = forged.cut(text, write(blank, tools)) if forged.texts else [Piece(text, False)]
+        pieces = forged.cut(text, self.render(blank, tools, **options)) if forged.texts else [Piece(text, False)]
         ids = [token_id for _, run in self.pieces.encode(pieces).runs for token_id in run]
         return Turn("template", np.array(ids, np.int32))
 
