@@ -25,7 +25,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.extras.dashboard.app import dashboard_app
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.ranks.sharding import read_metadata
-from palestra.runs.compare import compared
+from palestra.runs.reader import compared
 from palestra.runs.manager import RunManager
 from palestra.runs.reader import results
 

@@ -27,7 +27,7 @@ from palestra.core.process_end import run_process
 from palestra.core.ranks import RankFailed, RankVariables, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.secrets import redact
-from palestra.core.show import visible
+from palestra.core.text import visible
 from palestra.env_api import train_env
 from palestra.envs.load import load_env
 from palestra.envs.running import RunningEnv

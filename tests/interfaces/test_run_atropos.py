@@ -12,7 +12,7 @@ import pytest
 
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_path
+from palestra.core.text import show_path
 from palestra.extras.atropos.atropos import (
     PACKAGES,
     AtroposEnv,

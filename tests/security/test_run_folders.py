@@ -21,8 +21,8 @@ from palestra.core.run_folder import RunFolder
 from palestra.extras.dashboard.catalog import Catalog
 from palestra.extras.dashboard.transcripts import token_texts
 from palestra.extras.ranks.sharding import load_sharded, read_metadata
-from palestra.runs.folder_lock import hold
 from palestra.runs.manager import RunManager
+from palestra.runs.processes import hold
 
 HOSTILE = """
 from pathlib import Path

@@ -7,8 +7,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Rollout, Score, ToolCall
-from palestra.runs.tracking.base import Tracker
-from palestra.runs.tracking.services import open_trackers
+from palestra.runs.tracking import Tracker, open_trackers
 
 
 def silence_services(patch: pytest.MonkeyPatch, folder: Path) -> None:

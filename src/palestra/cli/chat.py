@@ -19,7 +19,7 @@ from palestra.cli.find_run import code_for_tools, find_run, model_of, require_tr
 from palestra.cli.summary import shorten
 from palestra.core.errors import PalestraError
 from palestra.core.messages import show_call, to_dict
-from palestra.core.show import visible
+from palestra.core.text import visible
 from palestra.core.types import SamplingParams
 from palestra.envs.load import load_env
 from palestra.models.chat.template import ChatFormat

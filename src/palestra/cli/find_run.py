@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from palestra.core.errors import InputError, NotAllowedError, NotFoundError, SettingError, StateError, did_you_mean
 from palestra.core.run_folder import RunFolder, step_of
-from palestra.core.show import show_path, visible
+from palestra.core.text import show_path, visible
 
 if TYPE_CHECKING:
     from palestra.runs.index import Row

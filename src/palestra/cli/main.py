@@ -126,7 +126,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     except (PalestraError, OSError) as error:
         from palestra.core.files import is_unwritable
-        from palestra.core.show import visible
+        from palestra.core.text import visible
 
         is_full = isinstance(error, OSError) and is_unwritable(error)
         if os.environ.get("PALESTRA_DEBUG", "0") not in ("", "0") or not (is_full or isinstance(error, PalestraError)):

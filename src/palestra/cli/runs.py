@@ -30,13 +30,12 @@ from palestra.cli.summary import print_findings, print_outcome, print_rows
 from palestra.core.errors import PalestraError, SettingError, StateError
 from palestra.core.files import folder_size
 from palestra.core.run_folder import Resume, RunFolder
-from palestra.core.show import show_path, show_seconds, show_size, sparkline, visible
+from palestra.core.text import show_path, show_seconds, show_size, sparkline, visible
 from palestra.evals.findings import recorded_findings
 from palestra.evals.run_report.charts import curves_svg
-from palestra.runs.compare import ComparedRun, differing_keys
-from palestra.runs.compare import compared as compared_run
 from palestra.runs.manager import RunManager, cache_garbage, run_garbage
-from palestra.runs.reader import Run, RunReader, results
+from palestra.runs.reader import ComparedRun, Run, RunReader, differing_keys, results
+from palestra.runs.reader import compared as compared_run
 
 _PARTS = ("trainer", "env", "api", "supervisor")
 _MAX_LISTED = 20

@@ -19,10 +19,17 @@ from rich.console import Console
 
 from palestra.agent_source import open_agent_file
 from palestra.cli.common import PATH, print_sections, returns_data, returns_data_at_end
-from palestra.core.config import RunConfig, flatten, load_yaml, read_yaml_config, translate
+from palestra.core.config import (
+    REMOVED_SETTINGS,
+    RunConfig,
+    flatten,
+    load_yaml,
+    read_yaml_config,
+    translate,
+    unknown_setting,
+)
 from palestra.core.errors import SettingError
 from palestra.core.extras import provided
-from palestra.core.removed_settings import REMOVED_SETTINGS, unknown_setting
 from palestra.runs.request import RunRequest
 
 PREFIXES = ("env", "openai")

@@ -16,12 +16,20 @@ from palestra.agent_source import AgentOptions
 from palestra.cli.common import table
 from palestra.core.messages import show_call
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_path, show_seconds, visible
+from palestra.core.text import show_path, show_seconds, visible
 from palestra.core.types import Message, Rollout, Score
-from palestra.evals.capability import Capability, by_problem
 from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.findings import NO_FACTS, evaluation_findings
-from palestra.evals.report import EvalReport, compare, compare_means, opening, overall_name, pick_transcripts
+from palestra.evals.report import (
+    Capability,
+    EvalReport,
+    by_problem,
+    compare,
+    compare_means,
+    opening,
+    overall_name,
+    pick_transcripts,
+)
 
 if TYPE_CHECKING:
     from palestra.train.run import Outcome

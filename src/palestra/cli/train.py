@@ -27,7 +27,7 @@ from palestra.core.errors import SettingError
 from palestra.core.extras import provided
 from palestra.core.ranks import RankVariables, is_first_rank
 from palestra.core.run_folder import Resume, RunFolder
-from palestra.core.show import show_path
+from palestra.core.text import show_path
 from palestra.runs.foreground import refuse_busy
 from palestra.runs.manager import RunManager, RunRequest
 from palestra.runs.request import PALESTRA

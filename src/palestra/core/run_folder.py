@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.core.config import RunConfig, flatten, parse_yaml
+from palestra.core.config import RunConfig, flatten, parse_yaml, without_removed
 from palestra.core.errors import (
     NotFoundError,
     SettingError,
@@ -25,8 +25,7 @@ from palestra.core.errors import (
     UnsupportedError,
 )
 from palestra.core.files import MANIFEST, new_folder, read_jsonl, read_regular, slug, write_json
-from palestra.core.removed_settings import without_removed
-from palestra.core.show import show_path
+from palestra.core.text import show_path
 
 FORMAT = 1  # written into run.json; folders of Palestra 0.1 have none and count as 0
 STATE = "state.json"  # of a checkpoint: where the loop stands

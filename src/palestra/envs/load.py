@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from palestra.core import extras
-from palestra.core.config import explain
+from palestra.core.config import explain, without_removed
 from palestra.core.errors import (
     InputError,
     NotFoundError,
@@ -23,7 +23,6 @@ from palestra.core.errors import (
     text_of,
 )
 from palestra.core.files import import_file
-from palestra.core.removed_settings import without_removed
 from palestra.envs.discover import LIBRARY, DiscoveredEnv, discover, in_file
 from palestra.envs.env import Env
 from palestra.envs.running import RunningEnv

@@ -15,9 +15,8 @@ from palestra.core.errors import PalestraError, StateError, text_of
 from palestra.core.ranks import is_first_rank
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import redact
-from palestra.runs.folder_lock import held_error, hold, holder
 from palestra.runs.index import ACTIVE, ENDED, Index, Row, State, new_id, palestra_home, subject_of
-from palestra.runs.processes import RUN_VARIABLE, this_host, this_process
+from palestra.runs.processes import RUN_VARIABLE, held_error, hold, holder, this_host, this_process
 
 log = logging.getLogger("palestra")
 

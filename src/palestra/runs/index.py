@@ -23,8 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from palestra.core.errors import NotFoundError, PalestraError, ResourceError, StorageError, did_you_mean
 from palestra.core.files import read_regular, write_json, write_text
 from palestra.core.run_folder import RunFolder
-from palestra.runs.folder_lock import holder
-from palestra.runs.processes import Process, descendants, end_all, processes_of_run, this_host
+from palestra.runs.processes import Process, descendants, end_all, holder, processes_of_run, this_host
 
 State = Literal["pending", "starting", "running", "stopping", "stopped", "completed", "failed"]
 ACTIVE: tuple[State, ...] = ("pending", "starting", "running", "stopping")

@@ -17,9 +17,8 @@ from palestra.core.errors import StateError
 from palestra.core.files import cache_folder, folder_size, new_folder, open_private, remove_stale
 from palestra.core.run_folder import Resume, RunFolder, step_of
 from palestra.runs import limits
-from palestra.runs.folder_lock import holder
 from palestra.runs.index import ACTIVE, ENDED, Row, State, TooManyRuns, new_id, palestra_home
-from palestra.runs.processes import RUN_VARIABLE, send, this_host
+from palestra.runs.processes import RUN_VARIABLE, holder, send, this_host
 from palestra.runs.reader import Part, Run, RunReader, Runs, read_run
 from palestra.runs.request import RunRequest
 

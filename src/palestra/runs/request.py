@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core import children
-from palestra.core.config import RunConfig
+from palestra.core.config import RunConfig, without_removed
 from palestra.core.errors import NotAllowedError, SettingError, UnreadableFileError
 from palestra.core.files import read_regular, write_json
 from palestra.core.http import HttpError, Request
-from palestra.core.removed_settings import without_removed
 from palestra.core.run_folder import RunFolder
 from palestra.core.secrets import own_environment, redact
 from palestra.runs.processes import RUN_VARIABLE

@@ -28,7 +28,7 @@ from palestra.evals.findings import run_findings
 from palestra.evals.rollout_stats import Example, find_examples
 from palestra.learner.base import Learner, noop
 from palestra.policy.base import Policy
-from palestra.runs.tracking.base import Tracker
+from palestra.runs.tracking import Tracker
 from palestra.train import update as learning
 from palestra.train.batch import has_signal, peak_memory_gib, rollout_metrics, trainable_batch
 from palestra.train.checkpoint import TrainState, has_room, last_checkpoint, prune, save_checkpoint

@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from palestra.core.show import show_path, show_seconds, show_size, sparkline, visible
+from palestra.core.text import show_path, show_seconds, show_size, sparkline, visible
 from palestra.evals.run_report.charts import charts, fragment, table, text
 from palestra.train.watcher import Watcher
 

@@ -27,10 +27,9 @@ from palestra.core.machine import interpreter_for_many_rollouts
 from palestra.core.ranks import join
 from palestra.core.run_folder import Resume, RunFolder
 from palestra.core.types import Group
-from palestra.evals.capability import Capability
 from palestra.evals.evidence import Finding, RunFacts
 from palestra.evals.findings import ENVIRONMENT_PROBLEMS, broken_tool, evaluation_findings, outcome_findings
-from palestra.evals.report import EvalReport
+from palestra.evals.report import Capability, EvalReport
 from palestra.evals.run_report.write import write_report
 from palestra.learner.base import Learner
 from palestra.learner.local import LocalLearner
@@ -38,8 +37,7 @@ from palestra.learner.optimizer import UserOptimizer
 from palestra.models.loading import LoadedModel
 from palestra.policy.base import Policy
 from palestra.runs.foreground import listed, mark_failed
-from palestra.runs.tracking.base import Tracker
-from palestra.runs.tracking.services import check_trackers, open_trackers
+from palestra.runs.tracking import Tracker, check_trackers, open_trackers
 from palestra.train.checkpoint import TrainState, choose_checkpoint, drop_after
 from palestra.train.credit import CustomObjective
 from palestra.train.evaluation import Evaluator, read_evaluation, write_evaluation

@@ -29,7 +29,7 @@ from palestra.models.export.hf import save_hf
 from palestra.models.loading import LoadedModel, use_softcaps
 from palestra.policy.build import policy_of
 from palestra.rollout.collect import require_one_good
-from palestra.runs.tracking.base import Tracker
+from palestra.runs.tracking import Tracker
 from palestra.train.credit import CustomObjective, assign_credit
 from palestra.train.group_source import NoMoreGroups, StepRollouts
 from palestra.train.loop import Training

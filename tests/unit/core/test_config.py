@@ -11,11 +11,19 @@ from typing import Any, get_args
 import pytest
 
 from palestra.algo.losses import Objective
-from palestra.core.config import TRANSLATIONS, RunConfig, flatten, load_yaml, read_yaml_config, translate
+from palestra.core.config import (
+    REMOVED_SETTINGS,
+    TRANSLATIONS,
+    RemovedSetting,
+    RunConfig,
+    flatten,
+    load_yaml,
+    read_yaml_config,
+    translate,
+)
 from palestra.core.config_sections import Section
 from palestra.core.errors import PalestraError, SettingError, UnreadableFileError
 from palestra.core.grpo_config import GRPOTrainingConfig
-from palestra.core.removed_settings import REMOVED_SETTINGS, RemovedSetting
 from palestra.core.run_folder import RunFolder
 from palestra.rollout.agent_loop import AttemptLimits
 from palestra.runs.request import RunRequest

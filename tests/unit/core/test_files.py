@@ -15,7 +15,7 @@ import pytest
 
 from palestra.core import files as scratch
 from palestra.core.files import cache_folder, filter_jsonl, read_jsonl, replacing, write_text
-from palestra.core.show import show_seconds, sparkline
+from palestra.core.text import show_seconds, sparkline
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from palestra.core.types import Message, Rollout, Score, ToolCall, ToolResult, Turn
-from palestra.evals.capability import Capability, by_problem, pass_at_k
+from palestra.evals.report import Capability, by_problem, pass_at_k
 from palestra.evals.rollout_stats import call_problem, has_unread_call, has_unrun_call, rollout_stats
 
 TOOLS = ("stock", "calculate")

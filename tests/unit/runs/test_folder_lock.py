@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from palestra.core.errors import StorageError
-from palestra.runs.folder_lock import hold, holder
+from palestra.runs.processes import hold, holder
 
 
 def test_a_lock_that_is_a_link_is_refused_and_its_target_unchanged(tmp_path: Path) -> None:

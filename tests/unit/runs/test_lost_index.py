@@ -14,11 +14,10 @@ from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
 from palestra.runs import index as index_module
 from palestra.runs import reader
-from palestra.runs.folder_lock import hold
 from palestra.runs.foreground import listed
 from palestra.runs.index import Index, UnknownRun
 from palestra.runs.manager import RunManager, RunRequest
-from palestra.runs.processes import this_process
+from palestra.runs.processes import hold, this_process
 from palestra.runs.reader import RunReader
 from palestra.runs.supervisor import Supervisor
 

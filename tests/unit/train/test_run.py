@@ -306,7 +306,7 @@ def test_a_run_from_python_saves_and_stops_at_sigterm(lab: Lab, on_ctrl_c: Any) 
 def test_a_folder_in_which_another_process_trains_is_refused_whatever_the_index_says(lab: Lab) -> None:
     lab.train()
     before = lab.files()
-    code = f"import sys, time; from pathlib import Path; from palestra.runs.folder_lock import hold\n\
+    code = f"import sys, time; from pathlib import Path; from palestra.runs.processes import hold\n\
 with hold(Path({str(lab.folder.path)!r})): print('held', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from palestra.core.show import visible
+from palestra.core.text import visible
 
 Point = tuple[float, float]
 

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from palestra.core.config import RunConfig, explain, load_yaml
+from palestra.core.config import RunConfig, explain, load_yaml, unknown_setting
 from palestra.core.config_sections import Section
 from palestra.core.errors import NotFoundError, PalestraError, UnreadableFileError, did_you_mean
-from palestra.core.removed_settings import unknown_setting
 from palestra.extras.agent_tools.agent_settings import AGENT_MAXIMUM, SETTING_CLASSES, SITE_SETTINGS
 
 SITE_VARIABLE = "PALESTRA_SITE"

@@ -30,7 +30,7 @@ from palestra.extras.agent_tools.locks import Site, load_site
 from palestra.extras.agent_tools.pending_run import TRACKING_NAME, PendingRunConfig, Progress, describe
 from palestra.runs.index import UnknownRun
 from palestra.runs.manager import Run, RunManager, State
-from palestra.runs.tracking.services import needs_wandb_key
+from palestra.runs.tracking import needs_wandb_key
 
 JsonValue = str | int | float | bool | list[Any] | dict[str, Any] | None
 Effect = Literal["reads", "edits", "starts", "stops"]

@@ -26,7 +26,7 @@ from palestra.cli.summary import print_outcome
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError, StateError, UnreadableFileError
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import show_path, visible
+from palestra.core.text import show_path, visible
 from palestra.evals.findings import recorded_findings
 from palestra.extras.atropos.atropos import AtroposEnv
 from palestra.extras.atropos.runs import serve_environment, wire_config

@@ -16,7 +16,7 @@ from palestra.evals.report import Rate, pair
 from palestra.extras.dashboard.rollout_index import RolloutIndex, UnknownRollout
 from palestra.extras.dashboard.rollout_row import shown
 from palestra.extras.dashboard.summaries import by_step, columns
-from palestra.runs.compare import differing_keys, settings_of
+from palestra.runs.reader import differing_keys, settings_of
 
 _MAX_PROBLEMS = 200
 _CURVES = ("reward_mean", "pass_rate", "eval/pass_rate", "entropy", "completion_length_mean", "tool_calls_mean")

@@ -23,7 +23,7 @@ from palestra.cli.train import train_in_terminal
 from palestra.core.chat_model import POLICY
 from palestra.core.errors import SettingError, UnsupportedError
 from palestra.core.files import write_jsonl
-from palestra.core.show import visible
+from palestra.core.text import visible
 from palestra.evals.report import compare
 from palestra.extras.improve.improve import Improvement, edit_source, improve
 from palestra.runs.request import RunRequest

@@ -21,7 +21,7 @@ from palestra.core.chat_model import hosting, logging_calls
 from palestra.core.errors import InputError, NotFoundError, PalestraError, SettingError
 from palestra.core.files import import_function, read_jsonl
 from palestra.core.messages import as_messages, prompt_length
-from palestra.core.show import visible
+from palestra.core.text import visible
 from palestra.core.types import Message, Problem, Score
 from palestra.evals.judge import judge, ruler
 from palestra.evals.measures import Measure, MeasureContext, as_measure, run_group_measure

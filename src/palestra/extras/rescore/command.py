@@ -21,7 +21,7 @@ from palestra.cli.find_run import (
 from palestra.core.errors import InputError, NotFoundError, SettingError
 from palestra.core.files import import_file, read_jsonl
 from palestra.core.run_folder import RunFolder
-from palestra.core.show import visible
+from palestra.core.text import visible
 from palestra.core.types import Problem
 from palestra.envs.load import load_env
 from palestra.evals.measures import Measure, as_measures

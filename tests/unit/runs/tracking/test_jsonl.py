@@ -14,7 +14,7 @@ from palestra.core.run_folder import RunFolder
 from palestra.core.types import Group, Message, Problem, Rollout, Score
 from palestra.evals.report import EvalReport
 from palestra.runs.reader import progress
-from palestra.runs.tracking.base import JsonlTracker
+from palestra.runs.tracking import JsonlTracker
 from palestra.train.evaluation import read_evaluation, write_evaluation
 
 

@@ -12,8 +12,13 @@ from trackers import track
 from palestra.core.config import RunConfig
 from palestra.core.errors import MissingPackageError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.base import MAX_CONSECUTIVE_FAILURES, GuardedTracker, JsonlTracker
-from palestra.runs.tracking.services import check_trackers, open_trackers
+from palestra.runs.tracking import (
+    MAX_CONSECUTIVE_FAILURES,
+    GuardedTracker,
+    JsonlTracker,
+    check_trackers,
+    open_trackers,
+)
 
 
 def test_metrics_jsonl_is_always_written(tmp_path: Path) -> None:
@@ -51,7 +56,7 @@ class Flaky:
 
 
 def test_a_service_that_cannot_start_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.runs.tracking.services.find_spec", lambda name: None)
+    monkeypatch.setattr("palestra.runs.tracking.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"needs a package that is not installed .*palestra\[mlflow\]"):
         check_trackers(RunConfig.build({"track.report_to": ["mlflow"]}).track)
     check_trackers(RunConfig.build({}).track)

@@ -12,7 +12,7 @@ from trackers import attempts, track
 from palestra.core.config import RunConfig
 from palestra.core.errors import SettingError
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.services import open_trackers
+from palestra.runs.tracking import open_trackers
 
 LOSSES = [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]  # of `track`, by step
 # Trackio fixes its folder when it is imported, so it runs in a process of its own.
@@ -21,7 +21,7 @@ from pathlib import Path
 from trackers import attempts
 from palestra.core.config import RunConfig
 from palestra.core.run_folder import RunFolder
-from palestra.runs.tracking.services import open_trackers
+from palestra.runs.tracking import open_trackers
 
 config = RunConfig.build({"track": {"report_to": ["trackio"], "project": "gym", "run_name": "first"}})
 for steps, resume_after in ((range(1, 3), None), (range(3, 5), 2)):
@@ -42,7 +42,7 @@ print(json.dumps([(row["step"], row["transcripts"]["_value"]) for row in rows if
 
 def test_wandb_online_without_a_key_is_refused_and_a_stored_login_counts_as_one(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    from palestra.runs.tracking.services import needs_wandb_key
+    from palestra.runs.tracking import needs_wandb_key
 
     with pytest.raises(SettingError, match="WANDB_API_KEY"):
         open_trackers(RunConfig.build({"track.report_to": ["wandb"]}), RunFolder(tmp_path), {}, None)

@@ -22,7 +22,7 @@ from palestra.extras.tinker.server.messages import Datum
 from palestra.extras.tinker.server.requests import Adam
 from palestra.extras.tinker.server.training_model import Outputs
 from palestra.runs.foreground import listed
-from palestra.runs.tracking.services import open_trackers
+from palestra.runs.tracking import open_trackers
 
 log = logging.getLogger("palestra")
 

@@ -1,1 +1,0 @@
-"""Trackers of metrics: metrics.jsonl always; W&B, TensorBoard, MLflow and Trackio if asked for."""
