@@ -41,30 +41,26 @@ Row = Mapping[str, float]
 MIN_STEPS = 3  # before a run in progress is judged; also the number of its first and of its last steps
 _GAIN = 0.05  # of a pass rate, or of the range of the rewards
 
-_SAMPLED_HERE = frozenset({"agent", "program", "prompts", "endpoint"})
-# settings that take effect in some kinds of runs only; all others do in every kind
-_KINDS: dict[str, frozenset[str]] = {
-    "rollout.constrain_tool_calls": frozenset({"agent"}),
-    "rollout.unexpected_call_format": frozenset({"agent"}),
-    "rollout.max_tool_rounds": frozenset({"agent", "endpoint"}),
-    "rollout.max_tool_result_chars": frozenset({"agent", "endpoint"}),
-    "rollout.max_staleness": frozenset({"agent", "program", "wire"}),
-    "rollout.temperature": _SAMPLED_HERE,
-    "rollout.max_new_tokens": _SAMPLED_HERE,
-    "rollout.group_size": frozenset({"agent", "function", "program", "prompts"}),
-    "model.kv_memory_gib": frozenset({"agent", "function", "program", "prompts", "wire"}),
-    "train.signal_share": frozenset({"agent", "function", "program"}),
-    "stages.plan": frozenset({"agent"}),
-}
-# of the other settings, under which such a setting takes effect
-_CONDITIONS: dict[str, Callable[[RunConfig], bool]] = {
-    "rollout.constrain_tool_calls": lambda c: c.backend != "tinker" and c.vllm_mode == "off",
-    "rollout.temperature": lambda c: c.backend != "tinker",
-    "rollout.max_staleness": lambda c: not c.model.sleep_mode,
-    "model.kv_memory_gib": lambda c: c.has_own_engine,
-    "train.entropy_coefficient": lambda c: c.backend != "tinker",
-    "train.signal_share": lambda c: c.train.filter_equal_groups and c.train.signal_share < 1,
-    "stages.plan": lambda c: c.stages.plan == "grpo" and c.backend == "local" and not c.rollout.max_staleness,
+_SAMPLED_HERE = ("agent", "program", "prompts", "endpoint")
+_TRAINED_HERE = ("agent", "function", "program", "prompts", "wire")
+# by the kind and the settings of a run: whether a setting takes effect; all others always do
+TAKES_EFFECT: dict[str, Callable[[RunKind, RunConfig], bool]] = {
+    "rollout.constrain_tool_calls": lambda kind, c: kind == "agent" and c.backend != "tinker" and c.vllm_mode == "off",
+    "rollout.unexpected_call_format": lambda kind, c: kind == "agent",
+    "rollout.max_tool_rounds": lambda kind, c: kind in ("agent", "endpoint"),
+    "rollout.max_tool_result_chars": lambda kind, c: kind in ("agent", "endpoint"),
+    "rollout.max_staleness": lambda kind, c: kind in ("agent", "program", "wire") and not c.model.sleep_mode,
+    "rollout.temperature": lambda kind, c: kind in _SAMPLED_HERE and c.backend != "tinker",
+    "rollout.max_new_tokens": lambda kind, c: kind in _SAMPLED_HERE,
+    "rollout.group_size": lambda kind, c: kind in _TRAINED_HERE and kind != "wire",
+    "model.kv_memory_gib": lambda kind, c: kind in _TRAINED_HERE and c.has_own_engine,
+    "train.entropy_coefficient": lambda kind, c: c.backend != "tinker",
+    "train.signal_share": lambda kind, c: (
+        kind in ("agent", "function", "program") and c.train.filter_equal_groups and c.train.signal_share < 1
+    ),
+    "stages.plan": lambda kind, c: (
+        kind == "agent" and c.stages.plan == "grpo" and c.backend == "local" and not c.rollout.max_staleness
+    ),
 }
 
 
@@ -118,8 +114,7 @@ class RunFacts:
             return False
         if setting in ("rollout.max_staleness", "stages.plan") and self.ranks > 1:
             return False
-        holds = _CONDITIONS.get(setting, lambda config: True)
-        return self.kind in _KINDS.get(setting, {self.kind}) and holds(self.config)
+        return setting not in TAKES_EFFECT or TAKES_EFFECT[setting](self.kind, self.config)
 
     def __getitem__(self, setting: str) -> Any:
         """The value of a setting; None if the config is unknown."""

@@ -9,7 +9,7 @@ import pytest
 from palestra.core.config import RunConfig
 from palestra.core.errors import PalestraError
 from palestra.core.run_folder import RunKind
-from palestra.evals.evidence import _CONDITIONS, _KINDS, RunFacts
+from palestra.evals.evidence import TAKES_EFFECT, RunFacts
 from palestra.extras.atropos.task import WireTask
 from palestra.extras.tinker.client.connect import suited
 from palestra.extras.vllm.open import open_policy
@@ -100,6 +100,4 @@ def test_the_checks_of_this_file_do_refuse(run: str, setting: str) -> None:
 
 def test_every_setting_with_conditions_is_tried_here() -> None:
     known = set(RunConfig.keys())
-    assert {name for name in {*_KINDS, *_CONDITIONS} if name in known} - {"rollout.unexpected_call_format"} <= set(
-        VALUES
-    )
+    assert {name for name in TAKES_EFFECT if name in known} - {"rollout.unexpected_call_format"} <= set(VALUES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import fmean
 from typing import Any
 
 from palestra.core.text import visible
@@ -86,11 +87,7 @@ def smooth(values: Sequence[float], window: int | None = None) -> list[float]:
     [0.0, 1.0, 1.0, 1.0, 0.0]
     """
     half = (window if window is not None else max(3, len(values) // 8)) // 2
-    out = []
-    for i in range(len(values)):
-        part = values[max(0, i - half) : i + half + 1]
-        out.append(sum(part) / len(part))
-    return out
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def curve(points: Sequence[Point], *, percent: bool, markers: Sequence[Marker] = (), title: str) -> str:

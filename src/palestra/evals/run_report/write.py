@@ -90,22 +90,15 @@ def _points(steps: Sequence[Mapping[str, float]], key: str) -> list[Point]:
 
 def _evaluations(report: Mapping[str, Any], steps: Sequence[Mapping[str, float]], scored: str) -> list[Marker]:
     """The evaluations before, during and after training, each at its step."""
-    markers = [
-        _marker(row["step"], f"{scored} cases at step {row['step']}", row["eval/pass_rate"])
-        for row in report["metrics"]
-        if "eval/pass_rate" in row
-    ]
-    last_step = max((row["step"] for row in steps), default=0)
-    for when, step in (("before", 0), ("after", last_step)):
-        if report[when] is not None:
-            rate = report[when]["pass_rate"]
-            markers.append(_marker(step, f"{scored} cases {when}", rate["rate"], rate["low"], rate["high"]))
+    rows = [row for row in report["metrics"] if "eval/pass_rate" in row]
+    found = [(row["step"], f"at step {row['step']}", {"rate": row["eval/pass_rate"]}) for row in rows]
+    ends = {"before": 0, "after": max((row["step"] for row in steps), default=0)}
+    found += [(step, when, report[when]["pass_rate"]) for when, step in ends.items() if report[when] is not None]
+    markers = []
+    for step, name, of in found:
+        rate, label = of["rate"], f"{scored} cases {name}: {_percent(of['rate'])}"
+        markers.append(Marker(step, rate, of.get("low", rate), of.get("high", rate), label))
     return markers
-
-
-def _marker(step: float, name: str, rate: float, low: float | None = None, high: float | None = None) -> Marker:
-    label = f"{name}: {_percent(rate)}"
-    return Marker(step, rate, rate if low is None else low, rate if high is None else high, label)
 
 
 def as_text(value: Any) -> str:
