@@ -126,11 +126,6 @@ def _check(topic: str, name: str, ok: bool, found: str, remedy: str, otherwise: 
     return Check(topic, name, "ok", found) if ok else Check(topic, name, otherwise, found, remedy)
 
 
-def _python() -> Iterator[Check]:
-    yield Check("Python", "palestra", "ok", f"{metadata.version('palestra')} on {platform.platform()}")
-    yield Check("Python", "version", "ok", f"{platform.python_version()} at {sys.executable}")
-
-
 def _torch() -> Iterator[Check]:
     """Runs in a subprocess, since a broken installation may crash."""
     code = (

@@ -14,7 +14,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -223,13 +223,17 @@ _host: ContextVar[ModelHost | None] = ContextVar("model_host", default=None)
 
 
 @contextmanager
-def hosting(host: ModelHost) -> Iterator[None]:
-    """Let chat models in this context, and in tasks that are created in it, use `host`."""
-    token = _host.set(host)
+def _setting(variable: ContextVar[T | None], value: T) -> Iterator[T]:
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _host.reset(token)
+        variable.reset(token)
+
+
+def hosting(host: ModelHost) -> AbstractContextManager[ModelHost]:
+    """Let chat models in this context, and in tasks that are created in it, use `host`."""
+    return _setting(_host, host)
 
 
 @dataclass(slots=True)
@@ -246,15 +250,9 @@ class CallLog:
 _log: ContextVar[CallLog | None] = ContextVar("call_log", default=None)
 
 
-@contextmanager
-def logging_calls() -> Iterator[CallLog]:
+def logging_calls() -> AbstractContextManager[CallLog]:
     """Count the calls of chat models in this context, and in tasks that are created in it."""
-    calls = CallLog()
-    token = _log.set(calls)
-    try:
-        yield calls
-    finally:
-        _log.reset(token)
+    return _setting(_log, CallLog())
 
 
 def log_judge(measure: str) -> None:
@@ -294,13 +292,14 @@ class ChatModel:
     ) -> None:
         self.model, self.purpose = model, purpose
         self._limits = limits or CallLimits()
-        self._is_local = base_url is None and is_local(model)
         self._backend = Budgeted(self._limits, f"the model {model!r}")
-        if not self._is_local:
+        if base_url is not None or not is_local(model):
             self._backend = Endpoint(model, base_url, api_key_env, self._limits)
             self._backend.require_key()
         self._temperature, self._max_new_tokens = temperature, max_new_tokens
-        keeps = cache is not False and not (self._is_local and model == POLICY)  # the policy changes with every step
+        keeps = cache is not False and (
+            isinstance(self._backend, Endpoint) or model != POLICY
+        )  # the policy changes with every step
         self._cache = _Cache(None if isinstance(cache, bool) else Path(cache)) if keeps else None
 
     @property
@@ -335,7 +334,7 @@ class ChatModel:
 
     async def _complete(self, messages: Chat, seed: int) -> str:
         try:
-            answer = await (self._ask_host(messages, seed) if self._is_local else self._post(messages, seed))
+            answer = await self._send(messages, seed)
             text = answer["choices"][0]["message"]["content"]
             if not isinstance(text, str):
                 raise TypeError(f"its content is a {type(text).__name__}")
@@ -355,8 +354,15 @@ class ChatModel:
         self._count("cost", usage.cost(self._limits))
         return text
 
-    async def _post(self, messages: Chat, seed: int) -> Any:
-        assert isinstance(self._backend, Endpoint)
+    async def _send(self, messages: Chat, seed: int) -> Any:
+        if not isinstance(self._backend, Endpoint):
+            if (host := _host.get()) is None:
+                raise UnsupportedError(
+                    "a model of this process is asked in a run; elsewhere, name an endpoint by base_url"
+                )
+            tokens, temperature = self._max_new_tokens or _LOCAL_TOKENS, self._temperature or 0.0
+            call = host.chat(self.model.removeprefix(LOCAL), messages, tokens, temperature, seed)
+            return await self._backend.run(lambda: call, 0)
         body: dict[str, Any] = {"messages": list(messages)}
         if self._temperature is not None:
             body |= {"temperature": self._temperature}
@@ -365,15 +371,6 @@ class ChatModel:
         if self._max_new_tokens is not None:
             body |= {"max_tokens": self._max_new_tokens}
         return await self._backend.post(body)
-
-    async def _ask_host(self, messages: Chat, seed: int) -> Any:
-        host = _host.get()
-        if host is None:
-            raise UnsupportedError("a model of this process is asked in a run; elsewhere, name an endpoint by base_url")
-        name = self.model.removeprefix(LOCAL)
-        tokens, temperature = self._max_new_tokens or _LOCAL_TOKENS, self._temperature or 0.0
-        call = host.chat(name, messages, tokens, temperature, seed)
-        return await self._backend.run(lambda: call, 0)
 
     def _count(self, what: str, amount: float) -> None:
         if (calls := _log.get()) is not None:

@@ -356,15 +356,18 @@ def _lock(path: Path) -> int | None:
         number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
-        owner = os.fstat(number)
-        if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.geteuid():
-            raise PermissionError
+    if os.fstat(number).st_uid == os.geteuid() and try_lock(number):
+        return number
+    os.close(number)
+    return None
+
+
+def try_lock(number: int) -> bool:
+    """Lock an open file until it is closed; False if another process holds the lock."""
+    with suppress(OSError):
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(number)
-        return None
-    return number
+        return True
+    return False
 
 
 def _remove(pid: int, folder: Path) -> None:

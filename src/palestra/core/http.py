@@ -8,7 +8,7 @@ import json
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -189,46 +189,42 @@ class Retries:
     pause_s: float = 1.0
     backoff: float = 1.0  # factor by which each pause is longer than the previous one
 
+    def begin(self) -> Callable[[HttpError], float]:
+        """A function that says how long to wait before the next attempt; it raises the error when there is none."""
+        attempts, began = 0, time.monotonic()
+        answered = began  # when it was last answered, with any status
+
+        def pause_s(error: HttpError) -> float:
+            nonlocal attempts, answered
+            attempts, now = attempts + 1, time.monotonic()
+            if error.status is None:
+                is_over = now - answered >= self.unreachable_s
+            else:
+                answered, is_over = now, now - began >= self.busy_s or not error.is_retryable
+            if is_over or attempts == self.attempts:
+                raise error
+            return error.retry_after_s or self.pause_s * self.backoff ** (attempts - 1)
+
+        return pause_s
+
 
 def ask(request: Request, retries: Retries) -> Any:
     """The JSON of the answer; HttpError when there is none in time, or when the server refuses."""
-    schedule = _Schedule(retries)
+    pause_s = retries.begin()
     while True:
         try:
             return request.parse(request.send())
         except HttpError as error:
-            time.sleep(schedule.pause_s(error))
+            time.sleep(pause_s(error))
 
 
 async def ask_async(request: Request, retries: Retries) -> Any:
-    schedule = _Schedule(retries)
+    pause_s = retries.begin()
     while True:
         try:
             return request.parse(await request.send_async())
         except HttpError as error:
-            await asyncio.sleep(schedule.pause_s(error))
-
-
-class _Schedule:
-    """The attempts and the seconds that one request has taken."""
-
-    def __init__(self, retries: Retries) -> None:
-        self._retries = retries
-        self._attempts = 0
-        self._began = self._answered = time.monotonic()  # when it was first sent, and last answered with any status
-
-    def pause_s(self, error: HttpError) -> float:
-        """How long to wait before the next attempt; raises `error` when there is none."""
-        retries, now = self._retries, time.monotonic()
-        self._attempts += 1
-        if error.status is None:
-            is_over = now - self._answered >= retries.unreachable_s
-        else:
-            self._answered = now
-            is_over = now - self._began >= retries.busy_s or not error.is_retryable
-        if is_over or self._attempts == retries.attempts:
-            raise error
-        return error.retry_after_s or retries.pause_s * retries.backoff ** (self._attempts - 1)
+            await asyncio.sleep(pause_s(error))
 
 
 class ConcurrencyLimit:

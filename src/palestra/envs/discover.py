@@ -6,6 +6,7 @@ import ast
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,40 +169,33 @@ def python_files(path: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class ClassSource:
-    """A class as written: its bases by their full dotted names where the imports show them."""
-
-    name: str
-    bases: tuple[str, ...]
-    docstring: str
-    constants: dict[str, str]  # class attributes that are plain texts or names, such as name = "gsm8k"
-
-
-@dataclass(frozen=True)
 class FileSource:
-    """The classes of one file; `error` where it cannot be read or parsed."""
+    """The classes of one file, and what its names mean; `error` where it cannot be read or parsed."""
 
     path: Path
-    classes: dict[str, ClassSource] = field(default_factory=dict)
+    classes: Mapping[str, ast.ClassDef] = field(default_factory=dict)
     error: str | None = None
-    imports: dict[str, str] = field(default_factory=dict)  # local name -> full dotted name
-    stars: tuple[str, ...] = ()  # modules of which all names are imported
+    imports: Mapping[str, str] = field(default_factory=dict)  # local name -> full dotted name
+    stars: Sequence[str] = ()  # modules of which all names are imported
+
+    def bases(self, cls: ast.ClassDef) -> Iterator[str]:
+        """The bases of a class, by their full dotted names where the imports show them."""
+        for dotted in filter(None, map(_dotted, cls.bases)):
+            first, dot, rest = dotted.partition(".")
+            yield self.imports.get(first, first) + dot + rest
 
 
 class _Files:
     """Parsed files. Bases of classes are followed from file to file by their imports; nothing is run."""
 
     def __init__(self) -> None:
-        self._sources: dict[Path, FileSource] = {}
-
-    def read(self, path: Path) -> FileSource:
-        if path not in self._sources:
-            self._sources[path] = read_source(path)
-        return self._sources[path]
+        self.read = cache(read_source)
 
     def extended(self, sources: Iterable[FileSource]) -> set[tuple[Path, str]]:
         """The classes that classes of these files extend."""
-        classes = ((source, base) for source in sources for cls in source.classes.values() for base in cls.bases)
+        classes = (
+            (source, base) for source in sources for cls in source.classes.values() for base in source.bases(cls)
+        )
         parents = (self._follow(source, base) for source, base in classes)
         return {(parent[0].path, parent[1].name) for parent in parents if isinstance(parent, tuple)}
 
@@ -211,20 +205,20 @@ class _Files:
         """The environments that a file defines. A class without a name that others extend is their base, no more."""
         environments = []
         for cls in source.classes.values():
-            is_base = "name" not in cls.constants and (source.path, cls.name) in extended
+            constants = _constants(cls)
+            is_base = "name" not in constants and (source.path, cls.name) in extended
             dialect = None if cls.name.startswith("_") or is_base else self._dialect(source, cls, frozenset())
             if dialect:
                 default = f"Environment from {source.path.name}"
-                line = next((text.strip() for text in cls.docstring.splitlines() if text.strip()), default)
-                name = cls.constants.get("name") or default_name(cls.name)
-                config = cls.constants.get("env_config_cls")
+                line = (ast.get_docstring(cls) or default).splitlines()[0].strip()
+                name, config = constants.get("name") or default_name(cls.name), constants.get("env_config_cls")
                 environments.append(DiscoveredEnv(name, cls.name, source.path, line, origin, dialect, config))
         return environments
 
-    def _dialect(self, source: FileSource, cls: ClassSource, seen: frozenset[tuple[Path, str]]) -> str | None:
+    def _dialect(self, source: FileSource, cls: ast.ClassDef, seen: frozenset[tuple[Path, str]]) -> str | None:
         if (source.path, cls.name) in seen:  # a circle
             return None
-        for base in cls.bases:
+        for base in source.bases(cls):
             parent = self._follow(source, base)
             if isinstance(parent, tuple):
                 parent = self._dialect(*parent, seen | {(source.path, cls.name)})
@@ -234,7 +228,7 @@ class _Files:
 
     def _follow(
         self, source: FileSource, name: str, reexports: int = MAX_REEXPORTS
-    ) -> str | tuple[FileSource, ClassSource] | None:
+    ) -> str | tuple[FileSource, ast.ClassDef] | None:
         """The dialect of a base by its full name, or its file and class; None where there is no such source."""
         if name in BASES:
             return BASES[name]
@@ -291,24 +285,21 @@ def read_source(path: Path) -> FileSource:
             dot = "" if module.endswith(".") else "."
             imports |= {alias.asname or alias.name: f"{module}{dot}{alias.name}" for alias in node.names}
             stars += [module for alias in node.names if alias.name == "*"]
-    classes = {}
-    for node in statements:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        constants: dict[str, str] = {}
-        for statement in node.body:
-            if isinstance(statement, ast.Assign | ast.AnnAssign):
-                value = statement.value
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                text = value.value if isinstance(value, ast.Constant) else value and _dotted(value)
-                if len(targets) == 1 and isinstance(targets[0], ast.Name) and isinstance(text, str):
-                    constants[targets[0].id] = text
-        bases = []
-        for dotted in filter(None, map(_dotted, node.bases)):
-            first, dot, rest = dotted.partition(".")
-            bases.append(imports.get(first, first) + dot + rest)
-        classes[node.name] = ClassSource(node.name, tuple(bases), ast.get_docstring(node) or "", constants)
-    return FileSource(path, classes, imports=imports, stars=tuple(stars))
+    classes = {node.name: node for node in statements if isinstance(node, ast.ClassDef)}
+    return FileSource(path, classes, imports=imports, stars=stars)
+
+
+def _constants(cls: ast.ClassDef) -> dict[str, str]:
+    """Class attributes that are plain texts or names, such as name = "gsm8k"."""
+    constants: dict[str, str] = {}
+    for statement in cls.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            value = statement.value
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            text = value.value if isinstance(value, ast.Constant) else value and _dotted(value)
+            if len(targets) == 1 and isinstance(targets[0], ast.Name) and isinstance(text, str):
+                constants[targets[0].id] = text
+    return constants
 
 
 def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

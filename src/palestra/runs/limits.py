@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from palestra.core.config_sections import ModelSection
 from palestra.core.errors import ResourceError, SettingError
+from palestra.core.files import try_lock
 from palestra.core.machine import processors
 
 MAX_RUNS_VARIABLE = "PALESTRA_MAX_RUNS"
@@ -74,15 +75,11 @@ def _file_name(name: str) -> str:
 
 def _lock(path: Path) -> int | None:
     """Lock a file until the number that is returned is closed; None if another process holds the lock."""
-    import fcntl  # not on Windows, where no runs are started in the background
-
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(number)
-        return None
-    return number
+    if try_lock(number):
+        return number
+    os.close(number)
+    return None
 
 
 def gpus_needed(model: ModelSection, machine_gpus: int, ranks: int = 1) -> int:
