@@ -33,10 +33,10 @@ from palestra.servers.web import refuse
 
 ABOUT = "tinker.json"
 EXPIRES = "expires.json"  # when, where it was changed later; not in the manifest, so that the rest is not written again
-KINDS = {  # and what the SDK calls them: with the optimizer's state; without; to be downloaded
-    "weights": "training",
-    "sampler_weights": "sampler",
-    "external_weights": "external",
+KINDS = {  # which request saves it, and what the SDK calls it
+    "weights": ("save_weights", "training"),  # with the optimizer's state
+    "sampler_weights": ("save_weights_for_sampler", "sampler"),
+    "external_weights": ("save_weights_external", "external"),  # to be downloaded
 }
 _NAMED = 10  # checkpoints that a message names
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -87,7 +87,7 @@ class Checkpoint:
 
     def described(self) -> Json:
         return {
-            "checkpoint_id": f"{self.path.kind}/{self.path.name}", "checkpoint_type": KINDS[self.path.kind],
+            "checkpoint_id": f"{self.path.kind}/{self.path.name}", "checkpoint_type": KINDS[self.path.kind][1],
             "time": _time(self.created), "tinker_path": str(self.path), "size_bytes": folder_size(self.folder),
             "public": False, "user_metadata": self.user_metadata,
             "expires_at": None if self.expires is None else _time(self.expires),
@@ -197,7 +197,7 @@ class Checkpoints:
     def get_run(self, run_id: str) -> Json:
         folder = self.run(run_id)
         about = folder.record["tinker"]
-        last = {KINDS[saved.path.kind]: saved.described() for saved in self.of_run(run_id)}  # the newest of each
+        last = {KINDS[saved.path.kind][1]: saved.described() for saved in self.of_run(run_id)}  # the newest of each
         changed = folder.metrics_file if folder.metrics_file.exists() else folder.record_file
         rank, metadata = int(about["spec"]["rank"]), about.get("user_metadata") or {}
         return {

@@ -57,6 +57,10 @@ class Tensor:
     def places(self) -> Array:
         return np.arange(len(self.values)) if self.cells is None else self.cells
 
+    @property
+    def rows(self) -> Array:
+        return self.places // (self.shape[1] if len(self.shape) == 2 else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Datum:
@@ -202,8 +206,8 @@ def _tensor(tensor: Tensor) -> Any:
     if tensor.cells is None:
         message.dense = data
         return message
-    rows = np.bincount(tensor.cells // tensor.shape[1], minlength=tensor.shape[0])
-    crow, col = np.cumsum([0, *rows]).astype("<i8"), (tensor.cells % tensor.shape[1]).astype("<i8")
+    counts = np.bincount(tensor.rows, minlength=tensor.shape[0])
+    crow, col = np.cumsum([0, *counts]).astype("<i8"), (tensor.cells % tensor.shape[1]).astype("<i8")
     message.sparse_csr.values = data
     message.sparse_csr.crow_indices, message.sparse_csr.col_indices = crow.tobytes(), col.tobytes()
     return message

@@ -59,7 +59,8 @@ class Sampler:
         self._loaded: ReadWeights | None = None
         self._loads = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._queue: asyncio.Queue[tuple[SampleRequest | None, Future[Result]]] = asyncio.Queue()
         threading.Thread(target=self._run, name="tinker-sampler", daemon=True).start()
 
     @property
@@ -71,37 +72,27 @@ class Sampler:
         """Answer when its turn has come; from any thread."""
         self._unanswered.add(answer)
         answer.add_done_callback(self._unanswered.discard)
-        self._put(request, answer)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, (request, answer))
 
     def close(self) -> None:
         """End the thread when what it works on is done."""
-        self._put(None, Future())
-
-    def _put(self, request: SampleRequest | None, answer: Future[Result]) -> None:
-        def put(started: Future[asyncio.AbstractEventLoop]) -> None:
-            if error := started.exception():
-                answer.set_exception(error)
-            else:
-                started.result().call_soon_threadsafe(self._queue.put_nowait, (request, answer))
-
-        self._started.add_done_callback(put)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, (None, Future()))
 
     def _run(self) -> None:
         self._base.use_stream()
-        asyncio.run(self._serve())
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
-        self._queue: asyncio.Queue[tuple[SampleRequest | None, Future[Result]]] = asyncio.Queue()
+        broken: Exception | None = None
         try:
             self._module: Any = self._base.module(self._spec).eval().requires_grad_(False)
             with self._base.building:  # an engine may move the weights that all share
                 self._policy: Policy[Any] = build_policy(
                     self._module, self._base.tokenizer, "auto", self._kv_memory_gib
                 )
-        except BaseException as error:
-            self._started.set_exception(error)
-            return
-        self._started.set_result(asyncio.get_running_loop())
+        except Exception as error:
+            broken = error
         while True:
             burst = await self._burst()
             siblings = Counter(_prompt_of(request) for request, _ in burst if request for _ in request.turns)
@@ -112,6 +103,8 @@ class Sampler:
                 if request is None:
                     return
                 try:
+                    if broken is not None:
+                        raise broken
                     if request.weights is not self._loaded:
                         self._loads += 1
                         self._policy.update(Weights(self._loads, request.weights))
@@ -143,7 +136,8 @@ class Sampler:
             if k := request.body.topk_sample_logprobs:
                 for i, (turn, params) in enumerate(zip(turns, request.turns, strict=True)):
                     ids = [*request.prompt, *turn.token_ids.tolist()]
-                    _, tops[i] = await self._score(ids, len(request.prompt), k, params.temperature or 1.0)
+                    _, top = await self._score(ids, len(request.prompt), k, params.temperature or 1.0)
+                    tops[i] = TopK(*(column[len(request.prompt) :] for column in top))
             answer.set_result(write_sample(turns, tops, *await self._score_prompt(request)))
         except Exception as error:
             answer.set_exception(error)
@@ -162,27 +156,22 @@ class Sampler:
         if not (body.prompt_logprobs or k):
             return None, None, targets
         start = max(1, len(prompt) - (body.prompt_logprobs_last_n or len(prompt)))
-        own, top = await self._score(prompt, start, k)
-        logprobs = np.concatenate([np.full(start, np.nan, np.float32), own])
-        unscored = ((start, 0), (0, 0))
-        whole = TopK(np.pad(top.token_ids, unscored), np.pad(top.logprobs, unscored, constant_values=EMPTY_LOGPROB))
-        return logprobs if body.prompt_logprobs else None, whole if k else None, targets
+        logprobs, top = await self._score(prompt, start, k)
+        return logprobs if body.prompt_logprobs else None, top if k else None, targets
 
     async def _score(self, ids: list[int], start: int, k: int, temperature: float = 1.0) -> tuple[Array, TopK]:
-        """[n] logprobs of the tokens from `start` on, and [n, k] the most likely ones in their places."""
-        logprobs: list[float] = []
-        tops: list[list[tuple[int, float]]] = []
-        if start < len(ids):
-            for piece in token_logprobs(self._module, ids, start, top=k, temperature=temperature):
-                logprobs += piece.logprobs
-                tops += piece.top
-                await asyncio.sleep(0)
-        shape = (len(logprobs), k)
-        best = TopK(np.zeros(shape, np.int32), np.full(shape, EMPTY_LOGPROB, np.float32))
-        for i, pairs in enumerate(tops):
-            for j, (token, logprob) in enumerate(pairs):
-                best.token_ids[i, j], best.logprobs[i, j] = token, logprob
-        return np.array(logprobs, np.float32), best
+        """[T] logprobs of the tokens from `start` on, and [T, k] the most likely ones in their places."""
+        logprobs, best = np.full(len(ids), np.nan, np.float32), np.zeros((len(ids), k), np.int32)
+        values = np.full((len(ids), k), EMPTY_LOGPROB, np.float32)
+        at = start
+        for piece in token_logprobs(self._module, ids, start, top=k, temperature=temperature) if at < len(ids) else ():
+            for logprob, pairs in zip(piece.logprobs, piece.top, strict=True):
+                logprobs[at] = logprob
+                for j, pair in enumerate(pairs):
+                    best[at, j], values[at, j] = pair
+                at += 1
+            await asyncio.sleep(0)
+        return logprobs, TopK(best, values)
 
     async def _score_targets(self, prompt: list[int], targets: Tensor) -> Tensor:
         if len(targets.shape) != 2 or targets.shape[0] != len(prompt) - 1:
@@ -192,7 +181,7 @@ class Sampler:
         ids = torch.tensor([prompt], device=self._base.device)
         logits = plain_forward(self._module, ids[:, :-1], use_cache=False).logits[0]
         logprobs = logits.float().log_softmax(-1)
-        rows = torch.from_numpy(targets.places // targets.shape[1]).to(ids.device)
+        rows = torch.from_numpy(targets.rows).to(ids.device)
         target_ids = torch.from_numpy(targets.values.astype(np.int64)).to(ids.device)
         values = logprobs[rows, target_ids.clamp(min=0)].where(target_ids >= 0, 0.0)
         return Tensor(values.cpu().numpy(), targets.shape, targets.cells)

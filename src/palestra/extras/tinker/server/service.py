@@ -19,7 +19,7 @@ from palestra.core.files import verify_folder
 from palestra.engine.runner import GIB, default_kv_bytes
 from palestra.extras.tinker.server import requests as bodies
 from palestra.extras.tinker.server.base_model import AdapterSpec, BaseModel
-from palestra.extras.tinker.server.checkpoints import Checkpoint, Checkpoints, TinkerPath, checkpoint_name
+from palestra.extras.tinker.server.checkpoints import KINDS, Checkpoint, Checkpoints, TinkerPath, checkpoint_name
 from palestra.extras.tinker.server.futures import Gone, NotFound, OrderedWorker, Request, Requests, Result, TooBusy
 from palestra.extras.tinker.server.messages import ForwardBackwardRequest, parse_request, write_outputs
 from palestra.extras.tinker.server.sampler import ReadWeights, Sampler, SampleRequest
@@ -29,10 +29,6 @@ from palestra.servers.web import refuse
 
 log = logging.getLogger("palestra")
 
-_SAVED_BY = {
-    "weights": "save_weights", "sampler_weights": "save_weights_for_sampler",
-    "external_weights": "save_weights_external",
-}  # fmt: skip
 RESTARTED = "it has ended, or the server was restarted; continue from a saved tinker:// path"
 Json = dict[str, Any]
 
@@ -124,9 +120,8 @@ class Service:
     # sessions
 
     def create_session(self, body: bodies.CreateSession) -> Json:
-        self._make_room(lambda: len(self.sessions) >= self.limits.sessions)
-        if len(self.sessions) >= self.limits.sessions:
-            raise TooBusy(f"{len(self.sessions)} sessions are open, which is the limit; close one, or try again later")
+        full = f"{self.limits.sessions} sessions are open, which is the limit; close one, or try again later"
+        self._make_room(lambda: full if len(self.sessions) >= self.limits.sessions else "")
         metadata = {**(body.user_metadata or {}), **({"tags": body.tags} if body.tags else {})}
         session = Session(f"s-{secrets.token_hex(6)}", body.display_name or "tinker", metadata)
         self.sessions[session.id] = session
@@ -172,16 +167,18 @@ class Service:
             log.warning("session %s has sent nothing for %g s and is ended", session_id, self.limits.session_idle_s)
             self.finish_session(session_id, completed=False)
 
-    def _make_room(self, is_full: Callable[[], bool]) -> None:
-        """End sessions of disconnected clients while `is_full()`, the longest silent first; those at work stay."""
+    def _make_room(self, refusal: Callable[[], str]) -> None:
+        """While something is refused, end sessions of disconnected clients, the longest silent first, but none at work."""
         self.end_idle()
         longest = time.monotonic() - self.limits.session_gone_s
         for session in sorted(self.sessions.values(), key=lambda session: session.last_seen):
-            if session.last_seen >= longest or not is_full():
-                return
+            if session.last_seen >= longest or not refusal():
+                break
             if not any(model.worker.is_busy for model in self._models_of(session.id)):
                 log.warning("session %s has no heartbeat and is ended to make room for another one", session.id)
                 self.finish_session(session.id, completed=False)
+        if refused := refusal():
+            raise TooBusy(refused)
 
     def close(self) -> None:
         for session_id in list(self.sessions):
@@ -219,9 +216,7 @@ class Service:
             base, lora, kind, more = self.base(body.base_model), body.lora_config, "create_model", {}
             spec, seed = (AdapterSpec(), 0) if lora is None else (lora.spec, lora.seed or 0)
         size = base.trained_bytes(spec)
-        self._make_room(lambda: bool(self._refusal(spec, size)))
-        if refusal := self._refusal(spec, size):
-            raise TooBusy(refusal)
+        self._make_room(lambda: self._refusal(spec, size))
         model_id = body.model_id
         model = Model(model_id, session.id, base, spec, size, OrderedWorker(model_id, self.requests, base.use_stream))
         self.models[model_id] = model
@@ -331,7 +326,7 @@ class Service:
     # checkpoints
 
     def save(self, kind: str, body: bodies.SavedWeights) -> Request:
-        model, what = self.model(body.model_id), _SAVED_BY[kind]
+        model, what = self.model(body.model_id), KINDS[kind][0]
         path = TinkerPath(model.id, kind, checkpoint_name(body.path or f"seq-{body.seq_id:06d}"))
         overwrite = body.overwrite if isinstance(body, bodies.SaveWeights) else True
         about = {"base_model": model.base.name, "spec": asdict(model.spec), "user_metadata": body.user_metadata or None}
