@@ -168,7 +168,7 @@ class Service:
             self.finish_session(session_id, completed=False)
 
     def _make_room(self, refusal: Callable[[], str]) -> None:
-        """While something is refused, end sessions of disconnected clients, the longest silent first, but none at work."""
+        """End sessions of disconnected clients while something is refused; the longest silent first, none at work."""
         self.end_idle()
         longest = time.monotonic() - self.limits.session_gone_s
         for session in sorted(self.sessions.values(), key=lambda session: session.last_seen):
