@@ -304,6 +304,7 @@ def _plain(future: Any) -> Future[Any]:
 def _in_thread(make: Callable[[], Any]) -> Future[Any]:
     """The future of a client that the SDK makes: it waits inside of `make`, or gives a future (0.38 and newer)."""
     future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # who gives up waiting cannot cancel it
 
     def run() -> None:
         try:
